@@ -1,0 +1,50 @@
+# Every target makes its own virtual environment when it is missing.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help demo test check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train a small language model on 2 processes and judge its batch size (about 2 minutes)"
+	@echo "make test    run all tests"
+	@echo "make check   lint, type-check, then run all tests (what CI runs)"
+	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/"
+	@echo "make clean   remove the virtual environment and caches"
+
+$(VENV)/.created:
+	@echo "==> creating a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) && touch $@
+
+$(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "==> installing sonde and what its report needs (torch is large: a few minutes on a slow line)"
+	@$(PIP) install --constraint constraints.txt --editable '.[report]' && touch $@
+
+$(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "==> installing sonde with everything its tests and benchmarks need"
+	@$(PIP) install --constraint constraints.txt --editable '.[dev]' && touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo
+	@$(BIN)/sonde demo
+
+test: $(VENV)/.dev
+	@echo "==> tests"
+	@$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	@echo "==> ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@echo "==> mypy --strict"
+	@$(BIN)/mypy
+	@echo "==> tests"
+	@$(BIN)/python -m pytest
+
+bench: $(VENV)/.dev
+	@echo "==> benchmarks (about 10 minutes on 2 cores)"
+	@$(BIN)/python -m benchmarks.noise_scale
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,32 @@
+"""sonde measures a PyTorch training run while it runs, changes nothing in it, and costs almost nothing."""
+
+from sonde.clip import clip_grad_norm_
+from sonde.probes.noise_scale import NoiseScaleProbe
+from sonde.records import Sink
+from sonde.stats.critical_batch import Tradeoff, Verdict, judge_batch, steps_and_examples
+from sonde.stats.intervals import RatioInterval, fieller_interval
+from sonde.stats.noise_scale import RunningNoiseScale, WindowEstimate, noise_scale
+from sonde.stats.tracker import GroupReading, NoiseScaleReading
+from sonde.version import __version__
+
+attach = NoiseScaleProbe
+"""The way in: `sonde.attach(model, optimizer, unit="sequences")`."""
+
+__all__ = [
+    "GroupReading",
+    "NoiseScaleProbe",
+    "NoiseScaleReading",
+    "RatioInterval",
+    "RunningNoiseScale",
+    "Sink",
+    "Tradeoff",
+    "Verdict",
+    "WindowEstimate",
+    "__version__",
+    "attach",
+    "clip_grad_norm_",
+    "fieller_interval",
+    "judge_batch",
+    "noise_scale",
+    "steps_and_examples",
+]

@@ -1,0 +1,253 @@
+"""The squared norm of every micro-batch's own gradient, read by leaf hooks while backward runs.
+
+`Tensor.register_hook` on a leaf parameter is called with the gradient that this backward adds, local to the rank and
+not yet accumulated, with or without DDP and on its synchronising step too. So nothing needs to be stored between
+micro-batches or subtracted afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from sonde.measure.gradients import GradientSummary
+from sonde.measure.norms import accumulation_dtype, norms
+from sonde.measure.witness import Witness
+
+STAGED_NUMEL = 16_384
+"""Gradients up to this many elements wait for a shared kernel; larger ones are reduced at once.
+
+A gradient that waits is referenced, so autograd clones it rather than take it over as `.grad`: cheap only if small.
+"""
+
+
+class Problem(IntEnum):
+    """Why the pieces of a window cannot be used; each rank counts its own and the counts are summed over ranks."""
+
+    NOT_FINITE = 0
+    REENTRANT = 1
+    SEVERAL_BACKWARDS = 2
+    TOO_LARGE_TO_SUM = 3
+    SPARSE_ON_GPU = 4
+    SEVERAL_REDUCTIONS = 5
+
+    @property
+    def message(self) -> str:
+        """The cause and the way out."""
+        return _MESSAGES[self]
+
+
+_MESSAGES = {
+    Problem.NOT_FINITE: "a piece had a gradient, weight or number of units that is not finite and positive",
+    Problem.REENTRANT: (
+        "reentrant checkpointing runs backward inside backward, so pieces cannot be told apart: wrap each micro-batch "
+        "in 'with probe.piece():' or use checkpoint(..., use_reentrant=False)"
+    ),
+    Problem.SEVERAL_BACKWARDS: (
+        "a piece was found to have several backwards; "
+        "from the next window on their gradients are summed before they are squared"
+    ),
+    Problem.TOO_LARGE_TO_SUM: (
+        "a piece with several backwards needs its gradients summed, and they exceed the staging area: "
+        "add the losses and call backward once, or raise staging_mib"
+    ),
+    Problem.SPARSE_ON_GPU: (
+        "a sparse gradient on a GPU cannot be squared without waiting for the device: use Embedding(sparse=False)"
+    ),
+    Problem.SEVERAL_REDUCTIONS: (
+        "DDP reduced more than once in a window, so its buckets no longer hold one rank's gradient: "
+        "accumulate under model.no_sync(), or use tap='leaf'"
+    ),
+}
+
+
+class MicrobatchTap:
+    """Leaf hooks on parameters that reduce each piece's gradient to its squared norms.
+
+    Args:
+        parameters: leaf tensors that require a gradient, each once.
+        witness: elements to copy besides the norms.
+        on_backward_end: called when a backward outside `expect_piece` … `end_piece` has ended.
+        staging_bytes: bound of the memory for gradients that wait.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        witness: Witness,
+        *,
+        on_backward_end: Callable[[], None],
+        staging_bytes: int = 8 * 2**20,
+    ) -> None:
+        self.name = "leaf hooks"
+        self.seconds = 0.0
+        self._parameters = list(parameters)
+        self._witness = witness
+        self._on_backward_end = on_backward_end
+        self._staging_bytes = staging_bytes
+        self._device = parameters[0].device
+        self._dtype = accumulation_dtype(self._device)
+        self._no_norm = dict.fromkeys(range(len(parameters)), torch.zeros((), dtype=self._dtype, device=self._device))
+        self._no_witness = {i: torch.zeros(n, dtype=self._dtype, device=self._device) for i, n in witness.sizes.items()}
+        self._sums_backwards = False
+        self._problems = [0] * len(Problem)
+        self._explicit = False
+        self._reset()
+        self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
+
+    def _reset(self) -> None:
+        self._norms: dict[int, Tensor] = {}
+        self._witnessed: dict[int, Tensor] = {}
+        # Gradients that wait, by stream: kernels on one stream must not read what another still writes.
+        self._staged: dict[torch.cuda.Stream | None, dict[int, Tensor]] = {}
+        self._staged_bytes = 0
+        self._made_on: dict[int, torch.cuda.Stream] = {}
+        self._fired = bytearray(len(self._parameters))
+        self._backwards: set[int] = set()
+
+    def expect_piece(self) -> None:
+        """From here until `end_piece`, all backwards belong to one piece."""
+        self._reset()
+        self._explicit = True
+
+    def end_piece(self) -> GradientSummary:
+        """The gradient of the piece that ends here; parameters it did not reach count as 0."""
+        start = time.perf_counter()
+        with torch.no_grad():
+            self._flush()
+            piece = GradientSummary(
+                sq_norms=torch.stack(self._collect(self._norms, self._no_norm)).square(),
+                witness=torch.cat(self._collect(self._witnessed, self._no_witness)),
+            )
+        self._reset()
+        self._explicit = False
+        self.seconds += time.perf_counter() - start
+        return piece
+
+    def discard_piece(self) -> None:
+        """Forget what was seen of the current piece."""
+        self._reset()
+        self._explicit = False
+
+    def take_problems(self) -> list[int]:
+        """Counts per `Problem` since the last call, and forget them."""
+        problems, self._problems = self._problems, [0] * len(Problem)
+        return problems
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._reset()
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def hook(grad: Tensor) -> None:
+            start = time.perf_counter()
+            if (backward := torch._C._current_graph_task_id()) not in self._backwards:
+                self._open_backward(backward, grad)
+            # Its own gradient must not be part of a graph when the user asked for create_graph.
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self._take(index, grad)
+            else:
+                self._take(index, grad)
+            self.seconds += time.perf_counter() - start
+
+        return hook
+
+    def _open_backward(self, backward: int, grad: Tensor) -> None:
+        """On the first gradient of a backward: find the piece it belongs to and arrange to hear of its end."""
+        if not self._explicit:
+            nested = _inside_another_backward(grad)
+            if self._backwards and not nested:
+                self._reset()  # the backward before this one failed half-way
+            if not self._backwards:
+                self._problems[Problem.REENTRANT] += nested
+                # Private, as there is no public way to learn that a backward has ended; a test fails when it goes.
+                Variable._execution_engine.queue_callback(self._close_backward)
+        self._backwards.add(backward)
+
+    def _close_backward(self) -> None:
+        if not self._explicit and self._backwards:
+            self._on_backward_end()
+
+    def _take(self, index: int, grad: Tensor) -> None:
+        if self._fired[index]:
+            self._take_again(index, grad)
+            return
+        self._fired[index] = 1
+        if grad.is_sparse and grad.device.type != "cpu":
+            self._problems[Problem.SPARSE_ON_GPU] += 1
+        elif self._sums_backwards or (grad.numel() <= STAGED_NUMEL and not grad.is_sparse):
+            self._stage(index, grad)
+        else:
+            self._reduce({index: grad})
+
+    def _take_again(self, index: int, grad: Tensor) -> None:
+        """A second gradient for the same parameter in one piece: |h₁ + h₂|² needs both at hand."""
+        staged = self._staged.get(_stream(grad), {})
+        if index in staged:
+            staged[index] = staged[index] + grad
+            return
+        size = sum(p.numel() * p.element_size() for p in self._parameters)
+        self._sums_backwards = size <= self._staging_bytes
+        self._problems[Problem.SEVERAL_BACKWARDS if self._sums_backwards else Problem.TOO_LARGE_TO_SUM] += 1
+
+    def _stage(self, index: int, grad: Tensor) -> None:
+        self._staged.setdefault(_stream(grad), {})[index] = grad
+        self._staged_bytes += grad.numel() * grad.element_size()
+        if self._staged_bytes > self._staging_bytes and not self._sums_backwards:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Reduce what waits, on the stream that it was made on."""
+        for stream, staged in self._staged.items():
+            if stream is None:
+                self._reduce(staged)
+                continue
+            with torch.cuda.stream(stream):
+                self._reduce(staged)
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._staged = {}
+        self._staged_bytes = 0
+
+    def _reduce(self, grads: dict[int, Tensor]) -> None:
+        for (index, grad), value in zip(grads.items(), norms(list(grads.values())), strict=True):
+            self._norms[index] = value
+            if index in self._witness:
+                self._witnessed[index] = self._witness.read(index, grad, self._dtype)
+            if (stream := _stream(grad)) is not None:
+                self._made_on[index] = stream
+
+    def _collect(self, made: dict[int, Tensor], missing: dict[int, Tensor]) -> list[Tensor]:
+        """What was made, on the main device and in order, zeros for what was not."""
+        for index, stream in self._made_on.items():
+            if index in made and stream != (here := torch.cuda.current_stream(stream.device)):
+                made[index].record_stream(here)  # its memory must outlive the read on this stream
+        return [
+            made[i].to(device=self._device, dtype=self._dtype, non_blocking=True) if i in made else zero
+            for i, zero in missing.items()
+        ]
+
+
+def _stream(grad: Tensor) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(grad.device) if grad.is_cuda else None
+
+
+def _inside_another_backward(grad: Tensor) -> bool:
+    """Whether this hook runs in a backward that another backward's node has started.
+
+    Autograd tells no depth, but the Python stack does: CPU hooks run on the thread that called backward, under one
+    call of the engine; hooks of other devices run on a thread of their own, under none.
+    """
+    depth, frame = 0, sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        depth += frame.f_code.co_name == "_engine_run_backward"
+    return depth > (1 if grad.device.type == "cpu" else 0)

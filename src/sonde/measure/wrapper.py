@@ -1,0 +1,99 @@
+"""What a model is wrapped in, which parameters it trains, and how they are grouped by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+GroupOf = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """How a model was found.
+
+    Attributes:
+        name: "plain" or "DistributedDataParallel", for people.
+        ddp: the DDP module, if there is one.
+        group: the data-parallel process group; None for a single process.
+        n_ranks: its size.
+        rank: this process's rank in it.
+        parameters: trainable parameters by clean name (no `module.`, no `_orig_mod.`), each tensor once.
+    """
+
+    name: str
+    ddp: DistributedDataParallel | None
+    group: dist.ProcessGroup | None
+    n_ranks: int
+    rank: int
+    parameters: dict[str, nn.Parameter]
+
+
+def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapper:
+    """Look at a model: its wrapper, its ranks, its trainable parameters.
+
+    Args:
+        model: a plain or compiled module, or one wrapped in DDP, in any nesting of the two.
+        process_group: for a plain module whose gradients the user reduces over ranks.
+
+    Raises:
+        ValueError: for a model without trainable parameters, or one that is sharded.
+    """
+    ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+    sharded = next((m for m in model.modules() if isinstance(m, (FSDPModule, FullyShardedDataParallel))), None)
+    parameters = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    if sharded is not None or any(isinstance(p, DTensor) for p in parameters.values()):
+        raise ValueError(
+            "the noise-scale probe reads plain and DDP models, got sharded parameters "
+            f"({type(sharded or model).__name__}): "
+            "measure the same model under DDP, or a smaller one on one device"
+        )
+    if not parameters:
+        raise ValueError(
+            f"the model ({type(model).__name__}) has no trainable parameters: attach after requires_grad is set"
+        )
+    group = ddp.process_group if ddp is not None else process_group
+    return Wrapper(
+        name="DistributedDataParallel" if ddp is not None else "plain",
+        ddp=ddp,
+        group=group,
+        n_ranks=group.size() if group is not None else 1,
+        rank=group.rank() if group is not None else 0,
+        parameters=parameters,
+    )
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what DDP and torch.compile put in front of it."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+def block_of(name: str) -> str:
+    """The top-level block of a parameter: its path up to the first number, or its module.
+
+    Example:
+        >>> [block_of(n) for n in ("model.layers.12.attn.q.weight", "model.embed.weight", "head.bias", "scale")]
+        ['model.layers.12', 'model.embed', 'head', 'scale']
+    """
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ".".join(parts[:-1][:2]) or name
+
+
+def total_elements(parameters: dict[str, nn.Parameter]) -> int:
+    """Number of trainable elements."""
+    return sum(p.numel() for p in parameters.values())
+
+
+def lowest_precision(parameters: dict[str, nn.Parameter]) -> torch.dtype:
+    """The dtype of fewest mantissa bits among the parameters' gradients."""
+    return max((p.dtype for p in parameters.values()), key=lambda d: torch.finfo(d).eps)

@@ -1,0 +1,209 @@
+"""What a probe writes down: one header, a reading every few windows, alerts, an end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sonde.records import METRICS, SCHEMA, Sink
+from sonde.stats.alerts import find_alerts
+from sonde.stats.tracker import Drop, GroupReading, NoiseScaleTracker
+from sonde.version import __version__
+
+_log = logging.getLogger("sonde")
+
+
+@dataclass(frozen=True)
+class WindowFacts:
+    """What the host knows of a window, and scalars that came with it.
+
+    Attributes:
+        window: its number, from 1.
+        time: when it ended, in seconds since the epoch.
+        seconds: host time spent inside the probe for it.
+        units: units it consumed over all ranks; NaN when not finite.
+        n_pieces: its pieces over all ranks.
+        norm: norm of the gradient before clipping; None when not measured.
+        clipped: whether the probe clipped it; None when it does not clip.
+        scalars: what the user logged.
+    """
+
+    window: int
+    time: float
+    seconds: float
+    units: float
+    n_pieces: int
+    norm: float | None
+    clipped: bool | None
+    scalars: Mapping[str, float]
+
+
+@dataclass
+class _Interval:
+    """Sums since the last reading was written."""
+
+    start: float
+    windows: int = 0
+    seconds: float = 0.0
+    units: float = 0.0
+    norms: list[float] = field(default_factory=list)
+    clipped: list[bool] = field(default_factory=list)
+    scalars: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Journal:
+    """Writes a probe's records to its sinks, on rank 0; keeps its alerts on every rank.
+
+    Args:
+        tracker: where readings come from.
+        sinks: where records go; empty on other ranks.
+        log_every: windows between readings.
+        run: the run's name.
+        setup: what was found at attach, for people.
+        metadata: the user's own, JSON values.
+        quiet: keep alerts, but do not log them.
+    """
+
+    def __init__(
+        self,
+        tracker: NoiseScaleTracker,
+        sinks: Sequence[Sink],
+        *,
+        log_every: int,
+        run: str,
+        setup: Mapping[str, object],
+        metadata: Mapping[str, object],
+        quiet: bool,
+    ) -> None:
+        self.alerts: dict[str, str] = {}
+        self._tracker, self._sinks, self._log_every, self._quiet = tracker, tuple(sinks), log_every, quiet
+        self._units_seen = 0.0
+        self._pieces = 0
+        self._window = 0
+        self._interval = _Interval(start=time.time())
+        versions = {"sonde": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+        self._write(
+            "header",
+            schema=SCHEMA,
+            run=run,
+            unit=tracker.unit,
+            versions=versions,
+            setup=dict(setup),
+            metrics={n: {"unit": m.unit.format(unit=tracker.unit), "meaning": m.meaning} for n, m in METRICS.items()},
+            metadata=dict(metadata),
+        )
+
+    def window(self, facts: WindowFacts, drop: Drop | None) -> None:
+        """Note a window that the tracker has taken; write a reading when one is due."""
+        self._window, self._pieces = facts.window, facts.n_pieces
+        now = self._interval
+        now.windows += 1
+        now.seconds += facts.seconds
+        if math.isfinite(facts.units):
+            now.units += facts.units
+            self._units_seen += facts.units
+        if facts.norm is not None and math.isfinite(facts.norm):
+            now.norms.append(facts.norm)
+        if facts.clipped is not None:
+            now.clipped.append(facts.clipped)
+        for name, value in facts.scalars.items():
+            now.scalars.setdefault(name, []).append(value)
+        if drop is not None and drop.kind not in self.alerts:
+            self.alert(drop.kind, f"window {facts.window} was dropped: {drop.reason}")
+        if facts.window % self._log_every == 0:
+            self.reading(facts.time)
+
+    def alert(self, name: str, message: str) -> None:
+        """Raise an alert, once a name."""
+        if name in self.alerts:
+            return
+        self.alerts[name] = message
+        if not self._quiet:
+            _log.warning("sonde: %s", message)
+        self._write("alert", window=self._window, name=name, message=message)
+
+    def reading(self, now: float) -> None:
+        """Write the present reading with the means since the last one."""
+        reading, interval = self._tracker.reading(), self._interval
+        if interval.windows == 0:
+            return
+        elapsed = now - interval.start
+        metrics: dict[str, float | None] = {
+            "gns/b_simple": reading.b_simple,
+            "gns/b_simple_low": reading.low,
+            "gns/b_simple_high": _finite(reading.high),
+            "gns/grad_sq": reading.grad_sq,
+            "gns/trace_cov": reading.trace_cov,
+            "gns/consistency": _finite(reading.consistency),
+            "gns/effective_units": reading.effective_units,
+            "gns/units_per_window": reading.units_per_window,
+            "gns/windows_needed": reading.windows_needed,
+            "gns/scale": reading.scale,
+            "gns/scale_residual": reading.scale_residual,
+            "grad/norm": _mean(interval.norms),
+            "grad/clip_fraction": _mean(interval.clipped),
+            "cost/seconds_per_window": interval.seconds / interval.windows,
+            "cost/fraction": interval.seconds / elapsed if elapsed > 0 else None,
+            "run/units_seen": self._units_seen,
+            "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
+        }
+        metrics |= {name: _finite(_mean(values)) for name, values in interval.scalars.items()}
+        self._write(
+            "reading",
+            window=self._window,
+            status=reading.status,
+            reason=reading.reason,
+            metrics=metrics,
+            groups={name: _group_record(group) for name, group in reading.groups.items()},
+            dropped=dict(reading.dropped),
+            pieces={"per_window": self._pieces},
+        )
+        self._interval = _Interval(start=now)
+        for name, message in find_alerts(reading).items():
+            self.alert(name, message)
+
+    def end(self, reason: str) -> None:
+        """Write what is left and close the sinks."""
+        self.reading(time.time())
+        self._write("end", window=self._window, reason=reason)
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = ()
+
+    def state_dict(self) -> dict[str, float | int]:
+        """How far the run has come."""
+        return {"window": self._window, "units_seen": self._units_seen}
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Go on counting where another run stopped."""
+        self._window, self._units_seen = int(state["window"]), float(state["units_seen"])
+
+    def _write(self, kind: str, **content: object) -> None:
+        record = {"kind": kind, "time": time.time(), **content}
+        for sink in self._sinks:
+            sink.write(record)
+
+
+def _group_record(group: GroupReading) -> dict[str, object]:
+    return {
+        "status": group.status,
+        "b_simple": group.b_simple,
+        "low": group.low,
+        "high": _finite(group.high),
+        "grad_sq": group.grad_sq,
+        "trace_cov": group.trace_cov,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

@@ -1,0 +1,562 @@
+"""Is my batch size right? The gradient noise scale of a run, while it runs."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sonde.clip import check_max_norm, clip_with_norm_
+from sonde.measure.ddp import BucketTap, CommHook, comm_hook_name, hook_label
+from sonde.measure.gradients import GradientSummary, summarize
+from sonde.measure.mailbox import Mailbox
+from sonde.measure.microbatch import MicrobatchTap
+from sonde.measure.window import PieceCounts, WindowSums, as_vector, piece_counts, start_sum
+from sonde.measure.witness import Witness
+from sonde.measure.wrapper import GroupOf, block_of, find_wrapper, lowest_precision
+from sonde.probes.journal import Journal, WindowFacts
+from sonde.records import Sink
+from sonde.stats.noise_scale import check_keys
+from sonde.stats.tracker import NoiseScaleReading, NoiseScaleTracker
+
+_WINDOWS_BEFORE_COMM_HOOK = 3
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What the host knows of a window whose numbers are still on their way."""
+
+    window: int
+    time: float
+    seconds: float
+    clips: bool
+    scalar_names: tuple[str, ...]
+
+
+class NoiseScaleProbe:
+    """Measures the gradient noise scale B_simple = tr Σ/|G|² of a plain or DDP model while it trains.
+
+    Nothing of the training changes: gradients are read as backward makes them, one small vector is summed over ranks
+    per window (all pieces of one optimizer step), asynchronously, and only `reading()` waits for the device.
+
+    Args:
+        model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
+        optimizer: lets the probe notice a window that was measured never or twice.
+        unit: plural name of the independent sample ("sequences", "images"); results are in it.
+        units_per_piece: units in a micro-batch where `piece(units=...)` does not say. Without `piece()`, each backward
+            is one piece.
+        horizon: length of the exponential averages in windows; `math.inf` averages all.
+        groups: "blocks" for one group per top-level block, None for one in all, or a function from a parameter's
+            name to its group's.
+        grad_scaler: the `torch.amp.GradScaler` in use; pieces are unscaled by the scale they were taken at.
+        log_every: windows between records.
+        sinks: where records go, on rank 0.
+        run: the run's name in its log.
+        metadata: anything worth remembering with it, JSON values.
+        tap: "leaf" reads each micro-batch by hooks on parameters; "comm_hook" reads each rank's window in DDP's
+            buckets, cheaper but blind to micro-batches; "auto" starts with the first and changes to the second when every rank
+            has one piece per window and DDP has no communication hook.
+        comm_hook: a DDP communication hook of yours, for tap="comm_hook" to wrap.
+        comm_state: the state it is called with.
+        process_group: the ranks over which you reduce the gradients of a plain module yourself.
+        staging_mib: bound of the memory for gradients that wait, in MiB.
+        verbose: print what was found, on rank 0.
+
+    Raises:
+        ValueError: for an argument outside its range, a model that is sharded or has no trainable parameters.
+
+    Reference:
+        McCandlish et al. 2018, arXiv:1812.06162.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> probe = NoiseScaleProbe(model, optimizer, unit="rows", verbose=False)
+        >>> for _ in range(20):
+        ...     for _ in range(4):
+        ...         with probe.piece(units=8):
+        ...             model(torch.randn(8, 4)).square().mean().backward()
+        ...     norm = probe.clip_grad_norm_(1.0)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> probe.reading().windows
+        20
+        >>> probe.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        unit: str,
+        units_per_piece: float | None = None,
+        horizon: float = 100.0,
+        groups: Literal["blocks"] | GroupOf | None = "blocks",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        log_every: int = 10,
+        sinks: Sequence[Sink] = (),
+        run: str = "",
+        metadata: Mapping[str, object] | None = None,
+        tap: Literal["auto", "leaf", "comm_hook"] = "auto",
+        comm_hook: CommHook | None = None,
+        comm_state: object = None,
+        process_group: dist.ProcessGroup | None = None,
+        staging_mib: float = 8.0,
+        verbose: bool = True,
+    ) -> None:
+        _check_options(unit, units_per_piece, log_every, tap, staging_mib)
+        self._wrapper = wrapper = find_wrapper(model, process_group)
+        self._parameters = list(wrapper.parameters.values())
+        self._device = self._parameters[0].device
+        self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        self._units_per_piece = units_per_piece
+        self._log_every = log_every
+        group_of = block_of if groups == "blocks" else groups or (lambda _: "all")
+        group_names = [group_of(name) for name in wrapper.parameters]
+        self._groups = tuple(dict.fromkeys(group_names))
+        self._witness = Witness(self._parameters)
+        self._sums = WindowSums(
+            [self._groups.index(name) for name in group_names],
+            n_groups=len(self._groups),
+            n_witness=self._witness.size,
+            device=self._device,
+        )
+        hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
+        self._tracker = NoiseScaleTracker(
+            unit=unit,
+            groups=self._groups,
+            horizon=horizon,
+            n_ranks=wrapper.n_ranks,
+            tolerance=_rounding(lowest_precision(wrapper.parameters), hook_name),
+            blame=_blame(hook_name, had_gradients=any(p.grad is not None for p in self._parameters)),
+        )
+        self._tap: MicrobatchTap | BucketTap
+        if tap == "comm_hook":
+            if wrapper.ddp is None:
+                raise ValueError("tap='comm_hook' reads DDP's buckets, got a plain model: use tap='leaf' or 'auto'")
+            self._tap = BucketTap(
+                wrapper.ddp, self._parameters, self._witness, comm_hook=comm_hook, comm_state=comm_state
+            )
+        elif comm_hook is not None:
+            raise ValueError(f"comm_hook is wrapped by tap='comm_hook' only, got tap={tap!r}: or register it with DDP")
+        else:
+            self._tap = MicrobatchTap(
+                self._parameters,
+                self._witness,
+                on_backward_end=self._end_backward,
+                staging_bytes=int(staging_mib * 2**20),
+            )
+        self._may_tap_buckets = (
+            tap == "auto" and wrapper.ddp is not None and hook_name is None and _is_power_of_two(wrapper.n_ranks)
+        )
+        self._one_piece_windows = 0
+        self._mailbox: Mailbox[_Note] = Mailbox()
+        self._scalars: dict[str, float | Tensor] = {}
+        self._window = 0
+        self._in_piece = False
+        self._closed = False
+        self._units_unknown = False
+        self._measured_since_step = False
+        self._last_norm: Tensor | None = None
+        self._seconds = 0.0
+        self._seconds_told = 0.0
+        self._optimizer_hook = (
+            optimizer.register_step_pre_hook(self._before_optimizer_step) if optimizer is not None else None
+        )
+        is_first = wrapper.rank == 0
+        self._verbose = verbose and is_first
+        self._journal = Journal(
+            self._tracker,
+            sinks if is_first else (),
+            log_every=log_every,
+            run=run,
+            setup=self._setup(),
+            metadata=metadata or {},
+            quiet=not is_first,
+        )
+        self._say(_describe(self._setup(), self._tracker.unit))
+
+    # What the user calls.
+
+    @contextmanager
+    def piece(
+        self,
+        *,
+        units: float | Tensor | None = None,
+        weight: float | Tensor = 1.0,
+        unit_weights: Sequence[float] | Tensor | None = None,
+    ) -> Iterator[None]:
+        """Around the backward, or backwards, of one micro-batch.
+
+        Args:
+            units: units in it, > 0; by default the number of `unit_weights`, or `units_per_piece`.
+            weight: its weight in the loss, > 0: 1 where micro-losses are averaged or added as they are, the number of
+                loss tokens where the loss is normalised by the tokens of the whole window.
+            unit_weights: the weight of each unit within the piece, [units]; unequal ones give a smaller effective
+                number of units (Kish).
+
+        Tensors must be 0-dim (1-dim for `unit_weights`) and are not waited for; what is wrong with them shows as a
+        dropped window.
+
+        Raises:
+            ValueError: for units or weights that are not positive and finite.
+            RuntimeError: inside another piece, or when the number of units is not known.
+        """
+        if self._in_piece:
+            raise RuntimeError("piece() was entered inside another piece: one 'with probe.piece():' per micro-batch")
+        if units is None and unit_weights is None:
+            units = self._known_units()
+        counts = piece_counts(units, weight, unit_weights)
+        self._in_piece = True
+        if isinstance(self._tap, MicrobatchTap):
+            self._tap.expect_piece()
+        try:
+            yield
+        except BaseException:
+            if isinstance(self._tap, MicrobatchTap):
+                self._tap.discard_piece()
+            raise
+        finally:
+            self._in_piece = False
+        self._end_piece(counts)
+
+    def step(self) -> None:
+        """End the window: call once per optimizer step, after the last backward and before `optimizer.step()`.
+
+        Gradients may have been unscaled, divided or clipped by norm before; clipped by value they are refused.
+
+        Raises:
+            RuntimeError: inside a piece, or when the number of units is not known.
+        """
+        self._end_window(max_norm=None, error_if_nonfinite=False)
+
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """End the window as `step()` does, and clip the gradients by their joint norm.
+
+        Args:
+            max_norm: the largest norm allowed, ≥ 0; `math.inf` only measures.
+            error_if_nonfinite: raise when the norm is not finite; waits for the device.
+
+        Returns:
+            The norm before clipping, as `torch.nn.utils.clip_grad_norm_`, on every rank: a 0-dim tensor.
+
+        Raises:
+            ValueError: when `max_norm` is negative or NaN.
+            RuntimeError: as `step()`; and when the norm is not finite, if asked for.
+        """
+        check_max_norm(max_norm)
+        norm = self._end_window(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite)
+        assert norm is not None
+        return norm
+
+    def log(self, **scalars: float | Tensor) -> None:
+        """Give scalars of the present window (a loss, a learning rate) to be written beside the reading, as means.
+
+        Args:
+            **scalars: numbers or 0-dim tensors; tensors are not waited for.
+
+        Raises:
+            ValueError: for a tensor of more than one element.
+        """
+        for name, value in scalars.items():
+            if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise ValueError(
+                        f"log({name}=...) takes a number or a 0-dim tensor, got shape {tuple(value.shape)}"
+                    )
+                value = value.detach().reshape(())
+            self._scalars[name] = value
+
+    def reading(self) -> NoiseScaleReading:
+        """What is known now, the last ended window included. The only call that waits for the device."""
+        self._mailbox.send()
+        self._receive(wait=True)
+        return self._tracker.reading()
+
+    @property
+    def alerts(self) -> Mapping[str, str]:
+        """Messages about what looks wrong, by name."""
+        return dict(self._journal.alerts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages so far, to go on from after a restart; JSON values."""
+        self.reading()
+        return {"version": 1, "averages": self._tracker.state_dict(), "run": self._journal.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ValueError: when it is of another version, horizon or model, or has unknown or missing keys.
+        """
+        check_keys("noise-scale probe state", state, {"version", "averages", "run"})
+        if state["version"] != 1:
+            raise ValueError(f"probe state has version {state['version']!r}, this sonde reads version 1")
+        check_keys("run of the probe state", state["run"], {"window", "units_seen"})
+        self._tracker.load_state_dict(state["averages"])
+        self._journal.load_state_dict(state["run"])
+        self._window = int(state["run"]["window"])
+
+    def close(self, reason: str = "closed") -> None:
+        """Remove every hook, write what is left and close the sinks. Calling it again does nothing.
+
+        Args:
+            reason: how the run ended, for its log.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.reading()
+        self._tap.close()
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+        self._journal.end(reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close("closed" if kind is None else f"stopped by {kind.__name__}")
+
+    # Pieces.
+
+    def _known_units(self) -> float:
+        if self._units_per_piece is None:
+            raise RuntimeError(
+                "the number of units in a piece is not known: pass units_per_piece= to attach, or units= to piece()"
+            )
+        return self._units_per_piece
+
+    def _end_backward(self) -> None:
+        """A backward outside piece() has ended: it was a piece."""
+        assert isinstance(self._tap, MicrobatchTap)
+        self._may_tap_buckets = False  # buckets do not tell how many backwards they hold
+        if self._units_per_piece is None:
+            self._tap.discard_piece()
+            self._units_unknown = True  # said when the user's own code runs, not inside autograd
+        else:
+            self._end_piece(piece_counts(self._units_per_piece, 1.0, None))
+
+    def _end_piece(self, counts: PieceCounts) -> None:
+        start = time.perf_counter()
+        if isinstance(self._tap, MicrobatchTap):
+            self._sums.add(self._unscaled(self._tap.end_piece()), counts)
+        else:
+            self._sums.count(counts)
+        self._seconds += time.perf_counter() - start
+
+    def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
+        """The gradient without the GradScaler's present scale, which stays on the device."""
+        if self._grad_scaler is None:
+            return gradient
+        scale = self._grad_scaler.scale(torch.ones((), device=self._device))
+        return gradient.scaled(scale.to(gradient.sq_norms.dtype).reciprocal())
+
+    # Windows.
+
+    @torch.no_grad()
+    def _end_window(self, *, max_norm: float | None, error_if_nonfinite: bool = False) -> Tensor | None:
+        if self._in_piece:
+            raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
+        if self._units_unknown:
+            self._known_units()
+        start = time.perf_counter()
+        self._deliver()
+        twice = self._measured_since_step and self._sums.n_pieces == 0
+        if twice:
+            self._journal.alert(
+                "called_twice",
+                "a window was ended twice: call probe.step() or probe.clip_grad_norm_() once per optimizer step",
+            )
+        final = self._take_final(reads_grad=max_norm is not None)
+        packed = None if twice else self._sums.pack(self._tap.take_problems())
+        work = start_sum(packed, self._wrapper.group) if packed is not None else None
+        norm = None
+        if max_norm is not None:
+            with_grad: list[Tensor] = [p for p in self._parameters if p.grad is not None]
+            total = final.sq_norms.sum().sqrt()
+            norm = clip_with_norm_(with_grad, max_norm, total, error_if_nonfinite=error_if_nonfinite)
+        if packed is not None:
+            self._post(packed, final, work, norm, max_norm)
+        self._seconds += time.perf_counter() - start
+        return norm
+
+    def _take_final(self, *, reads_grad: bool) -> GradientSummary:
+        """F: what is in `.grad`, or what DDP's buckets held after their reduction."""
+        if isinstance(self._tap, BucketTap):
+            local, reduced = self._tap.take()
+            if self._sums.n_pieces:
+                self._sums.merge(self._unscaled(local))
+            if not reads_grad:
+                return reduced
+        return summarize([p.grad for p in self._parameters], self._witness, self._device)
+
+    def _post(
+        self,
+        packed: Tensor,
+        final: GradientSummary,
+        work: dist.Work | None,
+        norm: Tensor | None,
+        max_norm: float | None,
+    ) -> None:
+        """Send the window's numbers on their way to the host."""
+        self._window += 1
+        self._measured_since_step = self._optimizer_hook is not None
+        scalars, self._scalars = self._scalars, {}
+        extras: list[float | Tensor] = list(scalars.values())
+        if norm is not None and max_norm is not None:
+            extras = [norm, norm > max_norm, *extras]
+        seconds = self._seconds + self._tap.seconds
+        note = _Note(
+            window=self._window,
+            time=time.time(),
+            seconds=seconds - self._seconds_told,
+            clips=norm is not None,
+            scalar_names=tuple(scalars),
+        )
+        self._seconds_told = seconds
+        parts = [
+            packed,
+            self._sums.per_group(final.sq_norms),
+            final.witness,
+            as_vector(extras, self._device),
+        ]
+        self._mailbox.post(parts, note, work)
+
+    def _deliver(self) -> None:
+        """Between windows: send what is due, take in what has arrived, change the tap if that is due."""
+        if self._window % self._log_every == 0:
+            self._mailbox.send()
+        self._receive(wait=False)
+        if self._may_tap_buckets and self._one_piece_windows >= _WINDOWS_BEFORE_COMM_HOOK:
+            self._tap_buckets()
+
+    def _receive(self, *, wait: bool) -> None:
+        for (packed, big, witness, extras), note in self._mailbox.receive(wait=wait):
+            row = self._sums.row(packed, big, witness)
+            drop = self._tracker.update(row)
+            values = extras.tolist()
+            norm, clipped = (values[0], bool(values[1])) if note.clips else (self._tracker.norm, None)
+            facts = WindowFacts(
+                window=note.window,
+                time=note.time,
+                seconds=note.seconds,
+                units=row.n_units,
+                n_pieces=row.n_pieces,
+                norm=norm,
+                clipped=clipped,
+                scalars=dict(zip(note.scalar_names, values[2 * note.clips :], strict=True)),
+            )
+            if note.window == 1:
+                self._say(_describe_window(row.n_pieces, row.n_units, self._wrapper.n_ranks, self._tracker.unit))
+            self._one_piece_windows = self._one_piece_windows + 1 if row.n_pieces == self._wrapper.n_ranks else 0
+            self._journal.window(facts, drop)
+
+    def _before_optimizer_step(self, *_: object) -> None:
+        """The optimizer is about to step: was this window measured?"""
+        if self._sums.n_pieces and not self._measured_since_step:
+            self._journal.alert(
+                "never_called",
+                "optimizer.step() ran, but the window was not ended: "
+                "call probe.step() or probe.clip_grad_norm_() before it",
+            )
+            self._sums.pack(self._tap.take_problems())  # forget the pieces
+            if isinstance(self._tap, BucketTap):
+                self._tap.take()
+        self._measured_since_step = False
+
+    def _tap_buckets(self) -> None:
+        """Every rank has one piece a window: DDP's buckets tell as much as leaf hooks, for less."""
+        assert self._wrapper.ddp is not None
+        self._may_tap_buckets = False
+        if comm_hook_name(self._wrapper.ddp) is not None:  # registered since
+            return
+        self._tap.close()
+        told = self._tap.seconds
+        self._tap = BucketTap(self._wrapper.ddp, self._parameters, self._witness)
+        self._tap.seconds = told
+        self._say("one piece a rank: from now on read in DDP's buckets, by its communication hook")
+
+    def _setup(self) -> dict[str, object]:
+        """What was found, for the log and for people."""
+        return {
+            "wrapper": self._wrapper.name,
+            "ranks": self._wrapper.n_ranks,
+            "device": str(self._device),
+            "tap": self._tap.name,
+            "parameters": sum(p.numel() for p in self._parameters),
+            "groups": list(self._groups),
+            "horizon": self._tracker.horizon if math.isfinite(self._tracker.horizon) else None,
+            "level": self._tracker.level,
+            "log_every": self._log_every,
+            "grad_scaler": self._grad_scaler is not None,
+            "comm_hook": comm_hook_name(self._wrapper.ddp),
+            "units_per_piece": self._units_per_piece,
+        }
+
+    def _say(self, text: str) -> None:
+        if self._verbose:
+            sys.stderr.write(f"sonde: {text}\n")
+
+
+def _check_options(unit: str, units_per_piece: float | None, log_every: int, tap: str, staging_mib: float) -> None:
+    if not unit or not unit.strip():
+        raise ValueError(f"unit must name the independent sample, got {unit!r}: 'sequences', 'images', 'prompts'")
+    if units_per_piece is not None and not 0 < units_per_piece < math.inf:
+        raise ValueError(f"units_per_piece must be positive and finite, got {units_per_piece}")
+    if not log_every >= 1:
+        raise ValueError(f"log_every must be at least 1 window, got {log_every}")
+    if tap not in ("auto", "leaf", "comm_hook"):
+        raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {tap!r}")
+    if not staging_mib >= 0:
+        raise ValueError(f"staging_mib must be ≥ 0, got {staging_mib}")
+
+
+def _rounding(dtype: torch.dtype, comm_hook: str | None) -> float:
+    """The residual |F − κH|/|F| that rounding alone explains."""
+    # 16-bit gradients, and communication hooks that send 16 bits, round each element by up to 2⁻⁸ of it. Even if it
+    # were noise, this much of it would move B_simple by less than (1 + B_simple/B)·10⁻⁴ of itself.
+    if torch.finfo(dtype).bits <= 16 or comm_hook is not None:
+        return 1e-2
+    return 1e-4
+
+
+def _blame(comm_hook: str | None, *, had_gradients: bool) -> str:
+    """What may have changed a gradient, likeliest first."""
+    if comm_hook is not None:
+        return f"DDP's communication hook {comm_hook!r} is lossy, or noise was added or a hook changed it"
+    earlier = "gradients were there before the probe was attached (zero them first), or " if had_gradients else ""
+    return earlier + "noise was added, a hook changed it, or a backward outside this window wrote to it"
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number >= 2 and number & (number - 1) == 0
+
+
+def _describe(setup: Mapping[str, Any], unit: str) -> str:
+    """The block that attach prints."""
+    groups = setup["groups"]
+    shown = ", ".join(groups[:4]) + (f", … {groups[-1]}" if len(groups) > 5 else "".join(f", {g}" for g in groups[4:]))
+    hook = f", communication hook {setup['comm_hook']}" if setup["comm_hook"] else ""
+    rows = {
+        "model": f"{setup['wrapper']}, {setup['parameters']:,} trainable parameters on {setup['device']}{hook}",
+        "ranks": f"{setup['ranks']} data-parallel",
+        "pieces": f"read by {setup['tap']}; how many a window is said after the first",
+        "unit": unit,
+        "groups": f"{len(groups)}: {shown}",
+    }
+    return "noise scale attached\n" + "\n".join(f"  {name:<8}{text}" for name, text in rows.items())
+
+
+def _describe_window(n_pieces: int, n_units: float, n_ranks: int, unit: str) -> str:
+    each = f" ({n_ranks} ranks × {n_pieces / n_ranks:g})" if n_ranks > 1 else ""
+    return f"{n_pieces} pieces per window{each}, {n_units:g} {unit} in all"

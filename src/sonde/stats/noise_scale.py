@@ -1,0 +1,301 @@
+"""The gradient noise scale: from squared norms with their counts to tr Σ, |G|² and their ratio B_simple.
+
+The symbols, for one window (all pieces of one optimizer step): piece k added the gradient h_k, weighs w_k in the loss
+and holds n_k effective units; F = κ Σ_k h_k is the gradient the optimizer sees. With a_k = w_k/Σw and g_k = κ h_k/a_k,
+
+    S = Σ a_k |g_k|²      E[S] = |G|² + u tr Σ      u = Σ a_k/n_k
+    B = |F|²              E[B] = |G|² + v tr Σ      v = Σ a_k²/n_k
+
+and these two equations are solved for |G|² (the squared norm of the true gradient) and tr Σ (the variance of one unit's
+gradient, summed over parameters). For equal pieces they are those of McCandlish et al. 2018, arXiv:1812.06162, A.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sonde.stats.intervals import RatioInterval, fieller_interval, samples_for_precision
+
+
+@dataclass(frozen=True)
+class PieceSums:
+    """What the pieces of one window add up to; sums over ranks and micro-batches add further.
+
+    Attributes:
+        sq_norm_over_weight: Σ |h_k|²/w_k, of one parameter group or of all.
+        weight: Σ w_k.
+        weight_over_units: Σ w_k/n_k.
+        sq_weight_over_units: Σ w_k²/n_k.
+        n_pieces: number of pieces.
+    """
+
+    sq_norm_over_weight: float
+    weight: float
+    weight_over_units: float
+    sq_weight_over_units: float
+    n_pieces: int
+
+    @property
+    def u(self) -> float:
+        """Coefficient of tr Σ in E[S]: the mean of 1/n_k, in 1/units."""
+        return self.weight_over_units / self.weight
+
+    @property
+    def v(self) -> float:
+        """Coefficient of tr Σ in E[B]: one over the effective number of units in the window."""
+        return self.sq_weight_over_units / self.weight**2
+
+
+@dataclass(frozen=True)
+class WindowEstimate:
+    """Unbiased estimates from one window.
+
+    Attributes:
+        trace_cov: tr Σ, per unit; never negative.
+        grad_sq: |G|²; may be negative, and must stay so for averages to be unbiased.
+    """
+
+    trace_cov: float
+    grad_sq: float
+
+
+def estimate_window(pieces: PieceSums, sq_norm_big: float, *, scale: float = 1.0) -> WindowEstimate:
+    """Solve one window for tr Σ and |G|².
+
+    Args:
+        pieces: sums over the window's pieces.
+        sq_norm_big: B = |F|², the squared norm of the gradient found at the end of the window.
+        scale: κ, with F = κ Σ h_k.
+
+    Returns:
+        A `WindowEstimate`, in the units of F.
+
+    Raises:
+        ValueError: with fewer than 2 pieces, since noise cannot then be told from signal.
+
+    Example:
+        >>> estimate_window(PieceSums(20.0, 2.0, 0.5, 0.5, n_pieces=2), 4.0, scale=0.5)
+        WindowEstimate(trace_cov=48.0, grad_sq=-2.0)
+    """
+    if pieces.n_pieces < 2:
+        raise ValueError(
+            f"need at least 2 pieces to tell noise from signal, got {pieces.n_pieces}: "
+            "use 2 micro-batches or 2 data-parallel ranks"
+        )
+    u, v = pieces.u, pieces.v
+    sq_norm_small = scale**2 * pieces.weight * pieces.sq_norm_over_weight  # S
+    return WindowEstimate(
+        trace_cov=(sq_norm_small - sq_norm_big) / (u - v),
+        grad_sq=(u * sq_norm_big - v * sq_norm_small) / (u - v),
+    )
+
+
+def noise_scale(sq_norm_small: float, sq_norm_big: float, *, n_small: float, n_big: float) -> WindowEstimate:
+    """tr Σ and |G|² from the squared gradient norms at two batch sizes.
+
+    Args:
+        sq_norm_small: mean of |g|² over gradients of `n_small` units each, every g a mean over its units.
+        sq_norm_big: |g|² of the mean gradient over `n_big` units.
+        n_small: units behind each small gradient.
+        n_big: units behind the big one.
+
+    Returns:
+        A `WindowEstimate`. Average its two fields over many windows *before* taking their ratio B_simple.
+
+    Raises:
+        ValueError: unless 0 < n_small < n_big.
+
+    Reference:
+        McCandlish et al. 2018, arXiv:1812.06162, appendix A.1.
+
+    Example:
+        >>> noise_scale(5.0, 2.0, n_small=8, n_big=32)
+        WindowEstimate(trace_cov=32.0, grad_sq=1.0)
+    """
+    if not 0 < n_small < n_big:
+        raise ValueError(f"need 0 < n_small < n_big, got {n_small} and {n_big}: the big gradient spans several small")
+    u, v = 1 / n_small, 1 / n_big
+    return WindowEstimate(
+        trace_cov=(sq_norm_small - sq_norm_big) / (u - v),
+        grad_sq=(u * sq_norm_big - v * sq_norm_small) / (u - v),
+    )
+
+
+def effective_units(unit_weights: Sequence[float]) -> float:
+    """Kish's effective number of units, (Σw)²/Σw²: their count when all weigh the same.
+
+    Args:
+        unit_weights: the weight of each unit within its piece, ≥ 0; [units].
+
+    Raises:
+        ValueError: when there is none, one is negative or not finite, or all are 0.
+
+    Reference:
+        L. Kish, *Survey Sampling*, Wiley 1965, section 11.7.
+    """
+    if not len(unit_weights) or any(not (w >= 0 and math.isfinite(w)) for w in unit_weights):
+        raise ValueError(f"unit_weights must be finite and ≥ 0, at least one, got {list(unit_weights)}")
+    total = math.fsum(unit_weights)
+    if total == 0:
+        raise ValueError("unit_weights are all 0: leave out a piece that does not count")
+    return total**2 / math.fsum(w * w for w in unit_weights)
+
+
+class RunningNoiseScale:
+    """Exponential averages of tr Σ and |G|², kept apart, with the covariance that their ratio's interval needs.
+
+    The window before last counts `decay` = 1 − 1/horizon times as much as the last one; the averages are normalised by
+    the weights seen so far, so they are unbiased from the first window on. `horizon=math.inf` is the plain average.
+    """
+
+    def __init__(self, horizon: float = 100.0) -> None:
+        if not horizon > 1:
+            raise ValueError(f"horizon must be more than 1 window, got {horizon}: use 100, or math.inf to average all")
+        self.horizon = float(horizon)
+        self.windows = 0
+        self._weight = 0.0  # Σ d^i
+        self._sq_weight = 0.0  # Σ d^2i
+        self._trace_cov = 0.0
+        self._grad_sq = 0.0
+        # Weighted sums of products of deviations from the means.
+        self._dev_trace_trace = 0.0
+        self._dev_trace_grad = 0.0
+        self._dev_grad_grad = 0.0
+
+    @property
+    def decay(self) -> float:
+        """The factor by which a window's weight shrinks with each later one."""
+        return 1.0 - 1.0 / self.horizon
+
+    def update(self, window: WindowEstimate) -> None:
+        """Add one window.
+
+        Raises:
+            ValueError: when it is not finite: one such value would stay in the average for ever.
+        """
+        x, y = window.trace_cov, window.grad_sq
+        if not (math.isfinite(x) and math.isfinite(y)):
+            raise ValueError(f"a window must be finite to be averaged, got {window}: drop it and count it")
+        old = self.decay * self._weight
+        self._weight = old + 1.0
+        self._sq_weight = self.decay**2 * self._sq_weight + 1.0
+        self.windows += 1
+        # West's update for weighted moments: stable where Σx² − (Σx)² would cancel.
+        dx, dy = x - self._trace_cov, y - self._grad_sq
+        gain = old / self._weight
+        self._dev_trace_trace = self.decay * self._dev_trace_trace + gain * dx * dx
+        self._dev_trace_grad = self.decay * self._dev_trace_grad + gain * dx * dy
+        self._dev_grad_grad = self.decay * self._dev_grad_grad + gain * dy * dy
+        self._trace_cov += dx / self._weight
+        self._grad_sq += dy / self._weight
+
+    @property
+    def trace_cov(self) -> float | None:
+        """Running tr Σ, or None before the first window."""
+        return self._trace_cov if self.windows else None
+
+    @property
+    def grad_sq(self) -> float | None:
+        """Running |G|², unclamped, or None before the first window."""
+        return self._grad_sq if self.windows else None
+
+    @property
+    def effective_windows(self) -> float:
+        """1/Σω² for the weights ω of the average: how many equally weighted windows it is worth."""
+        return self._weight**2 / self._sq_weight if self.windows else 0.0
+
+    def _moments(self) -> dict[str, float]:
+        """The means, their covariances and the effective sample size, as the interval's arguments."""
+        # Unbiased for weights of unit sum: Σω(x−x̄)²/(1−Σω²); the mean's variance is Σω² times that.
+        n = self.effective_windows
+        of_mean = 1.0 / (self._weight * (n - 1.0))
+        return {
+            "numerator": self._trace_cov,
+            "denominator": self._grad_sq,
+            "var_numerator": self._dev_trace_trace * of_mean,
+            "var_denominator": self._dev_grad_grad * of_mean,
+            "covariance": self._dev_trace_grad * of_mean,
+            "n_samples": n,
+        }
+
+    def interval(self, level: float = 0.95) -> RatioInterval:
+        """Fieller's interval for B_simple = tr Σ/|G|², in units.
+
+        Returns:
+            A `RatioInterval`; with fewer than 2 effective windows it is unresolved.
+        """
+        if self.effective_windows < 2:
+            return RatioInterval("unresolved", None, None, f"{self.windows} windows are too few for an interval")
+        return fieller_interval(**self._moments(), level=level)
+
+    def windows_needed(self, precision: float = 0.2, level: float = 0.95) -> int | None:
+        """How many more windows until the interval is about ± `precision` of B_simple.
+
+        Returns:
+            The number, 0 when it is reached; None when it cannot be said (|G|² is not positive so far) or when this
+            horizon is too short ever to reach it.
+        """
+        if self.effective_windows < 2:
+            return None
+        total = samples_for_precision(**self._moments(), precision=precision, level=level)
+        if total is None:
+            return None
+        if total <= self.effective_windows:
+            return 0
+        if math.isinf(self.horizon):
+            return math.ceil(total - self.windows)
+        # After n windows the weights are worth  m (1 − dⁿ)/(1 + dⁿ)  windows, m = (1 + d)/(1 − d); solve for n.
+        most = (1 + self.decay) / (1 - self.decay)
+        if total >= most:
+            return None
+        n = math.log((most - total) / (most + total)) / math.log(self.decay)
+        return max(math.ceil(n) - self.windows, 1)
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Everything that `load_state_dict` needs, as JSON-safe numbers."""
+        state = {name: getattr(self, attribute) for name, attribute in _STATE.items()}
+        # JSON has no infinity.
+        return state | {"horizon": 0.0 if math.isinf(self.horizon) else self.horizon}
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: when a key is unknown or missing, a value is not a finite number, or the horizon differs.
+        """
+        check_keys("noise-scale state", state, {"horizon", *_STATE})
+        for name, value in state.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"noise-scale state {name!r} must be a finite number, got {value!r}: file is damaged?")
+        horizon = float(state["horizon"]) or math.inf
+        if horizon != self.horizon:
+            raise ValueError(
+                f"state was averaged over a horizon of {horizon:g} windows, this probe uses {self.horizon:g}"
+            )
+        for name, attribute in _STATE.items():
+            setattr(self, attribute, int(state[name]) if name == "windows" else float(state[name]))
+
+
+_STATE = {
+    "windows": "windows",
+    "weight": "_weight",
+    "sq_weight": "_sq_weight",
+    "trace_cov": "_trace_cov",
+    "grad_sq": "_grad_sq",
+    "dev_trace_trace": "_dev_trace_trace",
+    "dev_trace_grad": "_dev_trace_grad",
+    "dev_grad_grad": "_dev_grad_grad",
+}
+
+
+def check_keys(what: str, got: Mapping[str, object], expected: set[str]) -> None:
+    """Refuse a mapping whose keys are not exactly the expected ones.
+
+    Raises:
+        ValueError: naming what is unknown and what is missing.
+    """
+    unknown, missing = sorted(set(got) - expected), sorted(expected - set(got))
+    if unknown or missing:
+        raise ValueError(f"{what}: unknown keys {unknown}, missing keys {missing}: was it written by another version?")

@@ -1,0 +1,52 @@
+"""Was the gradient only scaled? κ, the residual, and what else has been done to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScaleReading:
+    """How the final gradient relates to the sum of the pieces' gradients, on the witness's elements.
+
+    Attributes:
+        scale: κ = ⟨F, H⟩/⟨H, H⟩; None when either is 0.
+        residual: |F − κH|/|F|, the part that scaling does not explain; None when either is 0.
+        kind: "scaled" within the tolerance; "clipped by value" when the rest is a multiple and the largest are all cut
+            at one value; "zero"; otherwise "changed".
+    """
+
+    scale: float | None
+    residual: float | None
+    kind: Literal["scaled", "clipped by value", "zero", "changed"]
+
+
+def read_scale(final: Tensor, summed: Tensor, *, tolerance: float) -> ScaleReading:
+    """Compare the optimizer's gradient F with the sum H of the pieces' gradients.
+
+    Args:
+        final: elements of F, float64 on the CPU; [witness].
+        summed: the same elements of H, summed over pieces and ranks; [witness].
+        tolerance: the residual that rounding alone explains.
+
+    Returns:
+        A `ScaleReading`.
+    """
+    power, final_power = float(summed @ summed), float(final @ final)
+    if power == 0.0 or final_power == 0.0:
+        return ScaleReading(None, None, "zero")
+    scale = float(final @ summed) / power
+    residual = float((final - scale * summed).norm()) / final_power**0.5
+    if residual <= tolerance:
+        return ScaleReading(scale, residual, "scaled")
+    cut = final.abs() >= final.abs().max() * (1 - 1e-6)
+    rest = ~cut
+    if int(cut.sum()) >= 2 and bool(rest.any()) and (rest_power := float(summed[rest] @ summed[rest])) > 0.0:
+        of_rest = float(final[rest] @ summed[rest]) / rest_power
+        left = float((final[rest] - of_rest * summed[rest]).norm()) / max(float(final[rest].norm()), 1e-300)
+        if left <= tolerance:
+            return ScaleReading(scale, residual, "clipped by value")
+    return ScaleReading(scale, residual, "changed")

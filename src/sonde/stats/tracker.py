@@ -1,0 +1,334 @@
+"""From the sums of each window to a reading: what is averaged, what is dropped and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from sonde.stats.intervals import RatioInterval, Status
+from sonde.stats.noise_scale import PieceSums, RunningNoiseScale, WindowEstimate, check_keys, estimate_window
+from sonde.stats.scale_witness import ScaleReading, read_scale
+
+SINGLE_PIECE = (
+    "a window held a single piece, from which noise cannot be told from signal: "
+    "accumulate gradients over 2 micro-batches or more, or train on 2 data-parallel ranks or more"
+)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Why a window was left out: a short name, and the cause with the way out."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class WindowRow:
+    """Everything one window measured. Sums run over all pieces of all ranks.
+
+    Attributes:
+        sq_norm_over_weight: Σ |h_k|²/w_k per parameter group, [groups].
+        weight: Σ w_k.
+        weight_over_units: Σ w_k/n_k.
+        sq_weight_over_units: Σ w_k²/n_k.
+        n_pieces: pieces.
+        n_units: units as counted, not effective.
+        problems: why its pieces cannot be used; empty for a sound window.
+        witness_small: Σ |h_k|²/w_k over the witness's elements only.
+        witness_ranks: Σ_r |R_r|²/W_r over them, R_r and W_r being the sums of h_k and w_k within rank r.
+        rank_sq_weight_over_units: Σ_r (Σ_{k in r} w_k²/n_k)/W_r.
+        witness_sum: H = Σ h_k, the witness's elements, float64; [witness].
+        sq_norm_big: |F|² per parameter group, [groups].
+        witness_final: F, the witness's elements, float64; [witness].
+    """
+
+    sq_norm_over_weight: Sequence[float]
+    weight: float
+    weight_over_units: float
+    sq_weight_over_units: float
+    n_pieces: int
+    n_units: float
+    problems: Sequence[Drop]
+    witness_small: float
+    witness_ranks: float
+    rank_sq_weight_over_units: float
+    witness_sum: Tensor
+    sq_norm_big: Sequence[float]
+    witness_final: Tensor
+
+
+@dataclass(frozen=True)
+class GroupReading:
+    """The noise scale of one group of parameters; fields as in `NoiseScaleReading`."""
+
+    status: Status
+    b_simple: float | None
+    low: float | None
+    high: float | None
+    grad_sq: float | None
+    trace_cov: float | None
+
+
+@dataclass(frozen=True)
+class NoiseScaleReading:
+    """What is known of the gradient noise scale. Squares are in units of the rank-averaged gradient before clipping.
+
+    Attributes:
+        b_simple: B_simple = tr Σ/|G|² in units; None unless resolved.
+        low: lower end of its interval; None when unresolved.
+        high: upper end; infinite when only a lower bound is known, None when unresolved.
+        status: "resolved", "lower_bound" (B_simple > low) or "unresolved".
+        reason: why it is not resolved; empty when it is.
+        grad_sq: running |G|², which may be negative; None before the first window.
+        trace_cov: running tr Σ per unit; None before the first window.
+        units_per_window: units in a window, mean over windows: the batch size; None before the first window.
+        effective_units: their effective number (Kish) in the last window.
+        windows: windows averaged.
+        dropped: windows left out, by reason.
+        windows_needed: windows still needed for ± 20 %; None when it cannot be said.
+        consistency: tr Σ within ranks over tr Σ between ranks, about 1 when data are sound; None when there is no
+            second rank or no second micro-batch to compare.
+        scale: κ of the last sound window, the optimizer's gradient over the sum of the pieces' gradients.
+        scale_residual: the part of the last window's gradient that is not that multiple.
+        unit: plural name of the unit.
+        groups: by parameter group, in the model's order.
+    """
+
+    b_simple: float | None
+    low: float | None
+    high: float | None
+    status: Status
+    reason: str
+    grad_sq: float | None
+    trace_cov: float | None
+    units_per_window: float | None
+    effective_units: float | None
+    windows: int
+    dropped: Mapping[str, int]
+    windows_needed: int | None
+    consistency: float | None
+    scale: float | None
+    scale_residual: float | None
+    unit: str
+    groups: Mapping[str, GroupReading] = field(repr=False)
+
+    def __str__(self) -> str:
+        batch = f"batch {self.units_per_window:,.4g}" if self.units_per_window is not None else "no window yet"
+        seen = f"{batch}, {self.windows} windows" + (f", {sum(self.dropped.values())} dropped" if self.dropped else "")
+        if self.status == "resolved":
+            return f"B_simple {self.b_simple:,.3g} {self.unit} [{self.low:,.3g} – {self.high:,.3g}], {seen}"
+        if self.status == "lower_bound":
+            more = f", about {self.windows_needed} more for ± 20 %" if self.windows_needed else ""
+            return f"B_simple > {self.low:,.3g} {self.unit}, {seen}{more}"
+        return f"B_simple not known yet ({self.reason}), {seen}"
+
+
+class NoiseScaleTracker:
+    """Turns window rows into running estimates; drops, counts and explains what cannot be used.
+
+    Args:
+        unit: plural name of the unit.
+        groups: names of the parameter groups, in the order of a row's entries.
+        horizon: length of the exponential averages, in windows.
+        n_ranks: data-parallel ranks; gradients are expressed as their average.
+        tolerance: the residual of the scale witness that rounding alone explains.
+        blame: what to name when the gradient was changed by something unknown.
+        level: confidence level of the intervals.
+    """
+
+    def __init__(
+        self,
+        *,
+        unit: str,
+        groups: Sequence[str],
+        horizon: float,
+        n_ranks: int,
+        tolerance: float,
+        blame: str,
+        level: float = 0.95,
+    ) -> None:
+        self.unit, self.groups, self.horizon, self.level = unit, tuple(groups), horizon, level
+        self._n_ranks, self._tolerance, self._blame = n_ranks, tolerance, blame
+        self._total = RunningNoiseScale(horizon)
+        self._per_group = [RunningNoiseScale(horizon) for _ in groups]
+        self._within_between = RunningNoiseScale(horizon)  # its ratio is the consistency
+        self._units = 0.0
+        self._windows_seen = 0
+        self.dropped: dict[str, int] = {}
+        self._effective_units: float | None = None
+        self._scale: ScaleReading | None = None
+        self.norm: float | None = None
+        """Norm of the last window's gradient as the rank average, before any clip; None if it was dropped."""
+
+    def update(self, row: WindowRow) -> Drop | None:
+        """Take one window.
+
+        Returns:
+            Why it was dropped; None when it was averaged.
+        """
+        self.norm = None
+        scale = read_scale(row.witness_final, row.witness_sum, tolerance=self._tolerance)
+        if math.isfinite(row.n_units):
+            self._windows_seen += 1
+            self._units += row.n_units
+        if (drop := self._why_unusable(row, scale)) is not None:
+            self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
+            return drop
+        assert scale.scale is not None
+        # Everything in units of the rank-averaged sum of the pieces, so that a clip or a loss scale that came first,
+        # which differs from window to window, does not weigh windows: B is brought there by κ, S by its definition.
+        unit_scale = 1.0 / self._n_ranks
+        to_unit = (unit_scale / scale.scale) ** 2
+        self.norm = math.sqrt(math.fsum(row.sq_norm_big) * to_unit)
+        estimates = [
+            estimate_window(self._pieces(row, small), big * to_unit, scale=unit_scale)
+            for small, big in zip(row.sq_norm_over_weight, row.sq_norm_big, strict=True)
+        ]
+        for running, estimate in zip(self._per_group, estimates, strict=True):
+            running.update(estimate)
+        self._total.update(
+            WindowEstimate(math.fsum(e.trace_cov for e in estimates), math.fsum(e.grad_sq for e in estimates))
+        )
+        if (pair := self._consistency_pair(row)) is not None:
+            self._within_between.update(pair)
+        self._effective_units = 1.0 / self._pieces(row, 0.0).v
+        self._scale = scale
+        return None
+
+    def _why_unusable(self, row: WindowRow, scale: ScaleReading) -> Drop | None:
+        if row.problems:
+            return row.problems[0]
+        if row.n_pieces == 0:
+            return Drop("no_piece", "a window held no piece: no backward ran since the last call of probe.step()")
+        if row.n_pieces < 2:
+            return Drop("single_piece", SINGLE_PIECE)
+        if not all(map(math.isfinite, row.sq_norm_big)):
+            return Drop("not_finite", "the gradient at the end of the window was not finite")
+        if scale.kind == "zero":
+            return Drop("zero", "the gradient was 0: was it zeroed, or clipped to 0, before probe.step()?")
+        if scale.kind == "clipped by value":
+            return Drop("changed", "the gradient was clipped by value before probe.step(): clip by norm, or later")
+        if scale.kind == "changed":
+            return Drop("changed", f"the gradient is not a multiple of the sum of its pieces: {self._blame}")
+        return None
+
+    @staticmethod
+    def _pieces(row: WindowRow, sq_norm_over_weight: float) -> PieceSums:
+        return PieceSums(sq_norm_over_weight, row.weight, row.weight_over_units, row.sq_weight_over_units, row.n_pieces)
+
+    def _consistency_pair(self, row: WindowRow) -> WindowEstimate | None:
+        """tr Σ of the witness's elements, within and between ranks; None unless there are two of each.
+
+        The ranks' sums are pieces of their own, with u' = Σ_r (W_r/W)/n_r: S − S' tells of the noise within ranks,
+        S' − B of the noise between them.
+        """
+        pieces = self._pieces(row, row.witness_small)
+        u, v, u_ranks = pieces.u, pieces.v, row.rank_sq_weight_over_units / row.weight
+        if self._n_ranks < 2 or row.n_pieces <= self._n_ranks or not u > u_ranks > v:
+            return None
+        big = float(row.witness_sum @ row.witness_sum)
+        small, ranks = row.weight * row.witness_small, row.weight * row.witness_ranks
+        return WindowEstimate(trace_cov=(small - ranks) / (u - u_ranks), grad_sq=(ranks - big) / (u_ranks - v))
+
+    @property
+    def windows(self) -> int:
+        """Windows averaged."""
+        return self._total.windows
+
+    @property
+    def consistency(self) -> float | None:
+        """tr Σ within ranks over tr Σ between ranks; infinite where ranks do not differ; None if not measurable."""
+        within, between = self._within_between.trace_cov, self._within_between.grad_sq
+        if within is None or between is None:
+            return None
+        # Ranks with the same data differ by rounding only.
+        return within / between if between > 1e-9 * within else math.inf
+
+    def reading(self) -> NoiseScaleReading:
+        """The present state of knowledge."""
+        interval = self._interval(self._total)
+        return NoiseScaleReading(
+            b_simple=_ratio(self._total, interval),
+            low=interval.low,
+            high=interval.high,
+            status=interval.status,
+            reason=self._reason(interval),
+            grad_sq=self._total.grad_sq,
+            trace_cov=self._total.trace_cov,
+            units_per_window=self._units / self._windows_seen if self._windows_seen else None,
+            effective_units=self._effective_units,
+            windows=self._total.windows,
+            dropped=dict(self.dropped),
+            windows_needed=self._total.windows_needed(level=self.level),
+            consistency=self.consistency,
+            scale=self._scale.scale if self._scale else None,
+            scale_residual=self._scale.residual if self._scale else None,
+            unit=self.unit,
+            groups={name: self._group(running) for name, running in zip(self.groups, self._per_group, strict=True)},
+        )
+
+    def _interval(self, running: RunningNoiseScale) -> RatioInterval:
+        return running.interval(self.level)
+
+    def _reason(self, interval: RatioInterval) -> str:
+        if interval.status == "resolved":
+            return ""
+        if not self._total.windows:
+            return max(self.dropped, key=self.dropped.__getitem__) if self.dropped else "no window has ended yet"
+        if interval.status == "lower_bound":
+            return "|G|² is not told from 0 yet"
+        return interval.reason
+
+    def _group(self, running: RunningNoiseScale) -> GroupReading:
+        interval = self._interval(running)
+        return GroupReading(
+            status=interval.status,
+            b_simple=_ratio(running, interval),
+            low=interval.low,
+            high=interval.high,
+            grad_sq=running.grad_sq,
+            trace_cov=running.trace_cov,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs; numbers, strings and containers of them."""
+        return {
+            "groups": {n: r.state_dict() for n, r in zip(self.groups, self._per_group, strict=True)},
+            "total": self._total.state_dict(),
+            "consistency": self._within_between.state_dict(),
+            "units": self._units,
+            "windows_seen": self._windows_seen,
+            "dropped": dict(self.dropped),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: when keys, groups or the horizon differ; nothing is changed then.
+        """
+        check_keys(
+            "noise-scale probe state", state, {"groups", "total", "consistency", "units", "windows_seen", "dropped"}
+        )
+        check_keys("parameter groups of the state", state["groups"], set(self.groups))
+        loaded = {key: RunningNoiseScale(self.horizon) for key in ("total", "consistency")}
+        for key, running in loaded.items():
+            running.load_state_dict(state[key])
+        per_group = [RunningNoiseScale(self.horizon) for _ in self.groups]
+        for name, running in zip(self.groups, per_group, strict=True):
+            running.load_state_dict(state["groups"][name])
+        self._total, self._within_between, self._per_group = loaded["total"], loaded["consistency"], per_group
+        self._units, self._windows_seen = float(state["units"]), int(state["windows_seen"])
+        self.dropped = {str(reason): int(count) for reason, count in state["dropped"].items()}
+
+
+def _ratio(running: RunningNoiseScale, interval: RatioInterval) -> float | None:
+    """tr Σ/|G|², only where the interval says that it is known."""
+    if interval.status != "resolved" or running.trace_cov is None or not running.grad_sq:
+        return None
+    return running.trace_cov / running.grad_sq
