@@ -6,7 +6,7 @@ takes a single communication hook and never lets it go: a user's own is wrapped,
 passes on.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DDP checks a hook's annotations, as objects.
 
 import time
 from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -120,7 +120,7 @@ class NoiseScaleProbe:
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._units_per_piece = units_per_piece
         self._log_every = log_every
-        group_of = block_of if groups == "blocks" else groups or (lambda _: "all")
+        group_of = _group_function(groups)
         group_names = [group_of(name) for name in wrapper.parameters]
         self._groups = tuple(dict.fromkeys(group_names))
         self._witness = Witness(self._parameters)
@@ -387,6 +387,8 @@ class NoiseScaleProbe:
             norm = clip_with_norm_(with_grad, max_norm, total, error_if_nonfinite=error_if_nonfinite)
         if packed is not None:
             self._post(packed, final, work, norm, max_norm)
+        if self._may_tap_buckets and self._one_piece_windows >= _WINDOWS_BEFORE_COMM_HOOK:
+            self._tap_buckets()
         self._seconds += time.perf_counter() - start
         return norm
 
@@ -433,12 +435,10 @@ class NoiseScaleProbe:
         self._mailbox.post(parts, note, work)
 
     def _deliver(self) -> None:
-        """Between windows: send what is due, take in what has arrived, change the tap if that is due."""
+        """Send what is due, take in what has arrived."""
         if self._window % self._log_every == 0:
             self._mailbox.send()
         self._receive(wait=False)
-        if self._may_tap_buckets and self._one_piece_windows >= _WINDOWS_BEFORE_COMM_HOOK:
-            self._tap_buckets()
 
     def _receive(self, *, wait: bool) -> None:
         for (packed, big, witness, extras), note in self._mailbox.receive(wait=wait):
@@ -519,6 +519,16 @@ def _check_options(unit: str, units_per_piece: float | None, log_every: int, tap
         raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {tap!r}")
     if not staging_mib >= 0:
         raise ValueError(f"staging_mib must be ≥ 0, got {staging_mib}")
+
+
+def _group_function(groups: object) -> GroupOf:
+    if groups == "blocks":
+        return block_of
+    if groups is None:
+        return lambda _: "all"
+    if not callable(groups):
+        raise ValueError(f"groups must be 'blocks', None or a function from a parameter's name, got {groups!r}")
+    return cast(GroupOf, groups)
 
 
 def _rounding(dtype: torch.dtype, comm_hook: str | None) -> float:

@@ -1,0 +1,155 @@
+"""What the taps promise about memory, and guards on what PyTorch does that they lean on."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+import sonde
+from sonde.measure.microbatch import STAGED_NUMEL, MicrobatchTap
+from sonde.measure.witness import Witness
+
+
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the largest tensor that any operation creates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.clones = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not func.is_view:
+            self.largest = max(self.largest, out.numel())
+            self.clones += func is torch.ops.aten.clone.default and out.numel() > STAGED_NUMEL
+        return out
+
+
+def test_no_copy_of_a_large_gradient_not_even_by_autograd() -> None:
+    """With the tap on, autograd still hands its gradient over as `.grad` instead of cloning it."""
+
+    def storage_kept(tapped: bool) -> bool:
+        weight = nn.Parameter(torch.randn(400, 400))
+        seen: list[int] = []
+        weight.register_hook(lambda g: seen.append(g.data_ptr()))
+        tap = MicrobatchTap([weight], Witness([weight]), on_backward_end=lambda: None) if tapped else None
+        if tap:
+            tap.expect_piece()
+        (weight * torch.randn(400, 400)).sum().backward()
+        if tap:
+            tap.end_piece()
+            tap.close()
+        assert weight.grad is not None
+        return weight.grad.data_ptr() == seen[0]
+
+    assert storage_kept(tapped=False)
+    assert storage_kept(tapped=True)
+
+
+def test_the_hook_makes_nothing_of_gradient_size() -> None:
+    weight = nn.Parameter(torch.randn(512, 512))
+    tap = MicrobatchTap([weight], Witness([weight]), on_backward_end=lambda: None)
+    hook = next(iter(weight._backward_hooks.values()))  # type: ignore[union-attr]
+    grad = torch.randn(512, 512)
+    tap.expect_piece()
+    with Watch() as watch:
+        hook(grad)
+        tap.end_piece()
+    assert 0 < watch.largest <= 1024
+    tap.close()
+
+
+def test_small_gradients_wait_within_a_bound() -> None:
+    parameters = [nn.Parameter(torch.randn(100, 100)) for _ in range(50)]
+    tap = MicrobatchTap(parameters, Witness(parameters), on_backward_end=lambda: None, staging_bytes=200_000)
+    grads = [torch.randn(100, 100) for _ in parameters]
+    alive = [weakref.ref(g) for g in grads]
+    hooks = [next(iter(p._backward_hooks.values())) for p in parameters]  # type: ignore[union-attr]
+    tap.expect_piece()
+    most = 0
+    for hook in hooks:
+        grad = grads.pop(0)
+        hook(grad)
+        del grad
+        gc.collect()
+        most = max(most, sum(r() is not None for r in alive) - len(grads))
+    assert 2 <= most * 40_000 / 100_000 <= 6
+    tap.end_piece()
+    tap.close()
+
+
+def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
+    """Another hook that writes to its gradient in place afterwards must not change what was read."""
+    small = nn.Parameter(torch.ones(10))
+    tap = MicrobatchTap([small], Witness([small]), on_backward_end=lambda: None)
+    tap.expect_piece()
+    (small * 3).sum().backward()
+    small.grad.zero_()  # type: ignore[union-attr]
+    assert float(tap.end_piece().sq_norms[0]) == pytest.approx(90)
+    tap.close()
+
+
+def test_guard_leaf_hooks_see_the_gradient_before_accumulation() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    seen: list[Tensor] = []
+    weight.register_hook(lambda g: seen.append(g.clone()))
+    for factor in (1.0, 2.0):
+        (factor * weight).sum().backward()
+    assert [float(g[0]) for g in seen] == [1.0, 2.0]
+    assert weight.grad is not None
+    assert float(weight.grad[0]) == 3.0
+
+
+def test_guard_private_end_of_backward_callback() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    order: list[str] = []
+
+    def hook(grad: Tensor) -> None:
+        order.append("hook")
+        Variable._execution_engine.queue_callback(lambda: order.append("end"))
+
+    weight.register_hook(hook)
+    (weight * 2).sum().backward()
+    order.append("after")
+    assert order == ["hook", "end", "after"]
+
+
+def test_guard_graph_task_id_tells_backwards_apart() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    ids: list[int] = []
+    weight.register_hook(lambda _: ids.append(torch._C._current_graph_task_id()))
+    for _ in range(2):
+        (weight * 2).sum().backward()
+    assert len(set(ids)) == 2
+    assert min(ids) >= 0
+
+
+def test_no_host_synchronisation_on_the_training_path() -> None:
+    """No operation between attach and reading() needs a value on the host: `.item()` is one op, and it is counted."""
+
+    class Items(torch.utils._python_dispatch.TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Items.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Linear(8, 200), nn.Linear(200, 200))
+    with sonde.attach(model, unit="rows", units_per_piece=4, verbose=False, log_every=1000) as probe:
+        x = torch.randn(4, 8)
+        with Items():
+            for _ in range(3):
+                for _ in range(2):
+                    model(x).square().mean().backward()
+                probe.log(loss=torch.ones(()))
+                probe.clip_grad_norm_(1.0)
+                model.zero_grad()
+        assert Items.count == 0
+        assert probe.reading().windows == 3 or probe.reading().dropped

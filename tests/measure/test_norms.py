@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sonde.measure.norms import norm, norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (7, 3), (8191,), (8192,), (33, 1000), (3, 5, 7, 200)], ids=str)
+def test_norm_is_exact_to_fp32(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    grad = torch.randn(shape, dtype=torch.float64).to(dtype)
+    expected = float(grad.double().norm())
+    # 8191 elements added in fp32 lanes are off by a few 1e-7; fp64 gradients are not rounded to fp32.
+    rel = 1e-14 if dtype == torch.float64 else 2e-6
+    assert float(norm(grad)) == pytest.approx(expected, rel=rel)
+    assert float(norms([grad])[0]) == pytest.approx(expected, rel=rel)
+
+
+def test_a_large_norm_is_not_misjudged() -> None:
+    """torch's flat fp32 sum is off by about 8e-4 here."""
+    grad = torch.randn(4096, 4096)
+    expected = float(grad.double().norm())
+    assert float(norm(grad)) == pytest.approx(expected, rel=1e-7)
+    assert abs(float(torch.linalg.vector_norm(grad)) / expected - 1) > 1e-5  # if this fails, torch has mended it
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "sliced", "expanded"])
+def test_any_memory_layout(layout: str) -> None:
+    grad = {
+        "transposed": lambda: torch.randn(200, 301).t(),
+        "channels_last": lambda: torch.randn(4, 8, 32, 33).to(memory_format=torch.channels_last),
+        "sliced": lambda: torch.randn(200, 301)[::2, 1:],
+        "expanded": lambda: torch.randn(1, 100).expand(300, 100),
+    }[layout]()
+    assert float(norm(grad)) == pytest.approx(float(grad.double().norm()), rel=1e-6)
+
+
+def test_squares_of_bf16_are_taken_in_fp32() -> None:
+    grad = torch.full((4096,), 0.01, dtype=torch.bfloat16)
+    assert float(norm(grad)) == pytest.approx(float(grad.double().norm()), rel=1e-6)
+
+
+def test_sparse_duplicates_add_up_before_they_are_squared() -> None:
+    grad = torch.sparse_coo_tensor(torch.tensor([[1, 1, 3]]), torch.ones(3, 2), (5, 2), check_invariants=True)
+    assert float(norm(grad)) == pytest.approx(float(grad.to_dense().norm()))
+    assert float(norm(grad)) == pytest.approx(10**0.5)
+
+
+def test_non_finite_is_not_lost() -> None:
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        for n in (10, 10_000):
+            grad = torch.ones(n)
+            grad[-1] = bad
+            assert not torch.isfinite(norm(grad))
+
+
+def test_norms_of_mixed_gradients_keep_their_order() -> None:
+    grads = [torch.ones(3), torch.ones(20_000), torch.ones(5, dtype=torch.float64), torch.ones(0)]
+    assert [float(n) ** 2 for n in norms(grads)] == pytest.approx([3, 20_000, 5, 0])
+    assert norms([]) == []

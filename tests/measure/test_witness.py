@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sonde.measure.witness import Witness
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (5,), (128,), (512, 128), (3, 1000), (64, 3, 7, 7), (1, 1, 4000), (70, 1, 90)]
+)
+def test_a_few_elements_spread_over_the_shape(shape: tuple[int, ...]) -> None:
+    grad = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    witness = Witness([grad])
+    read = witness.read(0, grad, torch.float64)
+    assert read.shape == (witness.size,)
+    assert min(grad.numel(), 8) <= witness.size <= 32 or grad.numel() == 1
+    assert len(set(read.tolist())) == witness.size  # each at most once
+    if grad.numel() > 64:
+        assert read.max() > 0.5 * grad.numel()
+
+
+def test_vectors_and_matrices_from_the_whole_depth() -> None:
+    parameters = [torch.zeros(64, 64) if i % 2 else torch.zeros(64) for i in range(200)]
+    witness = Witness(parameters)
+    kinds = [parameters[i].dim() for i in witness.indices]
+    assert (kinds.count(1), kinds.count(2)) == (8, 8)
+    assert min(witness.indices) == 0
+    assert max(witness.indices) == 199
+    assert witness.size <= 512
+
+
+def test_what_is_read_is_a_copy() -> None:
+    grad = torch.ones(40, dtype=torch.float64)
+    read = Witness([grad]).read(0, grad, torch.float64)
+    grad.zero_()
+    assert float(read.sum()) > 0
+
+
+def test_sparse_reads_as_dense() -> None:
+    grad = torch.sparse_coo_tensor(torch.tensor([[0, 0, 3]]), torch.ones(3, 6), (9, 6), check_invariants=True)
+    witness = Witness([grad.to_dense()])
+    assert torch.equal(witness.read(0, grad, torch.float64), witness.read(0, grad.to_dense(), torch.float64))
+
+
+def test_empty_parameters_are_passed_over() -> None:
+    assert Witness([torch.zeros(0), torch.zeros(0, 5), torch.zeros(3)]).indices == [2]

@@ -1,0 +1,97 @@
+"""Run a function on N gloo ranks that live for the whole test run: a start costs seconds, a call milliseconds."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DEADLINE_SECONDS = 60.0
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        torch.manual_seed(0)
+        try:
+            pipe.send((function(*args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """N processes in one gloo process group; `ranks(function, *args)` returns each rank's result.
+
+    The function must be importable (module level) and its arguments and results picklable. When a rank fails or does
+    not answer in time, its peers may hang in a collective: all are killed, and started afresh at the next call.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while len(results) < self.world and not errors and time.monotonic() < deadline:
+            for pipe in wait([p for i, p in enumerate(self._pipes) if i not in results], timeout=0.2):
+                rank = self._pipes.index(pipe)
+                try:
+                    value, error = pipe.recv()
+                except EOFError:
+                    value, error = None, "the process died"
+                if error is None:
+                    results[rank] = value
+                else:
+                    errors[rank] = error
+        if len(results) == self.world:
+            return [results[r] for r in range(self.world)]
+        self.stop(kill=True)
+        silent = sorted(set(range(self.world)) - set(results) - set(errors))
+        raise AssertionError(
+            "\n".join(f"rank {r}: {e}" for r, e in errors.items())
+            or f"no answer within {DEADLINE_SECONDS:g} s from ranks {silent}"
+        )
+
+    def _start(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch.nn.parallel", "torch.distributed.fsdp"])
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world, store, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def stop(self, *, kill: bool = False) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            process.join(10)
+            pipe.close()
+        if self._processes:
+            self._folder.cleanup()
+        self._pipes, self._processes = [], []

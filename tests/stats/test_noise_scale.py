@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sonde.stats.noise_scale import (
+    PieceSums,
+    RunningNoiseScale,
+    WindowEstimate,
+    effective_units,
+    estimate_window,
+    noise_scale,
+)
+from tests.oracles import window_by_hand
+
+
+def sums_of(gradients: list[torch.Tensor], weights: list[float], units: list[float]) -> PieceSums:
+    return PieceSums(
+        sq_norm_over_weight=sum(float(h @ h) / w for h, w in zip(gradients, weights, strict=True)),
+        weight=sum(weights),
+        weight_over_units=sum(w / n for w, n in zip(weights, units, strict=True)),
+        sq_weight_over_units=sum(w * w / n for w, n in zip(weights, units, strict=True)),
+        n_pieces=len(gradients),
+    )
+
+
+def test_by_hand() -> None:
+    # Two pieces of 4 units: |g₁|² = 16, |g₂|² = 4, S = 10; F their mean, |F|² = 9 (parallel). u = 1/4, v = 1/8.
+    got = estimate_window(PieceSums(20.0, 2.0, 0.5, 0.5, 2), 9.0, scale=0.5)
+    assert got == WindowEstimate(trace_cov=(10 - 9) * 8, grad_sq=(9 / 4 - 10 / 8) * 8)
+
+
+def test_equal_pieces_are_mccandlish() -> None:
+    # Appendix A.1: |G|² = (B_big|G_big|² − B_small|G_small|²)/(B_big − B_small), and S likewise.
+    b, k, small, big = 8, 4, 5.0, 2.0
+    got = noise_scale(small, big, n_small=b, n_big=b * k)
+    assert got.grad_sq == pytest.approx((b * k * big - b * small) / (b * k - b))
+    assert got.trace_cov == pytest.approx((small - big) / (1 / b - 1 / (b * k)))
+    pieces = PieceSums(k * small, float(k), k / b, k / b, k)
+    assert estimate_window(pieces, big, scale=1 / k) == got
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(2, 7), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
+def test_definitions_term_by_term(seed: int, n_pieces: int, kappa: float, weight_unit: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gradients = list(torch.randn(n_pieces, 11, generator=generator, dtype=torch.float64))
+    weights = (torch.rand(n_pieces, generator=generator, dtype=torch.float64) + 0.1).mul(weight_unit).tolist()
+    units = torch.randint(1, 9, (n_pieces,), generator=generator).double().tolist()
+    final = kappa * torch.stack(gradients).sum(0)
+    trace_cov, grad_sq = window_by_hand(gradients, weights, units, final)
+    got = estimate_window(sums_of(gradients, weights, units), float(final @ final), scale=kappa)
+    scale = abs(trace_cov) + abs(grad_sq)  # the smaller of the two is a difference of larger terms
+    assert got.trace_cov == pytest.approx(trace_cov, abs=1e-10 * scale)
+    assert got.grad_sq == pytest.approx(grad_sq, abs=1e-10 * scale)
+    assert got.trace_cov >= -1e-10 * scale
+
+
+def test_unit_of_weights_and_scale_of_loss_do_not_matter() -> None:
+    gradients = list(torch.randn(5, 30, dtype=torch.float64))
+    weights, units = [1.0, 2.0, 1.0, 3.0, 0.5], [4.0, 8.0, 4.0, 12.0, 2.0]
+    final = torch.stack(gradients).sum(0)
+    base = estimate_window(sums_of(gradients, weights, units), float(final @ final), scale=1.0)
+    heavier = estimate_window(sums_of(gradients, [7 * w for w in weights], units), float(final @ final), scale=1.0)
+    divided = [h / 5 for h in gradients]
+    averaged = estimate_window(sums_of(divided, weights, units), float(final @ final), scale=5.0)
+    for other in (heavier, averaged):
+        assert other.trace_cov == pytest.approx(base.trace_cov, rel=1e-12)
+        assert other.grad_sq == pytest.approx(base.grad_sq, rel=1e-12)
+
+
+@pytest.mark.parametrize("n_pieces", [0, 1])
+def test_one_piece_is_refused(n_pieces: int) -> None:
+    with pytest.raises(ValueError, match="use 2 micro-batches or 2 data-parallel ranks"):
+        estimate_window(PieceSums(1.0, 1.0, 0.1, 0.1, n_pieces), 1.0)
+
+
+@pytest.mark.parametrize(("small", "big"), [(0, 4), (4, 4), (8, 4), (math.nan, 4)])
+def test_noise_scale_refuses_batch_sizes(small: float, big: float) -> None:
+    with pytest.raises(ValueError, match="need 0 < n_small < n_big"):
+        noise_scale(2.0, 1.0, n_small=small, n_big=big)
+
+
+def test_effective_units() -> None:
+    assert effective_units([1.0] * 7) == 7
+    assert effective_units([3.0, 1.0]) == pytest.approx(16 / 10)
+    assert effective_units([1.0, 0.0]) == 1
+
+
+@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1.0], [1.0, math.nan], [math.inf]])
+def test_effective_units_refuses(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="unit_weights"):
+        effective_units(weights)
+
+
+def simulated_windows(
+    n: int, ratio: float, generator: torch.Generator, *, heavy: bool = False, n_runs: int = 1
+) -> torch.Tensor:
+    """tr Σ and |G|² of simulated windows: 8 pieces of 8 units, tr Σ = 1, B_simple = 64·ratio; [runs, n, 2]."""
+    pieces, units, dims = 8, 8, 40
+    true_gradient = (1 / (64 * ratio) / dims) ** 0.5
+    noise = torch.randn(n_runs, n, pieces, dims, generator=generator, dtype=torch.float64)
+    if heavy:  # Student t(5), as one gradient: normal over the root of a shared chi-square, at unit variance
+        chi_sq = torch.randn(n_runs, n, pieces, 5, generator=generator, dtype=torch.float64).square().sum(-1)
+        noise *= (3 / chi_sq).sqrt()[..., None]
+    g = true_gradient + noise / (dims * units) ** 0.5
+    small, big = g.square().sum(-1).mean(-1), g.mean(2).square().sum(-1)
+    u, v = 1 / units, 1 / (units * pieces)
+    return torch.stack([(small - big) / (u - v), (u * big - v * small) / (u - v)], dim=-1)
+
+
+def running_over(windows: list[list[float]], horizon: float) -> RunningNoiseScale:
+    running = RunningNoiseScale(horizon)
+    for trace_cov, grad_sq in windows:
+        running.update(WindowEstimate(trace_cov, grad_sq))
+    return running
+
+
+@pytest.mark.parametrize("horizon", [2.5, 30.0, math.inf])
+def test_running_averages_are_the_weighted_sums(horizon: float) -> None:
+    windows = simulated_windows(77, 3.0, torch.Generator().manual_seed(0))[0]
+    running = running_over(windows.tolist(), horizon)
+    weights = (1 - 1 / horizon) ** torch.arange(76, -1, -1, dtype=torch.float64)
+    weights /= weights.sum()
+    mean = weights @ windows
+    deviations = windows - mean
+    cov = (weights[:, None] * deviations).T @ deviations / (1 - weights.square().sum()) * weights.square().sum()
+    assert running.trace_cov == pytest.approx(float(mean[0]), rel=1e-12)
+    assert running.grad_sq == pytest.approx(float(mean[1]), rel=1e-9)
+    assert running.effective_windows == pytest.approx(1 / float(weights.square().sum()), rel=1e-12)
+    moments = running._moments()
+    assert moments["var_numerator"] == pytest.approx(float(cov[0, 0]), rel=1e-9)
+    assert moments["covariance"] == pytest.approx(float(cov[0, 1]), rel=1e-9)
+    assert moments["var_denominator"] == pytest.approx(float(cov[1, 1]), rel=1e-9)
+
+
+def test_averages_are_not_clamped() -> None:
+    """Clamping |G|² at 0 before averaging turns a true B_simple of 4096 into 658 at B = 64."""
+    windows = simulated_windows(20_000, 64.0, torch.Generator().manual_seed(3))[0]
+    assert float((windows[:, 1] < 0).double().mean()) > 0.4
+    running = running_over(windows.tolist(), math.inf)
+    assert running.trace_cov is not None
+    assert running.grad_sq is not None
+    # |G|² is known to 6 % (one standard error) from this many windows; clamping would give a sixth of the ratio.
+    assert running.trace_cov / running.grad_sq == pytest.approx(4096, rel=0.25)
+    clamped = windows[:, 0].mean() / windows[:, 1].clamp(min=0).mean()
+    assert float(clamped) < 1500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heavy", [False, True], ids=["gaussian", "student-t5"])
+@pytest.mark.parametrize("ratio", [1, 4, 16, 64])
+@pytest.mark.parametrize(
+    ("n", "horizon"), [(50, math.inf), (200, math.inf), (1000, math.inf), (50, 100.0), (300, 50.0)]
+)
+def test_interval_coverage(heavy: bool, ratio: int, n: int, horizon: float) -> None:
+    n_runs = 1000 if n < 1000 else 400
+    generator = torch.Generator().manual_seed(1000 * ratio + n + heavy)
+    covered = 0
+    for _ in range(n_runs // 100):
+        for windows in simulated_windows(n, ratio, generator, heavy=heavy, n_runs=100).tolist():
+            interval = running_over(windows, horizon).interval()
+            true = 64.0 * ratio
+            covered += interval.low is None or interval.high is None or interval.low <= true <= interval.high
+    # Bands around the claim: 93–97 % (≥ 91 % with heavy tails), widened by 2.5 standard errors of this simulation.
+    error = 2.5 * math.sqrt(0.95 * 0.05 / n_runs)
+    low, high = (0.91 - error, 1.0) if heavy else (0.93 - error, 0.97 + error)
+    assert low <= covered / n_runs <= high
+
+
+def test_too_few_windows_give_nothing() -> None:
+    running = RunningNoiseScale()
+    assert (running.trace_cov, running.grad_sq, running.windows_needed()) == (None, None, None)
+    assert running.interval().status == "unresolved"
+    running.update(WindowEstimate(1.0, 1.0))
+    assert running.interval().status == "unresolved"
+    assert running.interval().low is None
+
+
+def test_windows_needed_comes_true() -> None:
+    windows = simulated_windows(4000, 8.0, torch.Generator().manual_seed(5))[0].tolist()
+    running = running_over(windows[:60], math.inf)
+    needed = running.windows_needed()
+    assert needed is not None
+    assert 100 < needed < 2000
+    later = running_over(windows[: 60 + needed], math.inf).interval()
+    assert later.low is not None
+    assert later.high is not None
+    middle = 0.5 * (later.low + later.high)
+    assert (later.high - later.low) / 2 / middle == pytest.approx(0.2, rel=0.3)  # forecast from 60 windows: rough
+    assert running_over(windows, math.inf).windows_needed() == 0
+
+
+def test_windows_needed_knows_what_a_horizon_can_reach() -> None:
+    windows = simulated_windows(400, 8.0, torch.Generator().manual_seed(5))[0].tolist()
+    assert running_over(windows[:50], 20.0).windows_needed() is None  # worth 39 windows at most
+    assert running_over(windows[:50], 1000.0).windows_needed() is not None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bad_window_is_refused_and_poisons_nothing(bad: float) -> None:
+    running = running_over([[2.0, 1.0], [3.0, 1.5]], 100.0)
+    before = running.state_dict()
+    for window in (WindowEstimate(bad, 1.0), WindowEstimate(1.0, bad)):
+        with pytest.raises(ValueError, match="must be finite"):
+            running.update(window)
+    assert running.state_dict() == before
+
+
+@pytest.mark.parametrize("horizon", [math.inf, 17.0])
+def test_state_round_trips_through_json(horizon: float) -> None:
+    windows = simulated_windows(50, 2.0, torch.Generator().manual_seed(9))[0].tolist()
+    whole = running_over(windows, horizon)
+    half = running_over(windows[:25], horizon)
+    resumed = RunningNoiseScale(horizon)
+    resumed.load_state_dict(json.loads(json.dumps(half.state_dict(), allow_nan=False)))
+    for trace_cov, grad_sq in windows[25:]:
+        resumed.update(WindowEstimate(trace_cov, grad_sq))
+    assert resumed.state_dict() == whole.state_dict()
+    assert resumed.interval() == whole.interval()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extra": 1.0}, r"unknown keys \['extra'\]"),
+        ({"weight": None}, "must be a finite number"),
+        ({"weight": "1"}, "must be a finite number"),
+        ({"windows": True}, "must be a finite number"),
+        ({"trace_cov": math.nan}, "must be a finite number"),
+        ({"horizon": 7.0}, "horizon of 7 windows"),
+    ],
+)
+def test_damaged_state_is_refused(change: dict[str, object], message: str) -> None:
+    state = running_over([[2.0, 1.0], [3.0, 1.5]], 100.0).state_dict()
+    fresh = RunningNoiseScale(100.0)
+    before = fresh.state_dict()
+    with pytest.raises(ValueError, match=message):
+        fresh.load_state_dict(state | change)  # type: ignore[arg-type]
+    del state["weight"]
+    with pytest.raises(ValueError, match=r"missing keys \['weight'\]"):
+        fresh.load_state_dict(state)
+    assert fresh.state_dict() == before
+
+
+@pytest.mark.parametrize("horizon", [1.0, 0.0, -5.0, math.nan])
+def test_horizon_must_exceed_one_window(horizon: float) -> None:
+    with pytest.raises(ValueError, match="horizon must be more than 1"):
+        RunningNoiseScale(horizon)
