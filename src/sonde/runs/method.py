@@ -1,0 +1,163 @@
+"""How a run was measured, as rows of a table: everything a reader needs to trust its numbers, or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sonde.runs.reader import Reading, Run
+from sonde.runs.wording import count, duration, moment, number, percent, plural
+
+MAX_TEXT = 4000
+"""Characters shown of any one value of a user's: the page stays small whatever a run carries along."""
+
+_MAX_ITEMS = 20
+_SETUP_SHOWN = ("wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        term: what it is about.
+        says: plain text, one paragraph each; a user's words among them are not escaped yet.
+        code: whether to keep its line breaks, in a fixed-width font.
+    """
+
+    term: str
+    says: tuple[str, ...]
+    code: bool = False
+
+
+def method_rows(run: Run) -> list[Row]:
+    """The rows about a run that has at least one reading."""
+    return [*_setup_rows(run), *_window_rows(run), *_trust_rows(run), *_record_rows(run)]
+
+
+def _setup_rows(run: Run) -> list[Row]:
+    unit, setup = run.header.unit, run.header.setup
+    ranks = setup.get("ranks")
+    training = [str(setup[key]) for key in ("wrapper", "device") if key in setup]
+    if ranks is not None:
+        training.insert(1, plural(int(ranks), "data-parallel rank"))
+    if setup.get("parameters") is not None:
+        training.append(plural(int(setup["parameters"]), "parameter"))
+    meaning = f"{unit}. Batch sizes and noise scales are in {unit}, each taken as one independent sample."
+    rows = [Row("Training set-up", (", ".join(training) or "not recorded",)), Row("Unit", (meaning,))]
+    if "tap" in setup:
+        rows.append(Row("Where gradients were read", (str(setup["tap"]),)))
+    if setup.get("metric", "euclidean") != "euclidean":
+        rows.append(Row("Norm", (f"{setup['metric']}: squared norms are weighted as that optimizer weighs them.",)))
+    rest = {key: value for key, value in setup.items() if key not in _SETUP_SHOWN and value is not None}
+    if rest:
+        says = [f"{key.replace('_', ' ')}: {_value(value)}" for key, value in rest.items()]
+        rows.append(Row("More of the set-up", tuple(says[:_MAX_ITEMS])))
+    return rows
+
+
+def _window_rows(run: Run) -> list[Row]:
+    unit, setup, last = run.header.unit, run.header.setup, run.readings[-1]
+    per_window, units = last.pieces.get("per_window"), last.metrics.get("gns/units_per_window")
+    effective = last.metrics.get("gns/effective_units")
+    rows = [
+        Row(
+            "Pieces",
+            (
+                "not recorded" if per_window is None else f"{plural(int(per_window), 'piece')} per window.",
+                "A piece is one micro-batch on one rank; a window is all pieces of one optimizer step. Noise is told "
+                "from signal by comparing the gradients of pieces with that of the window.",
+            ),
+        ),
+        Row("Batch size", (f"{number(units, 4)} {unit} per window.",)),
+        Row("Weights", (_weights(units, effective, unit),)),
+    ]
+    horizon, level = setup.get("horizon"), setup.get("level")
+    averaging = "Noise and signal are averaged apart over the windows, and their ratio is taken last."
+    if horizon:
+        averaging += f" The average reaches back about {number(float(horizon))} windows."
+    elif "horizon" in setup:
+        averaging += " The average is over all windows."
+    if level:
+        averaging += f" Intervals are Fieller's, at {percent(float(level))} confidence."
+    every = f", one every {plural(int(setup['log_every']), 'window')}" if setup.get("log_every") else ""
+    readings = f"{plural(len(run.readings), 'reading')}{every}, up to window {count(last.window)}."
+    return [*rows, Row("Averaging", (averaging,)), Row("Readings", (readings,))]
+
+
+def _trust_rows(run: Run) -> list[Row]:
+    last = run.readings[-1]
+    dropped = tuple(f"{plural(n, 'window')}: {reason}" for reason, n in last.dropped.items())
+    rows = [Row("Windows left out", dropped[:_MAX_ITEMS] or ("None.",)), Row("Alerts", _alerts(run))]
+    consistency = last.metrics.get("gns/consistency")
+    if consistency is not None:
+        meaning = "noise seen within ranks over noise seen between them; about 1 if all is well"
+        rows.append(Row("Consistency", (f"{number(consistency)}: {meaning}.",)))
+    scale, residual = last.metrics.get("gns/scale"), last.metrics.get("gns/scale_residual")
+    if scale is not None:
+        untouched = "" if residual is None else f" What is left unexplained is {percent(residual)} of its norm."
+        ratio = f"The optimizer's gradient was {number(scale)} times the sum of the pieces' gradients."
+        rows.append(Row("Scale", (ratio + untouched,)))
+    rows.append(Row("Overhead", (_overhead(run.readings),)))
+    return rows
+
+
+def _record_rows(run: Run) -> list[Row]:
+    header = run.header
+    starts = [f"Started {moment(header.time)}." for header in run.headers[:_MAX_ITEMS]]
+    if run.torn:
+        starts.append(f"A crash tore the log: {run.torn}.")
+    versions = ", ".join(f"{name} {version}" for name, version in header.versions.items())
+    rows = [Row("Log", (*starts, _end(run))), Row("Versions", (versions or "not recorded",))]
+    if header.metadata:
+        rows.append(Row("Metadata", (cut(json.dumps(header.metadata, indent=2, ensure_ascii=False)),), code=True))
+    return rows
+
+
+def cut(text: str, longest: int = MAX_TEXT) -> str:
+    """A text, ended with a word about it where it is too long to show."""
+    return text if len(text) <= longest else f"{text[:longest]}… ({len(text) - longest:,} more characters in the log)"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), 300)
+
+
+def _weights(units: float | None, effective: float | None, unit: str) -> str:
+    if units is None or effective is None:
+        return "not known"
+    if abs(effective - units) <= 1e-6 * units:
+        return f"All {unit} of a window count the same."
+    worth = f"{number(units, 4)} of them are worth {number(effective, 4)} of equal weight"
+    return f"Not all {unit} count the same: {worth}."
+
+
+def _alerts(run: Run) -> tuple[str, ...]:
+    said = [f"Window {count(alert.window)}: {cut(alert.message, 500)}" for alert in run.alerts[:_MAX_ITEMS]]
+    if len(run.alerts) > _MAX_ITEMS:
+        said.append(f"And {len(run.alerts) - _MAX_ITEMS:,} more in the log.")
+    return tuple(said) or ("None.",)
+
+
+def _overhead(readings: Sequence[Reading]) -> str:
+    fraction, seconds = _mean(readings, "cost/fraction"), _mean(readings, "cost/seconds_per_window")
+    if fraction is None and seconds is None:
+        return "not measured"
+    per_window = "" if seconds is None else f", {duration(seconds)} per window"
+    share = "" if fraction is None else f"{percent(fraction)} of the training time{per_window}"
+    return f"{share or per_window.removeprefix(', ')}. Host time spent inside the probe, mean over the run."
+
+
+def _mean(readings: Sequence[Reading], metric: str) -> float | None:
+    known = [value for reading in readings if (value := reading.metrics.get(metric)) is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _end(run: Run) -> str:
+    last = max([run.header.time, *(reading.time for reading in run.readings[-1:])])
+    if run.ended is None:
+        return f"No end was recorded: the run goes on, or was cut off after {moment(last)}."
+    return f"Ended: {run.ended}. Last reading {moment(last)}."

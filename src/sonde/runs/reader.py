@@ -1,0 +1,280 @@
+"""Reads a run's log back, up to the last whole line, and says where a crash tore it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from sonde.records import SCHEMA
+from sonde.runs.sinks import RECORDS_NAME, begins_header, parse_record
+from sonde.stats.intervals import Status
+from sonde.stats.tracker import GroupReading
+
+_STATUSES = ("resolved", "lower_bound", "unresolved")
+
+
+@dataclass(frozen=True)
+class Header:
+    """How one start of the run was measured.
+
+    Attributes:
+        time: seconds since 1970.
+        run: the run's name; may be empty.
+        unit: plural name of one independent sample, such as "sequences".
+        versions: version of each package.
+        setup: what was found and chosen: wrapper, ranks, groups in the model's order, horizon, …
+        metrics: unit and meaning of each metric that sonde writes.
+        metadata: the user's own, any JSON.
+    """
+
+    time: float
+    run: str
+    unit: str
+    versions: Mapping[str, str]
+    setup: Mapping[str, Any]
+    metrics: Mapping[str, Mapping[str, str]]
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One reading of the noise scale, with everything logged beside it.
+
+    Attributes:
+        segment: index into `Run.headers` of the start it belongs to.
+        window: number of windows (optimizer steps) so far.
+        time: seconds since 1970.
+        status: how far B_simple is known, see `stats.intervals.RatioInterval`.
+        reason: why it is not resolved; empty when it is.
+        metrics: a number per name, None where it is not known.
+        groups: the same for each group of parameters, by name.
+        dropped: windows left out so far, by reason.
+        pieces: how a window was cut up, such as pieces per window.
+    """
+
+    segment: int
+    window: int
+    time: float
+    status: Status
+    reason: str
+    metrics: Mapping[str, float | None]
+    groups: Mapping[str, GroupReading]
+    dropped: Mapping[str, int]
+    pieces: Mapping[str, Any]
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of the interval of B_simple: infinite for a lower bound, None when unresolved."""
+        return math.inf if self.status == "lower_bound" else self.metrics.get("gns/b_simple_high")
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that looked wrong.
+
+    Attributes:
+        window: when.
+        name: which check.
+        message: what, in plain words.
+    """
+
+    window: int
+    name: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a run's log holds.
+
+    Attributes:
+        path: the log file.
+        headers: one per start of the run, at least one; a restarted run has several.
+        readings: of all starts, in the order written.
+        alerts: of all starts, in the order written.
+        ended: why the last start ended; None while it goes on, or if it was cut off.
+        torn: what a crash cut off, in words; None if nothing.
+    """
+
+    path: Path
+    headers: tuple[Header, ...]
+    readings: tuple[Reading, ...]
+    alerts: tuple[Alert, ...]
+    ended: str | None
+    torn: str | None
+
+    @property
+    def header(self) -> Header:
+        """The header of the last start."""
+        return self.headers[-1]
+
+    @property
+    def name(self) -> str:
+        """The run's name; that of its folder when it was given none."""
+        return self.header.run or self.path.resolve().parent.name
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """One metric over the run, without the readings that do not know it.
+
+        Args:
+            metric: its name, such as "gns/b_simple".
+
+        Returns:
+            Windows and values, of equal length; both empty for a metric that was never known.
+        """
+        known = [(r.window, value) for r in self.readings if (value := r.metrics.get(metric)) is not None]
+        return [window for window, _ in known], [value for _, value in known]
+
+
+def read_run(path: str | Path) -> Run:
+    """Read the log of a run, whether it has ended, is being written, or was cut off.
+
+    Args:
+        path: the run's folder, or the `.jsonl` file itself.
+
+    Returns:
+        A `Run`. A line torn by a crash is left out, and `torn` says so: the last line, or one that a restart's header
+        follows. Record kinds this version does not know are skipped.
+
+    Raises:
+        FileNotFoundError: when there is no such folder or no log in it.
+        ValueError: when the file is not a run's log, was written by a newer sonde, or is damaged other than by a crash.
+    """
+    file = find_records(path)
+    lines = file.read_bytes().split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    if not lines or not begins_header(lines[0]):
+        found = repr(lines[0][:40]) if lines else "an empty file"
+        raise ValueError(
+            f"{file} is not a run's log: expected a header record first, got {found}: give a folder that sonde wrote"
+        )
+
+    content = _Content(file)
+    torn: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        record = parse_record(line)
+        if record is not None:
+            content.add(record, number)
+        elif number == len(lines):
+            torn.append(f"line {number}, the last one, is cut off in the middle: the {number - 1} before it were read")
+        elif begins_header(lines[number]):
+            torn.append(f"line {number} was cut off when the run was interrupted: it was left out")
+        else:
+            raise ValueError(
+                f"{file} is damaged: line {number} is not a JSON object, got {line[:40]!r}, and no restart follows it: "
+                "remove that line from a copy and read the copy"
+            )
+    return content.run("; ".join(torn) or None)
+
+
+def find_records(path: str | Path) -> Path:
+    """The log file of a run.
+
+    Args:
+        path: the run's folder, or the `.jsonl` file itself.
+
+    Raises:
+        FileNotFoundError: when there is no such folder or no log in it.
+        ValueError: when it is a file of another kind.
+    """
+    path = Path(path)
+    if path.is_dir():
+        file = path / RECORDS_NAME
+        if not file.is_file():
+            raise FileNotFoundError(f"no {RECORDS_NAME} in the folder {path}: give the folder a run was logged to")
+        return file
+    if not path.exists():
+        raise FileNotFoundError(f"no run at {path}: give the folder a run was logged to, or its {RECORDS_NAME}")
+    if path.suffix != ".jsonl":
+        raise ValueError(f"expected a run's folder or its {RECORDS_NAME}, got the file {path}: give the run's folder")
+    return path
+
+
+class _Content:
+    """Collects the records of one file in order."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.headers: list[Header] = []
+        self.readings: list[Reading] = []
+        self.alerts: list[Alert] = []
+        self.ended: str | None = None
+
+    def add(self, record: Mapping[str, Any], number: int) -> None:
+        try:
+            match record["kind"]:
+                case "header":
+                    self._add_header(record)
+                case "reading":
+                    self.readings.append(_reading(record, segment=len(self.headers) - 1))
+                case "alert":
+                    self.alerts.append(Alert(int(record["window"]), str(record["name"]), str(record["message"])))
+                case "end":
+                    self.ended = str(record["reason"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"line {number} of {self.file} is not a record of schema {SCHEMA}, "
+                f"got {type(error).__name__} at {error}: was it written by another program?"
+            ) from error
+
+    def _add_header(self, record: Mapping[str, Any]) -> None:
+        if record["schema"] != SCHEMA:
+            raise ValueError(
+                f"{self.file} was written with record schema {record['schema']!r}, expected {SCHEMA}: "
+                "read it with the version of sonde that wrote it"
+            )
+        header = _header(record)
+        if self.headers and header.unit != self.headers[0].unit:
+            raise ValueError(
+                f"{self.file} holds runs measured in {self.headers[0].unit!r} and in {header.unit!r}, "
+                "expected one unit: log each run to its own folder"
+            )
+        self.headers.append(header)
+        self.ended = None
+
+    def run(self, torn: str | None) -> Run:
+        if not self.headers:
+            raise ValueError(f"{self.file} holds no whole record yet: its header was cut off; start the run again")
+        return Run(self.file, tuple(self.headers), tuple(self.readings), tuple(self.alerts), self.ended, torn)
+
+
+def _header(record: Mapping[str, Any]) -> Header:
+    return Header(
+        time=float(record["time"]),
+        run=str(record["run"]),
+        unit=str(record["unit"]),
+        versions=record["versions"],
+        setup=record["setup"],
+        metrics=record["metrics"],
+        metadata=record["metadata"],
+    )
+
+
+def _reading(record: Mapping[str, Any], segment: int) -> Reading:
+    return Reading(
+        segment=segment,
+        window=int(record["window"]),
+        time=float(record["time"]),
+        status=_status(record["status"]),
+        reason=str(record["reason"]),
+        metrics=record["metrics"],
+        groups={name: _group(group) for name, group in record["groups"].items()},
+        dropped=record["dropped"],
+        pieces=record["pieces"],
+    )
+
+
+def _group(group: Mapping[str, Any]) -> GroupReading:
+    status = _status(group["status"])
+    high = math.inf if status == "lower_bound" else group["high"]
+    return GroupReading(status, group["b_simple"], group["low"], high, group["grad_sq"], group["trace_cov"])
+
+
+def _status(status: object) -> Status:
+    if status not in _STATUSES:
+        raise TypeError(f"status {status!r} is none of {', '.join(_STATUSES)}")
+    return cast(Status, status)

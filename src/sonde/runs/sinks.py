@@ -1,0 +1,140 @@
+"""The log of a run: one JSON object per line, each flushed, so that a crash costs at most the line being written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+RECORDS_NAME = "records.jsonl"
+"""Name of the log in a run's folder."""
+
+_HEADER_START = b'{"kind":"header"'
+
+
+class JsonlSink:
+    """Appends records to `folder/records.jsonl`, creating both; a restarted run appends to the same file.
+
+    Nothing already in the file is ever changed. If a crash left its last line torn, that line is ended before anything
+    else is written, so the torn rest cannot merge with a new record.
+
+    Args:
+        folder: the run's folder.
+
+    Raises:
+        ValueError: when the file holds something that is not a run's log.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> sink = JsonlSink(folder)
+        >>> sink.write({"kind": "header", "schema": 1, "unit": "sequences"})
+        >>> sink.close()
+        >>> (Path(folder) / "records.jsonl").read_text()
+        '{"kind":"header","schema":1,"unit":"sequences"}\\n'
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / RECORDS_NAME
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._unit = _unit_of_existing(self.path)
+        self._file: BinaryIO = self.path.open("ab")
+        self._has_header = False
+        if _last_line_is_torn(self.path):
+            self._file.write(b"\n")
+            self._file.flush()
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append one record and hand it to the operating system before returning.
+
+        Args:
+            record: JSON values under string keys; the first record must be a header. Unknown numbers are None.
+
+        Raises:
+            ValueError: when a value is not JSON, NaN and infinity included, or a header names another unit than the
+                run so far.
+            RuntimeError: after `close`, or when the first record is not a header.
+        """
+        if self._file.closed:
+            raise RuntimeError(f"the log {self.path} is closed, got a {record['kind']!r} record: open a new JsonlSink")
+        if record["kind"] == "header":
+            self._check_unit(record)
+        elif not self._has_header:
+            raise RuntimeError(f"a run starts with its header, got a {record['kind']!r} record: write the header first")
+        line = _encode(record)
+        self._file.write(line)  # one write, one flush: killed here or later, the lines before stay whole
+        self._file.flush()
+        self._has_header = True
+
+    def close(self) -> None:
+        """Close the file; closing twice does nothing."""
+        self._file.close()
+
+    def _check_unit(self, header: Mapping[str, object]) -> None:
+        unit = str(header["unit"])
+        if self._unit not in (None, unit):
+            raise ValueError(
+                f"{self.path} holds a run measured in {self._unit!r}, got a header with the unit {unit!r}; numbers in "
+                "different units cannot be compared: log to a new folder"
+            )
+        self._unit = unit
+
+
+def begins_header(line: bytes) -> bool:
+    """Whether a line is a header as `JsonlSink` writes it, or the torn beginning of one.
+
+    Args:
+        line: without its line break.
+    """
+    return line.startswith(_HEADER_START) or (line != b"" and _HEADER_START.startswith(line))
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The JSON object on one line; None for a torn line, since an object is whole only with its last brace.
+
+    Args:
+        line: with or without its line break.
+    """
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _encode(record: Mapping[str, object]) -> bytes:
+    kind_first = {"kind": record["kind"], **record}
+    try:
+        text = json.dumps(kind_first, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a {record['kind']!r} record must hold JSON values only, with None for what is not known; {error}: "
+            "convert or leave out that value"
+        ) from error
+    # Text from file names may hold lone surrogates, which UTF-8 has no bytes for; \udcXX is their JSON escape as well.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _unit_of_existing(path: Path) -> str | None:
+    """The unit of the first whole header already in the log; None when there is none yet."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            if number == 0 and not begins_header(line.rstrip(b"\n")):
+                raise ValueError(
+                    f"{path} is not a run's log: it starts with {line[:40]!r} where a header record is expected; "
+                    "nothing was written: log to another folder"
+                )
+            if line.startswith(_HEADER_START) and (header := parse_record(line)) is not None:
+                return str(header["unit"])
+    return None
+
+
+def _last_line_is_torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return False
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"

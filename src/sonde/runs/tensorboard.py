@@ -1,0 +1,59 @@
+"""Readings as TensorBoard scalars, so that sonde's curves stand beside the ones a team already looks at."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+
+class TensorBoardSink:
+    """Writes readings as scalars at step = window, headers and alerts as text.
+
+    A metric that is not known (null) has no point: the curve has a gap. A group's B_simple is written under
+    `gns_by_group/NAME`. TensorBoard is a view: the log that a report is made from is `JsonlSink`'s.
+
+    Args:
+        log_dir: the folder TensorBoard is pointed at.
+        flush_secs: seconds between two flushes to disk, done by a thread of TensorBoard's own.
+
+    Raises:
+        ImportError: without the `tensorboard` package.
+    """
+
+    def __init__(self, log_dir: str | Path, *, flush_secs: int = 10) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("TensorBoardSink needs tensorboard: pip install 'sonde[tensorboard]'") from error
+        self._writer = SummaryWriter(str(log_dir), flush_secs=flush_secs)
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Take one record; kinds that TensorBoard has no place for are left out."""
+        match record["kind"]:
+            case "header":
+                self._add_text("sonde/run", json.dumps(record, indent=2, ensure_ascii=False), record)
+            case "alert":
+                self._add_text(f"sonde/alert/{record['name']}", str(record["message"]), record)
+            case "reading":
+                self._add_reading(record)
+
+    def close(self) -> None:
+        """Write out what is pending and close the file."""
+        self._writer.close()
+
+    def _add_reading(self, record: Mapping[str, object]) -> None:
+        metrics = cast(Mapping[str, float | None], record["metrics"])
+        groups = cast(Mapping[str, Mapping[str, float | None]], record["groups"])
+        by_group = {f"gns_by_group/{name}": group["b_simple"] for name, group in groups.items()}
+        for tag, value in {**metrics, **by_group}.items():
+            if value is not None:
+                self._writer.add_scalar(tag, value, global_step=record["window"], walltime=record["time"])
+
+    def _add_text(self, tag: str, text: str, record: Mapping[str, object]) -> None:
+        # TensorBoard renders text as Markdown with HTML in it: escaped and in <pre>, it shows as it was written.
+        self._writer.add_text(
+            tag, f"<pre>{html.escape(text)}</pre>", global_step=record.get("window", 0), walltime=record["time"]
+        )

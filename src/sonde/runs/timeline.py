@@ -1,0 +1,94 @@
+"""A run's readings as columns over units seen, thinned to what a screen can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sonde.runs.reader import Reading, Run
+from sonde.runs.wording import count
+
+MAX_POINTS = 600
+"""Readings drawn per curve: a screen shows no more, and the page stays small however long the run."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Columns of equal length, one row per reading drawn.
+
+    Attributes:
+        unit: plural name of the unit.
+        rows: the readings; None between two starts of the run, where curves break.
+        x: position on the time axis; NaN where the row is None.
+        x_label: what that axis shows, with its unit.
+        restarts: where later starts begin on that axis.
+        every: one in so many readings is drawn.
+    """
+
+    unit: str
+    rows: tuple[Reading | None, ...]
+    x: tuple[float, ...]
+    x_label: str
+    restarts: tuple[float, ...]
+    every: int
+
+    @property
+    def windows(self) -> list[float]:
+        """Number of the window of each row."""
+        return self.column(lambda reading: reading.window)
+
+    def metric(self, name: str) -> list[float]:
+        """One metric; NaN where it is not known."""
+        return self.column(lambda reading: reading.metrics.get(name))
+
+    def column(self, value: Callable[[Reading], float | None]) -> list[float]:
+        """Anything else of a reading; NaN where it is None."""
+        values = (None if row is None else value(row) for row in self.rows)
+        return [math.nan if v is None else float(v) for v in values]
+
+    def texts(self, text: Callable[[Reading], str]) -> list[str]:
+        """A text per row; empty between two starts."""
+        return ["" if row is None else text(row) for row in self.rows]
+
+
+def timeline(run: Run) -> Timeline:
+    """Lay out a run with at least one reading over the units seen, or over windows where those are missing."""
+    every = math.ceil(len(run.readings) / MAX_POINTS)
+    # From the last one backwards: the newest reading is always drawn.
+    readings = run.readings[::-1][::every][::-1]
+    unit = run.header.unit
+    seen = [reading.metrics.get("run/units_seen") for reading in readings]
+    if all(value is not None for value in seen):
+        largest = max(value for value in seen if value is not None)
+        factor, word = next(
+            (f, w) for f, w in ((1e9, "billion "), (1e6, "million "), (1.0, "")) if largest >= 10 * f or f == 1
+        )
+        positions, label = [(value or 0.0) / factor for value in seen], f"{word}{unit} seen"
+    else:
+        positions, label = [float(reading.window) for reading in readings], "windows (optimizer steps)"
+    return _with_breaks(unit, readings, positions, label, every)
+
+
+def _with_breaks(
+    unit: str, readings: Sequence[Reading], positions: Sequence[float], label: str, every: int
+) -> Timeline:
+    rows: list[Reading | None] = []
+    x: list[float] = []
+    restarts: list[float] = []
+    for reading, position in zip(readings, positions, strict=True):
+        last = rows[-1] if rows else None
+        if last is not None and last.segment != reading.segment:
+            rows.append(None)
+            x.append(math.nan)
+            restarts.append(position)
+        rows.append(reading)
+        x.append(position)
+    return Timeline(unit, tuple(rows), tuple(x), label[0].upper() + label[1:], tuple(restarts), every)
+
+
+def position_text(reading: Reading, unit: str) -> str:
+    """Where in the run a reading was taken, in words."""
+    seen = reading.metrics.get("run/units_seen")
+    after = "" if seen is None else f", after {count(seen)} {unit}"
+    return f"window {count(reading.window)}{after}"

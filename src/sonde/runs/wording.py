@@ -1,0 +1,145 @@
+"""How numbers, times and ranges are written for people to read."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+
+from sonde.stats.intervals import Status
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_MINUS = "\N{MINUS SIGN}"
+_NOT_KNOWN = "not known"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with `digits` significant digits, thousands separated, powers of ten only where zeros would pile up.
+
+    Args:
+        value: None and NaN are "not known".
+        digits: significant digits; a number of a thousand or more keeps its place value.
+
+    Example:
+        >>> number(38.1234), number(1234567.0), number(-0.00001234)
+        ('38.1', '1.23 million', '−1.23 × 10⁻⁵')
+    """
+    if value is None or math.isnan(value):
+        return _NOT_KNOWN
+    if value == 0 or math.isinf(value):
+        return "0" if value == 0 else "unbounded"
+    sign, size = (_MINUS if value < 0 else ""), abs(value)
+    for threshold, word in ((1e9, "billion"), (1e6, "million")):
+        if threshold <= size < 1e12:
+            return f"{sign}{_plain(size / threshold, digits)} {word}"
+    if 1e-3 <= size < 1e6:
+        return sign + _plain(size, digits)
+    mantissa, exponent = f"{size:.{digits - 1}e}".split("e")
+    return f"{sign}{mantissa} × 10{str(int(exponent)).translate(_SUPERSCRIPT)}"
+
+
+def count(value: float | None) -> str:
+    """A whole number in full, thousands separated.
+
+    Example:
+        >>> count(1234567)
+        '1,234,567'
+    """
+    return _NOT_KNOWN if value is None else f"{value:,.0f}"
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction of 1 in percent.
+
+    Example:
+        >>> percent(0.0042)
+        '0.42\\xa0%'
+    """
+    return _NOT_KNOWN if fraction is None else f"{number(100 * fraction, 2)}\N{NO-BREAK SPACE}%"
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """An interval in words; one without an upper end is a lower bound.
+
+    Example:
+        >>> interval(31.2, 46.9), interval(120.0, math.inf)
+        ('31.2 to 46.9', 'more than 120')
+    """
+    if low is None or high is None:
+        return _NOT_KNOWN
+    return f"more than {number(low)}" if math.isinf(high) else f"{number(low)} to {number(high)}"
+
+
+def estimate(status: Status, value: float | None, low: float | None, high: float | None) -> str:
+    """What is known of a noise scale.
+
+    Example:
+        >>> estimate("resolved", 38.1, 31.2, 46.9), estimate("unresolved", None, None, None)
+        ('38.1 (31.2 to 46.9)', 'not known yet')
+    """
+    if status == "unresolved":
+        return "not known yet"
+    known = interval(low, high)
+    return f"{number(value)} ({known})" if status == "resolved" else known
+
+
+def moment(seconds: float) -> str:
+    """A point in time, in UTC.
+
+    Args:
+        seconds: since 1970.
+
+    Example:
+        >>> moment(1_700_000_000)
+        '14 November 2023, 22:13 UTC'
+    """
+    at = datetime.fromtimestamp(seconds, UTC)
+    return f"{at.day} {at:%B %Y, %H:%M} UTC"
+
+
+def duration(seconds: float) -> str:
+    """A length of time, to about two digits.
+
+    Example:
+        >>> duration(8000), duration(75), duration(0.0021)
+        ('2 h 13 min', '1 min 15 s', '2.1 ms')
+    """
+    if seconds < 1:
+        return f"{number(1000 * seconds, 2)} ms"
+    if seconds < 60:
+        return f"{number(seconds, 2)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min" if minutes else f"{hours:,} h"
+
+
+def plural(n: int, singular: str) -> str:
+    """A count with its noun.
+
+    Example:
+        >>> plural(1, "window"), plural(1200, "window")
+        ('1 window', '1,200 windows')
+    """
+    return f"{n:,} {singular}{'' if n == 1 else 's'}"
+
+
+def shorten(name: str, longest: int = 28) -> str:
+    """A name that fits beside an axis: its middle gives way to an ellipsis.
+
+    Example:
+        >>> shorten("model.layers.0.self_attn.q_proj.weight", 21)
+        'model.laye…roj.weight'
+    """
+    half = (longest - 1) // 2
+    return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"
+
+
+def _plain(size: float, digits: int) -> str:
+    """A positive number without an exponent; 64.0 loses its zeros, 38.10 keeps what it knows."""
+    if size < 10 ** (digits - 1):
+        size = float(f"{size:.{digits - 1}e}")  # 0.99996 becomes 1.0 before its decimals are counted
+    if size == int(size):
+        return f"{size:,.0f}"
+    decimals = max(digits - 1 - math.floor(math.log10(size)), 0)
+    return f"{size:,.{decimals}f}"

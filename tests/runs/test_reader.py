@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from sonde.runs.reader import read_run
+from tests.runs.plausible_run import alert_record, end_record, header_record, reading_record, write_run
+
+
+def _log(folder: Path, *lines: object, end: str = "\n") -> Path:
+    path = folder / "records.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + end)
+    return path
+
+
+HEADER = '{"kind":"header",' + json.dumps(header_record())[len('{"kind": "header", ') :]
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    write_run(tmp_path, 30, alerts=[alert_record("look here")])
+    run = read_run(tmp_path)
+    assert (len(run.headers), len(run.readings), run.ended, run.torn) == (1, 30, "closed", None)
+    assert (run.header.unit, run.header.setup["ranks"], run.path) == ("sequences", 2, tmp_path / "records.jsonl")
+    assert [alert.message for alert in run.alerts] == ["look here"]
+    last, record = run.readings[-1], reading_record(29, 30)
+    assert last.metrics == record["metrics"]
+    assert last.groups["head"].low == record["groups"]["head"]["low"]
+    assert (last.window, last.status, last.dropped) == (300, "resolved", {"a piece was not finite": 2})
+
+
+def test_the_file_itself_may_be_named(tmp_path: Path) -> None:
+    write_run(tmp_path, 2)
+    renamed = (tmp_path / "records.jsonl").rename(tmp_path / "kept.jsonl")
+    assert read_run(renamed).path == renamed
+
+
+def test_a_run_without_a_name_has_that_of_its_folder(tmp_path: Path) -> None:
+    assert read_run(write_run(tmp_path / "named", 1)).name == "small language model"
+    assert read_run(write_run(tmp_path / "tuesday", 1, header=header_record(run=""))).name == "tuesday"
+
+
+def test_an_open_end_is_infinite(tmp_path: Path) -> None:
+    (reading,) = read_run(write_run(tmp_path, 1, status="lower_bound")).readings
+    assert reading.metrics["gns/b_simple_high"] is None
+    assert reading.high == math.inf
+    assert reading.groups["embed"].high == math.inf
+
+
+def test_a_series_skips_what_is_not_known(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, 30))
+    windows, values = run.series("gns/b_simple")
+    assert windows == [10 * (i + 1) for i in range(10, 30)]  # the first third is a lower bound
+    assert values == [reading_record(i, 30)["metrics"]["gns/b_simple"] for i in range(10, 30)]
+    assert run.series("no/such/metric") == ([], [])
+
+
+def test_segments_of_a_restarted_run(tmp_path: Path) -> None:
+    _log(tmp_path, HEADER, reading_record(0, 3), end_record(10), HEADER, reading_record(1, 3))
+    run = read_run(tmp_path)
+    assert [reading.segment for reading in run.readings] == [0, 1]
+    assert len(run.headers) == 2
+    assert run.ended is None  # the end was the first start's
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path, end: str) -> None:
+    whole = json.dumps(reading_record(1, 2))
+    for length in (1, 20, len(whole) - 1):
+        _log(tmp_path, HEADER, reading_record(0, 2), whole[:length], end=end)
+        run = read_run(tmp_path)
+        assert [reading.window for reading in run.readings] == [10]
+        assert run.torn == "line 3, the last one, is cut off in the middle: the 2 before it were read"
+
+
+def test_a_last_line_without_its_line_break_is_whole(tmp_path: Path) -> None:
+    _log(tmp_path, HEADER, reading_record(0, 1), end="")
+    run = read_run(tmp_path)
+    assert (len(run.readings), run.torn) == (1, None)
+
+
+def test_every_tear_is_said(tmp_path: Path) -> None:
+    _log(tmp_path, HEADER, '{"kind":"rea', '{"kind":"header","ti', HEADER, reading_record(0, 1), '{"kin')
+    run = read_run(tmp_path)
+    assert (len(run.headers), len(run.readings)) == (2, 1)
+    assert run.torn is not None
+    assert [part.split(" ")[1].rstrip(",") for part in run.torn.split("; ")] == ["2", "3", "6"]
+
+
+def test_damage_in_the_middle_is_refused_with_its_line(tmp_path: Path) -> None:
+    _log(tmp_path, HEADER, reading_record(0, 2), "Traceback (most recent call last):", reading_record(1, 2))
+    with pytest.raises(ValueError, match=r"is damaged: line 3 is not a JSON object, got b'Traceback"):
+        read_run(tmp_path)
+
+
+def test_records_of_a_kind_not_known_are_skipped(tmp_path: Path) -> None:
+    _log(tmp_path, HEADER, {"kind": "forecast", "delta": 1}, reading_record(0, 1))
+    assert len(read_run(tmp_path).readings) == 1
+
+
+@pytest.mark.parametrize(
+    ("second_line", "message"),
+    [
+        ({"time": 1.0}, "line 2 .* got KeyError at 'kind'"),
+        ({"kind": "reading", "window": 1}, "line 2 .* got KeyError at 'time'"),
+        (reading_record(0, 1, status="superb"), "line 2 .* status 'superb' is none of resolved"),
+        (reading_record(0, 1) | {"groups": [1]}, "line 2 .* AttributeError"),
+        (header_record(unit="tokens"), "measured in 'sequences' and in 'tokens', expected one unit"),
+        (header_record(schema=2), "record schema 2, expected 1: read it with the version of sonde that wrote it"),
+    ],
+)
+def test_records_that_are_not_ours_are_refused(tmp_path: Path, second_line: object, message: str) -> None:
+    _log(tmp_path, HEADER, second_line)
+    with pytest.raises(ValueError, match=message):
+        read_run(tmp_path)
+
+
+def test_what_is_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no run at .*nowhere: give the folder"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no records\.jsonl in the folder"):
+        read_run(tmp_path)
+    (tmp_path / "train.py").write_text("print()")
+    with pytest.raises(ValueError, match=r"expected a run's folder .* got the file .*train\.py"):
+        read_run(tmp_path / "train.py")
+    (tmp_path / "records.jsonl").touch()
+    with pytest.raises(ValueError, match=r"expected a header record first, got an empty file"):
+        read_run(tmp_path)
+    _log(tmp_path, '{"step": 1, "loss": 2.0}')
+    with pytest.raises(ValueError, match=r"is not a run's log: expected a header record first, got b'{"):
+        read_run(tmp_path)
+    _log(tmp_path, HEADER[:30], end="")
+    with pytest.raises(ValueError, match="holds no whole record yet"):
+        read_run(tmp_path)

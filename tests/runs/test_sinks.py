@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sonde.runs.reader import read_run
+from sonde.runs.sinks import JsonlSink
+from tests.runs.plausible_run import end_record, header_record, reading_record, write_run
+
+
+def _append(folder: Path, *records: dict[str, object]) -> None:
+    sink = JsonlSink(folder)
+    for record in records:
+        sink.write(record)
+    sink.close()
+
+
+def test_each_record_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "new" / "folder")
+    records = [header_record(), reading_record(0, 2), reading_record(1, 2), end_record(20)]
+    for n, record in enumerate(records, start=1):
+        sink.write(record)
+        lines = (tmp_path / "new" / "folder" / "records.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line) for line in lines] == records[:n]
+    sink.close()
+
+
+def test_a_restarted_run_appends_and_changes_nothing_before(tmp_path: Path) -> None:
+    _append(tmp_path, header_record(), reading_record(0, 2))
+    before = (tmp_path / "records.jsonl").read_bytes()
+    _append(tmp_path, header_record(), reading_record(1, 2))
+    assert (tmp_path / "records.jsonl").read_bytes().startswith(before)
+    assert [reading.window for reading in read_run(tmp_path).readings] == [10, 20]
+
+
+@pytest.mark.parametrize("torn", [b'{"kind":"reading","win', b"{", b'{"kind":"header","sch', b"\0" * 100, b"\xff\xfe"])
+def test_a_torn_line_does_not_merge_with_the_next_record(tmp_path: Path, torn: bytes) -> None:
+    _append(tmp_path, header_record(), reading_record(0, 2))
+    with (tmp_path / "records.jsonl").open("ab") as file:
+        file.write(torn)
+    before = (tmp_path / "records.jsonl").read_bytes()
+    _append(tmp_path, header_record(), reading_record(1, 2))
+    assert (tmp_path / "records.jsonl").read_bytes().startswith(before + b"\n")
+    run = read_run(tmp_path)
+    assert [reading.window for reading in run.readings] == [10, 20]
+    assert run.torn == "line 3 was cut off when the run was interrupted: it was left out"
+
+
+def test_a_header_torn_at_any_byte_is_survived(tmp_path: Path) -> None:
+    whole = json.dumps(header_record(), separators=(",", ":")).encode()
+    for length in (1, 8, 16, 17, len(whole) - 1):
+        folder = tmp_path / str(length)
+        folder.mkdir()
+        (folder / "records.jsonl").write_bytes(whole[:length])
+        _append(folder, header_record(), reading_record(0, 1))
+        run = read_run(folder)
+        assert (len(run.headers), len(run.readings)) == (1, 1)
+        assert run.torn is not None
+
+
+def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib\n"
+        "from sonde.runs.sinks import JsonlSink\n"
+        "from tests.runs.plausible_run import header_record, reading_record\n"
+        "groups = [f'layer {k}' for k in range(300)]\n"  # 40 kB a line: more than any buffer on the way
+        "sink = JsonlSink(pathlib.Path(sys.argv[1]))\n"
+        "sink.write(header_record())\n"
+        "record = reading_record(5, 10, groups=groups)\n"
+        "window = 0\n"
+        "while True:\n"
+        "    window += 1\n"
+        "    sink.write(record | {'window': window})\n"
+    )
+    for life in range(2):
+        writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2])
+        _wait_for_bytes(tmp_path / "records.jsonl", beyond=2_000_000 * (life + 1))
+        writer.send_signal(signal.SIGKILL)
+        assert writer.wait(10) == -signal.SIGKILL
+        run = read_run(tmp_path)
+        assert len(run.headers) == life + 1
+        windows = [reading.window for reading in run.readings if reading.segment == life]
+        assert windows == list(range(1, len(windows) + 1))  # none lost, none out of order
+        assert len(windows) > 10
+        assert run.ended is None
+
+
+def _wait_for_bytes(path: Path, beyond: int) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists() or path.stat().st_size < beyond:
+        assert time.monotonic() < deadline, "the writer did not write"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    "content", [b"epoch,loss\n1,2.3\n", b'{"kind":"reading"}\n', b'{"step": 1}\n', b"\n", b"\x89PNG"]
+)
+def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "records.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=r"is not a run's log: it starts with .* log to another folder"):
+        JsonlSink(tmp_path)
+    assert (tmp_path / "records.jsonl").read_bytes() == content
+
+
+def test_an_empty_file_is_a_new_run(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").touch()
+    assert len(read_run(write_run(tmp_path, 2)).readings) == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, object(), {1, 2}])
+def test_what_is_not_json_is_refused_by_kind_and_nothing_is_written(tmp_path: Path, value: object) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())
+    before = sink.path.read_bytes()
+    with pytest.raises(ValueError, match="a 'reading' record must hold JSON values only"):
+        sink.write(reading_record(0, 1, reason=value))
+    assert sink.path.read_bytes() == before
+    sink.close()
+
+
+def test_text_of_any_kind_survives(tmp_path: Path) -> None:
+    text = "tr Σ\nnext line \u2028 \0 \U0001f680 \udc80 </script>"
+    write_run(tmp_path, 1, header=header_record(metadata={"note": text}))
+    assert read_run(tmp_path).header.metadata == {"note": text}
+
+
+def test_another_unit_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, 1)
+    sink = JsonlSink(tmp_path)
+    with pytest.raises(ValueError, match=r"measured in 'sequences', got a header with the unit 'tokens'.*new folder"):
+        sink.write(header_record(unit="tokens"))
+    sink.close()
+
+
+def test_order_of_calls(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    with pytest.raises(RuntimeError, match="a run starts with its header, got a 'reading' record"):
+        sink.write(reading_record(0, 1))
+    sink.write(header_record())
+    sink.close()
+    sink.close()
+    with pytest.raises(RuntimeError, match="is closed, got a 'end' record"):
+        sink.write(end_record(10))
