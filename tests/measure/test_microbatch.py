@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 import sonde
+from sonde.measure.metric import Euclidean
 from sonde.measure.microbatch import STAGED_NUMEL, MicrobatchTap
 from sonde.measure.witness import Witness
 
@@ -39,7 +40,7 @@ def test_no_copy_of_a_large_gradient_not_even_by_autograd() -> None:
         weight = nn.Parameter(torch.randn(400, 400))
         seen: list[int] = []
         weight.register_hook(lambda g: seen.append(g.data_ptr()))
-        tap = MicrobatchTap([weight], Witness([weight]), on_backward_end=lambda: None) if tapped else None
+        tap = MicrobatchTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None) if tapped else None
         if tap:
             tap.expect_piece()
         (weight * torch.randn(400, 400)).sum().backward()
@@ -55,7 +56,7 @@ def test_no_copy_of_a_large_gradient_not_even_by_autograd() -> None:
 
 def test_the_hook_makes_nothing_of_gradient_size() -> None:
     weight = nn.Parameter(torch.randn(512, 512))
-    tap = MicrobatchTap([weight], Witness([weight]), on_backward_end=lambda: None)
+    tap = MicrobatchTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None)
     hook = next(iter(weight._backward_hooks.values()))  # type: ignore[union-attr]
     grad = torch.randn(512, 512)
     tap.expect_piece()
@@ -68,7 +69,9 @@ def test_the_hook_makes_nothing_of_gradient_size() -> None:
 
 def test_small_gradients_wait_within_a_bound() -> None:
     parameters = [nn.Parameter(torch.randn(100, 100)) for _ in range(50)]
-    tap = MicrobatchTap(parameters, Witness(parameters), on_backward_end=lambda: None, staging_bytes=200_000)
+    tap = MicrobatchTap(
+        parameters, Witness(parameters), Euclidean(), on_backward_end=lambda: None, staging_bytes=200_000
+    )
     grads = [torch.randn(100, 100) for _ in parameters]
     alive = [weakref.ref(g) for g in grads]
     hooks = [next(iter(p._backward_hooks.values())) for p in parameters]  # type: ignore[union-attr]
@@ -88,7 +91,7 @@ def test_small_gradients_wait_within_a_bound() -> None:
 def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
     """Another hook that writes to its gradient in place afterwards must not change what was read."""
     small = nn.Parameter(torch.ones(10))
-    tap = MicrobatchTap([small], Witness([small]), on_backward_end=lambda: None)
+    tap = MicrobatchTap([small], Witness([small]), Euclidean(), on_backward_end=lambda: None)
     tap.expect_piece()
     (small * 3).sum().backward()
     small.grad.zero_()  # type: ignore[union-attr]

@@ -957,3 +957,45 @@ def test_what_attach_prints(capsys: pytest.CaptureFixture[str]) -> None:
         train(model, probe, optimizer, windows=1)
         probe.reading()
         assert "3 pieces per window, 12 rows in all" in capsys.readouterr().err
+
+
+# Adam's metric.
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_adam_metric_is_the_weighted_sum_of_squares(fused: bool) -> None:
+    """Σ P_j g_j² with the second moment of the previous step, from the optimizer's own state, by hand."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    losses = piece_losses(model, [4, 6])
+    with attached(model, optimizer, metric="adam") as probe:
+        for _ in range(2):
+            weight = []
+            for p in model.parameters():
+                state = optimizer.state.get(p)
+                if state:
+                    corrected = state["exp_avg_sq"].double() / (1 - 0.999 ** float(state["step"]))
+                    weight.append(1 / (corrected.sqrt() + 1e-8).flatten())
+            gradients = [flat_grad(model, loss()) for loss in losses]
+            for loss, n in zip(losses, (4, 6), strict=True):
+                with probe.piece(units=n):
+                    loss().backward()
+            norm = probe.clip_grad_norm_(math.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+        reading = probe.reading()
+    # The first window came before any second moment.
+    assert (reading.windows, sum(reading.dropped.values())) == (1, 1)
+    root = torch.cat(weight).sqrt()
+    assert_same(reading, window_by_hand([root * h for h in gradients], [1, 1], [4, 6], root * sum(gradients)))
+    assert float(norm) == pytest.approx(float(sum(gradients).norm()), rel=1e-5)  # type: ignore[union-attr]
+
+
+def test_adam_metric_needs_such_an_optimizer() -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match="got no optimizer"):
+        attached(model, metric="adam")
+    with pytest.raises(ValueError, match="got SGD: use Adam"):
+        attached(model, torch.optim.SGD(model.parameters(), lr=0.1), metric="adam")
+    with pytest.raises(ValueError, match="metric must be"):
+        attached(model, metric="sign")

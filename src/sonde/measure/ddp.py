@@ -18,8 +18,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.measure.gradients import GradientSummary
+from sonde.measure.metric import Metric
 from sonde.measure.microbatch import Problem
-from sonde.measure.norms import accumulation_dtype, norms
+from sonde.measure.norms import accumulation_dtype
 from sonde.measure.witness import Witness
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
@@ -43,6 +44,7 @@ class BucketTap:
         model: the wrapped model; must have no communication hook yet.
         parameters: its trainable parameters, in the order in which results are given.
         witness: elements to copy besides the norms.
+        metric: how gradients are squared.
         comm_hook: the user's own hook, which then does the reduction; None for DDP's average.
         comm_state: the state that the user's hook is called with.
     """
@@ -52,6 +54,7 @@ class BucketTap:
         model: DistributedDataParallel,
         parameters: Sequence[Tensor],
         witness: Witness,
+        metric: Metric,
         *,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
@@ -63,7 +66,7 @@ class BucketTap:
             )
         self.name = "DDP's communication hook"
         self.seconds = 0.0
-        self._witness = witness
+        self._witness, self._metric = witness, metric
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._device = parameters[0].device
         self._dtype = accumulation_dtype(self._device)
@@ -129,7 +132,7 @@ class BucketTap:
             self._witness.read(i, g, self._dtype) for i, g in zip(indices, grads, strict=True) if i in self._witness
         ]
         return GradientSummary(
-            sq_norms=torch.stack(norms(grads)).to(self._dtype).square(),
+            sq_norms=torch.stack(self._metric.norms(indices, grads)).to(self._dtype).square(),
             witness=torch.cat(read) if read else torch.zeros(0, dtype=self._dtype, device=self._device),
         )
 

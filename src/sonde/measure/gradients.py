@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.measure.norms import accumulation_dtype, norms
+from sonde.measure.metric import Metric
+from sonde.measure.norms import accumulation_dtype
 from sonde.measure.witness import Witness
 
 
@@ -17,7 +18,7 @@ class GradientSummary:
     """What is kept of one gradient.
 
     Attributes:
-        sq_norms: squared norm per parameter, 0 where it has none; [parameters].
+        sq_norms: squared norm per parameter in some `Metric`, 0 where it has none; [parameters].
         witness: the witness's elements, [witness.size].
     """
 
@@ -29,12 +30,15 @@ class GradientSummary:
         return GradientSummary(sq_norms=self.sq_norms * factor.square(), witness=self.witness * factor)
 
 
-def summarize(grads: Sequence[Tensor | None], witness: Witness, device: torch.device) -> GradientSummary:
+def summarize(
+    grads: Sequence[Tensor | None], witness: Witness, metric: Metric, device: torch.device
+) -> GradientSummary:
     """Read whole gradients, one per parameter.
 
     Args:
         grads: in the parameters' order, None where there is none; they may live on several devices.
         witness: which elements to copy.
+        metric: how they are squared.
         device: where the summary goes.
     """
     dtype = accumulation_dtype(device)
@@ -42,7 +46,8 @@ def summarize(grads: Sequence[Tensor | None], witness: Witness, device: torch.de
     present = [(i, g) for i, g in enumerate(grads) if g is not None]
     for where in dict.fromkeys(g.device for _, g in present):
         here = [(i, g) for i, g in present if g.device == where]
-        for (i, _), value in zip(here, norms([g for _, g in here]), strict=True):
+        indices, of_here = [i for i, _ in here], [g for _, g in here]
+        for i, value in zip(indices, metric.norms(indices, of_here), strict=True):
             of_each[i] = value.to(device=device, dtype=dtype, non_blocking=True)
     elements = [
         torch.zeros(size, dtype=dtype, device=device)

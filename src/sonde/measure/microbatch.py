@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from sonde.measure.gradients import GradientSummary
-from sonde.measure.norms import accumulation_dtype, norms
+from sonde.measure.metric import Metric
+from sonde.measure.norms import accumulation_dtype
 from sonde.measure.witness import Witness
 
 STAGED_NUMEL = 16_384
@@ -73,6 +74,7 @@ class MicrobatchTap:
     Args:
         parameters: leaf tensors that require a gradient, each once.
         witness: elements to copy besides the norms.
+        metric: how gradients are squared.
         on_backward_end: called when a backward outside `expect_piece` … `end_piece` has ended.
         staging_bytes: bound of the memory for gradients that wait.
     """
@@ -81,6 +83,7 @@ class MicrobatchTap:
         self,
         parameters: Sequence[Tensor],
         witness: Witness,
+        metric: Metric,
         *,
         on_backward_end: Callable[[], None],
         staging_bytes: int = 8 * 2**20,
@@ -88,7 +91,7 @@ class MicrobatchTap:
         self.name = "leaf hooks"
         self.seconds = 0.0
         self._parameters = list(parameters)
-        self._witness = witness
+        self._witness, self._metric = witness, metric
         self._on_backward_end = on_backward_end
         self._staging_bytes = staging_bytes
         self._device = parameters[0].device
@@ -97,7 +100,7 @@ class MicrobatchTap:
         self._no_witness = {i: torch.zeros(n, dtype=self._dtype, device=self._device) for i, n in witness.sizes.items()}
         self._sums_backwards = False
         self._problems = [0] * len(Problem)
-        self._explicit = False
+        self._explicit = self._only_explicit = False
         self._reset()
         self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
 
@@ -112,9 +115,9 @@ class MicrobatchTap:
         self._backwards: set[int] = set()
 
     def expect_piece(self) -> None:
-        """From here until `end_piece`, all backwards belong to one piece."""
+        """From here until `end_piece`, all backwards are one piece; from now on, none outside such a piece counts."""
         self._reset()
-        self._explicit = True
+        self._explicit = self._only_explicit = True
 
     def end_piece(self) -> GradientSummary:
         """The gradient of the piece that ends here; parameters it did not reach count as 0."""
@@ -149,6 +152,8 @@ class MicrobatchTap:
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
+            if self._only_explicit and not self._explicit:
+                return  # torch.autograd.grad for something else; if it did write to `.grad`, the witness shows it
             start = time.perf_counter()
             if (backward := torch._C._current_graph_task_id()) not in self._backwards:
                 self._open_backward(backward, grad)
@@ -219,7 +224,8 @@ class MicrobatchTap:
         self._staged_bytes = 0
 
     def _reduce(self, grads: dict[int, Tensor]) -> None:
-        for (index, grad), value in zip(grads.items(), norms(list(grads.values())), strict=True):
+        values = self._metric.norms(list(grads), list(grads.values()))
+        for (index, grad), value in zip(grads.items(), values, strict=True):
             self._norms[index] = value
             if index in self._witness:
                 self._witnessed[index] = self._witness.read(index, grad, self._dtype)

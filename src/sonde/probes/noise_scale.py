@@ -8,20 +8,30 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.clip import check_max_norm, clip_with_norm_
+from sonde.clip import check_max_norm, clip_grad_norm_, clip_with_norm_
 from sonde.measure.ddp import BucketTap, CommHook, comm_hook_name, hook_label
 from sonde.measure.gradients import GradientSummary, summarize
 from sonde.measure.mailbox import Mailbox
+from sonde.measure.metric import AdamMetric, Euclidean, Metric
 from sonde.measure.microbatch import MicrobatchTap
 from sonde.measure.window import PieceCounts, WindowSums, as_vector, piece_counts, start_sum
 from sonde.measure.witness import Witness
-from sonde.measure.wrapper import GroupOf, block_of, find_wrapper, lowest_precision
+from sonde.measure.wrapper import GroupOf, find_wrapper, lowest_precision
+from sonde.probes.attachment import (
+    blame,
+    check_options,
+    describe,
+    describe_window,
+    group_function,
+    is_power_of_two,
+    rounding,
+)
 from sonde.probes.journal import Journal, WindowFacts
 from sonde.records import Sink
 from sonde.stats.noise_scale import check_keys
@@ -52,7 +62,7 @@ class NoiseScaleProbe:
         optimizer: lets the probe notice a window that was measured never or twice.
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
         units_per_piece: units in a micro-batch where `piece(units=...)` does not say. Without `piece()`, each backward
-            is one piece.
+            is one piece; once `piece()` is used, only what runs inside it counts.
         horizon: length of the exponential averages in windows; `math.inf` averages all.
         groups: "blocks" for one group per top-level block, None for one in all, or a function from a parameter's
             name to its group's.
@@ -62,11 +72,13 @@ class NoiseScaleProbe:
         run: the run's name in its log.
         metadata: anything worth remembering with it, JSON values.
         tap: "leaf" reads each micro-batch by hooks on parameters; "comm_hook" reads each rank's window in DDP's
-            buckets, cheaper but blind to micro-batches; "auto" starts with the first and changes to the second when every rank
-            has one piece per window and DDP has no communication hook.
+            buckets, cheaper but blind to micro-batches; "auto" starts with the first and changes to the second when
+            every rank has one piece per window and DDP has no communication hook.
         comm_hook: a DDP communication hook of yours, for tap="comm_hook" to wrap.
         comm_state: the state it is called with.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
+        metric: "euclidean" for |g|²; "adam" for Σ g²/(√v̂ + ε) with the second moment of the optimizer's previous
+            step, the noise scale that steps of Adam see.
         staging_mib: bound of the memory for gradients that wait, in MiB.
         verbose: print what was found, on rank 0.
 
@@ -110,20 +122,25 @@ class NoiseScaleProbe:
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         process_group: dist.ProcessGroup | None = None,
+        metric: Literal["euclidean", "adam"] = "euclidean",
         staging_mib: float = 8.0,
         verbose: bool = True,
     ) -> None:
-        _check_options(unit, units_per_piece, log_every, tap, staging_mib)
+        check_options(unit, units_per_piece, log_every, tap, metric, optimizer, staging_mib)
         self._wrapper = wrapper = find_wrapper(model, process_group)
         self._parameters = list(wrapper.parameters.values())
         self._device = self._parameters[0].device
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._units_per_piece = units_per_piece
         self._log_every = log_every
-        group_of = _group_function(groups)
+        group_of = group_function(groups)
         group_names = [group_of(name) for name in wrapper.parameters]
         self._groups = tuple(dict.fromkeys(group_names))
         self._witness = Witness(self._parameters)
+        self._metric: Metric = Euclidean()
+        if metric == "adam":
+            assert optimizer is not None
+            self._metric = AdamMetric(optimizer, self._parameters)
         self._sums = WindowSums(
             [self._groups.index(name) for name in group_names],
             n_groups=len(self._groups),
@@ -136,15 +153,20 @@ class NoiseScaleProbe:
             groups=self._groups,
             horizon=horizon,
             n_ranks=wrapper.n_ranks,
-            tolerance=_rounding(lowest_precision(wrapper.parameters), hook_name),
-            blame=_blame(hook_name, had_gradients=any(p.grad is not None for p in self._parameters)),
+            tolerance=rounding(lowest_precision(wrapper.parameters), hook_name),
+            blame=blame(hook_name, had_gradients=any(p.grad is not None for p in self._parameters)),
         )
         self._tap: MicrobatchTap | BucketTap
         if tap == "comm_hook":
             if wrapper.ddp is None:
                 raise ValueError("tap='comm_hook' reads DDP's buckets, got a plain model: use tap='leaf' or 'auto'")
             self._tap = BucketTap(
-                wrapper.ddp, self._parameters, self._witness, comm_hook=comm_hook, comm_state=comm_state
+                wrapper.ddp,
+                self._parameters,
+                self._witness,
+                self._metric,
+                comm_hook=comm_hook,
+                comm_state=comm_state,
             )
         elif comm_hook is not None:
             raise ValueError(f"comm_hook is wrapped by tap='comm_hook' only, got tap={tap!r}: or register it with DDP")
@@ -152,11 +174,12 @@ class NoiseScaleProbe:
             self._tap = MicrobatchTap(
                 self._parameters,
                 self._witness,
+                self._metric,
                 on_backward_end=self._end_backward,
                 staging_bytes=int(staging_mib * 2**20),
             )
         self._may_tap_buckets = (
-            tap == "auto" and wrapper.ddp is not None and hook_name is None and _is_power_of_two(wrapper.n_ranks)
+            tap == "auto" and wrapper.ddp is not None and hook_name is None and is_power_of_two(wrapper.n_ranks)
         )
         self._one_piece_windows = 0
         self._mailbox: Mailbox[_Note] = Mailbox()
@@ -183,7 +206,7 @@ class NoiseScaleProbe:
             metadata=metadata or {},
             quiet=not is_first,
         )
-        self._say(_describe(self._setup(), self._tracker.unit))
+        self._say(describe(self._setup(), self._tracker.unit))
 
     # What the user calls.
 
@@ -217,6 +240,7 @@ class NoiseScaleProbe:
             units = self._known_units()
         counts = piece_counts(units, weight, unit_weights)
         self._in_piece = True
+        self._units_unknown = False
         if isinstance(self._tap, MicrobatchTap):
             self._tap.expect_piece()
         try:
@@ -382,9 +406,7 @@ class NoiseScaleProbe:
         work = start_sum(packed, self._wrapper.group) if packed is not None else None
         norm = None
         if max_norm is not None:
-            with_grad: list[Tensor] = [p for p in self._parameters if p.grad is not None]
-            total = final.sq_norms.sum().sqrt()
-            norm = clip_with_norm_(with_grad, max_norm, total, error_if_nonfinite=error_if_nonfinite)
+            norm = self._clip(final, max_norm, error_if_nonfinite)
         if packed is not None:
             self._post(packed, final, work, norm, max_norm)
         if self._may_tap_buckets and self._one_piece_windows >= _WINDOWS_BEFORE_COMM_HOOK:
@@ -400,7 +422,14 @@ class NoiseScaleProbe:
                 self._sums.merge(self._unscaled(local))
             if not reads_grad:
                 return reduced
-        return summarize([p.grad for p in self._parameters], self._witness, self._device)
+        return summarize([p.grad for p in self._parameters], self._witness, self._metric, self._device)
+
+    def _clip(self, final: GradientSummary, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        with_grad: list[Tensor] = [p for p in self._parameters if p.grad is not None]
+        if not isinstance(self._metric, Euclidean):  # a clip is by the plain norm, which takes a look of its own
+            return clip_grad_norm_(with_grad, max_norm, error_if_nonfinite=error_if_nonfinite)
+        total = final.sq_norms.sum().sqrt()
+        return clip_with_norm_(with_grad, max_norm, total, error_if_nonfinite=error_if_nonfinite)
 
     def _post(
         self,
@@ -445,7 +474,7 @@ class NoiseScaleProbe:
             row = self._sums.row(packed, big, witness)
             drop = self._tracker.update(row)
             values = extras.tolist()
-            norm, clipped = (values[0], bool(values[1])) if note.clips else (self._tracker.norm, None)
+            norm, clipped = (values[0], bool(values[1])) if note.clips else (self._plain_norm(), None)
             facts = WindowFacts(
                 window=note.window,
                 time=note.time,
@@ -457,9 +486,13 @@ class NoiseScaleProbe:
                 scalars=dict(zip(note.scalar_names, values[2 * note.clips :], strict=True)),
             )
             if note.window == 1:
-                self._say(_describe_window(row.n_pieces, row.n_units, self._wrapper.n_ranks, self._tracker.unit))
+                self._say(describe_window(row.n_pieces, row.n_units, self._wrapper.n_ranks, self._tracker.unit))
             self._one_piece_windows = self._one_piece_windows + 1 if row.n_pieces == self._wrapper.n_ranks else 0
             self._journal.window(facts, drop)
+
+    def _plain_norm(self) -> float | None:
+        """Norm of the window that the tracker has just taken; None in another metric."""
+        return self._tracker.norm if isinstance(self._metric, Euclidean) else None
 
     def _before_optimizer_step(self, *_: object) -> None:
         """The optimizer is about to step: was this window measured?"""
@@ -482,7 +515,7 @@ class NoiseScaleProbe:
             return
         self._tap.close()
         told = self._tap.seconds
-        self._tap = BucketTap(self._wrapper.ddp, self._parameters, self._witness)
+        self._tap = BucketTap(self._wrapper.ddp, self._parameters, self._witness, self._metric)
         self._tap.seconds = told
         self._say("one piece a rank: from now on read in DDP's buckets, by its communication hook")
 
@@ -497,6 +530,7 @@ class NoiseScaleProbe:
             "groups": list(self._groups),
             "horizon": self._tracker.horizon if math.isfinite(self._tracker.horizon) else None,
             "level": self._tracker.level,
+            "metric": "euclidean" if isinstance(self._metric, Euclidean) else "adam",
             "log_every": self._log_every,
             "grad_scaler": self._grad_scaler is not None,
             "comm_hook": comm_hook_name(self._wrapper.ddp),
@@ -506,67 +540,3 @@ class NoiseScaleProbe:
     def _say(self, text: str) -> None:
         if self._verbose:
             sys.stderr.write(f"sonde: {text}\n")
-
-
-def _check_options(unit: str, units_per_piece: float | None, log_every: int, tap: str, staging_mib: float) -> None:
-    if not unit or not unit.strip():
-        raise ValueError(f"unit must name the independent sample, got {unit!r}: 'sequences', 'images', 'prompts'")
-    if units_per_piece is not None and not 0 < units_per_piece < math.inf:
-        raise ValueError(f"units_per_piece must be positive and finite, got {units_per_piece}")
-    if not log_every >= 1:
-        raise ValueError(f"log_every must be at least 1 window, got {log_every}")
-    if tap not in ("auto", "leaf", "comm_hook"):
-        raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {tap!r}")
-    if not staging_mib >= 0:
-        raise ValueError(f"staging_mib must be ≥ 0, got {staging_mib}")
-
-
-def _group_function(groups: object) -> GroupOf:
-    if groups == "blocks":
-        return block_of
-    if groups is None:
-        return lambda _: "all"
-    if not callable(groups):
-        raise ValueError(f"groups must be 'blocks', None or a function from a parameter's name, got {groups!r}")
-    return cast(GroupOf, groups)
-
-
-def _rounding(dtype: torch.dtype, comm_hook: str | None) -> float:
-    """The residual |F − κH|/|F| that rounding alone explains."""
-    # 16-bit gradients, and communication hooks that send 16 bits, round each element by up to 2⁻⁸ of it. Even if it
-    # were noise, this much of it would move B_simple by less than (1 + B_simple/B)·10⁻⁴ of itself.
-    if torch.finfo(dtype).bits <= 16 or comm_hook is not None:
-        return 1e-2
-    return 1e-4
-
-
-def _blame(comm_hook: str | None, *, had_gradients: bool) -> str:
-    """What may have changed a gradient, likeliest first."""
-    if comm_hook is not None:
-        return f"DDP's communication hook {comm_hook!r} is lossy, or noise was added or a hook changed it"
-    earlier = "gradients were there before the probe was attached (zero them first), or " if had_gradients else ""
-    return earlier + "noise was added, a hook changed it, or a backward outside this window wrote to it"
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number >= 2 and number & (number - 1) == 0
-
-
-def _describe(setup: Mapping[str, Any], unit: str) -> str:
-    """The block that attach prints."""
-    groups = setup["groups"]
-    shown = ", ".join(groups[:4]) + (f", … {groups[-1]}" if len(groups) > 5 else "".join(f", {g}" for g in groups[4:]))
-    hook = f", communication hook {setup['comm_hook']}" if setup["comm_hook"] else ""
-    rows = {
-        "model": f"{setup['wrapper']}, {setup['parameters']:,} trainable parameters on {setup['device']}{hook}",
-        "ranks": f"{setup['ranks']} data-parallel",
-        "pieces": f"read by {setup['tap']}; how many a window is said after the first",
-        "unit": unit,
-        "groups": f"{len(groups)}: {shown}",
-    }
-    return "noise scale attached\n" + "\n".join(f"  {name:<8}{text}" for name, text in rows.items())
-
-
-def _describe_window(n_pieces: int, n_units: float, n_ranks: int, unit: str) -> str:
-    each = f" ({n_ranks} ranks × {n_pieces / n_ranks:g})" if n_ranks > 1 else ""
-    return f"{n_pieces} pieces per window{each}, {n_units:g} {unit} in all"

@@ -28,8 +28,8 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
         needed = reading.windows_needed
         alerts["unresolved"] = (
             f"|G|² is not told from 0 after {reading.windows} windows, so the noise scale has no upper end: "
-            + (f"about {needed} more windows, or " if needed else "a longer horizon or ")
-            + "more pieces in a window, would resolve it"
+            + (f"about {needed} more windows" if needed else "a longer horizon")
+            + " or more pieces in a window would resolve it"
         )
     return alerts
 

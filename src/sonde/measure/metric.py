@@ -1,0 +1,72 @@
+"""In which metric a gradient is squared: the plain one, or Adam's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sonde.measure.norms import norms
+
+_CHUNK = 2**18
+"""Elements weighted at a time, so that no temporary is of gradient size."""
+
+
+class Metric(Protocol):
+    """How gradients are measured."""
+
+    def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """The norm of each gradient; `indices` say of which parameters. 0-dim tensors, in order."""
+
+
+class Euclidean:
+    """|g|² = Σ g_j²."""
+
+    def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """The 2-norm of each gradient."""
+        return norms(grads)
+
+
+class AdamMetric:
+    """|g|² = Σ P_j g_j² with P = 1/(√v̂ + ε), the second moment v̂ being that of the optimizer's previous step.
+
+    Before the optimizer's first step there is no v̂: norms are NaN then, and the window is dropped.
+
+    Args:
+        optimizer: Adam, AdamW or another that keeps `exp_avg_sq` and `step`, with `betas` and `eps` in its groups.
+        parameters: in the order of the indices.
+
+    Raises:
+        ValueError: when a parameter is not in the optimizer, or its group has no `betas` and `eps`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+        self._state = optimizer.state
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self._parameters = list(parameters)
+        if any(id(p) not in groups or not {"betas", "eps"} <= groups[id(p)].keys() for p in parameters):
+            raise ValueError(
+                f"metric='adam' needs an optimizer of Adam's kind that holds every trainable parameter, "
+                f"got {type(optimizer).__name__}: use Adam or AdamW, or metric='euclidean'"
+            )
+        self._groups = [groups[id(p)] for p in parameters]
+
+    def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """√(Σ P_j g_j²) of each gradient."""
+        return [self._norm(i, g) for i, g in zip(indices, grads, strict=True)]
+
+    def _norm(self, index: int, grad: Tensor) -> Tensor:
+        state, group = self._state.get(self._parameters[index], {}), self._groups[index]
+        if "exp_avg_sq" not in state:
+            return torch.full((), torch.nan, device=grad.device)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        # `step` is a tensor, on the device for fused and capturable optimizers: it is not read here.
+        correction = (1.0 - group["betas"][1] ** state["step"]) ** 0.5
+        second, total = state["exp_avg_sq"].reshape(-1), torch.zeros((), dtype=torch.float64, device=grad.device)
+        for g, v in zip(grad.reshape(-1).split(_CHUNK), second.split(_CHUNK), strict=True):
+            root = v.sqrt().div_(correction.to(v.device)).add_(group["eps"])  # sqrt, not sqrt_: v is the optimizer's
+            total += g.to(root.dtype).square().div_(root).sum()
+        return total.sqrt()

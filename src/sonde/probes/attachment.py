@@ -1,0 +1,99 @@
+"""What attaching checks, decides and says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from sonde.measure.wrapper import GroupOf, block_of
+
+
+def check_options(
+    unit: str,
+    units_per_piece: float | None,
+    log_every: int,
+    tap: str,
+    metric: str,
+    optimizer: object,
+    staging_mib: float,
+) -> None:
+    """Refuse what can be refused before the model is looked at.
+
+    Raises:
+        ValueError: naming the option, what it got and what it takes.
+    """
+    if not unit or not unit.strip():
+        raise ValueError(f"unit must name the independent sample, got {unit!r}: 'sequences', 'images', 'prompts'")
+    if units_per_piece is not None and not 0 < units_per_piece < math.inf:
+        raise ValueError(f"units_per_piece must be positive and finite, got {units_per_piece}")
+    if not log_every >= 1:
+        raise ValueError(f"log_every must be at least 1 window, got {log_every}")
+    if tap not in ("auto", "leaf", "comm_hook"):
+        raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {tap!r}")
+    if metric not in ("euclidean", "adam"):
+        raise ValueError(f"metric must be 'euclidean' or 'adam', got {metric!r}")
+    if metric == "adam" and optimizer is None:
+        raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass it to attach")
+    if not staging_mib >= 0:
+        raise ValueError(f"staging_mib must be ≥ 0, got {staging_mib}")
+
+
+def group_function(groups: object) -> GroupOf:
+    """The function from a parameter's name to its group's that `groups` stands for.
+
+    Raises:
+        ValueError: when it stands for none.
+    """
+    if groups == "blocks":
+        return block_of
+    if groups is None:
+        return lambda _: "all"
+    if not callable(groups):
+        raise ValueError(f"groups must be 'blocks', None or a function from a parameter's name, got {groups!r}")
+    return cast(GroupOf, groups)
+
+
+def rounding(dtype: torch.dtype, comm_hook: str | None) -> float:
+    """The residual |F − κH|/|F| that rounding alone explains."""
+    # 16-bit gradients, and communication hooks that send 16 bits, round each element by up to 2⁻⁸ of it. Even if it
+    # were noise, this much of it would move B_simple by less than (1 + B_simple/B)·10⁻⁴ of itself.
+    if torch.finfo(dtype).bits <= 16 or comm_hook is not None:
+        return 1e-2
+    return 1e-4
+
+
+def blame(comm_hook: str | None, *, had_gradients: bool) -> str:
+    """What may have changed a gradient, likeliest first."""
+    if comm_hook is not None:
+        return f"DDP's communication hook {comm_hook!r} is lossy, or noise was added or a hook changed it"
+    earlier = "gradients were there before the probe was attached (zero them first), or " if had_gradients else ""
+    return earlier + "noise was added, a hook changed it, or a backward outside this window wrote to it"
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether a number of ranks divides without rounding."""
+    return number >= 2 and number & (number - 1) == 0
+
+
+def describe(setup: Mapping[str, Any], unit: str) -> str:
+    """The block that attach prints."""
+    groups = setup["groups"]
+    shown = ", ".join(groups[:4]) + (f", … {groups[-1]}" if len(groups) > 5 else "".join(f", {g}" for g in groups[4:]))
+    hook = f", communication hook {setup['comm_hook']}" if setup["comm_hook"] else ""
+    rows = {
+        "model": f"{setup['wrapper']}, {setup['parameters']:,} trainable parameters on {setup['device']}{hook}",
+        "ranks": f"{setup['ranks']} data-parallel",
+        "pieces": f"read by {setup['tap']}; how many a window is said after the first",
+        "unit": unit,
+        "groups": f"{len(groups)}: {shown}",
+    }
+    return "noise scale attached\n" + "\n".join(f"  {name:<8}{text}" for name, text in rows.items())
+
+
+def describe_window(n_pieces: int, n_units: float, n_ranks: int, unit: str) -> str:
+    """The line that follows the first window."""
+    each = f" ({n_ranks} ranks × {n_pieces / n_ranks:g})" if n_ranks > 1 else ""
+    return f"{n_pieces} pieces per window{each}, {n_units:g} {unit} in all"
