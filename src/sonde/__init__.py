@@ -3,6 +3,10 @@
 from sonde.clip import clip_grad_norm_
 from sonde.probes.noise_scale import NoiseScaleProbe
 from sonde.records import Sink
+from sonde.runs.reader import Run, read_run
+from sonde.runs.report import write_report
+from sonde.runs.sinks import JsonlSink
+from sonde.runs.tensorboard import TensorBoardSink
 from sonde.stats.critical_batch import Tradeoff, Verdict, judge_batch, steps_and_examples
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from sonde.stats.noise_scale import RunningNoiseScale, WindowEstimate, noise_scale
@@ -14,11 +18,14 @@ attach = NoiseScaleProbe
 
 __all__ = [
     "GroupReading",
+    "JsonlSink",
     "NoiseScaleProbe",
     "NoiseScaleReading",
     "RatioInterval",
+    "Run",
     "RunningNoiseScale",
     "Sink",
+    "TensorBoardSink",
     "Tradeoff",
     "Verdict",
     "WindowEstimate",
@@ -28,5 +35,7 @@ __all__ = [
     "fieller_interval",
     "judge_batch",
     "noise_scale",
+    "read_run",
     "steps_and_examples",
+    "write_report",
 ]

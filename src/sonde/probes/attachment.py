@@ -73,6 +73,13 @@ def blame(comm_hook: str | None, *, had_gradients: bool) -> str:
     return earlier + "noise was added, a hook changed it, or a backward outside this window wrote to it"
 
 
+def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside a wrapper such as Accelerate's, which steps only when it is due."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def is_power_of_two(number: int) -> bool:
     """Whether a number of ranks divides without rounding."""
     return number >= 2 and number & (number - 1) == 0

@@ -29,6 +29,7 @@ from sonde.probes.attachment import (
     describe,
     describe_window,
     group_function,
+    innermost,
     is_power_of_two,
     rounding,
 )
@@ -140,7 +141,7 @@ class NoiseScaleProbe:
         self._metric: Metric = Euclidean()
         if metric == "adam":
             assert optimizer is not None
-            self._metric = AdamMetric(optimizer, self._parameters)
+            self._metric = AdamMetric(innermost(optimizer), self._parameters)
         self._sums = WindowSums(
             [self._groups.index(name) for name in group_names],
             n_groups=len(self._groups),
@@ -193,7 +194,7 @@ class NoiseScaleProbe:
         self._seconds = 0.0
         self._seconds_told = 0.0
         self._optimizer_hook = (
-            optimizer.register_step_pre_hook(self._before_optimizer_step) if optimizer is not None else None
+            innermost(optimizer).register_step_pre_hook(self._before_optimizer_step) if optimizer is not None else None
         )
         is_first = wrapper.rank == 0
         self._verbose = verbose and is_first

@@ -17,7 +17,8 @@ class JsonlSink:
     """Appends records to `folder/records.jsonl`, creating both; a restarted run appends to the same file.
 
     Nothing already in the file is ever changed. If a crash left its last line torn, that line is ended before anything
-    else is written, so the torn rest cannot merge with a new record.
+    else is written, so the torn rest cannot merge with a new record. Files are touched with the first record, so every
+    rank may make a sink: a probe writes on rank 0 only.
 
     Args:
         folder: the run's folder.
@@ -37,13 +38,9 @@ class JsonlSink:
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / RECORDS_NAME
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._unit = _unit_of_existing(self.path)
-        self._file: BinaryIO = self.path.open("ab")
-        self._has_header = False
-        if _last_line_is_torn(self.path):
-            self._file.write(b"\n")
-            self._file.flush()
+        self._file: BinaryIO | None = None
+        self._closed = False
 
     def write(self, record: Mapping[str, object]) -> None:
         """Append one record and hand it to the operating system before returning.
@@ -56,20 +53,30 @@ class JsonlSink:
                 run so far.
             RuntimeError: after `close`, or when the first record is not a header.
         """
-        if self._file.closed:
+        if self._closed:
             raise RuntimeError(f"the log {self.path} is closed, got a {record['kind']!r} record: open a new JsonlSink")
         if record["kind"] == "header":
             self._check_unit(record)
-        elif not self._has_header:
+        elif self._file is None:
             raise RuntimeError(f"a run starts with its header, got a {record['kind']!r} record: write the header first")
         line = _encode(record)
+        if self._file is None:
+            self._file = self._open()
         self._file.write(line)  # one write, one flush: killed here or later, the lines before stay whole
         self._file.flush()
-        self._has_header = True
 
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
-        self._file.close()
+        self._closed = True
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> BinaryIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("ab")
+        if _last_line_is_torn(self.path):
+            file.write(b"\n")
+        return file
 
     def _check_unit(self, header: Mapping[str, object]) -> None:
         unit = str(header["unit"])

@@ -6,7 +6,10 @@ import html
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoardSink:
@@ -28,7 +31,15 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("TensorBoardSink needs tensorboard: pip install 'sonde[tensorboard]'") from error
-        self._writer = SummaryWriter(str(log_dir), flush_secs=flush_secs)
+        # Made with the first record: a writer makes a file at once, and every rank may make a sink.
+        self._open = lambda: SummaryWriter(str(log_dir), flush_secs=flush_secs)  # type: ignore[no-untyped-call]
+        self._opened: SummaryWriter | None = None
+
+    @property
+    def _writer(self) -> SummaryWriter:
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
 
     def write(self, record: Mapping[str, object]) -> None:
         """Take one record; kinds that TensorBoard has no place for are left out."""
@@ -42,7 +53,8 @@ class TensorBoardSink:
 
     def close(self) -> None:
         """Write out what is pending and close the file."""
-        self._writer.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def _add_reading(self, record: Mapping[str, object]) -> None:
         metrics = cast(Mapping[str, float | None], record["metrics"])

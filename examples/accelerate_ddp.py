@@ -1,0 +1,52 @@
+"""Accelerate: `prepare`, `accumulate` and `clip_grad_norm_`, on one process or several.
+
+torchrun --nproc-per-node 2 examples/accelerate_ddp.py
+"""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import sonde
+
+CONTEXT, MICRO_BATCH, STEPS = 16, 16, 150
+
+accelerator = Accelerator(gradient_accumulation_steps=4, cpu=not torch.cuda.is_available())
+
+text = torch.frombuffer(bytearray(Path(pydoc_data.topics.__file__).read_bytes()), dtype=torch.uint8).long()
+stretches = text.unfold(0, CONTEXT + 1, 5)  # [stretches, CONTEXT + 1]
+loader = DataLoader(TensorDataset(stretches[:, :-1], stretches[:, -1]), batch_size=MICRO_BATCH, shuffle=True)
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 256))
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+# After prepare: the probe then sees the DDP wrapper.
+probe = sonde.attach(model, optimizer, unit="contexts", sinks=[sonde.JsonlSink("runs/accelerate")])
+
+steps = 0
+for inputs, targets in loader:
+    with accelerator.accumulate(model):
+        with probe.piece(units=len(inputs)):
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            probe.log(loss=loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            probe.step()  # before or after the clip: it makes no difference
+            steps += 1
+        optimizer.step()
+        optimizer.zero_grad()
+    if steps == STEPS:
+        break
+
+accelerator.print(probe.reading())
+probe.close()
+accelerator.end_training()

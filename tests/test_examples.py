@@ -1,0 +1,55 @@
+"""Every example runs as its first lines say, from a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sonde
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+COMMANDS = {
+    "plain_loop.py": [sys.executable],
+    "ddp_torchrun.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "accelerate_ddp.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+
+
+def test_every_example_is_run() -> None:
+    assert {p.name for p in EXAMPLES.glob("*.py")} == set(COMMANDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_example(name: str, tmp_path: Path) -> None:
+    if name == "accelerate_ddp.py":
+        pytest.importorskip("accelerate", reason="the example of Accelerate needs accelerate")
+    done = subprocess.run(
+        [*COMMANDS[name], str(EXAMPLES / name)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.glob("runs/*/records.jsonl")
+    run = sonde.read_run(log)
+    last = run.readings[-1]
+    assert run.ended == "closed"
+    assert last.window == 150
+    assert last.dropped == {}
+    assert last.status == "resolved"
+    # A small byte model on English: between a handful and a few thousand contexts, wherever the seed leads.
+    assert 5 < (last.metrics["gns/b_simple"] or 0) < 5000
+    _, losses = run.series("loss")
+    assert losses[-1] < losses[0] - 1
+    ranks = 1 if name == "plain_loop.py" else 2
+    assert run.header.setup["ranks"] == ranks
+    assert last.pieces["per_window"] == 4 * ranks
+    assert "B_simple" in done.stdout
