@@ -32,13 +32,13 @@ class TensorBoardSink:
         except ImportError as error:
             raise ImportError("TensorBoardSink needs tensorboard: pip install 'sonde[tensorboard]'") from error
         # Made with the first record: a writer makes a file at once, and every rank may make a sink.
-        self._open = lambda: SummaryWriter(str(log_dir), flush_secs=flush_secs)  # type: ignore[no-untyped-call]
+        self._open = lambda: SummaryWriter(str(log_dir), flush_secs=flush_secs)
         self._opened: SummaryWriter | None = None
 
     @property
     def _writer(self) -> SummaryWriter:
         if self._opened is None:
-            self._opened = self._open()
+            self._opened = self._open()  # type: ignore[no-untyped-call]
         return self._opened
 
     def write(self, record: Mapping[str, object]) -> None:
