@@ -64,6 +64,9 @@ def on_rank(
             options |= {"comm_hook": function, "comm_state": state}
         else:
             model.register_comm_hook(state, function)
+    if ddp_options.get("static_graph"):  # PyTorch asserts if no_sync is in the first iteration of a static graph
+        mean_loss(model, *batches(rank, 1)[0]).backward()
+        optimizer.zero_grad()
     norms = []
     with attached(model, optimizer, log_every=2, **options) as probe:
         for window in range(windows):
@@ -144,8 +147,6 @@ def check(results: list[dict[str, Any]], *, windows: int = 3, rel: float = 2e-5)
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 def test_accumulation(ranks2: Ranks, ddp_options: dict[str, Any], no_sync: bool) -> None:
-    if ddp_options.get("static_graph") and no_sync:
-        pytest.xfail("no_sync in the first iteration of a static graph is an internal assert in PyTorch")
     check(ranks2(_accumulate, ddp_options, no_sync))
 
 
@@ -263,6 +264,23 @@ def test_gradients_reduced_by_the_user(ranks2: Ranks, average: bool) -> None:
     for reading, expected in ranks2(_plain_reduced_by_hand, average):
         assert reading.trace_cov == pytest.approx(expected["trace_cov"], rel=2e-5)
         assert reading.grad_sq == pytest.approx(expected["grad_sq"], rel=2e-5, abs=2e-5 * expected["trace_cov"])
+
+
+def _reduced_without_telling() -> str:
+    model = small_model()
+    with attached(model) as probe:
+        for x, y in batches(dist.get_rank(), 3):
+            with probe.piece(units=len(x)):
+                mean_loss(model, x, y).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        probe.step()
+        return probe.reading().reason
+
+
+def test_ranks_that_the_probe_was_not_told_of(ranks2: Ranks) -> None:
+    for reason in ranks2(_reduced_without_telling):
+        assert "pass process_group= if you reduce them yourself" in reason
 
 
 def _one_nan() -> tuple[sonde.NoiseScaleReading, int]:

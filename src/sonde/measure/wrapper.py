@@ -24,16 +24,16 @@ class Wrapper:
         ddp: the DDP module, if there is one.
         group: the data-parallel process group; None for a single process.
         n_ranks: its size.
-        rank: this process's rank in it.
         parameters: trainable parameters by clean name (no `module.`, no `_orig_mod.`), each tensor once.
+        frozen: the others.
     """
 
     name: str
     ddp: DistributedDataParallel | None
     group: dist.ProcessGroup | None
     n_ranks: int
-    rank: int
     parameters: dict[str, nn.Parameter]
+    frozen: dict[str, nn.Parameter]
 
 
 def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapper:
@@ -65,8 +65,8 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         ddp=ddp,
         group=group,
         n_ranks=group.size() if group is not None else 1,
-        rank=group.rank() if group is not None else 0,
         parameters=parameters,
+        frozen={clean_name(n): p for n, p in model.named_parameters() if not p.requires_grad},
     )
 
 
@@ -87,11 +87,6 @@ def block_of(name: str) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return ".".join(parts[:-1][:2]) or name
-
-
-def total_elements(parameters: dict[str, nn.Parameter]) -> int:
-    """Number of trainable elements."""
-    return sum(p.numel() for p in parameters.values())
 
 
 def lowest_precision(parameters: dict[str, nn.Parameter]) -> torch.dtype:

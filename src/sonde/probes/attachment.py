@@ -65,10 +65,15 @@ def rounding(dtype: torch.dtype, comm_hook: str | None) -> float:
     return 1e-4
 
 
-def blame(comm_hook: str | None, *, had_gradients: bool) -> str:
+def blame(comm_hook: str | None, *, had_gradients: bool, alone_among_ranks: bool) -> str:
     """What may have changed a gradient, likeliest first."""
     if comm_hook is not None:
         return f"DDP's communication hook {comm_hook!r} is lossy, or noise was added or a hook changed it"
+    if alone_among_ranks:
+        return (
+            "gradients were reduced over ranks? Wrap the model in DDP, "
+            "or pass process_group= if you reduce them yourself"
+        )
     earlier = "gradients were there before the probe was attached (zero them first), or " if had_gradients else ""
     return earlier + "noise was added, a hook changed it, or a backward outside this window wrote to it"
 

@@ -187,7 +187,11 @@ class Journal:
     def _write(self, kind: str, **content: object) -> None:
         record = {"kind": kind, "time": time.time(), **content}
         for sink in self._sinks:
-            sink.write(record)
+            try:
+                sink.write(record)
+            except OSError as error:  # a full disk must not end a training run
+                _log.error("sonde: %s writes no more: %s", type(sink).__name__, error)
+                self._sinks = tuple(s for s in self._sinks if s is not sink)
 
 
 def _group_record(group: GroupReading) -> dict[str, object]:

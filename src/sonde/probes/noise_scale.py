@@ -155,20 +155,15 @@ class NoiseScaleProbe:
             horizon=horizon,
             n_ranks=wrapper.n_ranks,
             tolerance=rounding(lowest_precision(wrapper.parameters), hook_name),
-            blame=blame(hook_name, had_gradients=any(p.grad is not None for p in self._parameters)),
+            blame=blame(
+                hook_name,
+                had_gradients=any(p.grad is not None for p in self._parameters),
+                alone_among_ranks=wrapper.group is None and dist.is_initialized() and dist.get_world_size() > 1,
+            ),
         )
         self._tap: MicrobatchTap | BucketTap
         if tap == "comm_hook":
-            if wrapper.ddp is None:
-                raise ValueError("tap='comm_hook' reads DDP's buckets, got a plain model: use tap='leaf' or 'auto'")
-            self._tap = BucketTap(
-                wrapper.ddp,
-                self._parameters,
-                self._witness,
-                self._metric,
-                comm_hook=comm_hook,
-                comm_state=comm_state,
-            )
+            self._tap = self._bucket_tap(comm_hook, comm_state)
         elif comm_hook is not None:
             raise ValueError(f"comm_hook is wrapped by tap='comm_hook' only, got tap={tap!r}: or register it with DDP")
         else:
@@ -184,19 +179,18 @@ class NoiseScaleProbe:
         )
         self._one_piece_windows = 0
         self._mailbox: Mailbox[_Note] = Mailbox()
-        self._scalars: dict[str, float | Tensor] = {}
+        self._scalars: dict[str, list[float | Tensor]] = {}
         self._window = 0
         self._in_piece = False
         self._closed = False
         self._units_unknown = False
         self._measured_since_step = False
-        self._last_norm: Tensor | None = None
         self._seconds = 0.0
         self._seconds_told = 0.0
         self._optimizer_hook = (
             innermost(optimizer).register_step_pre_hook(self._before_optimizer_step) if optimizer is not None else None
         )
-        is_first = wrapper.rank == 0
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._verbose = verbose and is_first
         self._journal = Journal(
             self._tracker,
@@ -284,7 +278,9 @@ class NoiseScaleProbe:
         return norm
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Give scalars of the present window (a loss, a learning rate) to be written beside the reading, as means.
+        """Give scalars of the present window (a loss, a learning rate) to be written beside the reading.
+
+        What is given several times in a window, or in several windows between two readings, is averaged.
 
         Args:
             **scalars: numbers or 0-dim tensors; tensors are not waited for.
@@ -299,7 +295,7 @@ class NoiseScaleProbe:
                         f"log({name}=...) takes a number or a 0-dim tensor, got shape {tuple(value.shape)}"
                     )
                 value = value.detach().reshape(())
-            self._scalars[name] = value
+            self._scalars.setdefault(name, []).append(value)
 
     def reading(self) -> NoiseScaleReading:
         """What is known now, the last ended window included. The only call that waits for the device."""
@@ -390,6 +386,8 @@ class NoiseScaleProbe:
 
     @torch.no_grad()
     def _end_window(self, *, max_norm: float | None, error_if_nonfinite: bool = False) -> Tensor | None:
+        if self._closed:
+            raise RuntimeError("the probe is closed: attach a new one, or clip with sonde.clip_grad_norm_")
         if self._in_piece:
             raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
         if self._units_unknown:
@@ -444,7 +442,7 @@ class NoiseScaleProbe:
         self._window += 1
         self._measured_since_step = self._optimizer_hook is not None
         scalars, self._scalars = self._scalars, {}
-        extras: list[float | Tensor] = list(scalars.values())
+        extras: list[float | Tensor] = [sum(values) / len(values) for values in scalars.values()]
         if norm is not None and max_norm is not None:
             extras = [norm, norm > max_norm, *extras]
         seconds = self._seconds + self._tap.seconds
@@ -468,7 +466,17 @@ class NoiseScaleProbe:
         """Send what is due, take in what has arrived."""
         if self._window % self._log_every == 0:
             self._mailbox.send()
+            self._look_for_unfrozen()
         self._receive(wait=False)
+
+    def _look_for_unfrozen(self) -> None:
+        thawed = [name for name, p in self._wrapper.frozen.items() if p.requires_grad]
+        if thawed:
+            self._journal.alert(
+                "not_watched",
+                f"{len(thawed)} parameters became trainable after the probe was attached and are not measured "
+                f"({thawed[0]}, …): attach again after unfreezing",
+            )
 
     def _receive(self, *, wait: bool) -> None:
         for (packed, big, witness, extras), note in self._mailbox.receive(wait=wait):
@@ -516,9 +524,21 @@ class NoiseScaleProbe:
             return
         self._tap.close()
         told = self._tap.seconds
-        self._tap = BucketTap(self._wrapper.ddp, self._parameters, self._witness, self._metric)
+        self._tap = self._bucket_tap(None, None)
         self._tap.seconds = told
         self._say("one piece a rank: from now on read in DDP's buckets, by its communication hook")
+
+    def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> BucketTap:
+        if self._wrapper.ddp is None:
+            raise ValueError("tap='comm_hook' reads DDP's buckets, got a plain model: use tap='leaf' or 'auto'")
+        return BucketTap(
+            self._wrapper.ddp,
+            self._parameters,
+            self._witness,
+            self._metric,
+            comm_hook=comm_hook,
+            comm_state=comm_state,
+        )
 
     def _setup(self) -> dict[str, object]:
         """What was found, for the log and for people."""
