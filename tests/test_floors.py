@@ -80,6 +80,17 @@ def test_import_pulls_in_no_extra() -> None:
     assert out.strip() == "[]"
 
 
+def test_import_takes_little_more_than_torchs() -> None:
+    """No time is taken here (benchmarks/ does that); these are torch's parts that cost half a second to import."""
+    slow = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "sympy"]
+    code = (
+        "import torch, sys; had = set(sys.modules); import sonde; "
+        f"print([m for m in sys.modules.keys() - had if m in {slow}])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
 def test_public_names_are_there_and_documented() -> None:
     import sonde
 

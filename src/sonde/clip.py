@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from sonde.measure.norms import accumulation_dtype, norms
+from sonde.measure.placements import is_dtensor
 
 
 def clip_grad_norm_(
@@ -36,7 +36,7 @@ def clip_grad_norm_(
     unique = {id(p): p for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
     with_grad = [p for p in unique.values() if p.grad is not None]
     grads = [p.grad for p in with_grad if p.grad is not None]
-    if any(isinstance(g, DTensor) for g in grads):
+    if any(map(is_dtensor, grads)):
         raise ValueError("clip_grad_norm_ takes gradients that are whole on this rank, got a DTensor: use torch's")
     if not grads:
         return torch.tensor(0.0)

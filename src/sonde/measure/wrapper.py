@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from sonde.measure.placements import is_dtensor, is_fully_sharded
 
 GroupOf = Callable[[str], str]
 
@@ -47,9 +47,9 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         ValueError: for a model without trainable parameters, or one that is sharded.
     """
     ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
-    sharded = next((m for m in model.modules() if isinstance(m, (FSDPModule, FullyShardedDataParallel))), None)
+    sharded = next((m for m in model.modules() if is_fully_sharded(m)), None)
     parameters = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
-    if sharded is not None or any(isinstance(p, DTensor) for p in parameters.values()):
+    if sharded is not None or any(map(is_dtensor, parameters.values())):
         raise ValueError(
             "the noise-scale probe reads plain and DDP models, got sharded parameters "
             f"({type(sharded or model).__name__}): "
