@@ -29,7 +29,7 @@ from sonde.runs.figures import (
 )
 from sonde.runs.reader import Reading
 from sonde.runs.timeline import Timeline
-from sonde.runs.wording import estimate, number, shorten
+from sonde.wording import estimate, number, shorten
 
 _WINDOW = ("window", "@window{0,0}")
 _MAX_TRIANGLES = 40

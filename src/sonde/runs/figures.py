@@ -21,7 +21,7 @@ from bokeh.models.annotations import Label, Span
 from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
 
-from sonde.runs.wording import number
+from sonde.wording import number
 
 BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#c8590f", "#1b7f5c", "#8a94a0", "#26303a"
 """Told apart by colour-blind readers, and in grey print by their dashes and marks."""

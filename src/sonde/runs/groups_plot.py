@@ -23,8 +23,8 @@ from sonde.runs.figures import (
     noise_scale_axis,
 )
 from sonde.runs.reader import Reading
-from sonde.runs.wording import estimate, number, shorten
 from sonde.stats.tracker import GroupReading
+from sonde.wording import estimate, number, shorten
 
 MAX_GROUPS = 400
 """Groups drawn: a longer figure could not be read, nor kept small."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sonde.runs.reader import Reading, Run
-from sonde.runs.wording import count, duration, moment, number, percent, plural
+from sonde.wording import count, duration, moment, number, percent, plural
 
 MAX_TEXT = 4000
 """Characters shown of any one value of a user's: the page stays small whatever a run carries along."""

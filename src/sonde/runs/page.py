@@ -19,9 +19,9 @@ from sonde.runs.method import Row, cut, method_rows
 from sonde.runs.reader import Reading, Run
 from sonde.runs.timeline import position_text
 from sonde.runs.topics import Topic, topics
-from sonde.runs.wording import count, duration, moment, number, plural
 from sonde.stats.critical_batch import Verdict, judge_batch, steps_and_examples
 from sonde.version import __version__
+from sonde.wording import count, duration, moment, number, plural
 
 _BADGES = {
     "too_small": "Batch too small",

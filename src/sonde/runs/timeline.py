@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sonde.runs.reader import Reading, Run
-from sonde.runs.wording import count
+from sonde.wording import count
 
 MAX_POINTS = 600
 """Readings drawn per curve: a screen shows no more, and the page stays small however long the run."""

@@ -12,7 +12,7 @@ from sonde.runs.groups_plot import MAX_GROUPS, groups_plot
 from sonde.runs.reader import Reading, Run
 from sonde.runs.timeline import Timeline, position_text, timeline
 from sonde.runs.tradeoff_plot import tradeoff_plot
-from sonde.runs.wording import percent, plural, shorten
+from sonde.wording import percent, plural, shorten
 
 MAX_VALUES = 4
 """Logged values drawn; the page stays small and readable whatever a run logs."""

@@ -22,8 +22,8 @@ from sonde.runs.figures import (
     new_figure,
 )
 from sonde.runs.reader import Reading
-from sonde.runs.wording import number
 from sonde.stats.critical_batch import steps_and_examples
+from sonde.wording import number
 
 
 def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sonde.stats.intervals import Status
+from sonde.wording import number
 
 PROXY_FACTOR = 2.0
 """How far the noise scale of a tuned run may sit from the batch size at which returns really diminish.
@@ -95,7 +96,7 @@ def judge_batch(
         A `Verdict`. "too_small" and "too_large" are said only when the whole interval lies more than `PROXY_FACTOR`
         from the batch size, since B_simple is a proxy no better than that.
     """
-    size = f"{_round(batch, 4)} {unit}"
+    size = f"{number(batch, 4)} {unit}"
     if status == "unresolved" or low is None or high is None:
         return Verdict(
             "unknown", f"No verdict yet on the batch of {size}.", f"{_sentence(reason)}. Measure more windows."
@@ -105,13 +106,13 @@ def judge_batch(
             gain = steps_and_examples(batch, low)
             return Verdict(
                 "too_small",
-                f"The batch of {size} is small: the noise scale is more than {_round(low)} {unit}.",
-                f"Training takes at least {_round(gain.steps)}× the fewest possible steps. Doubling the batch nearly "
+                f"The batch of {size} is small: the noise scale is more than {number(low)} {unit}.",
+                f"Training takes at least {number(gain.steps)}× the fewest possible steps. Doubling the batch nearly "
                 f"halves the steps and costs few extra {unit}. {_PROXY}",
             )
         return Verdict(
             "unknown",
-            f"No verdict yet on the batch of {size}: the noise scale is known only to be above {_round(low)} {unit}.",
+            f"No verdict yet on the batch of {size}: the noise scale is known only to be above {number(low)} {unit}.",
             f"{_sentence(reason)}. Measure more windows.",
         )
     assert b_simple is not None
@@ -122,24 +123,24 @@ def judge_batch(
             "All pieces had the same gradient: are they the same data?",
         )
     cost = steps_and_examples(batch, b_simple)
-    known = f"{_round(b_simple)} {unit} [{_round(low)} – {_round(high)}]"
+    known = f"{number(b_simple)} {unit} [{number(low)} – {number(high)}]"
     here = (
-        f"at this batch training takes about {_round(cost.steps, 2)}× the fewest steps "
-        f"and {_round(cost.examples, 2)}× the fewest {unit}"
+        f"at this batch training takes about {number(cost.steps, 2)}× the fewest steps "
+        f"and {number(cost.examples, 2)}× the fewest {unit}"
     )
     if low > PROXY_FACTOR * batch:
         return Verdict(
             "too_small",
             f"The batch of {size} is small: the noise scale is {known}.",
-            f"Now {here}. A batch near {_round(b_simple, 2)} {unit} would need "
-            f"{2 / cost.steps:.0%} of the steps and {_round(2 / cost.examples, 2)}× the {unit}. {_PROXY}",
+            f"Now {here}. A batch near {number(b_simple, 2)} {unit} would need "
+            f"{2 / cost.steps:.0%} of the steps and {number(2 / cost.examples, 2)}× the {unit}. {_PROXY}",
         )
     if high < batch / PROXY_FACTOR:
         return Verdict(
             "too_large",
             f"The batch of {size} is large: the noise scale is {known}.",
-            f"Now {here}. A batch near {_round(b_simple, 2)} {unit} would need {2 / cost.examples:.0%} of the {unit} "
-            f"and {_round(2 / cost.steps, 2)}× the steps. {_PROXY}",
+            f"Now {here}. A batch near {number(b_simple, 2)} {unit} would need {2 / cost.examples:.0%} of the {unit} "
+            f"and {number(2 / cost.steps, 2)}× the steps. {_PROXY}",
         )
     return Verdict(
         "about_right",
@@ -155,12 +156,3 @@ _PROXY = (
 
 def _sentence(reason: str) -> str:
     return reason[:1].upper() + reason[1:] if reason else "The data do not resolve the noise scale"
-
-
-def _round(value: float, digits: int = 3) -> str:
-    """A number to so many digits, without an exponent: 1,230 and 0.0123."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    text = f"{round(value, decimals):,.{max(decimals, 0)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -12,6 +12,7 @@ from torch import Tensor
 from sonde.stats.intervals import RatioInterval, Status
 from sonde.stats.noise_scale import PieceSums, RunningNoiseScale, WindowEstimate, check_keys, estimate_window
 from sonde.stats.scale_witness import ScaleReading, read_scale
+from sonde.wording import number
 
 SINGLE_PIECE = (
     "a window held a single piece, from which noise cannot be told from signal: "
@@ -118,13 +119,13 @@ class NoiseScaleReading:
     groups: Mapping[str, GroupReading] = field(repr=False)
 
     def __str__(self) -> str:
-        batch = f"batch {self.units_per_window:,.4g}" if self.units_per_window is not None else "no window yet"
+        batch = f"batch {number(self.units_per_window, 4)}" if self.units_per_window is not None else "no window yet"
         seen = f"{batch}, {self.windows} windows" + (f", {sum(self.dropped.values())} dropped" if self.dropped else "")
         if self.status == "resolved":
-            return f"B_simple {self.b_simple:,.3g} {self.unit} [{self.low:,.3g} – {self.high:,.3g}], {seen}"
+            return f"B_simple {number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}], {seen}"
         if self.status == "lower_bound":
             more = f", about {self.windows_needed} more for ± 20 %" if self.windows_needed else ""
-            return f"B_simple > {self.low:,.3g} {self.unit}, {seen}{more}"
+            return f"B_simple > {number(self.low)} {self.unit}, {seen}{more}"
         return f"B_simple not known yet ({self.reason}), {seen}"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-from sonde.stats.intervals import Status
-
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _MINUS = "\N{MINUS SIGN}"
 _NOT_KNOWN = "not known"
@@ -69,7 +67,7 @@ def interval(low: float | None, high: float | None) -> str:
     return f"more than {number(low)}" if math.isinf(high) else f"{number(low)} to {number(high)}"
 
 
-def estimate(status: Status, value: float | None, low: float | None, high: float | None) -> str:
+def estimate(status: str, value: float | None, low: float | None, high: float | None) -> str:
     """What is known of a noise scale.
 
     Example:

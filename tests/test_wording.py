@@ -5,7 +5,7 @@ import math
 import pytest
 
 from sonde.runs.figures import Scale, log_ticks, scale_for
-from sonde.runs.wording import duration, interval, number
+from sonde.wording import duration, interval, number
 
 
 @pytest.mark.parametrize(

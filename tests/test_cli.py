@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sonde
+from sonde.cli import main
+from tests.runs.plausible_run import write_run
+
+
+def _error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command that must fail says."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"sonde {sonde.__version__}\n"
+
+
+def test_help_lists_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    commands = capsys.readouterr().out
+    assert main(["demo", "--help"]) == 0
+    demo = capsys.readouterr().out
+    assert main(["report", "--help"]) == 0
+    report = capsys.readouterr().out
+    assert all(text in commands for text in ("demo", "report", "--version"))
+    for option in ("--steps N", "--ranks N", "--batch N", "--out FOLDER", "--config FILE", "(default: 16 per rank)"):
+        assert option in demo
+    assert "--out FILE" in report
+    assert "{None}" not in demo + report
+
+
+def test_help_starts_no_training_code() -> None:
+    heavy = ("torch.distributed.elastic", "sonde.demos.byte_lm.train", "bokeh")
+    code = (
+        "import sys; from sonde.cli import main; main(['--help']); "
+        f"print([m for m in sys.modules if m.startswith({heavy})])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+def test_a_wrong_option_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--stpes", "3"]) == 2
+    out, err = capsys.readouterr()
+    assert "--steps" in out + err
+
+
+def test_demo_refuses_options_before_it_writes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _error(capsys, "demo", "--device", "cpu", "--batch", "30") == (
+        "sonde: error: the batch must be a multiple of ranks × micro-batches = 2 × 2, got 30: pass --batch 28\n"
+    )
+    assert "steps must be at least 1, got 0" in _error(capsys, "demo", "--steps", "0")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_never_writes_into_a_folder_with_something_in_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    said = _error(capsys, "demo", "--out", str(tmp_path))
+    assert said == (
+        f"sonde: error: log and report go to a new or empty folder, got {tmp_path}, a folder that is not empty: "
+        "choose another --out\n"
+    )
+    assert "got" in _error(capsys, "demo", "--out", str(tmp_path / "mine.txt"))
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_config_file_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "demo.yaml"
+    config.write_text("stpes: 3\n")
+    assert _error(capsys, "demo", "--config", str(config)) == (
+        f"sonde: error: {config} holds an unknown option 'stpes': did you mean 'steps'?\n"
+    )
+    assert "no config file at" in _error(capsys, "demo", "--config", str(tmp_path / "absent.yaml"))
+
+
+def test_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("bokeh")
+    write_run(tmp_path)
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == f"report  {tmp_path / 'page.html'}\n"
+    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_report_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "no run at" in _error(capsys, "report", str(tmp_path / "absent"))
+    assert "no records.jsonl in the folder" in _error(capsys, "report", str(tmp_path))
+    log = tmp_path / "records.jsonl"
+    log.write_text("")
+    assert "is not a run's log" in _error(capsys, "report", str(tmp_path))
+    log.write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
+    assert "is not a run's log" in _error(capsys, "report", str(tmp_path))
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert "demo" in out + err
+
+
+def test_python_dash_m() -> None:
+    out = subprocess.run(
+        [sys.executable, "-m", "sonde", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    assert out == f"sonde {sonde.__version__}\n"
