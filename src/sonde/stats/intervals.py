@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -138,6 +139,7 @@ def samples_for_precision(
     return n_samples * max(relative_variance, 0.0) * (normal / precision) ** 2
 
 
+@functools.lru_cache(maxsize=256)  # every group of a reading asks for the same one
 def student_t_quantile(probability: float, dof: float) -> float:
     """The quantile of Student's t; `dof` may be fractional or infinite.
 
