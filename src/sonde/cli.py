@@ -1,0 +1,90 @@
+"""The command line: `sonde demo`, `sonde report RUN`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional, arg, subcommand
+
+from sonde.demos.byte_lm.config_file import read_options
+from sonde.demos.byte_lm.options import DemoOptions
+from sonde.version import __version__
+
+ERROR = 2
+INTERRUPTED = 130  # what shells expect after Ctrl-C
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Write the report of a run: one HTML file that opens in any browser.
+
+    Attributes:
+        run: Folder of the run, or its records.jsonl.
+        out: File to write.
+    """
+
+    run: Positional[Path]
+    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: report.html beside the log)")] = None
+
+
+Command = DemoOptions | ReportOptions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments after the program's name; by default those of the process.
+
+    Returns:
+        The exit status: 0, or 2 for input that cannot be used, or what the command says.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args == ["--version"]:
+        print(f"sonde {__version__}")
+        return 0
+    try:
+        return _run(_parse(args))
+    except SystemExit as exit_of_parser:  # after --help, or after it told what is wrong with the arguments
+        return int(exit_of_parser.code or 0)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ValueError, OSError, ImportError) as error:
+        print(f"sonde: error: {error}", file=sys.stderr)
+        return ERROR
+
+
+def _parse(args: Sequence[str]) -> Command:
+    command = _parse_with(args, DemoOptions())
+    if isinstance(command, DemoOptions) and command.config is not None:
+        command = _parse_with(args, read_options(command.config))  # what the flags do not say, the file does
+    return command
+
+
+def _parse_with(args: Sequence[str], demo: DemoOptions) -> Command:
+    commands = Annotated[DemoOptions, subcommand("demo", default=demo)] | Annotated[ReportOptions, subcommand("report")]
+    return tyro.cli(
+        commands,
+        prog="sonde",
+        description="Measure a PyTorch training run while it runs. `sonde --version` tells the version.",
+        args=args,
+    )
+
+
+def _run(command: Command) -> int:
+    """Carry out a command; what it needs of torch is imported now, so that --help is quick."""
+    match command:
+        case DemoOptions():
+            from sonde.demos.byte_lm.run import run_demo
+
+            return run_demo(command)
+        case ReportOptions():
+            from sonde.runs.report import write_report
+
+            print(f"report  {write_report(command.run, command.out)}")
+            return 0

@@ -1,0 +1,1 @@
+"""Small trainings that run anywhere and show what sonde measures."""

@@ -1,0 +1,86 @@
+"""One process per rank on this machine, through torch's elastic launcher."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+from tempfile import TemporaryDirectory
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from sonde.demos.byte_lm.interrupt import INTERRUPTED, interrupts_left_to_ranks
+from sonde.demos.byte_lm.options import Setup
+from sonde.demos.byte_lm.train import Ending, train_rank
+
+
+class TrainingFailed(Exception):
+    """The training ended before its time, and no rank runs any more.
+
+    Attributes:
+        status: the exit status to pass on.
+        traceback: of the rank that raised; empty where none did.
+    """
+
+    def __init__(self, message: str, *, status: int = 1, traceback: str = "") -> None:
+        super().__init__(message)
+        self.status, self.traceback = status, traceback
+
+
+def launch(setup: Setup) -> Ending:
+    """Train on every rank and wait for the end.
+
+    Args:
+        setup: the run.
+
+    Raises:
+        TrainingFailed: when a rank raised or was killed, or this process was told to end.
+    """
+    _silence_launcher()
+    with TemporaryDirectory(prefix="sonde-demo-") as errors_of_ranks, interrupts_left_to_ranks():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=setup.n_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",  # any free port, reached from this machine only
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+            logs_specs=DefaultLogsSpecs(log_dir=errors_of_ranks),
+        )
+        try:
+            endings: dict[int, Ending] = elastic_launch(config, train_rank)(setup)
+        except ChildFailedError as error:
+            raise _explain(*error.get_first_failure()) from error
+        except SignalException as error:
+            raise TrainingFailed(f"ended by {error.sigval.name}", status=128 + error.sigval) from error
+    return endings[0]
+
+
+def _silence_launcher() -> None:
+    """Leave out what torch says for those who operate clusters: everything that goes wrong is raised as well."""
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+    # For the ranks, which inherit them.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+
+def _explain(rank: int, failure: ProcessFailure) -> TrainingFailed:
+    if failure.exitcode == INTERRUPTED:
+        return TrainingFailed("stopped at once by a second Ctrl-C", status=INTERRUPTED)
+    if failure.exitcode < 0:
+        cause = "; the system does this when memory runs out" if failure.signal_name() == "SIGKILL" else ""
+        return TrainingFailed(f"rank {rank} was killed by {failure.signal_name()}{cause}")
+    raised = failure.error_file_data["message"]
+    if isinstance(raised, str):
+        return TrainingFailed(f"rank {rank} ended with status {failure.exitcode}")
+    summary = raised["message"].partition("\n")[0]
+    return TrainingFailed(f"rank {rank} failed: {summary}", traceback=raised["extraInfo"]["py_callstack"])

@@ -1,0 +1,163 @@
+"""What a demo run is asked to do, and what that means on this machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+BATCH_PER_RANK = 16
+"""Sequences per rank and optimizer step where `--batch` does not say."""
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Train a small language model on real text and measure its gradient noise scale.
+
+    The model reads the sources of Python's standard library byte by byte and learns to predict the next one, on
+    several processes under DistributedDataParallel. The noise scale then says whether the batch size suits the
+    training. Ctrl-C stops early and keeps what was measured.
+
+    Attributes:
+        steps: Optimizer steps.
+        ranks: Processes.
+        batch: Sequences per optimizer step, over all ranks.
+        micro_batches: Backward passes per rank and step, over which gradients accumulate.
+        context: Bytes per sequence.
+        learning_rate: Peak learning rate of AdamW, between a warm-up and a cosine decay.
+        horizon: Length of the probe's running averages, in optimizer steps.
+        seed: Seed of the weights and of the windows of text.
+        device: Where to train; auto takes GPUs where there are any.
+        log_every: Optimizer steps between readings.
+        out: New or empty folder for log and report.
+        config: YAML file with any of these options; flags win over it.
+    """
+
+    steps: Annotated[int, arg(metavar="N")] = 300
+    ranks: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: one per GPU, or 2 on the CPU)")] = None
+    batch: Annotated[int | None, arg(metavar="N", help_behavior_hint=f"(default: {BATCH_PER_RANK} per rank)")] = None
+    micro_batches: Annotated[int, arg(metavar="N")] = 2
+    context: Annotated[int, arg(metavar="N")] = 96
+    learning_rate: Annotated[float, arg(metavar="RATE")] = 1e-3
+    horizon: Annotated[float, arg(metavar="N")] = 25.0
+    seed: Annotated[int, arg(metavar="N")] = 0
+    device: Device = "auto"
+    log_every: Annotated[int, arg(metavar="N")] = 5
+    out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: sonde-demo/DATE-TIME)")] = None
+    config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(optional)")] = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One run with every choice made; the same on every rank.
+
+    Attributes:
+        folder: where log and report go.
+        device: of every rank.
+        n_ranks: processes.
+        n_threads: per process, on the CPU.
+        n_steps: optimizer steps.
+        n_micro_batches: per rank and step.
+        sequences_per_micro_batch: sequences in each.
+        context: bytes per sequence.
+        learning_rate: its peak.
+        horizon: of the probe, in steps.
+        seed: of weights and windows.
+        log_every: steps between readings.
+    """
+
+    folder: Path
+    device: Literal["cpu", "cuda"]
+    n_ranks: int
+    n_threads: int
+    n_steps: int
+    n_micro_batches: int
+    sequences_per_micro_batch: int
+    context: int
+    learning_rate: float
+    horizon: float
+    seed: int
+    log_every: int
+
+    @property
+    def batch(self) -> int:
+        """Sequences per optimizer step, over all ranks."""
+        return self.n_ranks * self.n_micro_batches * self.sequences_per_micro_batch
+
+    def metadata(self) -> dict[str, object]:
+        """What the log remembers of it, as JSON values."""
+        chosen = asdict(self)
+        del chosen["folder"]
+        return {"batch": self.batch, **chosen}
+
+
+def decide(options: DemoOptions, folder: Path, *, n_gpus: int, n_cores: int) -> Setup:
+    """Make every choice that the options leave open.
+
+    Args:
+        options: what was asked for.
+        folder: where log and report go.
+        n_gpus: GPUs of this machine.
+        n_cores: cores that this process may use.
+
+    Raises:
+        ValueError: for options out of range, or that do not fit together or this machine.
+    """
+    _check_ranges(options)
+    on_cpu = options.device == "cpu" or (options.device == "auto" and n_gpus == 0)
+    n_ranks = options.ranks or (2 if on_cpu else n_gpus)
+    if not on_cpu and not 1 <= n_ranks <= n_gpus:
+        raise ValueError(
+            f"each rank needs a GPU of its own, got {n_ranks} ranks and {n_gpus} GPUs: "
+            "pass --device cpu or fewer --ranks"
+        )
+    n_pieces = n_ranks * options.micro_batches
+    if n_pieces < 2:
+        raise ValueError(
+            "need at least 2 pieces per step to tell noise from signal, got 1 rank × 1 micro-batch: "
+            "pass --micro-batches 2 or --ranks 2"
+        )
+    batch = n_ranks * _per_rank(options) if options.batch is None else options.batch
+    if batch % n_pieces:
+        below = batch - batch % n_pieces
+        raise ValueError(
+            f"the batch must be a multiple of ranks × micro-batches = {n_ranks} × {options.micro_batches}, "
+            f"got {batch}: pass --batch {below or n_pieces}"
+        )
+    return Setup(
+        folder=folder,
+        device="cpu" if on_cpu else "cuda",
+        n_ranks=n_ranks,
+        n_threads=max(1, n_cores // n_ranks),
+        n_steps=options.steps,
+        n_micro_batches=options.micro_batches,
+        sequences_per_micro_batch=batch // n_pieces,
+        context=options.context,
+        learning_rate=options.learning_rate,
+        horizon=options.horizon,
+        seed=options.seed,
+        log_every=options.log_every,
+    )
+
+
+def _per_rank(options: DemoOptions) -> int:
+    """Sequences per rank nearest to the default that the micro-batches share evenly."""
+    return options.micro_batches * max(1, round(BATCH_PER_RANK / options.micro_batches))
+
+
+def _check_ranges(options: DemoOptions) -> None:
+    for name in ("steps", "ranks", "batch", "micro_batches", "context", "log_every"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}: give a whole number from 1 up")
+    if not 0 <= options.seed < 2**31:
+        raise ValueError(f"seed must be at least 0 and less than 2³¹, got {options.seed}: choose another")
+    if not 0 < options.learning_rate < math.inf:
+        raise ValueError(f"learning_rate must be positive and finite, got {options.learning_rate}: try 0.001")
+    if not 1 < options.horizon < math.inf:
+        raise ValueError(f"horizon must be more than 1 step and finite, got {options.horizon}: try 25")

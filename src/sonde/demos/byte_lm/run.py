@@ -1,0 +1,137 @@
+"""`sonde demo` from beginning to end: the choices, the training, the verdict, the report."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from sonde.demos.byte_lm.data import find_sources
+from sonde.demos.byte_lm.interrupt import INTERRUPTED
+from sonde.demos.byte_lm.launch import TrainingFailed, launch
+from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
+from sonde.demos.byte_lm.progress import PANEL_WIDTH
+from sonde.runs.reader import Reading, read_run
+from sonde.runs.report import write_report
+from sonde.runs.sinks import RECORDS_NAME
+from sonde.stats.critical_batch import Verdict, judge_batch
+
+_VERDICT_STYLES = {"about_right": "green", "too_small": "yellow", "too_large": "yellow", "unknown": "cyan"}
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Train, judge the batch size, and leave a log and a report.
+
+    Args:
+        options: what was asked for.
+
+    Returns:
+        The exit status: 0, or 130 after Ctrl-C, or another when a rank failed.
+
+    Raises:
+        ValueError: for options that cannot be met.
+        FileExistsError: when the folder for log and report has something in it.
+        FileNotFoundError: when this Python has no sources to learn from.
+    """
+    console = Console(highlight=False)
+    sources = find_sources()
+    folder = _choose_folder(options.out)
+    setup = decide(options, folder, n_gpus=torch.cuda.device_count(), n_cores=_n_cores())
+    folder.mkdir(parents=True, exist_ok=True)
+    _announce(setup, n_bytes=sum(source.stat().st_size for source in sources), console=console)
+    try:
+        ending = launch(setup)
+    except TrainingFailed as failure:
+        if console.show_cursor():  # in a terminal, where a killed rank leaves its panel open
+            console.print()
+        _explain(failure, folder / RECORDS_NAME)
+        return failure.status
+    if ending.interrupted:
+        what_is_left = "log and report are complete so far" if ending.n_steps else "no step was finished"
+        console.print(f"Stopped at step {ending.n_steps} of {setup.n_steps}; {what_is_left}.")
+    conclude(setup, console)
+    return INTERRUPTED if ending.interrupted else 0
+
+
+def _choose_folder(out: Path | None) -> Path:
+    if out is None:
+        return Path("sonde-demo") / time.strftime("%Y%m%d-%H%M%S")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "a folder that is not empty" if out.is_dir() else "a file"
+        raise FileExistsError(f"log and report go to a new or empty folder, got {out}, {what}: choose another --out")
+    return out
+
+
+def _n_cores() -> int:
+    """Cores that this process may use: fewer than the machine has, in a container or under taskset."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _announce(setup: Setup, *, n_bytes: int, console: Console) -> None:
+    where = "the CPU" if setup.device == "cpu" else "one GPU each"
+    console.print(
+        f"sonde demo: {setup.n_ranks} processes on {where} teach a small transformer to write Python, byte by byte, "
+        f"from the {n_bytes / 1e6:.0f} MB of its standard library. Meanwhile sonde measures the gradient noise scale "
+        "B_simple, which tells how large a batch is worth its cost. Ctrl-C stops early and keeps what was measured.\n\n"
+        f"Starting {setup.n_ranks} processes ...\n",
+        width=min(console.width, PANEL_WIDTH),
+    )
+
+
+def _explain(failure: TrainingFailed, log: Path) -> None:
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    if failure.traceback:
+        console.print(failure.traceback)
+    kept = f"; the log so far: {log}" if log.exists() else ""
+    console.print(f"sonde: error: {failure}{kept}")
+
+
+def conclude(setup: Setup, console: Console) -> None:
+    """Say what came out of a run and where it lies, and write its report.
+
+    Args:
+        setup: the run, which has ended.
+        console: where to say it.
+    """
+    run = read_run(setup.folder)
+    if not run.readings:
+        console.print(f"Nothing was measured. The log is {run.path}.", soft_wrap=True)
+        return
+    console.print(_verdict_panel(_judge(run.readings[-1], setup), width=min(console.width, PANEL_WIDTH)))
+    console.print(f"log     {run.path}", soft_wrap=True)
+    try:
+        report = write_report(setup.folder)
+    except ImportError as error:
+        console.print(f"report  {error}, then run: sonde report {setup.folder}", markup=False, soft_wrap=True)
+    else:
+        console.print(f"report  {report}  (open it in a browser)", soft_wrap=True)
+        console.print(f"        sonde report {setup.folder}  writes it again", soft_wrap=True)
+
+
+def _verdict_panel(verdict: Verdict, width: int) -> Panel:
+    unbroken = verdict.headline.replace(" – ", "–")  # an interval stays on one line
+    return Panel(
+        Text.assemble((unbroken, "bold"), "\n\n", verdict.detail),
+        title="verdict",
+        title_align="left",
+        border_style=_VERDICT_STYLES[verdict.kind],
+        width=width,
+        padding=(1, 2),
+    )
+
+
+def _judge(last: Reading, setup: Setup) -> Verdict:
+    return judge_batch(
+        setup.batch,
+        unit="sequences",
+        status=last.status,
+        b_simple=last.metrics["gns/b_simple"],
+        low=last.metrics["gns/b_simple_low"],
+        high=last.high,
+        reason=last.reason,
+    )

@@ -1,0 +1,238 @@
+"""The demo as people start it: real processes, a real terminal, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
+from sonde.demos.byte_lm.run import conclude
+from sonde.runs.reader import Run, read_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc"),
+]
+
+DEADLINE = 120.0  # seconds; a run here takes about 8 on 2 idle cores
+DEMO = [sys.executable, "-m", "sonde", "demo", "--device", "cpu"]
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a demo in a process group of its own, as a shell does; nothing of it outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_demo(*options: str, **where: Any) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        started.append(subprocess.Popen([*DEMO, *options], text=True, **(where or pipes)))
+        return started[-1]
+
+    yield start_demo
+    for demo in started:
+        if demo.poll() is None:
+            os.killpg(demo.pid, signal.SIGKILL)
+            demo.communicate()
+
+
+def _ranks_of(launcher: int) -> list[int]:
+    children = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
+    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def _is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < give_up, "the demo did not get this far in time"
+        time.sleep(0.05)
+
+
+def _has_reading(folder: Path) -> bool:
+    log = folder / "records.jsonl"
+    return log.exists() and '{"kind":"reading"' in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A run of 12 steps, with its options partly from a file that a flag overrules."""
+    folder = tmp_path_factory.mktemp("demo")
+    config = folder / "demo.yaml"
+    config.write_text("steps: 500\nlog-every: 4\nlearning_rate: 3e-3\n")
+    arguments = [*DEMO, "--config", str(config), "--steps", "12", "--out", str(folder / "run")]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=DEADLINE)
+    return folder / "run", ended
+
+
+def _run_of(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> Run:
+    assert finished[1].returncode == 0, finished[1].stderr
+    return read_run(finished[0])
+
+
+def test_demo_learns_and_its_log_reads_back(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run = _run_of(finished)
+    assert (run.ended, run.torn, run.alerts) == ("finished", None, ())
+    assert [reading.window for reading in run.readings] == [4, 8, 12]
+    _, losses = run.series("loss")
+    assert losses[0] < math.log(256) + 0.1, "it starts from a nearly uniform guess"
+    assert losses[2] < losses[1] < losses[0]
+    assert run.header.unit == "sequences"
+    assert run.header.metadata["learning_rate"] == 3e-3
+    assert run.header.metadata["n_steps"] == 12
+
+
+def test_demo_trains_two_ranks_on_data_of_their_own(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run = _run_of(finished)
+    assert run.header.setup["wrapper"] == "DistributedDataParallel"
+    assert run.header.setup["ranks"] == 2
+    last = run.readings[-1]
+    assert last.pieces["per_window"] == 4
+    assert last.metrics["gns/units_per_window"] == 32
+    consistency = last.metrics["gns/consistency"]
+    # None if the ranks had the same data. 12 windows of a few hundred elements know the ratio to some tens of percent.
+    assert consistency is not None
+    assert 0.3 < consistency < 3
+
+
+def test_demo_says_what_it_does_and_leaves_a_report(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, ended = finished
+    assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert "\x1b" not in ended.stdout + ended.stderr
+    for text in ("2 processes on the CPU", "step 12/12, loss ", "─ verdict ─", "The batch of 32 sequences"):
+        assert text in ended.stdout
+    assert f"log     {folder}/records.jsonl\nreport  {folder}/report.html" in ended.stdout
+    # All that torch and its launcher have to say is left out; what attaching found is not.
+    lines = ended.stderr.splitlines()
+    assert lines[0] == "sonde: noise scale attached"
+    assert all(line.startswith(("sonde: ", "  ")) for line in lines), ended.stderr
+
+
+def test_without_bokeh_the_end_says_how_to_get_the_report(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = finished
+    setup: Setup = decide(DemoOptions(), folder, n_gpus=0, n_cores=2)
+    monkeypatch.setitem(sys.modules, "bokeh", None)  # 'import bokeh' raises ImportError
+    said = io.StringIO()
+    conclude(setup, Console(file=said, width=100))
+    assert "The batch of 32 sequences" in said.getvalue()
+    assert (
+        f"report  the report needs bokeh: pip install 'sonde[report]', then run: sonde report {folder}"
+        in said.getvalue()
+    )
+
+
+class Terminal:
+    """A pseudo-terminal with a reader, as a terminal window is one; `theirs` is the demo's end."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = os.openpty()
+        self._parts: list[bytes] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        # Linux's end of file for terminals is an error, EIO, once the last process has closed its end.
+        with contextlib.suppress(OSError):
+            while True:
+                self._parts.append(os.read(self._ours, 65536))
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._ours, b"\x03")
+
+    def screen(self) -> str:
+        """Everything that was written, once the last process is gone."""
+        self._reader.join(DEADLINE)
+        os.close(self._ours)
+        return b"".join(self._parts).decode()
+
+
+def test_ctrl_c_in_a_terminal_stops_all_ranks_at_the_same_step(tmp_path: Path, start: Start) -> None:
+    terminal, folder = Terminal(), tmp_path / "run"
+    demo = start(
+        *("--steps", "5000", "--log-every", "2", "--out", str(folder)),
+        preexec_fn=partial(os.login_tty, terminal.theirs),
+        env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"},
+    )
+    os.close(terminal.theirs)
+    _wait_for(lambda: _has_reading(folder))
+    terminal.press_ctrl_c()
+    status, screen = demo.wait(DEADLINE), terminal.screen()
+    assert status == 130, screen
+    run = read_run(folder)
+    assert (run.ended, run.torn) == ("interrupted", None)
+    assert f"Stopped at step {run.readings[-1].window} of 5000; log and report are complete so far." in screen
+    assert "B_simple" in screen
+    assert "tokens/s" in screen
+    assert "Traceback" not in screen
+    assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l"), "the cursor is shown again"
+    assert (folder / "report.html").exists()
+
+
+def test_ctrl_c_while_ranks_start_is_not_lost(tmp_path: Path, start: Start) -> None:
+    demo = start("--steps", "5000", "--out", str(tmp_path / "run"))
+    _wait_for(lambda: len(_ranks_of(demo.pid)) == 2)
+    os.killpg(demo.pid, signal.SIGINT)
+    out, err = demo.communicate(timeout=DEADLINE)
+    assert demo.returncode == 130, err
+    assert "no step was finished" in out
+    assert "Nothing was measured." in out
+    assert "Traceback" not in out + err
+    assert read_run(tmp_path / "run").ended == "interrupted"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_demo_with_one_sentence(tmp_path: Path, start: Start, rank: int) -> None:
+    folder = tmp_path / "run"
+    demo = start("--steps", "5000", "--log-every", "2", "--out", str(folder))
+    _wait_for(lambda: _has_reading(folder))
+    ranks = sorted(_ranks_of(demo.pid))  # in the order they were started
+    os.kill(ranks[rank], signal.SIGKILL)
+    _, err = demo.communicate(timeout=DEADLINE)
+    assert demo.returncode == 1, err
+    lines = err.splitlines()
+    assert all(line.startswith(("sonde: ", "  ")) for line in lines), err
+    assert [line for line in lines if "error" in line] == [
+        f"sonde: error: rank {rank} was killed by SIGKILL; the system does this when memory runs out; "
+        f"the log so far: {folder}/records.jsonl"
+    ]
+    assert not any(map(_is_running, ranks))
+    run = read_run(folder)
+    assert run.readings
+    # Rank 0 may be ended before it has noticed.
+    assert run.ended in (None, "stopped by RuntimeError")
+
+
+def test_what_a_rank_raises_is_shown_in_full(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent")
+    demo = start("--out", str(tmp_path / "run"))
+    _, err = demo.communicate(timeout=DEADLINE)
+    assert demo.returncode == 1
+    assert err.count("Traceback") == 1
+    assert "dist.init_process_group(" in err
+    last = err.splitlines()[-1]
+    assert last.startswith("sonde: error: rank ")
+    assert "failed: RuntimeError" in last
+    assert "Unable to find address for: absent" in last
+    assert not (tmp_path / "run" / "records.jsonl").exists()
+    assert "the log so far" not in last
