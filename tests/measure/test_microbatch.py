@@ -70,7 +70,12 @@ def test_the_hook_makes_nothing_of_gradient_size() -> None:
 def test_small_gradients_wait_within_a_bound() -> None:
     parameters = [nn.Parameter(torch.randn(100, 100)) for _ in range(50)]
     tap = MicrobatchTap(
-        parameters, Witness(parameters), Euclidean(), on_backward_end=lambda: None, staging_bytes=200_000
+        parameters,
+        Witness(parameters),
+        Euclidean(),
+        on_backward_end=lambda: None,
+        staging_bytes=200_000,
+        staged_numel=20_000,
     )
     grads = [torch.randn(100, 100) for _ in parameters]
     alive = [weakref.ref(g) for g in grads]
@@ -91,7 +96,7 @@ def test_small_gradients_wait_within_a_bound() -> None:
 def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
     """Another hook that writes to its gradient in place afterwards must not change what was read."""
     small = nn.Parameter(torch.ones(10))
-    tap = MicrobatchTap([small], Witness([small]), Euclidean(), on_backward_end=lambda: None)
+    tap = MicrobatchTap([small], Witness([small]), Euclidean(), on_backward_end=lambda: None, staged_numel=100)
     tap.expect_piece()
     (small * 3).sum().backward()
     small.grad.zero_()  # type: ignore[union-attr]

@@ -132,7 +132,7 @@ class BucketTap:
             self._witness.read(i, g, self._dtype) for i, g in zip(indices, grads, strict=True) if i in self._witness
         ]
         return GradientSummary(
-            sq_norms=torch.stack(self._metric.norms(indices, grads)).to(self._dtype).square(),
+            sq_norms=torch.stack(self._metric.sq_norms(indices, grads)).to(self._dtype),
             witness=torch.cat(read) if read else torch.zeros(0, dtype=self._dtype, device=self._device),
         )
 

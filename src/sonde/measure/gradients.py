@@ -47,12 +47,12 @@ def summarize(
     for where in dict.fromkeys(g.device for _, g in present):
         here = [(i, g) for i, g in present if g.device == where]
         indices, of_here = [i for i, _ in here], [g for _, g in here]
-        for i, value in zip(indices, metric.norms(indices, of_here), strict=True):
-            of_each[i] = value.to(device=device, dtype=dtype, non_blocking=True)
+        for i, value in zip(indices, metric.sq_norms(indices, of_here), strict=True):
+            of_each[i] = value if where == device else value.to(device, non_blocking=True)
     elements = [
         torch.zeros(size, dtype=dtype, device=device)
         if (grad := grads[i]) is None
         else witness.read(i, grad, dtype).to(device, non_blocking=True)
         for i, size in witness.sizes.items()
     ]
-    return GradientSummary(sq_norms=torch.stack(of_each).square(), witness=torch.cat(elements))
+    return GradientSummary(sq_norms=torch.stack(of_each).to(dtype), witness=torch.cat(elements))

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sonde.measure.norms import norms
+from sonde.measure.norms import sq_norm, sq_norms
 
 _CHUNK = 2**18
 """Elements weighted at a time, so that no temporary is of gradient size."""
@@ -17,16 +17,23 @@ _CHUNK = 2**18
 class Metric(Protocol):
     """How gradients are measured."""
 
-    def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
-        """The norm of each gradient; `indices` say of which parameters. 0-dim tensors, in order."""
+    def sq_norm(self, index: int, grad: Tensor) -> Tensor:
+        """The squared norm of the gradient of parameter `index`; 0-dim."""
+
+    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """The squared norm of each gradient; `indices` say of which parameters. 0-dim tensors, in order."""
 
 
 class Euclidean:
     """|g|² = Σ g_j²."""
 
-    def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
-        """The 2-norm of each gradient."""
-        return norms(grads)
+    def sq_norm(self, index: int, grad: Tensor) -> Tensor:
+        """The squared 2-norm of one gradient."""
+        return sq_norm(grad)
+
+    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """The squared 2-norm of each gradient."""
+        return sq_norms(grads)
 
 
 class AdamMetric:
@@ -53,11 +60,12 @@ class AdamMetric:
             )
         self._groups = [groups[id(p)] for p in parameters]
 
-    def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
-        """√(Σ P_j g_j²) of each gradient."""
-        return [self._norm(i, g) for i, g in zip(indices, grads, strict=True)]
+    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Σ P_j g_j² of each gradient."""
+        return [self.sq_norm(i, g) for i, g in zip(indices, grads, strict=True)]
 
-    def _norm(self, index: int, grad: Tensor) -> Tensor:
+    def sq_norm(self, index: int, grad: Tensor) -> Tensor:
+        """Σ P_j g_j² of one gradient."""
         state, group = self._state.get(self._parameters[index], {}), self._groups[index]
         if "exp_avg_sq" not in state:
             return torch.full((), torch.nan, device=grad.device)
@@ -69,4 +77,4 @@ class AdamMetric:
         for g, v in zip(grad.reshape(-1).split(_CHUNK), second.split(_CHUNK), strict=True):
             root = v.sqrt().div_(correction.to(v.device)).add_(group["eps"])  # sqrt, not sqrt_: v is the optimizer's
             total += g.to(root.dtype).square().div_(root).sum()
-        return total.sqrt()
+        return total

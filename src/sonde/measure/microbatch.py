@@ -22,9 +22,10 @@ from sonde.measure.norms import accumulation_dtype
 from sonde.measure.witness import Witness
 
 STAGED_NUMEL = 16_384
-"""Gradients up to this many elements wait for a shared kernel; larger ones are reduced at once.
+"""On an accelerator, gradients up to this many elements wait for a shared kernel; larger ones are reduced at once.
 
-A gradient that waits is referenced, so autograd clones it rather than take it over as `.grad`: cheap only if small.
+A gradient that waits is referenced, so autograd clones it rather than take it over as `.grad`: cheap only if small. On
+a CPU there is no launch to save, and none waits.
 """
 
 
@@ -77,6 +78,7 @@ class MicrobatchTap:
         metric: how gradients are squared.
         on_backward_end: called when a backward outside `expect_piece` … `end_piece` has ended.
         staging_bytes: bound of the memory for gradients that wait.
+        staged_numel: gradients up to this many elements wait; by default as `STAGED_NUMEL` says.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class MicrobatchTap:
         *,
         on_backward_end: Callable[[], None],
         staging_bytes: int = 8 * 2**20,
+        staged_numel: int | None = None,
     ) -> None:
         self.name = "leaf hooks"
         self.seconds = 0.0
@@ -95,6 +98,9 @@ class MicrobatchTap:
         self._on_backward_end = on_backward_end
         self._staging_bytes = staging_bytes
         self._device = parameters[0].device
+        self._one_device = all(p.device == self._device for p in parameters)
+        default = 0 if self._device.type == "cpu" else STAGED_NUMEL
+        self._staged_numel = default if staged_numel is None else staged_numel
         self._dtype = accumulation_dtype(self._device)
         self._no_norm = dict.fromkeys(range(len(parameters)), torch.zeros((), dtype=self._dtype, device=self._device))
         self._no_witness = {i: torch.zeros(n, dtype=self._dtype, device=self._device) for i, n in witness.sizes.items()}
@@ -105,7 +111,7 @@ class MicrobatchTap:
         self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
 
     def _reset(self) -> None:
-        self._norms: dict[int, Tensor] = {}
+        self._sq_norms: dict[int, Tensor] = {}
         self._witnessed: dict[int, Tensor] = {}
         # Gradients that wait, by stream: kernels on one stream must not read what another still writes.
         self._staged: dict[torch.cuda.Stream | None, dict[int, Tensor]] = {}
@@ -125,7 +131,7 @@ class MicrobatchTap:
         with torch.no_grad():
             self._flush()
             piece = GradientSummary(
-                sq_norms=torch.stack(self._collect(self._norms, self._no_norm)).square(),
+                sq_norms=torch.stack(self._collect(self._sq_norms, self._no_norm)).to(self._dtype),
                 witness=torch.cat(self._collect(self._witnessed, self._no_witness)),
             )
         self._reset()
@@ -190,10 +196,10 @@ class MicrobatchTap:
         self._fired[index] = 1
         if grad.is_sparse and grad.device.type != "cpu":
             self._problems[Problem.SPARSE_ON_GPU] += 1
-        elif self._sums_backwards or (grad.numel() <= STAGED_NUMEL and not grad.is_sparse):
+        elif self._sums_backwards or (grad.numel() <= self._staged_numel and not grad.is_sparse):
             self._stage(index, grad)
         else:
-            self._reduce({index: grad})
+            self._keep(index, grad, self._metric.sq_norm(index, grad))
 
     def _take_again(self, index: int, grad: Tensor) -> None:
         """A second gradient for the same parameter in one piece: |h₁ + h₂|² needs both at hand."""
@@ -224,23 +230,25 @@ class MicrobatchTap:
         self._staged_bytes = 0
 
     def _reduce(self, grads: dict[int, Tensor]) -> None:
-        values = self._metric.norms(list(grads), list(grads.values()))
+        values = self._metric.sq_norms(list(grads), list(grads.values()))
         for (index, grad), value in zip(grads.items(), values, strict=True):
-            self._norms[index] = value
-            if index in self._witness:
-                self._witnessed[index] = self._witness.read(index, grad, self._dtype)
-            if (stream := _stream(grad)) is not None:
-                self._made_on[index] = stream
+            self._keep(index, grad, value)
+
+    def _keep(self, index: int, grad: Tensor, sq_norm: Tensor) -> None:
+        self._sq_norms[index] = sq_norm
+        if index in self._witness:
+            self._witnessed[index] = self._witness.read(index, grad, self._dtype)
+        if (stream := _stream(grad)) is not None:
+            self._made_on[index] = stream
 
     def _collect(self, made: dict[int, Tensor], missing: dict[int, Tensor]) -> list[Tensor]:
         """What was made, on the main device and in order, zeros for what was not."""
         for index, stream in self._made_on.items():
             if index in made and stream != (here := torch.cuda.current_stream(stream.device)):
                 made[index].record_stream(here)  # its memory must outlive the read on this stream
-        return [
-            made[i].to(device=self._device, dtype=self._dtype, non_blocking=True) if i in made else zero
-            for i, zero in missing.items()
-        ]
+        if self._one_device:
+            return [made.get(i, zero) for i, zero in missing.items()]
+        return [made[i].to(self._device, non_blocking=True) if i in made else zero for i, zero in missing.items()]
 
 
 def _stream(grad: Tensor) -> torch.cuda.Stream | None:

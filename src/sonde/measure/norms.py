@@ -1,4 +1,4 @@
-"""Norms of local gradients, in fp32 or better whatever their dtype, without copies of gradient size."""
+"""Squared norms of local gradients, in fp32 or better whatever their dtype, without copies of gradient size."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 # torch's fp32 reduction over a flat CPU tensor keeps one running sum per vector lane: 8e-4 off at 16M elements. Norms
 # of rows this long, combined in fp64, are off by 4e-9 and no slower (they vectorise along the row).
 _ROW = 4096
+# Up to here one dot product is off by less than 1e-6, and it is the cheapest call there is: no temporary, no options.
+_DOT = 2**17
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -17,8 +19,8 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def norm(grad: Tensor) -> Tensor:
-    """The 2-norm of one dense or sparse gradient.
+def sq_norm(grad: Tensor) -> Tensor:
+    """The squared 2-norm of one dense or sparse gradient.
 
     Args:
         grad: any shape; fp16, bf16, fp32 or fp64; strided or sparse COO (duplicates are summed first).
@@ -28,22 +30,23 @@ def norm(grad: Tensor) -> Tensor:
     """
     if grad.is_sparse:
         grad = grad.coalesce().values()
-    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    if grad.device.type != "cpu" or grad.numel() < 2 * _ROW:
-        return _norm(grad, dtype)
+    if grad.device.type != "cpu":
+        return _norm(grad, _wide(grad.dtype)).square()
     flat = _flat(grad)
     if flat is None:
-        return _norm(grad, torch.float64)  # slow but exact; overlapping memory is rare
+        return _norm(grad, torch.float64).square()  # slow but exact; overlapping memory is rare
+    if flat.numel() <= _DOT and flat.dtype in (torch.float32, torch.float64):
+        return torch.dot(flat, flat)
     whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype)
-    total = _norm(rows, torch.float64)
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=_wide(grad.dtype)).double()
+    total = torch.dot(rows, rows)
     if whole < flat.numel():
-        total = torch.hypot(total, _norm(flat[whole:], torch.float64))
+        total = total + _norm(flat[whole:], torch.float64).square()
     return total
 
 
-def norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm of each gradient, by few kernels where that is faster.
+def sq_norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The squared 2-norm of each gradient, by few kernels where launching them is what costs.
 
     Args:
         grads: gradients on one device, of any dtypes.
@@ -53,10 +56,15 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """
     if not grads:
         return []
-    if any(g.is_sparse or (g.device.type == "cpu" and g.numel() >= 2 * _ROW) for g in grads):
-        return [norm(g) for g in grads]
+    if grads[0].device.type == "cpu" or any(g.is_sparse for g in grads):
+        return [sq_norm(g) for g in grads]
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    return list(torch._foreach_norm(list(grads), 2, dtype=dtype))
+    of_each = torch._foreach_norm(list(grads), 2, dtype=dtype)
+    return list(torch._foreach_mul(of_each, of_each))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _norm(values: Tensor, dtype: torch.dtype) -> Tensor:
