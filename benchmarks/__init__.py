@@ -1,0 +1,1 @@
+"""What sonde costs and how exact it is, measured: one module per claim, run by `make bench`."""

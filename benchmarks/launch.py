@@ -1,0 +1,88 @@
+"""Run a function in new processes, one for each rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.training import Setup
+
+DEADLINE_SECONDS = 1800.0
+
+
+def on_ranks(
+    setup: Setup, function: Callable[..., Any], *args: Any, start: Literal["spawn", "forkserver"] = "forkserver"
+) -> list[Any]:
+    """`function(setup, *args)` on every rank, each a new process; their results, by rank.
+
+    Args:
+        setup: says how many ranks, and how many threads each.
+        function: importable, as are the arguments and the results.
+        *args: for the function.
+        start: "spawn" takes seconds and gives every process a memory layout of its own, as timings want;
+            "forkserver" takes milliseconds.
+
+    Raises:
+        RuntimeError: with the traceback of a rank that failed, or when one does not answer in time.
+    """
+    context: Any = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(["benchmarks.preload"])
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(setup.ranks):
+            ours, theirs = context.Pipe()
+            work = (rank, str(Path(folder) / "store"), theirs, function, setup, args)
+            process = context.Process(target=_serve, args=work, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return [_receive(pipe, process) for pipe, process in zip(pipes, processes, strict=True)]
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+
+
+def _receive(pipe: Connection, process: BaseProcess) -> Any:
+    if not pipe.poll(DEADLINE_SECONDS):
+        raise RuntimeError(f"{process.name} did not answer within {DEADLINE_SECONDS:g} s")
+    try:
+        result, error = pipe.recv()
+    except EOFError:
+        process.join(timeout=5)
+        raise RuntimeError(f"{process.name} died with exit code {process.exitcode}") from None
+    if error is not None:
+        raise RuntimeError(f"{process.name} failed:\n{error}")
+    return result
+
+
+def _serve(
+    rank: int, store: str, pipe: Connection, function: Callable[..., Any], setup: Setup, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(setup.threads)
+    try:
+        if setup.device == "cuda":
+            torch.cuda.set_device(rank)
+        if setup.ranks > 1:
+            backend = "nccl" if setup.device == "cuda" else "gloo"
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=setup.ranks)
+        result = function(setup, *args)
+        if setup.ranks > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+        pipe.send((result, None))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))

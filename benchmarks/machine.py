@@ -1,0 +1,51 @@
+"""Where and with what a result was measured."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+def describe(device: str) -> dict[str, str]:
+    """Machine, versions, date and commit, for people."""
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    changed = " with uncommitted changes" if _git("status", "--porcelain", "--", "src", "benchmarks/*.py") else ""
+    gpu = {"GPU": f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"} if device == "cuda" else {}
+    return {
+        **gpu,
+        "CPU": f"{_cpu_model()}, {os.cpu_count()} cores",
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "torch": torch.__version__,
+        "compared": ", ".join(_versions("adaptdl", "fairscale", "k-diffusion")) or "no other package installed",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": (commit or "unknown") + changed,
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown CPU"
+
+
+def _git(*args: str) -> str:
+    here = Path(__file__).parent.parent
+    done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _versions(*packages: str) -> list[str]:
+    found = []
+    for package in packages:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,36 @@
+"""The peak memory of a training process, with and without a contestant."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.contestants import Entry
+from benchmarks.gpt import sequences
+from benchmarks.training import Run, Setup, draw_windows
+
+
+def peak_bytes(setup: Setup, entry: Entry, n_windows: int) -> int:
+    """Peak memory of this process after training some windows: all of it on the CPU, the allocator's on a GPU.
+
+    Call in a fresh process that has imported the same modules for every contestant.
+    """
+    run = Run(setup)
+    contestant = entry.make(run)
+    for window in draw_windows(setup, sequences(setup.shape), n_windows, seed=1):
+        run.train_window(contestant, window)
+    if setup.device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return _peak_resident_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count the parent's peak too, which survives fork and exec
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,178 @@
+"""What the noise-scale probe costs and how exact it is, beside other estimators: `python -m benchmarks.noise_scale`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.accuracy import Moments, accuracy, estimates, train_then_freeze
+from benchmarks.contestants import ENTRIES, PLAIN, Entry, Estimate
+from benchmarks.gpt import ABOUT_6M, GPT2_SMALL, TINY
+from benchmarks.launch import on_ranks
+from benchmarks.machine import describe
+from benchmarks.memory import peak_bytes
+from benchmarks.table import Results, Row, markdown
+from benchmarks.timing import cost, time_blocks
+from benchmarks.training import Setup
+from benchmarks.waiting import collectives_per_window, synchronisations_per_window
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure.
+
+    Attributes:
+        processes: fresh processes that time each contestant.
+        blocks: blocks of four windows timed in each.
+        memory_repeats: processes whose peak memory is read; an odd number.
+        accuracy_runs: independent runs behind each bias.
+        accuracy_windows: windows in each.
+    """
+
+    processes: int
+    blocks: int
+    memory_repeats: int
+    accuracy_runs: int
+    accuracy_windows: int
+
+
+FULL = Effort(processes=3, blocks=6, memory_repeats=3, accuracy_runs=8, accuracy_windows=300)
+QUICK = Effort(processes=1, blocks=1, memory_repeats=1, accuracy_runs=2, accuracy_windows=40)
+GOAL = {"cpu": 0.01, "cuda": 0.005}
+# Early, B_simple is about a window's size; later the noise drowns |G|², which is where estimators differ.
+WEIGHTS = {"early in training": 20, "late in training": 150}
+
+
+def setups(device: str, *, quick: bool) -> list[Setup]:
+    """One process that accumulates, and DDP with one piece per rank; the same sequences in a window."""
+    if device == "cuda":
+        alone = Setup(1, 1, micro_batches=4, sequences=8, shape=GPT2_SMALL, device="cuda")
+        n_gpus = torch.cuda.device_count()
+        ddp = Setup(n_gpus, 1, micro_batches=1, sequences=8, shape=GPT2_SMALL, device="cuda")
+        return [alone, ddp] if n_gpus > 1 else [alone]
+    shape = TINY if quick else ABOUT_6M
+    return [
+        Setup(ranks=1, threads=2, micro_batches=4, sequences=4, shape=shape),
+        Setup(ranks=2, threads=1, micro_batches=1, sequences=8, shape=shape),
+    ]
+
+
+def measure(device: str, effort: Effort, *, quick: bool, command: str) -> Results:
+    """Everything, one contestant after the other."""
+    start = time.monotonic()
+    pairs = [
+        (entry, setup)
+        for setup in setups(device, quick=quick)
+        for entry in ENTRIES.values()
+        if (entry.ddp if setup.ranks > 1 else entry.alone)
+    ]
+    rows = [Row(entry.title, str(setup), setup.pieces, note=_how_to_get(entry)) for entry, setup in pairs]
+    for row, (entry, setup) in zip(rows, pairs, strict=True):
+        if entry.timed and not entry.missing:
+            _say(start, f"cost of {entry.title}: {setup}")
+            _measure_cost(row, entry, setup, effort)
+    exact = {}
+    if device == "cpu":
+        exact = _measure_accuracy(rows, pairs, effort, start)
+    return Results(
+        machine=describe(device),
+        command=command,
+        quick=quick,
+        goal=GOAL[device],
+        windows=f"{effort.accuracy_runs} independent runs of {effort.accuracy_windows} windows",
+        exact=exact,
+        rows=rows,
+    )
+
+
+def _measure_cost(row: Row, entry: Entry, setup: Setup, effort: Effort) -> None:
+    for k in range(effort.processes):
+        row.blocks += on_ranks(setup, _time, entry, effort.blocks, k % 2 == 1, start="spawn")[:1]
+    row.cost = cost(row.blocks)
+    for _ in range(effort.memory_repeats):
+        # A plain process beside each: what a machine does to memory (huge pages, caches) drifts too.
+        plain, with_it = (on_ranks(setup, peak_bytes, e, 4) for e in (PLAIN, entry))
+        row.extra_bytes.append((sum(with_it) - sum(plain)) / setup.ranks)
+    if setup.ranks > 1:
+        plain, with_it = (on_ranks(setup, collectives_per_window, e)[0] for e in (PLAIN, entry))
+        row.extra_collectives = with_it - plain
+    if setup.device == "cuda":
+        row.synchronisations = on_ranks(setup, synchronisations_per_window, entry)[0]
+
+
+def _time(setup: Setup, entry: Entry, blocks: int, contestant_first: bool) -> list[tuple[float, float]]:
+    return time_blocks(setup, entry, blocks, contestant_first=contestant_first)
+
+
+def _measure_accuracy(
+    rows: Sequence[Row], pairs: Sequence[tuple[Entry, Setup]], effort: Effort, start: float
+) -> dict[str, Moments]:
+    exact = {}
+    for name, n_windows in WEIGHTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "weights.pt"
+            alone = dataclasses.replace(pairs[0][1], shape=TINY)
+            [exact[name]] = on_ranks(alone, train_then_freeze, n_windows, path)
+            for row, (entry, setup) in zip(rows, pairs, strict=True):
+                if entry.make is PLAIN.make or entry.missing:
+                    continue
+                _say(start, f"accuracy of {entry.title}, {name}: {setup}")
+                row.accuracy[name] = accuracy(_estimates(setup, entry, path, effort), exact[name])
+    return exact
+
+
+def _estimates(setup: Setup, entry: Entry, path: Path, effort: Effort) -> list[Estimate]:
+    """What every run says; no time is measured, so as many run at once as there are cores."""
+    one_thread = dataclasses.replace(setup, threads=1)
+    n_jobs = min(max((os.cpu_count() or 1) // setup.ranks, 1), effort.accuracy_runs)
+    shares = [range(first, effort.accuracy_runs, n_jobs) for first in range(n_jobs)]
+    with ThreadPoolExecutor(n_jobs) as pool:
+        results = pool.map(
+            lambda seeds: on_ranks(one_thread, estimates, entry, path, effort.accuracy_windows, seeds)[0], shares
+        )
+        return [estimate for share in results for estimate in share]
+
+
+def _how_to_get(entry: Entry) -> str:
+    if not entry.missing:
+        return ""
+    lines = (Path(__file__).parent / "requirements.txt").read_text().splitlines()
+    pin = next(line for line in lines if line.startswith(f"{entry.package}=="))
+    return f"not installed: `pip install --no-deps {pin} numpy`"
+
+
+def _say(start: float, text: str) -> None:
+    print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write `noise_scale_<device>.json` and `.md`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.noise_scale", description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--quick", action="store_true", help="a minute, to see that it works; numbers mean nothing")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
+    options = parser.parse_args(arguments)
+    command = f"python -m benchmarks.noise_scale --device {options.device}" + " --quick" * options.quick
+    effort = QUICK if options.quick else FULL
+    results = measure(options.device, effort, quick=options.quick, command=command)
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"noise_scale_{options.device}"
+    page = markdown(results)
+    stem.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(results), indent=1) + "\n")
+    stem.with_suffix(".md").write_text(page)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

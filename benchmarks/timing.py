@@ -1,0 +1,122 @@
+"""What a contestant adds to the time of a window: paired with no probe, interleaved, in the same process."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.contestants import PLAIN, Entry
+from benchmarks.gpt import sequences
+from benchmarks.training import Run, Setup, draw_windows
+
+WARM_UP_WINDOWS = 6
+"""Enough for the optimizer's state, DDP's second set of buckets, and sonde's change to its bucket tap."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time added to a window.
+
+    Attributes:
+        median: of the ratios to no probe, minus 1.
+        low: lower end of its bootstrap 95 % interval.
+        high: upper end.
+        n_blocks: ratios it is taken from.
+        seconds_added: median of the differences, per window.
+        window_seconds: median time of a window without probe.
+    """
+
+    median: float
+    low: float
+    high: float
+    n_blocks: int
+    seconds_added: float
+    window_seconds: float
+
+
+def time_blocks(setup: Setup, entry: Entry, n_blocks: int, *, contestant_first: bool) -> list[tuple[float, float]]:
+    """Seconds per window without and with the contestant, in blocks of two windows of each: [blocks].
+
+    Blocks go plain, contestant, contestant, plain, and the other way round every second time, so that a machine that
+    slows down steadily slows both alike. Two models are trained side by side on the same windows; which is built
+    first is the caller's, as memory layout alone is worth some tenths of a per cent.
+    """
+    windows = draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + 2 * n_blocks, seed=1)
+    order = [entry, PLAIN] if contestant_first else [PLAIN, entry]
+    trainings = {e.title: _training(setup, e) for e in order}
+    plain, contestant = trainings[PLAIN.title], trainings[entry.title]
+    for window in windows[:WARM_UP_WINDOWS]:
+        plain(window)
+        contestant(window)
+    seconds: list[tuple[float, float]] = []
+    gc.disable()
+    for k in range(n_blocks):
+        gc.collect()
+        first, second = windows[WARM_UP_WINDOWS + 2 * k :][:2]
+        outer, inner = (plain, contestant) if k % 2 == 0 else (contestant, plain)
+        before = _seconds(setup, outer, first)
+        between = _seconds(setup, inner, first) + _seconds(setup, inner, second)
+        around = before + _seconds(setup, outer, second)
+        seconds.append((around / 2, between / 2) if k % 2 == 0 else (between / 2, around / 2))
+    gc.enable()
+    return seconds
+
+
+def _training(setup: Setup, entry: Entry) -> Callable[[Tensor], None]:
+    run = Run(setup)
+    contestant = entry.make(run)
+    return lambda window: run.train_window(contestant, window)
+
+
+def _seconds(setup: Setup, train: Callable[[Tensor], None], window: Tensor) -> float:
+    """Time of one window, on the slowest rank."""
+    if setup.ranks > 1:
+        dist.barrier()
+    if setup.device == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        train(window)
+        end.record()
+        torch.cuda.synchronize()
+        took: float = start.elapsed_time(end) / 1000
+    else:
+        begin = time.perf_counter()
+        train(window)
+        took = time.perf_counter() - begin
+    if setup.ranks > 1:
+        slowest = torch.tensor([took], device=window.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        took = float(slowest)
+    return took
+
+
+def cost(rounds: Sequence[Sequence[tuple[float, float]]], *, n_resamples: int = 4000) -> Cost:
+    """Summarise the blocks of several processes; rounds: what `time_blocks` returned in each.
+
+    The bootstrap draws processes first, then blocks within them: blocks of one process share its memory layout.
+    """
+    ratios = [[contestant / plain for plain, contestant in blocks] for blocks in rounds]
+    rng = random.Random(0)
+    medians = sorted(
+        statistics.median(
+            [r for blocks in rng.choices(ratios, k=len(ratios)) for r in rng.choices(blocks, k=len(blocks))]
+        )
+        for _ in range(n_resamples)
+    )
+    return Cost(
+        median=statistics.median([r for blocks in ratios for r in blocks]) - 1,
+        low=medians[int(0.025 * n_resamples)] - 1,
+        high=medians[int(0.975 * n_resamples)] - 1,
+        n_blocks=sum(map(len, ratios)),
+        seconds_added=statistics.median([contestant - plain for blocks in rounds for plain, contestant in blocks]),
+        window_seconds=statistics.median([plain for blocks in rounds for plain, _ in blocks]),
+    )

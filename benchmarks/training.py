@@ -1,0 +1,121 @@
+"""One training run, the same for every contestant: model, data, optimizer, micro-batches, ranks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.gpt import GptShape, build
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a window (all pieces of one optimizer step) is cut.
+
+    Attributes:
+        ranks: DDP processes; 1 trains without DDP.
+        threads: of each process.
+        micro_batches: accumulated by each rank.
+        sequences: in a micro-batch.
+        shape: of the model.
+        lr: learning rate of AdamW; 0 keeps the weights where they are.
+        device: "cpu", or "cuda" with a GPU for each rank.
+    """
+
+    ranks: int
+    threads: int
+    micro_batches: int
+    sequences: int
+    shape: GptShape
+    lr: float = 3e-4
+    device: str = "cpu"
+
+    @property
+    def units(self) -> int:
+        """Sequences in a window."""
+        return self.ranks * self.micro_batches * self.sequences
+
+    def frozen(self, shape: GptShape) -> Setup:
+        """The same windows of another model, whose weights never change."""
+        return replace(self, shape=shape, lr=0.0)
+
+    @property
+    def pieces(self) -> str:
+        """How a window is cut, in words."""
+        if self.ranks > 1:
+            return f"{self.ranks} DDP ranks with {self.micro_batches} × {self.sequences} sequences each"
+        return f"1 process with {self.micro_batches} × {self.sequences} sequences"
+
+    def __str__(self) -> str:
+        threads = f", {self.threads} thread{'s' * (self.threads > 1)}" if self.device == "cpu" else ""
+        return f"{self.pieces} of {self.shape.context} tokens{threads}{' each' * bool(threads and self.ranks > 1)}"
+
+
+class Contestant(Protocol):
+    """What measures a run, or nothing, seen from the training loop."""
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Differentiate the mean loss of one micro-batch; `is_last` in its window."""
+
+    def step(self) -> None:
+        """End the window: measure, step the optimizer, zero the gradients."""
+
+
+class Run:
+    """The model of one contestant, made alike on every rank.
+
+    Attributes:
+        setup: how windows are cut.
+        model: plain.
+        wrapped: what is called: the model, or DDP around it.
+        optimizer: AdamW.
+    """
+
+    def __init__(self, setup: Setup, weights: dict[str, Tensor] | None = None) -> None:
+        self.setup = setup
+        self.device = device_of(setup)
+        self.model = build(setup.shape, self.device)
+        if weights is not None:
+            self.model.load_state_dict(weights)
+        self.wrapped: nn.Module = DistributedDataParallel(self.model) if setup.ranks > 1 else self.model
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=setup.lr, weight_decay=0.0, fused=setup.device == "cuda"
+        )
+
+    def train_window(self, contestant: Contestant, window: Tensor) -> None:
+        """One optimizer step on this rank's part of a window, [micro-batches, sequences, tokens]."""
+        for k, tokens in enumerate(window):
+            is_last = k == len(window) - 1
+            accumulates = isinstance(self.wrapped, DistributedDataParallel) and not is_last
+            with self.wrapped.no_sync() if accumulates else nullcontext():  # type: ignore[operator]
+                with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+                    loss = self.wrapped(tokens)
+                contestant.backward(loss, is_last=is_last)
+        contestant.step()
+
+
+def device_of(setup: Setup) -> torch.device:
+    """Where this rank trains."""
+    return torch.device("cuda", rank_of(setup)) if setup.device == "cuda" else torch.device("cpu")
+
+
+def rank_of(setup: Setup) -> int:
+    """This process's rank."""
+    return dist.get_rank() if setup.ranks > 1 else 0
+
+
+def draw_windows(setup: Setup, tokens: Tensor, n_windows: int, *, seed: int) -> Tensor:
+    """This rank's part of windows drawn with replacement: [windows, micro-batches, sequences, tokens].
+
+    Set-ups with equally many sequences a window draw the same windows from the same seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    cut = (n_windows, setup.ranks, setup.micro_batches, setup.sequences)
+    chosen = torch.randint(len(tokens), cut, generator=generator)
+    return tokens[chosen[:, rank_of(setup)]].to(device_of(setup))
