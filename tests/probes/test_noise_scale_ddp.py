@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from tests.oracles import window_by_hand
-from tests.probes.loops import batch, mean_loss, small_model
+from tests.probes.loops import Recording, batch, mean_loss, small_model
 from tests.probes.test_noise_scale import attached, flat_grad
 from tests.ranks import Ranks
 
@@ -281,6 +281,31 @@ def _reduced_without_telling() -> str:
 def test_ranks_that_the_probe_was_not_told_of(ranks2: Ranks) -> None:
     for reason in ranks2(_reduced_without_telling):
         assert "pass process_group= if you reduce them yourself" in reason
+
+
+def _peer_fails() -> str:
+    """Rank 1 leaves the loop before it ends its second window; rank 0 must not wait for it for ever."""
+    model = small_model()
+    pair = dist.new_group([0, 1])
+    sink = Recording()
+    try:
+        with attached(model, process_group=pair, sinks=[sink]) as probe:
+            for window in range(2):
+                for x, y in batches(dist.get_rank(), 2):
+                    with probe.piece(units=len(x)):
+                        mean_loss(model, x, y).backward()
+                if (dist.get_rank(), window) == (1, 1):
+                    raise KeyError
+                probe.step()
+                model.zero_grad()
+            raise KeyError
+    except KeyError:
+        return sink.of_kind("end")[0]["reason"] if dist.get_rank() == 0 else ""
+
+
+def test_a_rank_that_fails_does_not_hang_the_others(ranks2: Ranks) -> None:
+    assert ranks2(_peer_fails)[0] == "stopped by KeyError"
+    ranks2.stop(kill=True)  # a collective without its peer is left behind in that group
 
 
 def _one_nan() -> tuple[sonde.NoiseScaleReading, int]:

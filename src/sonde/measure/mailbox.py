@@ -37,8 +37,15 @@ class Mailbox(Generic[Note]):
         """
         self._posted.append((work, parts, note))
 
-    def send(self) -> None:
-        """Start copying everything posted so far."""
+    def send(self, *, abandon_unfinished: bool = False) -> None:
+        """Start copying everything posted so far.
+
+        Args:
+            abandon_unfinished: leave out what a collective has not finished yet, as one whose peers have failed never
+                will.
+        """
+        if abandon_unfinished:
+            self._posted = [p for p in self._posted if p[0] is None or p[0].is_completed()]
         if not self._posted:
             return
         for work, _, _ in self._posted:

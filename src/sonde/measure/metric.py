@@ -71,10 +71,11 @@ class AdamMetric:
             return torch.full((), torch.nan, device=grad.device)
         if grad.is_sparse:
             grad = grad.to_dense()
-        # `step` is a tensor, on the device for fused and capturable optimizers: it is not read here.
+        # `step` is a 0-dim tensor, on the CPU or, for fused and capturable optimizers, on the device: either serves as
+        # a scalar there, without being read here.
         correction = (1.0 - group["betas"][1] ** state["step"]) ** 0.5
         second, total = state["exp_avg_sq"].reshape(-1), torch.zeros((), dtype=torch.float64, device=grad.device)
         for g, v in zip(grad.reshape(-1).split(_CHUNK), second.split(_CHUNK), strict=True):
-            root = v.sqrt().div_(correction.to(v.device)).add_(group["eps"])  # sqrt, not sqrt_: v is the optimizer's
+            root = v.sqrt().div_(correction).add_(group["eps"])  # sqrt, not sqrt_: v is the optimizer's
             total += g.to(root.dtype).square().div_(root).sum()
         return total

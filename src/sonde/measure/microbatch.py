@@ -247,6 +247,11 @@ class MicrobatchTap:
             if index in made and stream != (here := torch.cuda.current_stream(stream.device)):
                 made[index].record_stream(here)  # its memory must outlive the read on this stream
         if self._one_device:
+            if (stray := next(iter(made.values()), None)) is not None and stray.device != self._device:
+                raise RuntimeError(
+                    f"the model was on {self._device} when the probe was attached and is on {stray.device} now: "
+                    "attach after moving it"
+                )
             return [made.get(i, zero) for i, zero in missing.items()]
         return [made[i].to(self._device, non_blocking=True) if i in made else zero for i, zero in missing.items()]
 

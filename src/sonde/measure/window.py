@@ -210,13 +210,16 @@ def start_sum(packed: Tensor, group: dist.ProcessGroup | None) -> dist.Work | No
 def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
     """Numbers, some of them on the device already, as one vector there, without waiting; [numbers]."""
     dtype = accumulation_dtype(device)
-    host = torch.tensor([0.0 if isinstance(n, Tensor) else n for n in numbers], dtype=dtype)
+    there = [isinstance(n, Tensor) and n.device.type != "cpu" for n in numbers]
+    host = torch.tensor(
+        [0.0 if is_there else float(n) for n, is_there in zip(numbers, there, strict=True)], dtype=dtype
+    )
     if device.type == "cuda":
         host = (
             host.pin_memory()
         )  # from pinned memory the copy does not wait, and the allocator keeps it until it is done
     vector = host.to(device, non_blocking=True)
     for i, n in enumerate(numbers):
-        if isinstance(n, Tensor):
+        if there[i]:
             vector[i] = n
     return vector

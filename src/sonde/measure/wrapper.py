@@ -44,7 +44,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         process_group: for a plain module whose gradients the user reduces over ranks.
 
     Raises:
-        ValueError: for a model without trainable parameters, or one that is sharded.
+        ValueError: for a model without trainable parameters, with complex ones, or one that is sharded.
     """
     ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     sharded = next((m for m in model.modules() if is_fully_sharded(m)), None)
@@ -58,6 +58,11 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     if not parameters:
         raise ValueError(
             f"the model ({type(model).__name__}) has no trainable parameters: attach after requires_grad is set"
+        )
+    if unreal := next((name for name, p in parameters.items() if not p.is_floating_point()), None):
+        raise ValueError(
+            f"gradients must be real, got {parameters[unreal].dtype} for {unreal!r}: "
+            "freeze it while attaching, or keep its real and imaginary parts as two parameters"
         )
     group = ddp.process_group if ddp is not None else process_group
     return Wrapper(

@@ -189,7 +189,9 @@ class Journal:
         for sink in self._sinks:
             try:
                 sink.write(record)
-            except OSError as error:  # a full disk must not end a training run
+            except OSError as error:  # a full disk must not end a training run; at its start it may
+                if kind == "header":
+                    raise
                 _log.error("sonde: %s writes no more: %s", type(sink).__name__, error)
                 self._sinks = tuple(s for s in self._sinks if s is not sink)
 

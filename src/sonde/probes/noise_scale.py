@@ -192,15 +192,19 @@ class NoiseScaleProbe:
         )
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._verbose = verbose and is_first
-        self._journal = Journal(
-            self._tracker,
-            sinks if is_first else (),
-            log_every=log_every,
-            run=run,
-            setup=self._setup(),
-            metadata=metadata or {},
-            quiet=not is_first,
-        )
+        try:
+            self._journal = Journal(
+                self._tracker,
+                sinks if is_first else (),
+                log_every=log_every,
+                run=run,
+                setup=self._setup(),
+                metadata=metadata or {},
+                quiet=not is_first,
+            )
+        except BaseException:  # a log that cannot be begun: leave no hook behind
+            self._remove_hooks()
+            raise
         self._say(describe(self._setup(), self._tracker.unit))
 
     # What the user calls.
@@ -333,20 +337,29 @@ class NoiseScaleProbe:
         Args:
             reason: how the run ended, for its log.
         """
+        self._close(reason, abandon_unfinished=False)
+
+    def _close(self, reason: str, *, abandon_unfinished: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        self.reading()
+        self._mailbox.send(abandon_unfinished=abandon_unfinished)
+        self._receive(wait=True)
+        self._remove_hooks()
+        self._journal.end(reason)
+
+    def _remove_hooks(self) -> None:
         self._tap.close()
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
-        self._journal.end(reason)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.close("closed" if kind is None else f"stopped by {kind.__name__}")
+        # After an exception, peers may never join a collective that is under way: it is not waited for.
+        reason = "closed" if kind is None else f"stopped by {kind.__name__}"
+        self._close(reason, abandon_unfinished=kind is not None)
 
     # Pieces.
 
