@@ -43,7 +43,7 @@ check: $(VENV)/.dev
 	@$(BIN)/python -m pytest
 
 bench: $(VENV)/.dev
-	@echo "==> benchmarks (about 20 minutes on 2 idle cores; leave the machine alone meanwhile)"
+	@echo "==> benchmarks (about 35 minutes on 2 cores; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.noise_scale
 
 clean:
