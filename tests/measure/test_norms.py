@@ -55,6 +55,19 @@ def test_non_finite_is_not_lost() -> None:
             assert not torch.isfinite(sq_norm(grad))
 
 
+@pytest.mark.parametrize("n", [100, 9_000, 70_000, 300_000])
+def test_alignment_does_not_change_one_bit(n: int) -> None:
+    """Replicas hold the same gradient at different addresses, and must clip it by the same factor."""
+    values = torch.randn(n)
+    padded = torch.zeros(n + 32)
+    norms = set()
+    for offset in range(32):
+        at = padded[offset : offset + n]
+        at.copy_(values)
+        norms.add(float(sq_norm(at)))
+    assert len(norms) == 1
+
+
 def test_norms_of_mixed_gradients_keep_their_order() -> None:
     grads = [torch.ones(3), torch.ones(20_000), torch.ones(5, dtype=torch.float64), torch.ones(0)]
     assert [float(n) for n in sq_norms(grads)] == pytest.approx([3, 20_000, 5, 0])

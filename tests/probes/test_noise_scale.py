@@ -650,7 +650,8 @@ def test_called_twice_is_said_and_counted_once() -> None:
             assert float(again) == pytest.approx(0.5, rel=1e-4)
             optimizer.step()
             optimizer.zero_grad()
-        assert probe.reading().windows == 3
+        reading = probe.reading()
+        assert (reading.windows, reading.units_per_window) == (3, 8)
         assert "ended twice" in probe.alerts["called_twice"]
 
 
@@ -1028,6 +1029,82 @@ def test_parameters_unfrozen_later_are_noticed() -> None:
         assert "0.weight" in probe.alerts["not_watched"]
 
 
+def test_the_batch_size_is_the_present_one() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(model, optimizer, horizon=5.0) as probe:
+        train(model, probe, optimizer, windows=20, sizes=(4, 4))
+        train(model, probe, optimizer, windows=40, sizes=(16, 16))
+        assert probe.reading().units_per_window == pytest.approx(32, abs=0.1)
+
+
+def test_one_piece_with_all_the_weight_is_dropped() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        for loss, weight in zip(piece_losses(model, [4, 4]), (1.0, 1e-20), strict=True):
+            with probe.piece(units=4, weight=weight):
+                loss().backward()
+        probe.step()
+        assert "all the weight" in probe.reading().reason
+
+
+def test_a_norm_that_is_not_finite_is_counted_before_it_is_raised() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(units=4):
+                (loss() * math.nan).backward()
+        with pytest.raises(RuntimeError, match="the gradient norm is nan"):
+            probe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        assert list(probe.reading().dropped.values()) == [1]
+
+
+def test_clip_takes_parameters_unfrozen_after_attach() -> None:
+    model = small_model()
+    model[0].requires_grad_(False)
+    with attached(model) as probe:
+        model[0].requires_grad_(True)
+        with probe.piece(units=4):
+            piece_losses(model, [4])[0]().backward()
+        probe.clip_grad_norm_(0.1)
+    assert torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]) == pytest.approx(0.1, rel=1e-4)  # type: ignore[misc]
+
+
+def test_a_child_named_module_is_not_lost() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.module = nn.Linear(3, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(x * self.weight)
+
+    model = Outer()
+    with attached(model) as probe:
+        with probe.piece(units=1):
+            model(torch.ones(2, 3)).sum().backward()
+        norm = probe.clip_grad_norm_(math.inf)
+    assert float(norm) == pytest.approx(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))  # type: ignore[misc]
+
+
+def test_cost_counts_every_second_once() -> None:
+    import time
+
+    model = small_model()
+    sink = Recording()
+    with attached(model, sinks=[sink], log_every=1) as probe:
+        end_piece = probe._tap.end_piece  # type: ignore[union-attr]
+        probe._tap.end_piece = lambda: (time.sleep(0.05), end_piece())[1]  # type: ignore[union-attr,assignment]
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(units=4):
+                loss().backward()
+        probe.step()
+    metrics = sink.of_kind("reading")[0]["metrics"]
+    assert 0.1 <= metrics["cost/seconds_per_window"] < 0.15
+    assert metrics["cost/fraction"] <= 1
+
+
 # Adam's metric.
 
 
@@ -1058,6 +1135,20 @@ def test_adam_metric_is_the_weighted_sum_of_squares(fused: bool) -> None:
     root = torch.cat(weight).sqrt()
     assert_same(reading, window_by_hand([root * h for h in gradients], [1, 1], [4, 6], root * sum(gradients)))
     assert float(norm) == pytest.approx(float(sum(gradients).norm()), rel=1e-5)  # type: ignore[union-attr]
+
+
+def test_adam_metric_follows_a_loaded_state() -> None:
+    """Resuming: the optimizer's state is loaded after the probe was attached."""
+    model = small_model()
+    trained = torch.optim.Adam(model.parameters(), lr=0.0)
+    piece_losses(model, [4])[0]().backward()
+    trained.step()
+    trained.zero_grad()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    with attached(model, optimizer, metric="adam") as probe:
+        optimizer.load_state_dict(trained.state_dict())
+        train(model, probe, optimizer, windows=2)
+        assert probe.reading().windows == 2
 
 
 def test_adam_metric_needs_such_an_optimizer() -> None:

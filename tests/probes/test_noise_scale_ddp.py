@@ -413,6 +413,75 @@ def test_one_collective_a_window(ranks2: Ranks) -> None:
     assert ranks2(_collectives) == [5, 5]
 
 
+def _frozen_after_wrapping() -> tuple[str, int]:
+    plain, model = wrap({"find_unused_parameters": True})
+    plain[0].requires_grad_(False)  # type: ignore[index]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, log_every=1) as probe:
+        for _ in range(8):
+            with probe.piece(units=4):
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        return probe._tap.name, probe.reading().windows
+
+
+def test_parameters_frozen_after_wrapping(ranks2: Ranks) -> None:
+    assert ranks2(_frozen_after_wrapping) == [("DDP's communication hook", 8)] * 2
+
+
+def _two_ddp_modules() -> tuple[str, list[float | None], str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(DistributedDataParallel(nn.Linear(12, 8)), DistributedDataParallel(nn.Linear(8, 3)))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    traces = []
+    with attached(model, log_every=1) as probe:
+        for _ in range(8):
+            with probe.piece(units=4):
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+            traces.append(probe.reading().groups["1"].trace_cov)
+        name = probe._tap.name
+    try:
+        attached(model, tap="comm_hook")
+    except ValueError as error:
+        return name, traces, str(error)
+    return name, traces, "no error"
+
+
+def test_two_ddp_modules_stay_with_leaf_hooks(ranks2: Ranks) -> None:
+    for name, traces, said in ranks2(_two_ddp_modules):
+        assert name == "leaf hooks"
+        assert min(traces) > 0.3 * max(traces)
+        assert "parameters outside" in said
+
+
+def _an_empty_rank_after_a_skipped_step() -> tuple[int, dict[str, int]]:
+    """The optimizer is not stepped after window 0, and rank 0 has no piece in window 1: it still takes part."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    rank = dist.get_rank()
+    with attached(model, optimizer, process_group=dist.group.WORLD) as probe:
+        for window in range(3):
+            for x, y in batches(rank, 2, window) if (rank, window) != (0, 1) else []:
+                with probe.piece(units=len(x)):
+                    mean_loss(model, x, y).backward()
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+            probe.step()
+            if window:
+                optimizer.step()
+            model.zero_grad()
+        reading = probe.reading()
+    return reading.windows, dict(reading.dropped)
+
+
+def test_an_empty_rank_takes_part(ranks2: Ranks) -> None:
+    assert ranks2(_an_empty_rank_after_a_skipped_step) == [(3, {})] * 2
+
+
 def _sharded() -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

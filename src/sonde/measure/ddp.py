@@ -86,10 +86,8 @@ class BucketTap:
 
     def take(self) -> tuple[GradientSummary, GradientSummary]:
         """This rank's gradient as one piece, and the reduced gradient, since the last call."""
-        start = time.perf_counter()
         both = self._assemble(self._before), self._assemble(self._after)
         self._start_window()
-        self.seconds += time.perf_counter() - start
         return both
 
     def take_problems(self) -> list[int]:
@@ -109,8 +107,13 @@ class BucketTap:
         number = bucket.index()
         if number in self._before:
             self._problems[Problem.SEVERAL_REDUCTIONS] += 1
-        indices = [self._index[id(p)] for p in bucket.parameters()]
-        grads = bucket.gradients()
+        # Parameters frozen after DDP was made are in its buckets still, and not among those measured.
+        measured = [
+            (self._index[id(p)], g)
+            for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            if id(p) in self._index
+        ]
+        indices, grads = [i for i, _ in measured], [g for _, g in measured]
         base = bucket.buffer().storage_offset()
         layouts = [(g.shape, g.stride(), g.storage_offset() - base) for g in grads]
         self._before[number] = indices, self._reduce(indices, grads)
@@ -128,6 +131,9 @@ class BucketTap:
         return self._comm_hook(self._comm_state, bucket).then(after)
 
     def _reduce(self, indices: list[int], grads: list[Tensor]) -> GradientSummary:
+        if not indices:
+            nothing = torch.zeros(0, dtype=self._dtype, device=self._device)
+            return GradientSummary(sq_norms=nothing, witness=nothing)
         read = [
             self._witness.read(i, g, self._dtype) for i, g in zip(indices, grads, strict=True) if i in self._witness
         ]

@@ -50,10 +50,11 @@ class AdamMetric:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-        self._state = optimizer.state
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self._optimizer = optimizer  # its state and groups are looked up at use: load_state_dict replaces both
+        groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._parameters = list(parameters)
-        if any(id(p) not in groups or not {"betas", "eps"} <= groups[id(p)].keys() for p in parameters):
+        has_moments = [{"betas", "eps"} <= group.keys() for group in optimizer.param_groups]
+        if any(id(p) not in groups or not has_moments[groups[id(p)]] for p in parameters):
             raise ValueError(
                 f"metric='adam' needs an optimizer of Adam's kind that holds every trainable parameter, "
                 f"got {type(optimizer).__name__}: use Adam or AdamW, or metric='euclidean'"
@@ -66,7 +67,8 @@ class AdamMetric:
 
     def sq_norm(self, index: int, grad: Tensor) -> Tensor:
         """Σ P_j g_j² of one gradient."""
-        state, group = self._state.get(self._parameters[index], {}), self._groups[index]
+        state = self._optimizer.state.get(self._parameters[index], {})
+        group = self._optimizer.param_groups[self._groups[index]]
         if "exp_avg_sq" not in state:
             return torch.full((), torch.nan, device=grad.device)
         if grad.is_sparse:

@@ -127,7 +127,6 @@ class MicrobatchTap:
 
     def end_piece(self) -> GradientSummary:
         """The gradient of the piece that ends here; parameters it did not reach count as 0."""
-        start = time.perf_counter()
         with torch.no_grad():
             self._flush()
             piece = GradientSummary(
@@ -136,7 +135,6 @@ class MicrobatchTap:
             )
         self._reset()
         self._explicit = False
-        self.seconds += time.perf_counter() - start
         return piece
 
     def discard_piece(self) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 # torch's fp32 reduction over a flat CPU tensor keeps one running sum per vector lane: 8e-4 off at 16M elements. Norms
 # of rows this long, combined in fp64, are off by 4e-9 and no slower (they vectorise along the row).
 _ROW = 4096
-# Up to here one dot product is off by less than 1e-6, and it is the cheapest call there is: no temporary, no options.
-_DOT = 2**17
+_ONE_ROW = 4 * _ROW  # up to here a row of its own: one call instead of two
+# A dot product would be cheaper still, but BLAS adds in an order that depends on the memory's alignment: replicas would
+# get norms that differ in the last bit, clip by different factors, and drift apart.
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -35,11 +36,11 @@ def sq_norm(grad: Tensor) -> Tensor:
     flat = _flat(grad)
     if flat is None:
         return _norm(grad, torch.float64).square()  # slow but exact; overlapping memory is rare
-    if flat.numel() <= _DOT and flat.dtype in (torch.float32, torch.float64):
-        return torch.dot(flat, flat)
+    if flat.numel() <= _ONE_ROW:
+        return _norm(flat, _wide(grad.dtype)).square()
     whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=_wide(grad.dtype)).double()
-    total = torch.dot(rows, rows)
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=_wide(grad.dtype))
+    total = _norm(rows, torch.float64).square()
     if whole < flat.numel():
         total = total + _norm(flat[whole:], torch.float64).square()
     return total

@@ -210,7 +210,7 @@ def start_sum(packed: Tensor, group: dist.ProcessGroup | None) -> dist.Work | No
 def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
     """Numbers, some of them on the device already, as one vector there, without waiting; [numbers]."""
     dtype = accumulation_dtype(device)
-    there = [isinstance(n, Tensor) and n.device.type != "cpu" for n in numbers]
+    there = [isinstance(n, Tensor) and n.device.type == device.type for n in numbers]
     host = torch.tensor(
         [0.0 if is_there else float(n) for n, is_there in zip(numbers, there, strict=True)], dtype=dtype
     )

@@ -21,7 +21,8 @@ class Wrapper:
 
     Attributes:
         name: "plain" or "DistributedDataParallel", for people.
-        ddp: the DDP module, if there is one.
+        ddp: the DDP module, if there is one; the first, if there are several.
+        ddp_holds_all: whether every trainable parameter is in it.
         group: the data-parallel process group; None for a single process.
         n_ranks: its size.
         parameters: trainable parameters by clean name (no `module.`, no `_orig_mod.`), each tensor once.
@@ -30,6 +31,7 @@ class Wrapper:
 
     name: str
     ddp: DistributedDataParallel | None
+    ddp_holds_all: bool
     group: dist.ProcessGroup | None
     n_ranks: int
     parameters: dict[str, nn.Parameter]
@@ -48,7 +50,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     """
     ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     sharded = next((m for m in model.modules() if is_fully_sharded(m)), None)
-    parameters = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    parameters = _by_name(model, requires_grad=True)
     if sharded is not None or any(map(is_dtensor, parameters.values())):
         raise ValueError(
             "the noise-scale probe reads plain and DDP models, got sharded parameters "
@@ -68,11 +70,21 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     return Wrapper(
         name="DistributedDataParallel" if ddp is not None else "plain",
         ddp=ddp,
+        ddp_holds_all=ddp is not None and {id(p) for p in parameters.values()} <= {id(p) for p in ddp.parameters()},
         group=group,
         n_ranks=group.size() if group is not None else 1,
         parameters=parameters,
-        frozen={clean_name(n): p for n, p in model.named_parameters() if not p.requires_grad},
+        frozen=_by_name(model, requires_grad=False),
     )
+
+
+def _by_name(model: nn.Module, *, requires_grad: bool) -> dict[str, nn.Parameter]:
+    named: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad == requires_grad:
+            clean = clean_name(name)
+            named[name if clean in named else clean] = parameter  # a model may itself have a child named "module"
+    return named
 
 
 def clean_name(name: str) -> str:

@@ -175,7 +175,7 @@ class NoiseScaleProbe:
                 staging_bytes=int(staging_mib * 2**20),
             )
         self._may_tap_buckets = (
-            tap == "auto" and wrapper.ddp is not None and hook_name is None and is_power_of_two(wrapper.n_ranks)
+            tap == "auto" and wrapper.ddp_holds_all and hook_name is None and is_power_of_two(wrapper.n_ranks)
         )
         self._one_piece_windows = 0
         self._mailbox: Mailbox[_Note] = Mailbox()
@@ -407,23 +407,22 @@ class NoiseScaleProbe:
             self._known_units()
         start = time.perf_counter()
         self._deliver()
-        twice = self._measured_since_step and self._sums.n_pieces == 0
-        if twice:
-            self._journal.alert(
-                "called_twice",
-                "a window was ended twice: call probe.step() or probe.clip_grad_norm_() once per optimizer step",
-            )
         final = self._take_final(reads_grad=max_norm is not None)
-        packed = None if twice else self._sums.pack(self._tap.take_problems())
-        work = start_sum(packed, self._wrapper.group) if packed is not None else None
-        norm = None
+        # Even with no piece on this rank: whether a window was ended twice is for all ranks together to say.
+        packed = self._sums.pack(self._tap.take_problems())
+        work = start_sum(packed, self._wrapper.group)
+        norm, failure = None, None
         if max_norm is not None:
-            norm = self._clip(final, max_norm, error_if_nonfinite)
-        if packed is not None:
-            self._post(packed, final, work, norm, max_norm)
+            try:
+                norm = self._clip(final, max_norm, error_if_nonfinite)
+            except RuntimeError as error:
+                failure = error
+        self._post(packed, final, work, norm, max_norm)
         if self._may_tap_buckets and self._one_piece_windows >= _WINDOWS_BEFORE_COMM_HOOK:
             self._tap_buckets()
         self._seconds += time.perf_counter() - start
+        if failure is not None:
+            raise failure
         return norm
 
     def _take_final(self, *, reads_grad: bool) -> GradientSummary:
@@ -438,8 +437,10 @@ class NoiseScaleProbe:
 
     def _clip(self, final: GradientSummary, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         with_grad: list[Tensor] = [p for p in self._parameters if p.grad is not None]
-        if not isinstance(self._metric, Euclidean):  # a clip is by the plain norm, which takes a look of its own
-            return clip_grad_norm_(with_grad, max_norm, error_if_nonfinite=error_if_nonfinite)
+        unfrozen: list[Tensor] = [p for p in self._wrapper.frozen.values() if p.grad is not None]
+        # A clip is by the plain norm of everything that has a gradient now.
+        if unfrozen or not isinstance(self._metric, Euclidean):
+            return clip_grad_norm_(with_grad + unfrozen, max_norm, error_if_nonfinite=error_if_nonfinite)
         total = final.sq_norms.sum().sqrt()
         return clip_with_norm_(with_grad, max_norm, total, error_if_nonfinite=error_if_nonfinite)
 
@@ -544,6 +545,11 @@ class NoiseScaleProbe:
     def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> BucketTap:
         if self._wrapper.ddp is None:
             raise ValueError("tap='comm_hook' reads DDP's buckets, got a plain model: use tap='leaf' or 'auto'")
+        if not self._wrapper.ddp_holds_all:
+            raise ValueError(
+                "tap='comm_hook' reads the buckets of one DDP module, got a model with trainable parameters outside: "
+                "use tap='leaf' or 'auto'"
+            )
         return BucketTap(
             self._wrapper.ddp,
             self._parameters,

@@ -87,7 +87,7 @@ class NoiseScaleReading:
         reason: why it is not resolved; empty when it is.
         grad_sq: running |G|², which may be negative; None before the first window.
         trace_cov: running tr Σ per unit; None before the first window.
-        units_per_window: units in a window, mean over windows: the batch size; None before the first window.
+        units_per_window: units in a window, averaged as the rest: the batch size; None before the first window.
         effective_units: their effective number (Kish) in the last window.
         windows: windows averaged.
         dropped: windows left out, by reason.
@@ -159,7 +159,7 @@ class NoiseScaleTracker:
         self._per_group = [RunningNoiseScale(horizon) for _ in groups]
         self._within_between = RunningNoiseScale(horizon)  # its ratio is the consistency
         self._units = 0.0
-        self._windows_seen = 0
+        self._units_weight = 0.0
         self.dropped: dict[str, int] = {}
         self._effective_units: float | None = None
         self._scale: ScaleReading | None = None
@@ -174,9 +174,10 @@ class NoiseScaleTracker:
         """
         self.norm = None
         scale = read_scale(row.witness_final, row.witness_sum, tolerance=self._tolerance)
-        if math.isfinite(row.n_units):
-            self._windows_seen += 1
-            self._units += row.n_units
+        if math.isfinite(row.n_units) and row.n_pieces:
+            decay = self._total.decay
+            self._units = decay * self._units + row.n_units
+            self._units_weight = decay * self._units_weight + 1.0
         if (drop := self._why_unusable(row, scale)) is not None:
             self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
             return drop
@@ -205,9 +206,16 @@ class NoiseScaleTracker:
         if row.problems:
             return row.problems[0]
         if row.n_pieces == 0:
-            return Drop("no_piece", "a window held no piece: no backward ran since the last call of probe.step()")
+            return Drop(
+                "called_twice",
+                "no backward ran since the window before it, so it was ended twice: "
+                "call probe.step() or probe.clip_grad_norm_() once per optimizer step",
+            )
         if row.n_pieces < 2:
             return Drop("single_piece", SINGLE_PIECE)
+        pieces = self._pieces(row, 0.0)
+        if not pieces.u - pieces.v > 1e-9 * pieces.u:
+            return Drop("weights", "one piece has all the weight of its window, so there is nothing to compare it with")
         if not all(map(math.isfinite, row.sq_norm_big)):
             return Drop("not_finite", "the gradient at the end of the window was not finite")
         if scale.kind == "zero":
@@ -261,7 +269,7 @@ class NoiseScaleTracker:
             reason=self._reason(interval),
             grad_sq=self._total.grad_sq,
             trace_cov=self._total.trace_cov,
-            units_per_window=self._units / self._windows_seen if self._windows_seen else None,
+            units_per_window=self._units / self._units_weight if self._units_weight else None,
             effective_units=self._effective_units,
             windows=self._total.windows,
             dropped=dict(self.dropped),
@@ -303,7 +311,7 @@ class NoiseScaleTracker:
             "total": self._total.state_dict(),
             "consistency": self._within_between.state_dict(),
             "units": self._units,
-            "windows_seen": self._windows_seen,
+            "units_weight": self._units_weight,
             "dropped": dict(self.dropped),
         }
 
@@ -314,7 +322,7 @@ class NoiseScaleTracker:
             ValueError: when keys, groups or the horizon differ; nothing is changed then.
         """
         check_keys(
-            "noise-scale probe state", state, {"groups", "total", "consistency", "units", "windows_seen", "dropped"}
+            "noise-scale probe state", state, {"groups", "total", "consistency", "units", "units_weight", "dropped"}
         )
         check_keys("parameter groups of the state", state["groups"], set(self.groups))
         loaded = {key: RunningNoiseScale(self.horizon) for key in ("total", "consistency")}
@@ -324,7 +332,7 @@ class NoiseScaleTracker:
         for name, running in zip(self.groups, per_group, strict=True):
             running.load_state_dict(state["groups"][name])
         self._total, self._within_between, self._per_group = loaded["total"], loaded["consistency"], per_group
-        self._units, self._windows_seen = float(state["units"]), int(state["windows_seen"])
+        self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
         self.dropped = {str(reason): int(count) for reason, count in state["dropped"].items()}
 
 
