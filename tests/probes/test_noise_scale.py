@@ -777,6 +777,7 @@ def test_refuses_a_model_without_trainable_parameters() -> None:
         ({"comm_hook": print}, "wrapped by tap='comm_hook' only"),
         ({"staging_mib": -1}, "staging_mib must be"),
         ({"groups": "layers"}, "groups must be"),
+        ({"groups": len}, "groups must return a group's name"),
     ],
 )
 def test_refuses_bad_options_and_leaves_no_hook(options: dict[str, Any], message: str) -> None:
@@ -827,9 +828,27 @@ def test_wrong_order_of_calls() -> None:
             probe.step()
 
 
-def test_log_refuses_more_than_a_scalar() -> None:
-    with attached(small_model()) as probe, pytest.raises(ValueError, match="0-dim tensor"):
-        probe.log(loss=torch.ones(3))
+@pytest.mark.parametrize(
+    ("scalars", "message"),
+    [
+        ({"loss": torch.ones(3)}, "0-dim tensor"),
+        ({"loss": "low"}, "takes a number"),
+        ({"gns/b_simple": 7.0}, "is measured by sonde"),
+    ],
+)
+def test_log_refuses(scalars: dict[str, Any], message: str) -> None:
+    with attached(small_model()) as probe, pytest.raises(ValueError, match=message):
+        probe.log(**scalars)
+
+
+def test_negative_unit_weights_on_the_device_drop_the_window() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(unit_weights=torch.tensor([3.0, -1.0, 2.0, -2.0])):
+                loss().backward()
+        probe.step()
+        assert "not finite and positive" in probe.reading().reason
 
 
 # State and records.

@@ -68,7 +68,8 @@ def on_rank(
         mean_loss(model, *batches(rank, 1)[0]).backward()
         optimizer.zero_grad()
     norms = []
-    with attached(model, optimizer, log_every=2, **options) as probe:
+    sink = Recording()
+    with attached(model, optimizer, log_every=2, sinks=[sink], **options) as probe:
         for window in range(windows):
             data = batches(0 if same_data else rank, n_micro, window)
             for i, (x, y) in enumerate(data):
@@ -92,6 +93,7 @@ def on_rank(
         "norms": norms,
         "alerts": alerts,
         "tap": tap_name,
+        "taps_logged": [r["pieces"]["tap"] for r in sink.of_kind("reading")],
         "expected": by_hand(plain, world, n_micro, windows, per_rank=tap == "comm_hook"),
         "hooks": sum(len(p._backward_hooks or ()) for p in plain.parameters()),
     }
@@ -170,6 +172,8 @@ def test_one_piece_a_rank(ranks2: Ranks, tap: str, ddp_options: dict[str, Any], 
     check(results, windows=6)
     expected = "leaf hooks" if tap == "leaf" else "DDP's communication hook"
     assert [r["tap"] for r in results] == [expected] * 2
+    first, *_, last = results[0]["taps_logged"]  # rank 0 writes
+    assert (first, last) == ("leaf hooks" if tap == "auto" else expected, expected)
 
 
 def _buckets_with_accumulation(hook: str | None) -> dict[str, Any]:

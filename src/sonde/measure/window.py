@@ -48,6 +48,7 @@ def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[fl
             )
         of_units = unit_weights.detach().to(accumulation_dtype(unit_weights.device))
         effective = of_units.sum().square() / of_units.square().sum()
+        effective = torch.where((of_units >= 0).all(), effective, torch.nan)  # shows as a dropped window
     elif unit_weights is not None:
         effective = effective_units(unit_weights)
     if units is None:

@@ -29,6 +29,7 @@ class WindowFacts:
         seconds: host time spent inside the probe for it.
         units: units it consumed over all ranks; NaN when not finite.
         n_pieces: its pieces over all ranks.
+        tap: where its gradients were read.
         norm: norm of the gradient before clipping; None when not measured.
         clipped: whether the probe clipped it; None when it does not clip.
         scalars: what the user logged.
@@ -39,6 +40,7 @@ class WindowFacts:
     seconds: float
     units: float
     n_pieces: int
+    tap: str
     norm: float | None
     clipped: bool | None
     scalars: Mapping[str, float]
@@ -84,7 +86,7 @@ class Journal:
         self.alerts: dict[str, str] = {}
         self._tracker, self._sinks, self._log_every, self._quiet = tracker, tuple(sinks), log_every, quiet
         self._units_seen = 0.0
-        self._pieces = 0
+        self._pieces: dict[str, object] = {}
         self._window = 0
         self._interval = _Interval(start=time.time())
         versions = {"sonde": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
@@ -101,7 +103,7 @@ class Journal:
 
     def window(self, facts: WindowFacts, drop: Drop | None) -> None:
         """Note a window that the tracker has taken; write a reading when one is due."""
-        self._window, self._pieces = facts.window, facts.n_pieces
+        self._window, self._pieces = facts.window, {"per_window": facts.n_pieces, "tap": facts.tap}
         now = self._interval
         now.windows += 1
         now.seconds += facts.seconds
@@ -162,7 +164,7 @@ class Journal:
             metrics=metrics,
             groups={name: _group_record(group) for name, group in reading.groups.items()},
             dropped=dict(reading.dropped),
-            pieces={"per_window": self._pieces},
+            pieces=self._pieces,
         )
         self._interval = _Interval(start=now)
         for name, message in find_alerts(reading).items():
@@ -189,7 +191,7 @@ class Journal:
         for sink in self._sinks:
             try:
                 sink.write(record)
-            except OSError as error:  # a full disk must not end a training run; at its start it may
+            except Exception as error:  # a full disk, a tracker that is down: neither may end a run that has begun
                 if kind == "header":
                     raise
                 _log.error("sonde: %s writes no more: %s", type(sink).__name__, error)

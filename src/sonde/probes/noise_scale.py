@@ -34,11 +34,12 @@ from sonde.probes.attachment import (
     rounding,
 )
 from sonde.probes.journal import Journal, WindowFacts
-from sonde.records import Sink
+from sonde.records import METRICS, Sink
 from sonde.stats.noise_scale import check_keys
 from sonde.stats.tracker import NoiseScaleReading, NoiseScaleTracker
 
 _WINDOWS_BEFORE_COMM_HOOK = 3
+_WINDOWS_HELD = 100  # on the device at most, however rarely a record is written
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class _Note:
     time: float
     seconds: float
     clips: bool
+    tap: str
     scalar_names: tuple[str, ...]
 
 
@@ -136,6 +138,8 @@ class NoiseScaleProbe:
         self._log_every = log_every
         group_of = group_function(groups)
         group_names = [group_of(name) for name in wrapper.parameters]
+        if not all(isinstance(name, str) for name in group_names):
+            raise ValueError(f"groups must return a group's name, a str, for each parameter, got {group_names[0]!r}, …")
         self._groups = tuple(dict.fromkeys(group_names))
         self._witness = Witness(self._parameters)
         self._metric: Metric = Euclidean()
@@ -290,9 +294,13 @@ class NoiseScaleProbe:
             **scalars: numbers or 0-dim tensors; tensors are not waited for.
 
         Raises:
-            ValueError: for a tensor of more than one element.
+            ValueError: for a tensor of more than one element, another type, or a name that sonde itself writes.
         """
         for name, value in scalars.items():
+            if name in METRICS:
+                raise ValueError(f"{name!r} is measured by sonde: log yours under another name")
+            if not isinstance(value, (int, float, Tensor)):
+                raise ValueError(f"log({name}=...) takes a number or a 0-dim tensor, got {value!r}")
             if isinstance(value, Tensor):
                 if value.numel() != 1:
                     raise ValueError(
@@ -465,6 +473,7 @@ class NoiseScaleProbe:
             time=time.time(),
             seconds=seconds - self._seconds_told,
             clips=norm is not None,
+            tap=self._tap.name,
             scalar_names=tuple(scalars),
         )
         self._seconds_told = seconds
@@ -478,7 +487,7 @@ class NoiseScaleProbe:
 
     def _deliver(self) -> None:
         """Send what is due, take in what has arrived."""
-        if self._window % self._log_every == 0:
+        if self._window % min(self._log_every, _WINDOWS_HELD) == 0:
             self._mailbox.send()
             self._look_for_unfrozen()
         self._receive(wait=False)
@@ -504,6 +513,7 @@ class NoiseScaleProbe:
                 seconds=note.seconds,
                 units=row.n_units,
                 n_pieces=row.n_pieces,
+                tap=note.tap,
                 norm=norm,
                 clipped=clipped,
                 scalars=dict(zip(note.scalar_names, values[2 * note.clips :], strict=True)),

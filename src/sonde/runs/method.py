@@ -46,8 +46,9 @@ def _setup_rows(run: Run) -> list[Row]:
         training.append(plural(int(setup["parameters"]), "parameter"))
     meaning = f"{unit}. Batch sizes and noise scales are in {unit}, each taken as one independent sample."
     rows = [Row("Training set-up", (", ".join(training) or "not recorded",)), Row("Unit", (meaning,))]
-    if "tap" in setup:
-        rows.append(Row("Where gradients were read", (str(setup["tap"]),)))
+    taps = dict.fromkeys(str(tap) for r in run.readings if (tap := r.pieces.get("tap", setup.get("tap"))) is not None)
+    if taps:
+        rows.append(Row("Where gradients were read", (", then ".join(taps),)))
     if setup.get("metric", "euclidean") != "euclidean":
         rows.append(Row("Norm", (f"{setup['metric']}: squared norms are weighted as that optimizer weighs them.",)))
     rest = {key: value for key, value in setup.items() if key not in _SETUP_SHOWN and value is not None}
