@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sonde.runs.reader import read_run
+from sonde.runs.report import write_report
 from tests.runs.plausible_run import alert_record, end_record, header_record, reading_record, write_run
 
 
@@ -106,7 +107,7 @@ def test_records_of_a_kind_not_known_are_skipped(tmp_path: Path) -> None:
         ({"time": 1.0}, "line 2 .* got KeyError at 'kind'"),
         ({"kind": "reading", "window": 1}, "line 2 .* got KeyError at 'time'"),
         (reading_record(0, 1, status="superb"), "line 2 .* status 'superb' is none of resolved"),
-        (reading_record(0, 1) | {"groups": [1]}, "line 2 .* AttributeError"),
+        (reading_record(0, 1) | {"groups": [1]}, "line 2 .* TypeError"),
         (header_record(unit="tokens"), "measured in 'sequences' and in 'tokens', expected one unit"),
         (header_record(schema=2), "record schema 2, expected 1: read it with the version of sonde that wrote it"),
     ],
@@ -134,3 +135,38 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
     _log(tmp_path, HEADER[:30], end="")
     with pytest.raises(ValueError, match="holds no whole record yet"):
         read_run(tmp_path)
+
+
+def _mutations() -> list[tuple[str, str, object]]:
+    odd: list[object] = [[], {}, "", "x", -1, None, True, 10**400, {"a": []}]
+    return [
+        (kind, key, value)
+        for kind, keys in (
+            ("header", ("time", "versions", "setup", "metrics", "metadata", "schema")),
+            ("reading", ("time", "window", "status", "metrics", "groups", "dropped", "pieces")),
+        )
+        for key in keys
+        for value in odd
+    ]
+
+
+def _is_refused(folder: Path) -> bool:
+    """Whether the log gives a clear error rather than a report; any other exception fails the test."""
+    try:
+        write_report(folder)
+    except ValueError as error:
+        return str(folder) in str(error)
+    return False
+
+
+def test_a_hostile_log_is_refused_or_reported_without_a_traceback(tmp_path: Path) -> None:
+    """Every field of every record replaced by something odd: a report, or a ValueError that names the line."""
+    refused = 0
+    for i, (kind, key, value) in enumerate(_mutations()):
+        records: list[dict[str, object]] = [header_record(), reading_record(0, 2), reading_record(1, 2)]
+        next(r for r in records if r["kind"] == kind)[key] = value
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "records.jsonl").write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in records))
+        refused += _is_refused(folder)
+    assert 40 < refused < i

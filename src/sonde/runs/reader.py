@@ -212,10 +212,10 @@ class _Content:
                 case "reading":
                     self.readings.append(_reading(record, segment=len(self.headers) - 1))
                 case "alert":
-                    self.alerts.append(Alert(int(record["window"]), str(record["name"]), str(record["message"])))
+                    self.alerts.append(Alert(_count(record["window"]), str(record["name"]), str(record["message"])))
                 case "end":
                     self.ended = str(record["reason"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(
                 f"line {number} of {self.file} is not a record of schema {SCHEMA}, "
                 f"got {type(error).__name__} at {error}: was it written by another program?"
@@ -247,31 +247,52 @@ def _header(record: Mapping[str, Any]) -> Header:
         time=float(record["time"]),
         run=str(record["run"]),
         unit=str(record["unit"]),
-        versions=record["versions"],
-        setup=record["setup"],
-        metrics=record["metrics"],
-        metadata=record["metadata"],
+        versions=_mapping(record["versions"]),
+        setup=_mapping(record["setup"]),
+        metrics=_mapping(record["metrics"]),
+        metadata=_mapping(record["metadata"]),
     )
 
 
 def _reading(record: Mapping[str, Any], segment: int) -> Reading:
     return Reading(
         segment=segment,
-        window=int(record["window"]),
+        window=_count(record["window"]),
         time=float(record["time"]),
         status=_status(record["status"]),
         reason=str(record["reason"]),
-        metrics=record["metrics"],
-        groups={name: _group(group) for name, group in record["groups"].items()},
-        dropped=record["dropped"],
-        pieces=record["pieces"],
+        metrics={name: _number(value) for name, value in _mapping(record["metrics"]).items()},
+        groups={name: _group(_mapping(group)) for name, group in _mapping(record["groups"]).items()},
+        dropped={reason: _count(count) for reason, count in _mapping(record["dropped"]).items()},
+        pieces=_mapping(record["pieces"]),
     )
 
 
 def _group(group: Mapping[str, Any]) -> GroupReading:
     status = _status(group["status"])
-    high = math.inf if status == "lower_bound" else group["high"]
-    return GroupReading(status, group["b_simple"], group["low"], high, group["grad_sq"], group["trace_cov"])
+    high = math.inf if status == "lower_bound" else _number(group["high"])
+    b_simple, low, grad_sq, trace_cov = (_number(group[key]) for key in ("b_simple", "low", "grad_sq", "trace_cov"))
+    return GroupReading(status, b_simple, low, high, grad_sq, trace_cov)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r:.40} where an object is expected")
+    return value
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise TypeError(f"{value!r:.40} where a count is expected")
+    return value
+
+
+def _number(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TypeError(f"{value!r:.40} where a finite number or null is expected")
+    return float(value)
 
 
 def _status(status: object) -> Status:

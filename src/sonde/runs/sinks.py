@@ -105,7 +105,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     """
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
