@@ -20,7 +20,7 @@ SCHEMA = 1
 
 
 class Sink(Protocol):
-    """Somewhere records go. Called on rank 0 only, never between backward and the optimizer step."""
+    """Somewhere records go. Called on rank 0 only, when a window ends; it should return soon."""
 
     def write(self, record: Mapping[str, object]) -> None:
         """Take one record; its values are JSON values."""

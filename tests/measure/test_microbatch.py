@@ -94,7 +94,7 @@ def test_small_gradients_wait_within_a_bound() -> None:
 
 
 def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
-    """Another hook that writes to its gradient in place afterwards must not change what was read."""
+    """Once backward has ended, writing to `.grad` must not change what waits to be read."""
     small = nn.Parameter(torch.ones(10))
     tap = MicrobatchTap([small], Witness([small]), Euclidean(), on_backward_end=lambda: None, staged_numel=100)
     tap.expect_piece()
