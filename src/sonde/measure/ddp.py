@@ -2,8 +2,8 @@
 
 Before it, a bucket holds what this rank has accumulated; after it, what the optimizer gets. So one hook per bucket
 gives both norms that a noise scale needs, each rank's whole window being one piece, with no hook per parameter. DDP
-takes a single communication hook and never lets it go: a user's own is wrapped, and after `close()` the hook only
-passes on.
+takes a single communication hook and never lets it go: so a relay is registered, once a model, which reduces as DDP or
+the user's own hook does and lets a tap listen while there is one.
 """
 
 # No `from __future__ import annotations`: DDP checks a hook's annotations, as objects.
@@ -24,12 +24,23 @@ from sonde.measure.norms import accumulation_dtype
 from sonde.measure.witness import Witness
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
+AfterReduction = Callable[[Tensor], None]
+"""Called with a bucket's reduced buffer."""
 
 
 def comm_hook_name(model: DistributedDataParallel | None) -> str | None:
-    """The name of the communication hook registered with DDP, or None."""
-    hooks = getattr(model, "_comm_hooks", None) or []
-    return hook_label(hooks[0][0]) if hooks else None
+    """The name of the user's communication hook, registered with DDP or wrapped by a tap; None without one."""
+    for hook, state in getattr(model, "_comm_hooks", None) or []:
+        if not isinstance(state, _Relay):
+            return hook_label(hook)
+        if state.wraps_users_hook:
+            return hook_label(state.comm_hook)
+    return None
+
+
+def is_tapped(model: DistributedDataParallel) -> bool:
+    """Whether a tap reads this model's buckets now."""
+    return any(isinstance(state, _Relay) and state.listener is not None for _, state in model._comm_hooks)
 
 
 def hook_label(hook: object) -> str:
@@ -41,12 +52,15 @@ class BucketTap:
     """Reads every bucket before and after DDP's all-reduce.
 
     Args:
-        model: the wrapped model; must have no communication hook yet.
+        model: the wrapped model; must have no communication hook yet, other than one that an earlier tap left.
         parameters: its trainable parameters, in the order in which results are given.
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
         comm_hook: the user's own hook, which then does the reduction; None for DDP's average.
         comm_state: the state that the user's hook is called with.
+
+    Raises:
+        ValueError: when DDP has a communication hook of the user's, or another tap reads the buckets.
     """
 
     def __init__(
@@ -59,11 +73,11 @@ class BucketTap:
         comm_hook: CommHook | None = None,
         comm_state: object = None,
     ) -> None:
-        if (taken := comm_hook_name(model)) is not None:
-            raise ValueError(
-                f"tap='comm_hook' needs DDP's only communication hook, and {taken!r} is registered already: "
-                "pass it to attach(comm_hook=..., comm_state=...) in place of registering it, or use tap='leaf'"
-            )
+        if is_tapped(model):
+            raise ValueError("another probe reads the buckets of this DDP model already: close it first")
+        self._relay = _relay_of(model)
+        if comm_hook is not None:
+            self._relay.wrap(comm_hook, comm_state)
         self.name = "DDP's communication hook"
         self.seconds = 0.0
         self._witness, self._metric = witness, metric
@@ -71,13 +85,10 @@ class BucketTap:
         self._device = parameters[0].device
         self._dtype = accumulation_dtype(self._device)
         self._size = len(parameters)
-        self._closed = False
         self._places: dict[tuple[int, ...], Tensor] = {}
-        self._average = _Average(model)
-        self._comm_hook, self._comm_state = comm_hook or self._average, comm_state
         self._problems = [0] * len(Problem)
         self._start_window()
-        model.register_comm_hook(None, self._hook)
+        self._relay.listener = self._read
 
     def _start_window(self) -> None:
         # One entry a bucket: callbacks of different buckets may run at the same time, on streams of their own.
@@ -96,13 +107,17 @@ class BucketTap:
         return problems
 
     def close(self) -> None:
-        """Read no more. DDP cannot remove a communication hook: it stays and passes on."""
-        self._closed = True
+        """Read no more. DDP cannot remove a communication hook: the relay stays and only reduces."""
+        if self._relay.listener == self._read:
+            self._relay.listener = None
         self._start_window()
 
-    def _hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        if self._closed:
-            return self._comm_hook(self._comm_state, bucket)
+    def _read(self, bucket: GradBucket) -> AfterReduction:
+        """Read a bucket before its reduction.
+
+        Returns:
+            What to call with the reduced buffer.
+        """
         start = time.perf_counter()
         number = bucket.index()
         if number in self._before:
@@ -119,16 +134,13 @@ class BucketTap:
         self._before[number] = indices, self._reduce(indices, grads)
         self.seconds += time.perf_counter() - start
 
-        def after(reduced: torch.futures.Future[Tensor]) -> Tensor:
+        def after(buffer: Tensor) -> None:
             start = time.perf_counter()
-            value = reduced.value()
-            buffer = value[0] if isinstance(value, (list, tuple)) else value
             views = [buffer.as_strided(shape, stride, buffer.storage_offset() + at) for shape, stride, at in layouts]
             self._after[number] = indices, self._reduce(indices, views)
             self.seconds += time.perf_counter() - start
-            return buffer
 
-        return self._comm_hook(self._comm_state, bucket).then(after)
+        return after
 
     def _reduce(self, indices: list[int], grads: list[Tensor]) -> GradientSummary:
         if not indices:
@@ -173,6 +185,67 @@ class BucketTap:
                 place[index] = at
             self._places[order] = torch.tensor(place, device=self._device)
         return self._places[order]
+
+
+class _Relay:
+    """The state of the one hook that DDP keeps: reduces each bucket, and lets a tap read it before and after.
+
+    Copies of a model, by pickle or deepcopy, get a new reducer without communication hooks: a copied relay is
+    therefore `stale`, and makes way for another.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None = None) -> None:
+        self.stale = model is None
+        self.comm_hook: CommHook = _Average(model) if model is not None else _never
+        self.comm_state: object = None
+        self.wraps_users_hook = False
+        self.listener: Callable[[GradBucket], AfterReduction] | None = None
+
+    def wrap(self, comm_hook: CommHook, comm_state: object) -> None:
+        """Reduce by the user's hook from now on."""
+        self.comm_hook, self.comm_state, self.wraps_users_hook = comm_hook, comm_state, True
+
+    def __reduce__(self) -> "tuple[type[_Relay], tuple[()]]":
+        return _Relay, ()
+
+
+def _relay_of(model: DistributedDataParallel) -> _Relay:
+    """The relay that this model has, or a new one.
+
+    Raises:
+        ValueError: when a hook of the user's is registered.
+    """
+    hooks = model._comm_hooks
+    hooks[:] = [(hook, state) for hook, state in hooks if not (isinstance(state, _Relay) and state.stale)]
+    for hook, state in hooks:
+        if not isinstance(state, _Relay):
+            raise ValueError(
+                f"tap='comm_hook' needs DDP's only communication hook, and {hook_label(hook)!r} is registered already: "
+                "pass it to attach(comm_hook=..., comm_state=...) in place of registering it, or use tap='leaf'"
+            )
+        return state
+    relay = _Relay(model)
+    model.register_comm_hook(relay, _relay_bucket)
+    return relay
+
+
+def _relay_bucket(relay: _Relay, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """What is registered with DDP; a function of a module, so that a model can be pickled whole."""
+    if relay.listener is None:
+        return relay.comm_hook(relay.comm_state, bucket)
+    after = relay.listener(bucket)
+
+    def tell(reduced: torch.futures.Future[Tensor]) -> Tensor:
+        value = reduced.value()
+        buffer: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+        after(buffer)
+        return buffer
+
+    return relay.comm_hook(relay.comm_state, bucket).then(tell)
+
+
+def _never(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    raise AssertionError("a stale relay is registered with no reducer")
 
 
 class _Average:
