@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 from collections.abc import Callable
@@ -320,6 +321,22 @@ def test_sixteen_bit_gradients_are_squared_in_more() -> None:
     reading, expected = one_window(model, losses, units=[4, 4])
     # .grad itself is added up in 8 bits, so F is H to about 2⁻⁸; squares in bf16 would be off by several %.
     assert_same(reading, expected, rel=2e-2)
+
+
+@pytest.mark.parametrize(("n_pieces", "windows"), [(64, 2), (192, 2), (3000, 0)])
+def test_many_sixteen_bit_gradients_are_sums_until_they_stop_adding_up(n_pieces: int, windows: int) -> None:
+    """Rounding grows as the root of the pieces; past some thousand, bf16 sums no longer move, and that is named."""
+    model = nn.Linear(12, 3).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, units_per_piece=4) as probe:
+        for _ in range(2):
+            for _ in range(n_pieces):
+                mean_loss(model, *batch(4, generator, torch.bfloat16)).backward()
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+    assert reading.windows == windows, reading.dropped
+    assert windows or "16-bit gradients lost what is small" in reading.reason
 
 
 # What a loop may do.
@@ -883,6 +900,42 @@ def test_foreign_state_is_refused_whole(change: dict[str, Any]) -> None:
         before = probe.state_dict()
         with pytest.raises(ValueError, match=r"version|unknown keys"):
             probe.load_state_dict(before | change)
+        assert probe.state_dict() == before
+
+
+_DAMAGE: list[tuple[list[str], Any]] = [
+    (["run"], None),
+    (["run", "window"], -1),
+    (["run", "window"], 2.5),
+    (["run", "units_seen"], "many"),
+    (["averages", "groups"], []),
+    (["averages", "total"], 7),
+    (["averages", "total", "windows"], True),
+    (["averages", "total", "windows"], -3),
+    (["averages", "total", "windows"], 0),
+    (["averages", "total", "weight"], 0.0),
+    (["averages", "total", "sq_weight"], math.nan),
+    (["averages", "total", "dev_trace_trace"], -1.0),
+    (["averages", "groups", "4", "trace_cov"], None),
+    (["averages", "units"], math.inf),
+    (["averages", "units_weight"], -1),
+    (["averages", "dropped"], ["zero"]),
+    (["averages", "dropped"], {"zero": -1}),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), _DAMAGE, ids=str)
+def test_damaged_state_is_refused_whole(path: list[str], value: Any) -> None:
+    model = small_model()
+    with attached(model) as probe:
+        train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=3)
+        before = probe.state_dict()
+        damaged = place = copy.deepcopy(before)
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        with pytest.raises(ValueError, match="must be|must map|do not fit"):
+            probe.load_state_dict(damaged)
         assert probe.state_dict() == before
 
 

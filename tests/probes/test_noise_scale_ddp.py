@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
+from sonde.measure.ddp import comm_hook_name
 from tests.oracles import window_by_hand
 from tests.probes.loops import Recording, batch, mean_loss, small_model
 from tests.probes.test_noise_scale import attached, flat_grad
@@ -245,6 +248,51 @@ def test_a_registered_hook_cannot_be_wrapped_and_the_way_out_is_named(ranks2: Ra
     for said in ranks2(_second_hook):
         assert "'allreduce_hook' is registered already" in said
         assert "attach(comm_hook=" in said
+
+
+def _attach_again(how: str) -> dict[str, Any]:
+    """Once "auto" has changed to the communication hook and closed, the model can be copied and measured again."""
+    plain, model = wrap({})
+    with attached(model, log_every=1) as probe:
+        for window in range(6):
+            with probe.piece(units=4):
+                mean_loss(model, *batches(dist.get_rank(), 1, window)[0]).backward()
+            probe.step()
+            model.zero_grad()
+        assert probe._tap.name == "DDP's communication hook"
+    if how != "same":
+        model = pickle.loads(pickle.dumps(model)) if how == "pickled" else copy.deepcopy(model)
+        plain = model.module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    names = [comm_hook_name(model)]
+    with attached(model, optimizer, tap="comm_hook") as probe:
+        for window in range(3):
+            x, y = batches(dist.get_rank(), 1, window)[0]
+            with probe.piece(units=len(x)):
+                mean_loss(model, x, y).backward()
+            probe.step()
+            optimizer.zero_grad()
+        try:
+            attached(model, tap="comm_hook")
+        except ValueError as error:
+            names.append(str(error))
+        reading = probe.reading()
+    return {
+        "reading": reading,
+        "norms": [],
+        "names": names,
+        "expected": by_hand(plain, 2, 1, 3, per_rank=True),
+        "hooks": sum(len(p._backward_hooks or ()) for p in plain.parameters()),
+    }
+
+
+@pytest.mark.parametrize("how", ["same", "pickled", "deepcopied"])
+def test_a_model_is_as_good_as_new_after_close(ranks2: Ranks, how: str) -> None:
+    results = ranks2(_attach_again, how)
+    check(results)
+    for result in results:
+        assert result["names"][0] is None  # no hook of the user's, whatever sonde has left
+        assert "another probe reads the buckets" in result["names"][1]
 
 
 def _plain_reduced_by_hand(average: bool) -> tuple[sonde.NoiseScaleReading, dict[str, Any]]:

@@ -57,15 +57,16 @@ def group_function(groups: object) -> GroupOf:
 
 
 def rounding(dtype: torch.dtype, comm_hook: str | None) -> float:
-    """The residual |F − κH|/|F| that rounding alone explains."""
-    # 16-bit gradients, and communication hooks that send 16 bits, round each element by up to 2⁻⁸ of it. Even if it
-    # were noise, this much of it would move B_simple by less than (1 + B_simple/B)·10⁻⁴ of itself.
+    """The residual |F − κH|/|F| that rounding alone explains, in sums of 16 pieces or fewer."""
+    # 16-bit gradients, and communication hooks that send 16 bits, round each element by up to 2⁻⁸ of it; sums of 16
+    # in bf16 are off by 5e-3. Even if it were noise, 1e-2 would move B_simple by less than (1 + B_simple/B)·1e-4 of
+    # itself.
     if torch.finfo(dtype).bits <= 16 or comm_hook is not None:
         return 1e-2
     return 1e-4
 
 
-def blame(comm_hook: str | None, *, had_gradients: bool, alone_among_ranks: bool) -> str:
+def blame(comm_hook: str | None, *, had_gradients: bool, alone_among_ranks: bool, sixteen_bit: bool) -> str:
     """What may have changed a gradient, likeliest first."""
     if comm_hook is not None:
         return f"DDP's communication hook {comm_hook!r} is lossy, or noise was added or a hook changed it"
@@ -75,6 +76,8 @@ def blame(comm_hook: str | None, *, had_gradients: bool, alone_among_ranks: bool
             "or pass process_group= if you reduce them yourself"
         )
     earlier = "gradients were there before the probe was attached (zero them first), or " if had_gradients else ""
+    if sixteen_bit:
+        earlier += "16-bit gradients lost what is small while many were added up (accumulate in fp32), or "
     return earlier + "noise was added, a hook changed it, or a backward outside this window wrote to it"
 
 

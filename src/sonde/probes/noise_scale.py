@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.clip import check_max_norm, clip_grad_norm_, clip_with_norm_
-from sonde.measure.ddp import BucketTap, CommHook, comm_hook_name, hook_label
+from sonde.measure.ddp import BucketTap, CommHook, comm_hook_name, hook_label, is_tapped
 from sonde.measure.gradients import GradientSummary, summarize
 from sonde.measure.mailbox import Mailbox
 from sonde.measure.metric import AdamMetric, Euclidean, Metric
@@ -35,7 +35,7 @@ from sonde.probes.attachment import (
 )
 from sonde.probes.journal import Journal, WindowFacts
 from sonde.records import METRICS, Sink
-from sonde.stats.noise_scale import check_keys
+from sonde.stats.noise_scale import check_count, check_keys, check_number
 from sonde.stats.tracker import NoiseScaleReading, NoiseScaleTracker
 
 _WINDOWS_BEFORE_COMM_HOOK = 3
@@ -153,16 +153,18 @@ class NoiseScaleProbe:
             device=self._device,
         )
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
+        precision = lowest_precision(wrapper.parameters)
         self._tracker = NoiseScaleTracker(
             unit=unit,
             groups=self._groups,
             horizon=horizon,
             n_ranks=wrapper.n_ranks,
-            tolerance=rounding(lowest_precision(wrapper.parameters), hook_name),
+            tolerance=rounding(precision, hook_name),
             blame=blame(
                 hook_name,
                 had_gradients=any(p.grad is not None for p in self._parameters),
                 alone_among_ranks=wrapper.group is None and dist.is_initialized() and dist.get_world_size() > 1,
+                sixteen_bit=torch.finfo(precision).bits <= 16,
             ),
         )
         self._tap: MicrobatchTap | BucketTap
@@ -329,15 +331,19 @@ class NoiseScaleProbe:
         """Go on from what `state_dict` returned.
 
         Raises:
-            ValueError: when it is of another version, horizon or model, or has unknown or missing keys.
+            ValueError: when it is of another version, horizon or model, has unknown or missing keys, or a value that
+                cannot be what its name says; nothing is changed then.
         """
         check_keys("noise-scale probe state", state, {"version", "averages", "run"})
         if state["version"] != 1:
             raise ValueError(f"probe state has version {state['version']!r}, this sonde reads version 1")
-        check_keys("run of the probe state", state["run"], {"window", "units_seen"})
+        run = state["run"]
+        check_keys("run of the probe state", run, {"window", "units_seen"})
+        check_count("run of the probe state", run, "window")
+        check_number("run of the probe state", run, "units_seen", low=0)
         self._tracker.load_state_dict(state["averages"])
-        self._journal.load_state_dict(state["run"])
-        self._window = int(state["run"]["window"])
+        self._journal.load_state_dict(run)
+        self._window = run["window"]
 
     def close(self, reason: str = "closed") -> None:
         """Remove every hook, write what is left and close the sinks. Calling it again does nothing.
@@ -544,7 +550,7 @@ class NoiseScaleProbe:
         """Every rank has one piece a window: DDP's buckets tell as much as leaf hooks, for less."""
         assert self._wrapper.ddp is not None
         self._may_tap_buckets = False
-        if comm_hook_name(self._wrapper.ddp) is not None:  # registered since
+        if comm_hook_name(self._wrapper.ddp) is not None or is_tapped(self._wrapper.ddp):  # since attach
             return
         self._tap.close()
         told = self._tap.seconds

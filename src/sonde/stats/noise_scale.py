@@ -263,12 +263,16 @@ class RunningNoiseScale:
         """Restore what `state_dict` returned.
 
         Raises:
-            ValueError: when a key is unknown or missing, a value is not a finite number, or the horizon differs.
+            ValueError: when a key is unknown or missing, a value cannot be what its name says, or the horizon differs;
+                nothing is changed then.
         """
         check_keys("noise-scale state", state, {"horizon", *_STATE})
-        for name, value in state.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"noise-scale state {name!r} must be a finite number, got {value!r}: file is damaged?")
+        for name in state:
+            check_number("noise-scale state", state, name, low=None if name in _MAY_BE_NEGATIVE else 0)
+        check_count("noise-scale state", state, "windows")
+        seen = bool(state["windows"])
+        if (state["weight"] > 0) != seen or (state["sq_weight"] > 0) != seen:
+            raise ValueError(f"noise-scale state of {state['windows']} windows has weights that do not fit: is it damaged?")
         horizon = float(state["horizon"]) or math.inf
         if horizon != self.horizon:
             raise ValueError(
@@ -289,13 +293,41 @@ _STATE = {
     "dev_grad_grad": "_dev_grad_grad",
 }
 
+_MAY_BE_NEGATIVE = {"grad_sq", "trace_cov", "dev_trace_grad"}
 
-def check_keys(what: str, got: Mapping[str, object], expected: set[str]) -> None:
-    """Refuse a mapping whose keys are not exactly the expected ones.
+
+def check_keys(what: str, got: object, expected: set[str]) -> None:
+    """Refuse what is not a mapping with exactly the expected keys.
 
     Raises:
         ValueError: naming what is unknown and what is missing.
     """
+    if not isinstance(got, Mapping):
+        raise ValueError(f"{what} must be a mapping, got {got!r:.60}: is it damaged?")
     unknown, missing = sorted(set(got) - expected), sorted(expected - set(got))
     if unknown or missing:
         raise ValueError(f"{what}: unknown keys {unknown}, missing keys {missing}: was it written by another version?")
+
+
+def check_number(what: str, got: Mapping[str, object], name: str, *, low: float | None = None) -> None:
+    """Refuse an entry that is not a finite number of at least `low`.
+
+    Raises:
+        ValueError: naming it.
+    """
+    value = got[name]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (low is not None and value < low):  # type: ignore[operator]
+        bound = "" if low is None else f" of at least {low:g}"
+        raise ValueError(f"{what}: {name!r} must be a finite number{bound}, got {value!r:.60}: is it damaged?")
+
+
+def check_count(what: str, got: Mapping[str, object], name: str) -> None:
+    """Refuse an entry that is not a whole number from 0 up.
+
+    Raises:
+        ValueError: naming it.
+    """
+    value = got[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{what}: {name!r} must be a whole number from 0 up, got {value!r:.60}: is it damaged?")

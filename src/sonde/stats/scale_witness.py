@@ -24,6 +24,19 @@ class ScaleReading:
     kind: Literal["scaled", "clipped by value", "zero", "changed"]
 
 
+_ADDITIONS_IN_TOLERANCE = 16
+
+
+def rounding_of_sums(tolerance: float, n_additions: float) -> float:
+    """The residual that rounding explains after many additions: it grows as their root, as a random walk does.
+
+    Args:
+        tolerance: what it is up to 16 additions.
+        n_additions: gradients that were added up, one after the other, in the gradient's own dtype.
+    """
+    return tolerance * max(n_additions / _ADDITIONS_IN_TOLERANCE, 1.0) ** 0.5
+
+
 def read_scale(final: Tensor, summed: Tensor, *, tolerance: float) -> ScaleReading:
     """Compare the optimizer's gradient F with the sum H of the pieces' gradients.
 

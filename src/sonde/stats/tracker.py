@@ -10,8 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from sonde.stats.intervals import RatioInterval, Status
-from sonde.stats.noise_scale import PieceSums, RunningNoiseScale, WindowEstimate, check_keys, estimate_window
-from sonde.stats.scale_witness import ScaleReading, read_scale
+from sonde.stats.noise_scale import (
+    PieceSums,
+    RunningNoiseScale,
+    WindowEstimate,
+    check_count,
+    check_keys,
+    check_number,
+    estimate_window,
+)
+from sonde.stats.scale_witness import ScaleReading, read_scale, rounding_of_sums
 from sonde.wording import number
 
 SINGLE_PIECE = (
@@ -137,7 +145,7 @@ class NoiseScaleTracker:
         groups: names of the parameter groups, in the order of a row's entries.
         horizon: length of the exponential averages, in windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
-        tolerance: the residual of the scale witness that rounding alone explains.
+        tolerance: the residual of the scale witness that rounding alone explains, for 16 pieces a rank or fewer.
         blame: what to name when the gradient was changed by something unknown.
         level: confidence level of the intervals.
     """
@@ -173,7 +181,8 @@ class NoiseScaleTracker:
             Why it was dropped; None when it was averaged.
         """
         self.norm = None
-        scale = read_scale(row.witness_final, row.witness_sum, tolerance=self._tolerance)
+        tolerance = rounding_of_sums(self._tolerance, row.n_pieces / self._n_ranks)
+        scale = read_scale(row.witness_final, row.witness_sum, tolerance=tolerance)
         if math.isfinite(row.n_units) and row.n_pieces:
             decay = self._total.decay
             self._units = decay * self._units + row.n_units
@@ -319,12 +328,18 @@ class NoiseScaleTracker:
         """Restore what `state_dict` returned.
 
         Raises:
-            ValueError: when keys, groups or the horizon differ; nothing is changed then.
+            ValueError: when keys, groups or the horizon differ, or a value cannot be what its name says; nothing is
+                changed then.
         """
-        check_keys(
-            "noise-scale probe state", state, {"groups", "total", "consistency", "units", "units_weight", "dropped"}
-        )
+        what = "noise-scale probe state"
+        check_keys(what, state, {"groups", "total", "consistency", "units", "units_weight", "dropped"})
         check_keys("parameter groups of the state", state["groups"], set(self.groups))
+        for name in ("units", "units_weight"):
+            check_number(what, state, name, low=0)
+        if not isinstance(dropped := state["dropped"], Mapping):
+            raise ValueError(f"{what}: 'dropped' must map reasons to counts, got {dropped!r:.60}: is it damaged?")
+        for reason in dropped:
+            check_count(f"{what}, dropped", dropped, reason)
         loaded = {key: RunningNoiseScale(self.horizon) for key in ("total", "consistency")}
         for key, running in loaded.items():
             running.load_state_dict(state[key])
@@ -333,7 +348,7 @@ class NoiseScaleTracker:
             running.load_state_dict(state["groups"][name])
         self._total, self._within_between, self._per_group = loaded["total"], loaded["consistency"], per_group
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
-        self.dropped = {str(reason): int(count) for reason, count in state["dropped"].items()}
+        self.dropped = {str(reason): count for reason, count in dropped.items()}
 
 
 def _ratio(running: RunningNoiseScale, interval: RatioInterval) -> float | None:
