@@ -23,7 +23,14 @@ def _reading(window: int, status: str = "resolved", reason: str = "", **metrics:
         "run/units_per_second": 100.0,
         "cost/fraction": 0.021,
     }
-    return {"kind": "reading", "window": window, "status": status, "reason": reason, "metrics": known | metrics}
+    return {
+        "kind": "reading",
+        "window": window,
+        "status": status,
+        "reason": reason,
+        "alerts": {},
+        "metrics": known | metrics,
+    }
 
 
 def _shown(*records: dict[str, Any], terminal: bool) -> str:
@@ -57,8 +64,9 @@ def test_trend_thins_a_long_course_and_keeps_its_end() -> None:
 
 
 def test_a_terminal_shows_every_number_and_alerts() -> None:
-    alert = {"kind": "alert", "message": "ranks see the same data"}
-    shown = _shown(HEADER, _reading(10), alert, _reading(20, loss=2.0), terminal=True)
+    alert = {"kind": "alert", "name": "same_data", "message": "ranks see the same data"}
+    last = _reading(20, loss=2.0) | {"alerts": {"same_data": "ranks see the same data"}}
+    shown = _shown(HEADER, _reading(10), alert, last, terminal=True)
     for text in (
         "1,066,880 parameters, 2 ranks on cuda",
         "20/20",
@@ -72,8 +80,14 @@ def test_a_terminal_shows_every_number_and_alerts() -> None:
         assert text in shown
 
 
+def test_an_alert_leaves_the_panel_with_its_cause() -> None:
+    alert = {"kind": "alert", "name": "same_data", "message": "ranks see the same data"}
+    shown = _shown(HEADER, alert, _reading(20), terminal=True)
+    assert "ranks see the same data" not in shown.split("20/20")[-1]
+
+
 def test_elsewhere_plain_lines_without_control_codes() -> None:
-    alert = {"kind": "alert", "message": "ranks see the same data"}
+    alert = {"kind": "alert", "name": "same_data", "message": "ranks see the same data"}
     shown = _shown(HEADER, _reading(10), alert, _reading(20), terminal=False)
     assert "\x1b" not in shown
     assert shown.splitlines() == [

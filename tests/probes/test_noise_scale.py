@@ -741,6 +741,22 @@ def test_same_data_in_all_micro_batches() -> None:
         assert "the same data" in probe.alerts["same_data"]
 
 
+def test_an_alert_is_over_with_its_cause() -> None:
+    """Raised once, written with every reading of its time, and with none after it."""
+    model = small_model()
+    sink = Recording()
+    losses = piece_losses(model, [4, 4])
+    with attached(model, sinks=[sink], log_every=1) as probe:
+        for window in range(4):
+            for loss in losses:
+                with probe.piece(units=4):
+                    (loss() * (math.nan if window in (1, 2) else 1.0)).backward()
+            probe.step()
+            model.zero_grad()
+    assert [list(r["alerts"]) for r in sink.of_kind("reading")] == [[], ["not_finite"], ["not_finite"], []]
+    assert [a["name"] for a in sink.of_kind("alert")] == ["not_finite"]
+
+
 def test_healthy_data_raise_no_alert() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

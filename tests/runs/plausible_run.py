@@ -93,6 +93,7 @@ def reading_record(
         "metrics": metrics,
         "groups": {name: _group(status, true, width, signal, k, len(groups)) for k, name in enumerate(groups)},
         "dropped": {"a piece was not finite": 2},
+        "alerts": {},
         "pieces": {"per_window": 8},
     }
     return record | changes

@@ -28,8 +28,8 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "small language model",
         "The batch of 64 sequences is small",
         "Judged from the last reading: window 600, after 38,400 sequences",
-        "Something looked wrong",
-        "All ranks see the same data.",
+        "Looked wrong earlier",
+        "All ranks see the same data. (window 40)",
         "Noise scale and batch size",
         "Noise and signal",
         "Noise scale by part of the model",
@@ -40,6 +40,24 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
     ]
     places = [text.index(section) for section in sections]
     assert places == sorted(places)
+
+
+def test_alerts_of_now_stand_apart_from_those_of_the_past(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())
+    sink.write(alert_record("first cause", window=10) | {"name": "not_finite"})
+    sink.write(alert_record("second cause", window=20) | {"name": "unresolved"})
+    for i in range(5):
+        alerts = {"unresolved": f"second cause, seen at reading {i}"} | ({"not_finite": "first cause"} if i < 3 else {})
+        sink.write(reading_record(i, 5, alerts=alerts))
+    sink.write(alert_record("third cause", window=52))
+    sink.close()
+    text = _text(write_report(tmp_path))
+    now, earlier = text.split("Something looks wrong")[1].split("Looked wrong earlier")
+    assert "second cause, seen at reading 4 (since window 20)" in now
+    assert "third cause (since window 52)" in now  # no reading since
+    assert "first cause" not in now
+    assert "first cause (windows 10 to 30)" in earlier
 
 
 def test_how_it_was_measured_is_told_with_its_numbers(tmp_path: Path) -> None:

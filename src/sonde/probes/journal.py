@@ -57,6 +57,7 @@ class _Interval:
     norms: list[float] = field(default_factory=list)
     clipped: list[bool] = field(default_factory=list)
     scalars: dict[str, list[float]] = field(default_factory=dict)
+    alerts: dict[str, str] = field(default_factory=dict)
 
 
 class Journal:
@@ -116,13 +117,14 @@ class Journal:
             now.clipped.append(facts.clipped)
         for name, value in facts.scalars.items():
             now.scalars.setdefault(name, []).append(value)
-        if drop is not None and drop.kind not in self.alerts:
+        if drop is not None:
             self.alert(drop.kind, f"window {facts.window} was dropped: {drop.reason}")
         if facts.window % self._log_every == 0:
             self.reading(facts.time)
 
     def alert(self, name: str, message: str) -> None:
-        """Raise an alert, once a name."""
+        """Something looks wrong: the reading will say so, and the first time of each name is an alert."""
+        self._interval.alerts[name] = message
         if name in self.alerts:
             return
         self.alerts[name] = message
@@ -135,6 +137,8 @@ class Journal:
         reading, interval = self._tracker.reading(), self._interval
         if interval.windows == 0:
             return
+        for name, message in find_alerts(reading).items():
+            self.alert(name, message)
         elapsed = now - interval.start
         metrics: dict[str, float | None] = {
             "gns/b_simple": reading.b_simple,
@@ -164,11 +168,10 @@ class Journal:
             metrics=metrics,
             groups={name: _group_record(group) for name, group in reading.groups.items()},
             dropped=dict(reading.dropped),
+            alerts=interval.alerts,
             pieces=self._pieces,
         )
         self._interval = _Interval(start=now)
-        for name, message in find_alerts(reading).items():
-            self.alert(name, message)
 
     def end(self, reason: str) -> None:
         """Write what is left and close the sinks."""

@@ -319,7 +319,7 @@ class NoiseScaleProbe:
 
     @property
     def alerts(self) -> Mapping[str, str]:
-        """Messages about what looks wrong, by name."""
+        """Messages about what has looked wrong so far, by name; each reading's record has those of its time."""
         return dict(self._journal.alerts)
 
     def state_dict(self) -> dict[str, Any]:

@@ -141,17 +141,32 @@ def _tiles(last: Reading, unit: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _alerts(run: Run) -> str:
-    """The first alert of each name: a check that keeps failing says so once."""
+    """What looks wrong now, then what did earlier; a check that keeps failing says so once."""
+    last = run.readings[-1]
+    now: list[tuple[str, str]] = []
+    earlier: list[tuple[str, str]] = []
     first = {alert.name: alert for alert in reversed(run.alerts)}
-    alerts = sorted(first.values(), key=lambda alert: alert.window)
+    for name, alert in sorted(first.items(), key=lambda item: item[1].window):
+        if name in last.alerts or alert.window > last.window:
+            now.append((last.alerts.get(name, alert.message), f"since window {count(alert.window)}"))
+        else:
+            until = max((r.window for r in run.readings if name in r.alerts), default=alert.window)
+            when = f"windows {count(alert.window)} to {count(until)}" if until > alert.window else ""
+            earlier.append((alert.message, when or f"window {count(alert.window)}"))
+    blocks = [_alert_list(*block) for block in (("Something looks wrong", now), ("Looked wrong earlier", earlier))]
+    return "\n".join(filter(None, blocks))
+
+
+def _alert_list(title: str, alerts: list[tuple[str, str]]) -> str:
     if not alerts:
         return ""
     items = "\n".join(
-        f'<li>{escape(cut(alert.message, 500))} <span class="when">(window {count(alert.window)})</span></li>'
-        for alert in alerts[:_MAX_ALERTS]
+        f'<li>{escape(cut(message, 500))} <span class="when">({when})</span></li>'
+        for message, when in alerts[:_MAX_ALERTS]
     )
     more = f"\n<li>And {len(alerts) - _MAX_ALERTS} more, listed at the end.</li>" if len(alerts) > _MAX_ALERTS else ""
-    return f'<section class="alerts">\n<h2>Something looked wrong</h2>\n<ul>\n{items}{more}\n</ul>\n</section>'
+    kind = "alerts" if title == "Something looks wrong" else "alerts over"
+    return f'<section class="{kind}">\n<h2>{title}</h2>\n<ul>\n{items}{more}\n</ul>\n</section>'
 
 
 def _topic(topic: Topic, divs: Iterator[str]) -> str:

@@ -52,6 +52,7 @@ class Reading:
         metrics: a number per name, None where it is not known.
         groups: the same for each group of parameters, by name.
         dropped: windows left out so far, by reason.
+        alerts: what has looked wrong since the reading before, a message by name.
         pieces: how a window was cut up, such as pieces per window.
     """
 
@@ -63,6 +64,7 @@ class Reading:
     metrics: Mapping[str, float | None]
     groups: Mapping[str, GroupReading]
     dropped: Mapping[str, int]
+    alerts: Mapping[str, str]
     pieces: Mapping[str, Any]
 
     @property
@@ -73,7 +75,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that looked wrong.
+    """Something that looked wrong for the first time.
 
     Attributes:
         window: when.
@@ -264,6 +266,7 @@ def _reading(record: Mapping[str, Any], segment: int) -> Reading:
         metrics={name: _number(value) for name, value in _mapping(record["metrics"]).items()},
         groups={name: _group(_mapping(group)) for name, group in _mapping(record["groups"]).items()},
         dropped={reason: _count(count) for reason, count in _mapping(record["dropped"]).items()},
+        alerts={name: str(message) for name, message in _mapping(record["alerts"]).items()},
         pieces=_mapping(record["pieces"]),
     )
 

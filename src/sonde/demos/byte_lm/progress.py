@@ -48,7 +48,7 @@ class TrainingDisplay:
         self._task = self._bar.add_task("", total=setup.n_steps)
         self._title = "sonde demo"
         self._readings: list[Mapping[str, Any]] = []
-        self._alerts: list[str] = []
+        self._alerts: dict[str, str] = {}
         self._last_frame = self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -75,10 +75,11 @@ class TrainingDisplay:
             case "header":
                 self._title = _title(record["setup"])
             case "alert":
-                self._alerts.append(record["message"])
+                self._alerts[record["name"]] = record["message"]
                 self._say(f"alert: {record['message']}")
             case "reading":
                 self._readings.append(record)
+                self._alerts = dict(record["alerts"])
                 due = time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES
                 if due or record["window"] == self._setup.n_steps:
                     self._say(_line(record, self._setup))
@@ -97,7 +98,7 @@ class TrainingDisplay:
             self._last_frame = time.monotonic()
 
     def _panel(self) -> Panel:
-        alerts = (Text(f"! {message}", style="yellow") for message in self._alerts)
+        alerts = (Text(f"! {message}", style="yellow") for message in self._alerts.values())
         return Panel(
             Group(self._bar, Text(), _table(self._readings, self._setup), *alerts),
             title=self._title,
