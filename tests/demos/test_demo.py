@@ -201,6 +201,21 @@ def test_ctrl_c_while_ranks_start_is_not_lost(tmp_path: Path, start: Start) -> N
     assert read_run(tmp_path / "run").ended == "interrupted"
 
 
+def test_training_goes_on_when_nobody_reads_what_it_says(tmp_path: Path, start: Start) -> None:
+    """As in `sonde demo | head -1`."""
+    folder = tmp_path / "run"
+    demo = start("--steps", "8", "--log-every", "2", "--out", str(folder))
+    assert demo.stdout is not None
+    demo.stdout.readline()
+    demo.stdout.close()
+    assert demo.wait(DEADLINE) == 0
+    assert demo.stderr is not None
+    with demo.stderr as said:
+        assert "Traceback" not in said.read()
+    assert read_run(folder).ended == "finished"
+    assert (folder / "report.html").exists()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_demo_with_one_sentence(tmp_path: Path, start: Start, rank: int) -> None:
     folder = tmp_path / "run"

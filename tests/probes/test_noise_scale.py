@@ -950,7 +950,7 @@ def test_damaged_state_is_refused_whole(path: list[str], value: Any) -> None:
         for key in path[:-1]:
             place = place[key]
         place[path[-1]] = value
-        with pytest.raises(ValueError, match="must be|must map|do not fit"):
+        with pytest.raises(ValueError, match=r"must be|must map|do not fit"):
             probe.load_state_dict(damaged)
         assert probe.state_dict() == before
 

@@ -272,7 +272,9 @@ class RunningNoiseScale:
         check_count("noise-scale state", state, "windows")
         seen = bool(state["windows"])
         if (state["weight"] > 0) != seen or (state["sq_weight"] > 0) != seen:
-            raise ValueError(f"noise-scale state of {state['windows']} windows has weights that do not fit: is it damaged?")
+            raise ValueError(
+                f"noise-scale state of {state['windows']} windows has weights that do not fit: is it damaged?"
+            )
         horizon = float(state["horizon"]) or math.inf
         if horizon != self.horizon:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,7 +35,7 @@ def rounding_of_sums(tolerance: float, n_additions: float) -> float:
         tolerance: what it is up to 16 additions.
         n_additions: gradients that were added up, one after the other, in the gradient's own dtype.
     """
-    return tolerance * max(n_additions / _ADDITIONS_IN_TOLERANCE, 1.0) ** 0.5
+    return tolerance * math.sqrt(max(n_additions / _ADDITIONS_IN_TOLERANCE, 1.0))
 
 
 def read_scale(final: Tensor, summed: Tensor, *, tolerance: float) -> ScaleReading:

@@ -15,7 +15,7 @@ from sonde.demos.byte_lm.data import find_sources
 from sonde.demos.byte_lm.interrupt import INTERRUPTED
 from sonde.demos.byte_lm.launch import TrainingFailed, launch
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
-from sonde.demos.byte_lm.progress import PANEL_WIDTH
+from sonde.demos.byte_lm.progress import PANEL_WIDTH, LastingConsole
 from sonde.runs.reader import Reading, read_run
 from sonde.runs.report import write_report
 from sonde.runs.sinks import RECORDS_NAME
@@ -38,7 +38,7 @@ def run_demo(options: DemoOptions) -> int:
         FileExistsError: when the folder for log and report has something in it.
         FileNotFoundError: when this Python has no sources to learn from.
     """
-    console = Console(highlight=False)
+    console = LastingConsole(highlight=False)
     sources = find_sources()
     folder = _choose_folder(options.out)
     setup = decide(options, folder, n_gpus=torch.cuda.device_count(), n_cores=_n_cores())

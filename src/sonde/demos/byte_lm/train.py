@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +20,7 @@ from sonde.demos.byte_lm.data import draw_windows, find_sources, read_corpus, wi
 from sonde.demos.byte_lm.interrupt import StopRequest
 from sonde.demos.byte_lm.model import ByteTransformer
 from sonde.demos.byte_lm.options import Setup
-from sonde.demos.byte_lm.progress import TrainingDisplay
+from sonde.demos.byte_lm.progress import LastingConsole, TrainingDisplay
 
 MAX_GRAD_NORM = 1.0
 WARMUP_STEPS = 20
@@ -73,7 +72,7 @@ def _train(setup: Setup, device: torch.device, stop: StopRequest) -> Ending:
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
 
     logging.getLogger("sonde").addHandler(logging.NullHandler())  # the display shows the probe's alerts itself
-    display = TrainingDisplay(setup, Console(quiet=rank != 0))
+    display = TrainingDisplay(setup, LastingConsole(quiet=rank != 0))
     probe = sonde.attach(
         model,
         optimizer,
