@@ -44,6 +44,18 @@ def test_large_gradients_are_clipped_to_the_norm_asked_for() -> None:
     assert float(parameters[0].grad.double().norm()) == pytest.approx(1.0, rel=1e-6)  # type: ignore[union-attr]
 
 
+def test_huge_gradients_are_clipped_and_not_zeroed() -> None:
+    """Their squares overflow in fp32: torch's norm is infinite, and its clip sets everything to 0."""
+    parameters = gradients((400, 300))
+    for p in parameters:
+        p.grad.mul_(1e30)  # type: ignore[union-attr]
+    theirs = copies(parameters)
+    sonde.clip_grad_norm_(parameters, 1.0)
+    assert float(parameters[0].grad.norm()) == pytest.approx(1.0, rel=1e-5)  # type: ignore[union-attr]
+    torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    assert float(theirs[0].grad.norm()) == 0.0  # type: ignore[union-attr]  # if this fails, torch has mended it
+
+
 def test_single_tensor_generator_missing_and_repeated() -> None:
     a, b = gradients((3,), (4,))
     alone = float(a.grad.norm())  # type: ignore[union-attr]

@@ -47,6 +47,20 @@ def test_sparse_duplicates_add_up_before_they_are_squared() -> None:
     assert float(sq_norm(grad)) == pytest.approx(10)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n", [1, 100, 20_000, 300_001])
+@pytest.mark.parametrize("size", [1e30, 1e19, 1e-19, 1e-30])
+def test_squares_beyond_fp32(size: float, n: int, dtype: torch.dtype) -> None:
+    """1e30 squared is infinite in fp32, and 1e-30 squared is 0: neither is."""
+    grad = (size * torch.randn(n)).to(dtype)
+    assert float(sq_norm(grad)) == pytest.approx(float(grad.double().norm()) ** 2, rel=4e-6)
+
+
+def test_zeros_have_no_norm() -> None:
+    for n in (0, 1, 300_000):
+        assert float(sq_norm(torch.zeros(n))) == 0.0
+
+
 def test_non_finite_is_not_lost() -> None:
     for bad in (float("nan"), float("inf"), float("-inf")):
         for n in (10, 10_000):

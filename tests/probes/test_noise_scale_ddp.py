@@ -441,19 +441,32 @@ def test_consistency_is_about_one_on_sound_data(ranks2: Ranks) -> None:
         assert "same_data" not in alerts
 
 
-def _collectives() -> int:
-    """All-reduces of one window on a plain model, from the profiler's count on the process group."""
-    model = small_model()
+def _issued(tap: str | None, n_micro: int) -> tuple[int, int]:
+    """Collectives, and values read on the host, of 4 windows under DDP; None for no probe."""
+    _, model = wrap({"bucket_cap_mb": 0.01})
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with attached(model, process_group=dist.group.WORLD) as probe:
-        before = _sequence_number()
-        for _ in range(5):
-            for _ in range(3):
-                with probe.piece(units=4):
+    units: dict[str, Any] = {"units_per_piece": 4, "log_every": 1000}
+    with attached(model, tap=tap, **units) if tap else contextlib.nullcontext() as probe:
+        profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],  # DDP's callbacks run on threads of their own
+            experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+        )
+        for window in range(8):  # DDP rebuilds its buckets after the first
+            if window == 4:
+                before = _sequence_number()
+                profiler.start()
+            for i in range(n_micro):
+                sync = contextlib.nullcontext() if i == n_micro - 1 else model.no_sync()
+                with probe.piece(units=4) if probe else contextlib.nullcontext(), sync:
                     mean_loss(model, *batch(4, generator)).backward()
-            probe.clip_grad_norm_(1.0)
+            if probe:
+                probe.clip_grad_norm_(1.0)
             model.zero_grad()
-        return _sequence_number() - before
+        issued = _sequence_number() - before
+        profiler.stop()
+        counts = {e.key: e.count for e in profiler.key_averages()}
+        assert counts["c10d::allreduce_"] >= issued  # the callbacks' threads are seen
+    return issued, counts.get("aten::_local_scalar_dense", 0)
 
 
 def _sequence_number() -> int:
@@ -461,8 +474,17 @@ def _sequence_number() -> int:
     return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
 
 
-def test_one_collective_a_window(ranks2: Ranks) -> None:
-    assert ranks2(_collectives) == [5, 5]
+def _issued_without_cpu_reads(tap: str | None, n_micro: int) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:  # a read that only CPU tensors get, and that waits for nothing
+        patch.setattr("sonde.measure.norms._squares_leave_fp32", lambda total, n: False)
+        return _issued(tap, n_micro)
+
+
+@pytest.mark.parametrize(("tap", "n_micro"), [("leaf", 1), ("leaf", 3), ("comm_hook", 1), ("comm_hook", 3)])
+def test_one_collective_a_window_and_nothing_read_on_the_host(ranks2: Ranks, tap: str, n_micro: int) -> None:
+    without = ranks2(_issued_without_cpu_reads, None, n_micro)
+    for (n_with, read), (n_without, _) in zip(ranks2(_issued_without_cpu_reads, tap, n_micro), without, strict=True):
+        assert (n_with - n_without, read) == (4, 0)
 
 
 def _frozen_after_wrapping() -> tuple[str, int]:
