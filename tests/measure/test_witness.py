@@ -13,9 +13,11 @@ def test_a_few_elements_spread_over_the_shape(shape: tuple[int, ...]) -> None:
     grad = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     witness = Witness([grad])
     read = witness.read(0, grad, torch.float64)
-    assert read.shape == (witness.size,)
-    assert min(grad.numel(), 8) <= witness.size <= 32 or grad.numel() == 1
-    assert len(set(read.tolist())) == witness.size  # each at most once
+    assert read.shape == (witness.sizes[0],)
+    assert min(grad.numel(), 8) <= len(read) <= 32 or grad.numel() == 1
+    assert len(set(read.tolist())) == len(read)  # each at most once
+    assert torch.equal(witness.join([read])[: len(read)], read)
+    assert witness.join([read]).shape == (witness.size,)
     if grad.numel() > 64:
         assert read.max() > 0.5 * grad.numel()
 
@@ -23,11 +25,28 @@ def test_a_few_elements_spread_over_the_shape(shape: tuple[int, ...]) -> None:
 def test_vectors_and_matrices_from_the_whole_depth() -> None:
     parameters = [torch.zeros(64, 64) if i % 2 else torch.zeros(64) for i in range(200)]
     witness = Witness(parameters)
-    kinds = [parameters[i].dim() for i in witness.indices]
-    assert (kinds.count(1), kinds.count(2)) == (8, 8)
-    assert min(witness.indices) == 0
-    assert max(witness.indices) == 199
-    assert witness.size <= 512
+    seen: set[int] = set()
+    for _ in range(25):
+        kinds = [parameters[i].dim() for i in witness.indices]
+        assert (kinds.count(1), kinds.count(2)) == (8, 8)
+        assert min(witness.indices) == 0
+        assert max(witness.indices) == 199
+        assert witness.size == 512
+        seen |= set(witness.indices)
+        witness.move()
+    assert seen == set(range(200))  # whatever touches a parameter in every window is met
+
+
+@pytest.mark.parametrize("shape", [(100,), (17, 23), (5, 6, 7)])
+def test_every_element_has_its_turn(shape: tuple[int, ...]) -> None:
+    grad = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    witness = Witness([grad])
+    seen: set[float] = set()
+    for _ in range(100):
+        assert witness.sizes[0] > 0
+        seen |= set(witness.read(0, grad, torch.float64).tolist())
+        witness.move()
+    assert len(seen) == grad.numel()
 
 
 def test_what_is_read_is_a_copy() -> None:

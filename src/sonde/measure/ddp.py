@@ -173,7 +173,9 @@ class BucketTap:
             witnessed.get(i, torch.zeros(n, dtype=self._dtype, device=self._device))
             for i, n in self._witness.sizes.items()
         ]
-        return GradientSummary(sq_norms=torch.cat(sq_norms)[self._place(tuple(order))], witness=torch.cat(parts))
+        return GradientSummary(
+            sq_norms=torch.cat(sq_norms)[self._place(tuple(order))], witness=self._witness.join(parts)
+        )
 
     def _place(self, order: tuple[int, ...]) -> Tensor:
         """Where each parameter's value stands in a list in this order, parameters not in it last."""

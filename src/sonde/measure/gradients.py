@@ -55,4 +55,4 @@ def summarize(
         else witness.read(i, grad, dtype).to(device, non_blocking=True)
         for i, size in witness.sizes.items()
     ]
-    return GradientSummary(sq_norms=torch.stack(of_each).to(dtype), witness=torch.cat(elements))
+    return GradientSummary(sq_norms=torch.stack(of_each).to(dtype), witness=witness.join(elements))

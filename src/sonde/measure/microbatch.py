@@ -103,7 +103,7 @@ class MicrobatchTap:
         self._staged_numel = default if staged_numel is None else staged_numel
         self._dtype = accumulation_dtype(self._device)
         self._no_norm = dict.fromkeys(range(len(parameters)), torch.zeros((), dtype=self._dtype, device=self._device))
-        self._no_witness = {i: torch.zeros(n, dtype=self._dtype, device=self._device) for i, n in witness.sizes.items()}
+        self._zeros = torch.zeros(witness.size, dtype=self._dtype, device=self._device)
         self._sums_backwards = False
         self._problems = [0] * len(Problem)
         self._explicit = self._only_explicit = False
@@ -129,9 +129,10 @@ class MicrobatchTap:
         """The gradient of the piece that ends here; parameters it did not reach count as 0."""
         with torch.no_grad():
             self._flush()
+            no_witness = {i: self._zeros[:n] for i, n in self._witness.sizes.items()}
             piece = GradientSummary(
                 sq_norms=torch.stack(self._collect(self._sq_norms, self._no_norm)).to(self._dtype),
-                witness=torch.cat(self._collect(self._witnessed, self._no_witness)),
+                witness=self._witness.join(self._collect(self._witnessed, no_witness)),
             )
         self._reset()
         self._explicit = False

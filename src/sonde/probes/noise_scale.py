@@ -432,6 +432,7 @@ class NoiseScaleProbe:
             except RuntimeError as error:
                 failure = error
         self._post(packed, final, work, norm, max_norm)
+        self._witness.move()
         if self._may_tap_buckets and self._one_piece_windows >= _WINDOWS_BEFORE_COMM_HOOK:
             self._tap_buckets()
         self._seconds += time.perf_counter() - start

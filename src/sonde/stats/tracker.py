@@ -227,6 +227,8 @@ class NoiseScaleTracker:
             return Drop("weights", "one piece has all the weight of its window, so there is nothing to compare it with")
         if not all(map(math.isfinite, row.sq_norm_big)):
             return Drop("not_finite", "the gradient at the end of the window was not finite")
+        if scale.kind == "zero" and not row.witness_sum.any() and any(row.sq_norm_big):
+            return Drop("not_seen", "the few hundred elements that are compared were all 0 in this window")
         if scale.kind == "zero":
             return Drop("zero", "the gradient was 0: was it zeroed, or clipped to 0, before probe.step()?")
         if scale.kind == "clipped by value":
