@@ -355,6 +355,32 @@ def test_without_piece_each_backward_is_one() -> None:
     assert_same(reading, window_by_hand(gradients, [1] * 3, [4] * 3, torch.stack(gradients).sum(0)))
 
 
+@pytest.mark.parametrize("metric", ["euclidean", "adam"])
+@pytest.mark.parametrize("zeroed", ["None", "0"])
+def test_several_backwards_in_the_first_piece_need_no_memory(metric: str, zeroed: str) -> None:
+    """`.grad` is the piece's gradient so far, so cross terms are at hand, from the first window on."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    losses = piece_losses(model, [4, 4, 4, 4])
+    losses[3]().backward()
+    optimizer.step()  # a second moment for Adam's metric
+    optimizer.zero_grad(set_to_none=zeroed == "None")
+    with attached(model, optimizer, metric=metric, staging_mib=0.0) as probe:
+        with probe.piece(units=4):
+            for loss in losses[:3]:
+                loss().backward()
+        with probe.piece(units=4):
+            losses[3]().backward()
+        probe.step()
+        reading = probe.reading()
+    model.zero_grad()
+    gradients = [flat_grad(model, losses[0]() + losses[1]() + losses[2]()), flat_grad(model, losses[3]())]
+    if metric == "adam":
+        second = torch.cat([optimizer.state[p]["exp_avg_sq"].flatten() for p in model.parameters()]).double()
+        gradients = [g / ((second / 1e-3).sqrt() + 1e-8).sqrt() for g in gradients]
+    assert_same(reading, window_by_hand(gradients, [1, 1], [4, 4], gradients[0] + gradients[1]), rel=3e-5)
+
+
 def test_several_backwards_in_one_piece() -> None:
     """Cross terms count: the piece's gradient is the sum. The first window finds out, the next are right."""
     model = small_model()

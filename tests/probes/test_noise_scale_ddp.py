@@ -208,6 +208,42 @@ def test_auto_keeps_leaf_hooks_under_accumulation(ranks2: Ranks) -> None:
     assert [r["tap"] for r in results] == ["leaf hooks"] * 2
 
 
+def _two_backwards(first_reduces: bool) -> dict[str, Any]:
+    """Two losses with a backward each in the one piece of a rank, as with an auxiliary loss."""
+    plain, model = wrap({})
+    rank = dist.get_rank()
+    with attached(model, staging_mib=0.0) as probe:
+        for window in range(3):
+            with probe.piece(units=4):
+                for i, (x, y) in enumerate(batches(rank, 2, window)):
+                    with contextlib.nullcontext() if i or first_reduces else model.no_sync():
+                        mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+    estimates = []
+    for window in range(3):
+        gradients = [sum(flat_grad(plain, mean_loss(plain, x, y)) for x, y in batches(r, 2, window)) for r in range(2)]
+        estimates.append(window_by_hand(gradients, [1, 1], [4, 4], sum(gradients) / 2))  # type: ignore[arg-type]
+    traces, grads = zip(*estimates, strict=True)
+    return {
+        "reading": reading,
+        "norms": [],
+        "expected": {"trace_cov": sum(traces) / 3, "grad_sq": sum(grads) / 3},
+        "hooks": sum(len(p._backward_hooks or ()) for p in plain.parameters()),
+    }
+
+
+def test_two_backwards_in_a_ranks_only_piece(ranks2: Ranks) -> None:
+    check(ranks2(_two_backwards, False))
+
+
+def test_two_backwards_that_both_reduce_are_not_taken_for_one(ranks2: Ranks) -> None:
+    for result in ranks2(_two_backwards, True):
+        assert result["reading"].windows == 0
+        assert "several backwards needs its gradients summed" in result["reading"].reason
+
+
 def _summed() -> dict[str, Any]:
     return on_rank({}, summed=True, clip=False)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sonde.measure.norms import sq_norm, sq_norms
+from sonde.measure.norms import accumulation_dtype, sq_norm, sq_norms
 
 _CHUNK = 2**18
 """Elements weighted at a time, so that no temporary is of gradient size."""
@@ -23,6 +23,9 @@ class Metric(Protocol):
     def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         """The squared norm of each gradient; `indices` say of which parameters. 0-dim tensors, in order."""
 
+    def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
+        """The inner product of two dense gradients of parameter `index`; 0-dim."""
+
 
 class Euclidean:
     """|g|² = Σ g_j²."""
@@ -34,6 +37,13 @@ class Euclidean:
     def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
         """The squared 2-norm of each gradient."""
         return sq_norms(grads)
+
+    def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
+        """Σ a_j b_j."""
+        total = torch.zeros((), dtype=accumulation_dtype(a.device), device=a.device)
+        for x, y in zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True):
+            total += (x.to(total.dtype) * y).sum()
+        return total
 
 
 class AdamMetric:
@@ -67,17 +77,22 @@ class AdamMetric:
 
     def sq_norm(self, index: int, grad: Tensor) -> Tensor:
         """Σ P_j g_j² of one gradient."""
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        return self.dot(index, grad, grad)
+
+    def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
+        """Σ P_j a_j b_j."""
         state = self._optimizer.state.get(self._parameters[index], {})
         group = self._optimizer.param_groups[self._groups[index]]
         if "exp_avg_sq" not in state:
-            return torch.full((), torch.nan, device=grad.device)
-        if grad.is_sparse:
-            grad = grad.to_dense()
+            return torch.full((), torch.nan, device=a.device)
         # `step` is a 0-dim tensor, on the CPU or, for fused and capturable optimizers, on the device: either serves as
         # a scalar there, without being read here.
         correction = (1.0 - group["betas"][1] ** state["step"]) ** 0.5
-        second, total = state["exp_avg_sq"].reshape(-1), torch.zeros((), dtype=torch.float64, device=grad.device)
-        for g, v in zip(grad.reshape(-1).split(_CHUNK), second.split(_CHUNK), strict=True):
+        total = torch.zeros((), dtype=torch.float64, device=a.device)
+        chunks = (t.reshape(-1).split(_CHUNK) for t in (a, b, state["exp_avg_sq"]))
+        for x, y, v in zip(*chunks, strict=True):
             root = v.sqrt().div_(correction).add_(group["eps"])  # sqrt, not sqrt_: v is the optimizer's
-            total += g.to(root.dtype).square().div_(root).sum()
+            total += (x.to(root.dtype) * y).div_(root).sum()
         return total

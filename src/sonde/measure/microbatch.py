@@ -77,6 +77,7 @@ class MicrobatchTap:
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
         on_backward_end: called when a backward outside `expect_piece` … `end_piece` has ended.
+        n_collectives: how many collectives the ranks have issued so far, by which `.grad` may have been reduced.
         staging_bytes: bound of the memory for gradients that wait.
         staged_numel: gradients up to this many elements wait; by default as `STAGED_NUMEL` says.
     """
@@ -88,6 +89,7 @@ class MicrobatchTap:
         metric: Metric,
         *,
         on_backward_end: Callable[[], None],
+        n_collectives: Callable[[], int] = lambda: 0,
         staging_bytes: int = 8 * 2**20,
         staged_numel: int | None = None,
     ) -> None:
@@ -95,7 +97,7 @@ class MicrobatchTap:
         self.seconds = 0.0
         self._parameters = list(parameters)
         self._witness, self._metric = witness, metric
-        self._on_backward_end = on_backward_end
+        self._on_backward_end, self._n_collectives = on_backward_end, n_collectives
         self._staging_bytes = staging_bytes
         self._device = parameters[0].device
         self._one_device = all(p.device == self._device for p in parameters)
@@ -119,11 +121,18 @@ class MicrobatchTap:
         self._made_on: dict[int, torch.cuda.Stream] = {}
         self._fired = bytearray(len(self._parameters))
         self._backwards: set[int] = set()
+        self._grad_is_piece = False
+        self._n_open = 0
 
-    def expect_piece(self) -> None:
-        """From here until `end_piece`, all backwards are one piece; from now on, none outside such a piece counts."""
+    def expect_piece(self, *, is_first: bool) -> None:
+        """From here until `end_piece`, all backwards are one piece; from now on, none outside such a piece counts.
+
+        Args:
+            is_first: whether it is the first of its window on this rank, so that `.grad` holds nothing else.
+        """
         self._reset()
         self._explicit = self._only_explicit = True
+        self._grad_is_piece = is_first
 
     def end_piece(self) -> GradientSummary:
         """The gradient of the piece that ends here; parameters it did not reach count as 0."""
@@ -182,10 +191,19 @@ class MicrobatchTap:
                 self._problems[Problem.REENTRANT] += nested
                 # Private, as there is no public way to learn that a backward has ended; a test fails when it goes.
                 Variable._execution_engine.queue_callback(self._close_backward)
+        elif self._grad_is_piece:
+            if self._n_open == 0:
+                self._collectives_before = self._n_collectives()
+            self._n_open += 1
+            Variable._execution_engine.queue_callback(self._close_backward)
         self._backwards.add(backward)
 
     def _close_backward(self) -> None:
-        if not self._explicit and self._backwards:
+        if self._explicit:
+            self._n_open -= 1
+            # What was issued while backward ran may have reduced `.grad`, which then holds more than this piece.
+            self._grad_is_piece &= self._n_collectives() == self._collectives_before
+        elif self._backwards:
             self._on_backward_end()
 
     def _take(self, index: int, grad: Tensor) -> None:
@@ -205,6 +223,12 @@ class MicrobatchTap:
         staged = self._staged.get(_stream(grad), {})
         if index in staged:
             staged[index] = staged[index] + grad
+            return
+        so_far = self._parameters[index].grad
+        if self._grad_is_piece and so_far is not None and not (grad.is_sparse or so_far.is_sparse):
+            # `.grad` is this piece's gradient up to here: |h₁ + h₂|² = |h₁|² + |h₂|² + 2⟨h₁, h₂⟩.
+            cross = self._metric.dot(index, so_far, grad)
+            self._keep(index, grad, self._sq_norms[index] + self._metric.sq_norm(index, grad) + 2 * cross)
             return
         size = sum(p.numel() * p.element_size() for p in self._parameters)
         self._sums_backwards = size <= self._staging_bytes
@@ -236,7 +260,8 @@ class MicrobatchTap:
     def _keep(self, index: int, grad: Tensor, sq_norm: Tensor) -> None:
         self._sq_norms[index] = sq_norm
         if index in self._witness:
-            self._witnessed[index] = self._witness.read(index, grad, self._dtype)
+            read = self._witness.read(index, grad, self._dtype)
+            self._witnessed[index] = self._witnessed[index] + read if index in self._witnessed else read
         if (stream := _stream(grad)) is not None:
             self._made_on[index] = stream
 

@@ -22,7 +22,7 @@ from sonde.measure.metric import AdamMetric, Euclidean, Metric
 from sonde.measure.microbatch import MicrobatchTap
 from sonde.measure.window import PieceCounts, WindowSums, as_vector, piece_counts, start_sum
 from sonde.measure.witness import Witness
-from sonde.measure.wrapper import GroupOf, find_wrapper, lowest_precision
+from sonde.measure.wrapper import GroupOf, find_wrapper, lowest_precision, n_collectives
 from sonde.probes.attachment import (
     blame,
     check_options,
@@ -178,6 +178,7 @@ class NoiseScaleProbe:
                 self._witness,
                 self._metric,
                 on_backward_end=self._end_backward,
+                n_collectives=lambda: n_collectives(wrapper.group),
                 staging_bytes=int(staging_mib * 2**20),
             )
         self._may_tap_buckets = (
@@ -247,7 +248,7 @@ class NoiseScaleProbe:
         self._in_piece = True
         self._units_unknown = False
         if isinstance(self._tap, MicrobatchTap):
-            self._tap.expect_piece()
+            self._tap.expect_piece(is_first=self._sums.n_pieces == 0)
         try:
             yield
         except BaseException:
