@@ -90,7 +90,7 @@ def on_rank(
             optimizer.zero_grad()
         reading = probe.reading()
         alerts = probe.alerts
-        tap_name = probe._tap.name
+        tap_name = probe._reader.tap_name
     return {
         "reading": reading,
         "norms": norms,
@@ -295,7 +295,7 @@ def _attach_again(how: str) -> dict[str, Any]:
                 mean_loss(model, *batches(dist.get_rank(), 1, window)[0]).backward()
             probe.step()
             model.zero_grad()
-        assert probe._tap.name == "DDP's communication hook"
+        assert probe._reader.tap_name == "DDP's communication hook"
     if how != "same":
         model = pickle.loads(pickle.dumps(model)) if how == "pickled" else copy.deepcopy(model)
         plain = model.module
@@ -533,7 +533,7 @@ def _frozen_after_wrapping() -> tuple[str, int]:
                 mean_loss(model, *batch(4, generator)).backward()
             probe.step()
             model.zero_grad()
-        return probe._tap.name, probe.reading().windows
+        return probe._reader.tap_name, probe.reading().windows
 
 
 def test_parameters_frozen_after_wrapping(ranks2: Ranks) -> None:
@@ -552,7 +552,7 @@ def _two_ddp_modules() -> tuple[str, list[float | None], str]:
             probe.step()
             model.zero_grad()
             traces.append(probe.reading().groups["1"].trace_cov)
-        name = probe._tap.name
+        name = probe._reader.tap_name
     try:
         attached(model, tap="comm_hook")
     except ValueError as error:

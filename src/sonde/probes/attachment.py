@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
-from sonde.measure.wrapper import GroupOf, block_of
+from sonde.measure.wrapper import block_of
 
 
 def check_options(
@@ -41,19 +41,26 @@ def check_options(
         raise ValueError(f"staging_mib must be ≥ 0, got {staging_mib}")
 
 
-def group_function(groups: object) -> GroupOf:
-    """The function from a parameter's name to its group's that `groups` stands for.
+def group_names(groups: object, parameters: Iterable[str]) -> list[str]:
+    """The name of each parameter's group.
+
+    Args:
+        groups: "blocks", None, or a function from a parameter's name to its group's.
+        parameters: names.
 
     Raises:
-        ValueError: when it stands for none.
+        ValueError: when `groups` is something else, or returns anything but names.
     """
     if groups == "blocks":
-        return block_of
+        return [block_of(name) for name in parameters]
     if groups is None:
-        return lambda _: "all"
+        return ["all" for _ in parameters]
     if not callable(groups):
         raise ValueError(f"groups must be 'blocks', None or a function from a parameter's name, got {groups!r}")
-    return cast(GroupOf, groups)
+    names = [groups(name) for name in parameters]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"groups must return a group's name, a str, for each parameter, got {names[0]!r}, …")
+    return names
 
 
 def rounding(dtype: torch.dtype, comm_hook: str | None) -> float:
@@ -86,11 +93,6 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
-
-
-def is_power_of_two(number: int) -> bool:
-    """Whether a number of ranks divides without rounding."""
-    return number >= 2 and number & (number - 1) == 0
 
 
 def describe(setup: Mapping[str, Any], unit: str) -> str:

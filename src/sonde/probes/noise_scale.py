@@ -15,22 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.clip import check_max_norm, clip_grad_norm_, clip_with_norm_
-from sonde.measure.ddp import BucketTap, CommHook, comm_hook_name, hook_label, is_tapped
-from sonde.measure.gradients import GradientSummary, summarize
+from sonde.measure.ddp import CommHook, comm_hook_name, hook_label
+from sonde.measure.gradients import GradientSummary
 from sonde.measure.mailbox import Mailbox
 from sonde.measure.metric import AdamMetric, Euclidean, Metric
-from sonde.measure.microbatch import MicrobatchTap
-from sonde.measure.window import PieceCounts, WindowSums, as_vector, piece_counts, start_sum
-from sonde.measure.witness import Witness
-from sonde.measure.wrapper import GroupOf, find_wrapper, lowest_precision, n_collectives
+from sonde.measure.window import as_vector, piece_counts
+from sonde.measure.window_reader import Tap, Window, WindowReader
+from sonde.measure.wrapper import GroupOf, find_wrapper, lowest_precision
 from sonde.probes.attachment import (
     blame,
     check_options,
     describe,
     describe_window,
-    group_function,
+    group_names,
     innermost,
-    is_power_of_two,
     rounding,
 )
 from sonde.probes.journal import Journal, WindowFacts
@@ -38,7 +36,6 @@ from sonde.records import METRICS, Sink
 from sonde.stats.noise_scale import check_count, check_keys, check_number
 from sonde.stats.tracker import NoiseScaleReading, NoiseScaleTracker
 
-_WINDOWS_BEFORE_COMM_HOOK = 3
 _WINDOWS_HELD = 100  # on the device at most, however rarely a record is written
 
 
@@ -121,7 +118,7 @@ class NoiseScaleProbe:
         sinks: Sequence[Sink] = (),
         run: str = "",
         metadata: Mapping[str, object] | None = None,
-        tap: Literal["auto", "leaf", "comm_hook"] = "auto",
+        tap: Tap = "auto",
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         process_group: dist.ProcessGroup | None = None,
@@ -131,60 +128,42 @@ class NoiseScaleProbe:
     ) -> None:
         check_options(unit, units_per_piece, log_every, tap, metric, optimizer, staging_mib)
         self._wrapper = wrapper = find_wrapper(model, process_group)
-        self._parameters = list(wrapper.parameters.values())
-        self._device = self._parameters[0].device
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._units_per_piece = units_per_piece
         self._log_every = log_every
-        group_of = group_function(groups)
-        group_names = [group_of(name) for name in wrapper.parameters]
-        if not all(isinstance(name, str) for name in group_names):
-            raise ValueError(f"groups must return a group's name, a str, for each parameter, got {group_names[0]!r}, …")
-        self._groups = tuple(dict.fromkeys(group_names))
-        self._witness = Witness(self._parameters)
         self._metric: Metric = Euclidean()
         if metric == "adam":
             assert optimizer is not None
-            self._metric = AdamMetric(innermost(optimizer), self._parameters)
-        self._sums = WindowSums(
-            [self._groups.index(name) for name in group_names],
-            n_groups=len(self._groups),
-            n_witness=self._witness.size,
-            device=self._device,
-        )
+            self._metric = AdamMetric(innermost(optimizer), list(wrapper.parameters.values()))
+        # Asked before a tap wraps it.
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
+        names = group_names(groups, wrapper.parameters)
         precision = lowest_precision(wrapper.parameters)
         self._tracker = NoiseScaleTracker(
             unit=unit,
-            groups=self._groups,
+            groups=tuple(dict.fromkeys(names)),
             horizon=horizon,
             n_ranks=wrapper.n_ranks,
             tolerance=rounding(precision, hook_name),
             blame=blame(
                 hook_name,
-                had_gradients=any(p.grad is not None for p in self._parameters),
+                had_gradients=any(p.grad is not None for p in wrapper.parameters.values()),
                 alone_among_ranks=wrapper.group is None and dist.is_initialized() and dist.get_world_size() > 1,
                 sixteen_bit=torch.finfo(precision).bits <= 16,
             ),
         )
-        self._tap: MicrobatchTap | BucketTap
-        if tap == "comm_hook":
-            self._tap = self._bucket_tap(comm_hook, comm_state)
-        elif comm_hook is not None:
-            raise ValueError(f"comm_hook is wrapped by tap='comm_hook' only, got tap={tap!r}: or register it with DDP")
-        else:
-            self._tap = MicrobatchTap(
-                self._parameters,
-                self._witness,
-                self._metric,
-                on_backward_end=self._end_backward,
-                n_collectives=lambda: n_collectives(wrapper.group),
-                staging_bytes=int(staging_mib * 2**20),
-            )
-        self._may_tap_buckets = (
-            tap == "auto" and wrapper.ddp_holds_all and hook_name is None and is_power_of_two(wrapper.n_ranks)
+        # Last of what may refuse: it installs hooks.
+        self._reader = WindowReader(
+            wrapper,
+            names,
+            self._metric,
+            tap=tap,
+            comm_hook=comm_hook,
+            comm_state=comm_state,
+            grad_scaler=self._grad_scaler,
+            staging_bytes=int(staging_mib * 2**20),
+            on_backward=self._end_backward,
         )
-        self._one_piece_windows = 0
         self._mailbox: Mailbox[_Note] = Mailbox()
         self._scalars: dict[str, list[float | Tensor]] = {}
         self._window = 0
@@ -247,17 +226,15 @@ class NoiseScaleProbe:
         counts = piece_counts(units, weight, unit_weights)
         self._in_piece = True
         self._units_unknown = False
-        if isinstance(self._tap, MicrobatchTap):
-            self._tap.expect_piece(is_first=self._sums.n_pieces == 0)
+        self._reader.begin_piece()
         try:
             yield
         except BaseException:
-            if isinstance(self._tap, MicrobatchTap):
-                self._tap.discard_piece()
+            self._reader.discard_piece()
             raise
         finally:
             self._in_piece = False
-        self._end_piece(counts)
+        self._reader.end_piece(counts)
 
     def step(self) -> None:
         """End the window: call once per optimizer step, after the last backward and before `optimizer.step()`.
@@ -364,7 +341,7 @@ class NoiseScaleProbe:
         self._journal.end(reason)
 
     def _remove_hooks(self) -> None:
-        self._tap.close()
+        self._reader.close()
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
 
@@ -387,28 +364,11 @@ class NoiseScaleProbe:
 
     def _end_backward(self) -> None:
         """A backward outside piece() has ended: it was a piece."""
-        assert isinstance(self._tap, MicrobatchTap)
-        self._may_tap_buckets = False  # buckets do not tell how many backwards they hold
         if self._units_per_piece is None:
-            self._tap.discard_piece()
+            self._reader.discard_piece()
             self._units_unknown = True  # said when the user's own code runs, not inside autograd
         else:
-            self._end_piece(piece_counts(self._units_per_piece, 1.0, None))
-
-    def _end_piece(self, counts: PieceCounts) -> None:
-        start = time.perf_counter()
-        if isinstance(self._tap, MicrobatchTap):
-            self._sums.add(self._unscaled(self._tap.end_piece()), counts)
-        else:
-            self._sums.count(counts)
-        self._seconds += time.perf_counter() - start
-
-    def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
-        """The gradient without the GradScaler's present scale, which stays on the device."""
-        if self._grad_scaler is None:
-            return gradient
-        scale = self._grad_scaler.scale(torch.ones((), device=self._device))
-        return gradient.scaled(scale.to(gradient.sq_norms.dtype).reciprocal())
+            self._reader.end_piece(piece_counts(self._units_per_piece, 1.0, None))
 
     # Windows.
 
@@ -422,37 +382,25 @@ class NoiseScaleProbe:
             self._known_units()
         start = time.perf_counter()
         self._deliver()
-        final = self._take_final(reads_grad=max_norm is not None)
-        # Even with no piece on this rank: whether a window was ended twice is for all ranks together to say.
-        packed = self._sums.pack(self._tap.take_problems())
-        work = start_sum(packed, self._wrapper.group)
+        self._seconds += time.perf_counter() - start
+        window = self._reader.end_window(reads_grad=max_norm is not None)
+        start = time.perf_counter()
         norm, failure = None, None
         if max_norm is not None:
             try:
-                norm = self._clip(final, max_norm, error_if_nonfinite)
+                norm = self._clip(window.final, max_norm, error_if_nonfinite)
             except RuntimeError as error:
                 failure = error
-        self._post(packed, final, work, norm, max_norm)
-        self._witness.move()
-        if self._may_tap_buckets and self._one_piece_windows >= _WINDOWS_BEFORE_COMM_HOOK:
-            self._tap_buckets()
+        self._post(window, norm, max_norm)
+        if self._reader.change_tap_if_due():
+            self._say("one piece a rank: from now on read in DDP's buckets, by its communication hook")
         self._seconds += time.perf_counter() - start
         if failure is not None:
             raise failure
         return norm
 
-    def _take_final(self, *, reads_grad: bool) -> GradientSummary:
-        """F: what is in `.grad`, or what DDP's buckets held after their reduction."""
-        if isinstance(self._tap, BucketTap):
-            local, reduced = self._tap.take()
-            if self._sums.n_pieces:
-                self._sums.merge(self._unscaled(local))
-            if not reads_grad:
-                return reduced
-        return summarize([p.grad for p in self._parameters], self._witness, self._metric, self._device)
-
     def _clip(self, final: GradientSummary, max_norm: float, error_if_nonfinite: bool) -> Tensor:
-        with_grad: list[Tensor] = [p for p in self._parameters if p.grad is not None]
+        with_grad: list[Tensor] = [p for p in self._reader.parameters if p.grad is not None]
         unfrozen: list[Tensor] = [p for p in self._wrapper.frozen.values() if p.grad is not None]
         # A clip is by the plain norm of everything that has a gradient now.
         if unfrozen or not isinstance(self._metric, Euclidean):
@@ -460,14 +408,7 @@ class NoiseScaleProbe:
         total = final.sq_norms.sum().sqrt()
         return clip_with_norm_(with_grad, max_norm, total, error_if_nonfinite=error_if_nonfinite)
 
-    def _post(
-        self,
-        packed: Tensor,
-        final: GradientSummary,
-        work: dist.Work | None,
-        norm: Tensor | None,
-        max_norm: float | None,
-    ) -> None:
+    def _post(self, window: Window, norm: Tensor | None, max_norm: float | None) -> None:
         """Send the window's numbers on their way to the host."""
         self._window += 1
         self._measured_since_step = self._optimizer_hook is not None
@@ -475,23 +416,23 @@ class NoiseScaleProbe:
         extras: list[float | Tensor] = [sum(values) / len(values) for values in scalars.values()]
         if norm is not None and max_norm is not None:
             extras = [norm, norm > max_norm, *extras]
-        seconds = self._seconds + self._tap.seconds
+        seconds = self._seconds + self._reader.seconds
         note = _Note(
             window=self._window,
             time=time.time(),
             seconds=seconds - self._seconds_told,
             clips=norm is not None,
-            tap=self._tap.name,
+            tap=self._reader.tap_name,
             scalar_names=tuple(scalars),
         )
         self._seconds_told = seconds
         parts = [
-            packed,
-            self._sums.per_group(final.sq_norms),
-            final.witness,
-            as_vector(extras, self._device),
+            window.packed,
+            self._reader.per_group(window.final.sq_norms),
+            window.final.witness,
+            as_vector(extras, self._reader.device),
         ]
-        self._mailbox.post(parts, note, work)
+        self._mailbox.post(parts, note, window.work)
 
     def _deliver(self) -> None:
         """Send what is due, take in what has arrived."""
@@ -511,7 +452,7 @@ class NoiseScaleProbe:
 
     def _receive(self, *, wait: bool) -> None:
         for (packed, big, witness, extras), note in self._mailbox.receive(wait=wait):
-            row = self._sums.row(packed, big, witness)
+            row = self._reader.row(packed, big, witness)
             drop = self._tracker.update(row)
             values = extras.tolist()
             norm, clipped = (values[0], bool(values[1])) if note.clips else (self._plain_norm(), None)
@@ -528,7 +469,6 @@ class NoiseScaleProbe:
             )
             if note.window == 1:
                 self._say(describe_window(row.n_pieces, row.n_units, self._wrapper.n_ranks, self._tracker.unit))
-            self._one_piece_windows = self._one_piece_windows + 1 if row.n_pieces == self._wrapper.n_ranks else 0
             self._journal.window(facts, drop)
 
     def _plain_norm(self) -> float | None:
@@ -537,55 +477,24 @@ class NoiseScaleProbe:
 
     def _before_optimizer_step(self, *_: object) -> None:
         """The optimizer is about to step: was this window measured?"""
-        if self._sums.n_pieces and not self._measured_since_step:
+        if self._reader.n_pieces and not self._measured_since_step:
             self._journal.alert(
                 "never_called",
                 "optimizer.step() ran, but the window was not ended: "
                 "call probe.step() or probe.clip_grad_norm_() before it",
             )
-            self._sums.pack(self._tap.take_problems())  # forget the pieces
-            if isinstance(self._tap, BucketTap):
-                self._tap.take()
+            self._reader.forget_window()
         self._measured_since_step = False
-
-    def _tap_buckets(self) -> None:
-        """Every rank has one piece a window: DDP's buckets tell as much as leaf hooks, for less."""
-        assert self._wrapper.ddp is not None
-        self._may_tap_buckets = False
-        if comm_hook_name(self._wrapper.ddp) is not None or is_tapped(self._wrapper.ddp):  # since attach
-            return
-        self._tap.close()
-        told = self._tap.seconds
-        self._tap = self._bucket_tap(None, None)
-        self._tap.seconds = told
-        self._say("one piece a rank: from now on read in DDP's buckets, by its communication hook")
-
-    def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> BucketTap:
-        if self._wrapper.ddp is None:
-            raise ValueError("tap='comm_hook' reads DDP's buckets, got a plain model: use tap='leaf' or 'auto'")
-        if not self._wrapper.ddp_holds_all:
-            raise ValueError(
-                "tap='comm_hook' reads the buckets of one DDP module, got a model with trainable parameters outside: "
-                "use tap='leaf' or 'auto'"
-            )
-        return BucketTap(
-            self._wrapper.ddp,
-            self._parameters,
-            self._witness,
-            self._metric,
-            comm_hook=comm_hook,
-            comm_state=comm_state,
-        )
 
     def _setup(self) -> dict[str, object]:
         """What was found, for the log and for people."""
         return {
             "wrapper": self._wrapper.name,
             "ranks": self._wrapper.n_ranks,
-            "device": str(self._device),
-            "tap": self._tap.name,
-            "parameters": sum(p.numel() for p in self._parameters),
-            "groups": list(self._groups),
+            "device": str(self._reader.device),
+            "tap": self._reader.tap_name,
+            "parameters": sum(p.numel() for p in self._reader.parameters),
+            "groups": list(self._reader.groups),
             "horizon": self._tracker.horizon if math.isfinite(self._tracker.horizon) else None,
             "level": self._tracker.level,
             "metric": "euclidean" if isinstance(self._metric, Euclidean) else "adam",

@@ -1,0 +1,243 @@
+"""Reads the gradients of one window after the other, by whichever tap the model and the loop allow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sonde.measure.ddp import BucketTap, CommHook, comm_hook_name, is_tapped
+from sonde.measure.gradients import GradientSummary, summarize
+from sonde.measure.metric import Metric
+from sonde.measure.microbatch import MicrobatchTap
+from sonde.measure.window import PieceCounts, WindowSums, start_sum
+from sonde.measure.witness import Witness
+from sonde.measure.wrapper import Wrapper, n_collectives
+from sonde.stats.tracker import WindowRow
+
+Tap = Literal["auto", "leaf", "comm_hook"]
+
+_WINDOWS_BEFORE_BUCKETS = 3
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was read of one window; on the device.
+
+    Attributes:
+        packed: the pieces' sums, being summed over ranks.
+        final: the gradient at its end.
+        work: the collective that is writing to `packed`; None for one rank.
+    """
+
+    packed: Tensor
+    final: GradientSummary
+    work: dist.Work | None
+
+
+class WindowReader:
+    """Counts pieces, reads their gradients and the window's, and sums over ranks: one collective a window.
+
+    Args:
+        wrapper: the model.
+        group_names: the parameter group of each parameter, [parameters].
+        metric: how gradients are squared.
+        tap: "leaf", "comm_hook", or "auto": the first until every rank has had one piece a window for a while.
+        comm_hook: the user's DDP communication hook, for "comm_hook" to wrap.
+        comm_state: the state it is called with.
+        grad_scaler: the enabled GradScaler, by whose present scale pieces are divided.
+        staging_bytes: bound of the memory for gradients that wait.
+        on_backward: called when a backward outside a declared piece has ended: it was a piece.
+
+    Raises:
+        ValueError: when the tap does not fit the model.
+    """
+
+    def __init__(
+        self,
+        wrapper: Wrapper,
+        group_names: Sequence[str],
+        metric: Metric,
+        *,
+        tap: Tap,
+        comm_hook: CommHook | None,
+        comm_state: object,
+        grad_scaler: torch.amp.GradScaler | None,
+        staging_bytes: int,
+        on_backward: Callable[[], None],
+    ) -> None:
+        self.parameters = list(wrapper.parameters.values())
+        self.device = self.parameters[0].device
+        self.groups = tuple(dict.fromkeys(group_names))
+        self._wrapper, self._metric, self._grad_scaler = wrapper, metric, grad_scaler
+        self._on_backward = on_backward
+        self._seconds = 0.0
+        self._witness = Witness(self.parameters)
+        self._sums = WindowSums(
+            [self.groups.index(name) for name in group_names],
+            n_groups=len(self.groups),
+            n_witness=self._witness.size,
+            device=self.device,
+        )
+        self._tap: MicrobatchTap | BucketTap
+        if tap == "comm_hook":
+            self._tap = self._bucket_tap(comm_hook, comm_state)
+        elif comm_hook is not None:
+            raise ValueError(f"comm_hook is wrapped by tap='comm_hook' only, got tap={tap!r}: or register it with DDP")
+        else:
+            self._tap = MicrobatchTap(
+                self.parameters,
+                self._witness,
+                self._metric,
+                on_backward_end=self._end_backward,
+                n_collectives=lambda: n_collectives(wrapper.group),
+                staging_bytes=staging_bytes,
+            )
+        # DDP's own average rounds as the tap's only for powers of two; buckets of several modules are not one gradient.
+        self._may_tap_buckets = (
+            tap == "auto"
+            and wrapper.ddp_holds_all
+            and comm_hook_name(wrapper.ddp) is None
+            and wrapper.n_ranks >= 2
+            and wrapper.n_ranks & (wrapper.n_ranks - 1) == 0
+        )
+        self._one_piece_windows = 0
+
+    @property
+    def tap_name(self) -> str:
+        """Where gradients are read now."""
+        return self._tap.name
+
+    @property
+    def n_pieces(self) -> int:
+        """Pieces of the present window on this rank, so far."""
+        return self._sums.n_pieces
+
+    @property
+    def seconds(self) -> float:
+        """Host time spent reading, so far."""
+        return self._seconds + self._tap.seconds
+
+    # Pieces.
+
+    def begin_piece(self) -> None:
+        """From here until `end_piece` all backwards are one piece; from now on, none outside such a piece counts."""
+        if isinstance(self._tap, MicrobatchTap):
+            self._tap.expect_piece(is_first=self._sums.n_pieces == 0)
+
+    def discard_piece(self) -> None:
+        """Forget what was seen of the present piece."""
+        if isinstance(self._tap, MicrobatchTap):
+            self._tap.discard_piece()
+
+    def end_piece(self, counts: PieceCounts) -> None:
+        """Add the piece that ends here to the window."""
+        start = time.perf_counter()
+        if isinstance(self._tap, MicrobatchTap):
+            self._sums.add(self._unscaled(self._tap.end_piece()), counts)
+        else:
+            self._sums.count(counts)
+        self._seconds += time.perf_counter() - start
+
+    def _end_backward(self) -> None:
+        self._may_tap_buckets = False  # buckets do not tell how many backwards they hold
+        self._on_backward()
+
+    def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
+        """The gradient without the GradScaler's present scale, which stays on the device."""
+        if self._grad_scaler is None:
+            return gradient
+        scale = self._grad_scaler.scale(torch.ones((), device=self.device))
+        return gradient.scaled(scale.to(gradient.sq_norms.dtype).reciprocal())
+
+    # Windows.
+
+    def end_window(self, *, reads_grad: bool) -> Window:
+        """Read the gradient that the window ends with and start the sum over ranks.
+
+        Even with no piece on this rank: whether a window was ended twice is for all ranks together to say.
+
+        Args:
+            reads_grad: read `.grad` itself, as a clip needs it, also where DDP's buckets told its norm.
+        """
+        start = time.perf_counter()
+        final = self._take_final(reads_grad=reads_grad)
+        packed = self._sums.pack(self._tap.take_problems())
+        work = start_sum(packed, self._wrapper.group)
+        self._witness.move()
+        self._seconds += time.perf_counter() - start
+        return Window(packed, final, work)
+
+    def _take_final(self, *, reads_grad: bool) -> GradientSummary:
+        """F: what is in `.grad`, or what DDP's buckets held after their reduction."""
+        if isinstance(self._tap, BucketTap):
+            local, reduced = self._tap.take()
+            if self._sums.n_pieces:
+                self._sums.merge(self._unscaled(local))
+            if not reads_grad:
+                return reduced
+        return summarize([p.grad for p in self.parameters], self._witness, self._metric, self.device)
+
+    def forget_window(self) -> None:
+        """Drop the pieces seen since the last window ended."""
+        self._sums.pack(self._tap.take_problems())
+        if isinstance(self._tap, BucketTap):
+            self._tap.take()
+
+    def per_group(self, sq_norms: Tensor) -> Tensor:
+        """Sums of [parameters] over parameter groups: [groups]."""
+        return self._sums.per_group(sq_norms)
+
+    def row(self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor) -> WindowRow:
+        """A window's vectors, all on the CPU and summed over ranks, by name; see `WindowSums.row`."""
+        row = self._sums.row(packed, sq_norm_big, witness_final)
+        self._one_piece_windows = self._one_piece_windows + 1 if row.n_pieces == self._wrapper.n_ranks else 0
+        return row
+
+    # Taps.
+
+    def change_tap_if_due(self) -> bool:
+        """With "auto", once every rank has had one piece a window for a while: read DDP's buckets from now on.
+
+        They tell as much as leaf hooks then, for less.
+
+        Returns:
+            Whether the tap has changed.
+        """
+        if not self._may_tap_buckets or self._one_piece_windows < _WINDOWS_BEFORE_BUCKETS:
+            return False
+        self._may_tap_buckets = False
+        ddp = self._wrapper.ddp
+        assert ddp is not None
+        if comm_hook_name(ddp) is not None or is_tapped(ddp):  # since attach
+            return False
+        self._tap.close()
+        self._seconds += self._tap.seconds
+        self._tap = self._bucket_tap(None, None)
+        return True
+
+    def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> BucketTap:
+        if self._wrapper.ddp is None:
+            raise ValueError("tap='comm_hook' reads DDP's buckets, got a plain model: use tap='leaf' or 'auto'")
+        if not self._wrapper.ddp_holds_all:
+            raise ValueError(
+                "tap='comm_hook' reads the buckets of one DDP module, got a model with trainable parameters outside: "
+                "use tap='leaf' or 'auto'"
+            )
+        return BucketTap(
+            self._wrapper.ddp,
+            self.parameters,
+            self._witness,
+            self._metric,
+            comm_hook=comm_hook,
+            comm_state=comm_state,
+        )
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self._tap.close()
