@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from sonde.measure.norms import accumulation_dtype, sq_norms
+from sonde.measure.norms import sq_norms
 from sonde.measure.placements import is_dtensor
 
 
@@ -41,8 +41,9 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     device = grads[0].device
-    of_each = torch.stack([n.to(device=device, dtype=accumulation_dtype(device)) for n in sq_norms(grads)])
-    return clip_with_norm_(with_grad, max_norm, of_each.sum().sqrt(), error_if_nonfinite=error_if_nonfinite)
+    by_device = [sq_norms([g for g in grads if g.device == d]).sum() for d in dict.fromkeys(g.device for g in grads)]
+    total = torch.stack([of_device.to(device) for of_device in by_device]).sum().sqrt()
+    return clip_with_norm_(with_grad, max_norm, total, error_if_nonfinite=error_if_nonfinite)
 
 
 def clip_with_norm_(

@@ -643,6 +643,24 @@ def test_a_change_to_one_layer_of_many_is_met() -> None:
         assert 1 <= sum(reading.dropped.values()) <= 4
 
 
+def test_a_gradient_larger_than_its_pieces_allow_is_dropped() -> None:
+    """Written where nothing is compared: one element of many, in the large matrix; |F|² > Σw Σ|h|²/w cannot be."""
+    model = small_model()
+    losses = piece_losses(model, [4, 4])
+    with attached(model) as probe:
+        for loss in losses:
+            with probe.piece(units=4):
+                loss().backward()
+        grad = model[3].weight.grad
+        assert isinstance(grad, Tensor)
+        compared = torch.zeros_like(grad)
+        index = [p is model[3].weight for p in model.parameters()].index(True)
+        probe._reader._witness.read(index, compared).fill_(1.0)
+        grad.view(-1)[int(compared.view(-1).argmin())] += 1e3
+        probe.step()
+        assert "larger than its pieces can add up to" in probe.reading().reason
+
+
 def test_gradients_present_at_attach_are_noticed_and_zeros_are_fine() -> None:
     model = small_model()
     losses = piece_losses(model, [4, 4])

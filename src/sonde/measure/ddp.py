@@ -10,6 +10,7 @@ the user's own hook does and lets a tap listen while there is one.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Metric
 from sonde.measure.microbatch import Problem
-from sonde.measure.norms import accumulation_dtype
+from sonde.measure.norms import Part, add_squares
 from sonde.measure.witness import Witness
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
@@ -46,6 +47,15 @@ def is_tapped(model: DistributedDataParallel) -> bool:
 def hook_label(hook: object) -> str:
     """What to call a communication hook."""
     return getattr(hook, "__name__", type(hook).__name__)
+
+
+@dataclass(frozen=True)
+class _BucketSummary:
+    """Of the parameters in one bucket: √ of their squared norms, None for no parameter, and what the witness reads."""
+
+    indices: tuple[int, ...]
+    roots: Tensor | None
+    witness: dict[int, Tensor]
 
 
 class BucketTap:
@@ -83,17 +93,15 @@ class BucketTap:
         self._witness, self._metric = witness, metric
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._device = parameters[0].device
-        self._dtype = accumulation_dtype(self._device)
         self._size = len(parameters)
-        self._places: dict[tuple[int, ...], Tensor] = {}
         self._problems = [0] * len(Problem)
         self._start_window()
         self._relay.listener = self._read
 
     def _start_window(self) -> None:
         # One entry a bucket: callbacks of different buckets may run at the same time, on streams of their own.
-        self._before: dict[int, tuple[list[int], GradientSummary]] = {}
-        self._after: dict[int, tuple[list[int], GradientSummary]] = {}
+        self._before: dict[int, _BucketSummary] = {}
+        self._after: dict[int, _BucketSummary] = {}
 
     def take(self) -> tuple[GradientSummary, GradientSummary]:
         """This rank's gradient as one piece, and the reduced gradient, since the last call."""
@@ -131,62 +139,39 @@ class BucketTap:
         indices, grads = [i for i, _ in measured], [g for _, g in measured]
         base = bucket.buffer().storage_offset()
         layouts = [(g.shape, g.stride(), g.storage_offset() - base) for g in grads]
-        self._before[number] = indices, self._reduce(indices, grads)
+        self._before[number] = self._reduce(indices, grads)
         self.seconds += time.perf_counter() - start
 
         def after(buffer: Tensor) -> None:
             start = time.perf_counter()
             views = [buffer.as_strided(shape, stride, buffer.storage_offset() + at) for shape, stride, at in layouts]
-            self._after[number] = indices, self._reduce(indices, views)
+            self._after[number] = self._reduce(indices, views)
             self.seconds += time.perf_counter() - start
 
         return after
 
-    def _reduce(self, indices: list[int], grads: list[Tensor]) -> GradientSummary:
-        if not indices:
-            nothing = torch.zeros(0, dtype=self._dtype, device=self._device)
-            return GradientSummary(sq_norms=nothing, witness=nothing)
-        read = [
-            self._witness.read(i, g, self._dtype) for i, g in zip(indices, grads, strict=True) if i in self._witness
-        ]
-        return GradientSummary(
-            sq_norms=torch.stack(self._metric.sq_norms(indices, grads)).to(self._dtype),
-            witness=torch.cat(read) if read else torch.zeros(0, dtype=self._dtype, device=self._device),
+    def _reduce(self, indices: list[int], grads: list[Tensor]) -> _BucketSummary:
+        return _BucketSummary(
+            indices=tuple(indices),
+            roots=self._metric.sq_norms(indices, grads).sqrt_() if grads else None,
+            witness={
+                i: self._witness.read(i, g).clone() for i, g in zip(indices, grads, strict=True) if i in self._witness
+            },
         )
 
-    def _assemble(self, buckets: dict[int, tuple[list[int], GradientSummary]]) -> GradientSummary:
+    def _assemble(self, buckets: dict[int, _BucketSummary]) -> GradientSummary:
         """The buckets' results in the parameters' order, zeros for parameters that no bucket held."""
-        order: list[int] = []
-        sq_norms: list[Tensor] = []
-        witnessed: dict[int, Tensor] = {}
-        for indices, piece in buckets.values():
-            order += indices
-            sq_norms.append(piece.sq_norms)
-            mine = [i for i in indices if i in self._witness]
-            witnessed |= dict(zip(mine, piece.witness.split([self._witness.sizes[i] for i in mine]), strict=True))
-            for made in (piece.sq_norms, piece.witness):
+        parts: list[Part] = []
+        read: dict[int, Tensor] = {}
+        for bucket in buckets.values():
+            if bucket.roots is None:
+                continue
+            parts.append((bucket.indices, bucket.roots))
+            read |= bucket.witness
+            for made in (bucket.roots, *bucket.witness.values()):
                 if made.is_cuda:  # made on the stream of a callback: its memory must outlive the read on this one
                     made.record_stream(torch.cuda.current_stream(made.device))
-        missing = self._size - len(order)
-        sq_norms.append(torch.zeros(missing, dtype=self._dtype, device=self._device))
-        parts = [
-            witnessed.get(i, torch.zeros(n, dtype=self._dtype, device=self._device))
-            for i, n in self._witness.sizes.items()
-        ]
-        return GradientSummary(
-            sq_norms=torch.cat(sq_norms)[self._place(tuple(order))], witness=self._witness.join(parts)
-        )
-
-    def _place(self, order: tuple[int, ...]) -> Tensor:
-        """Where each parameter's value stands in a list in this order, parameters not in it last."""
-        if order not in self._places:  # DDP changes its buckets once, after the first window
-            listed = set(order)
-            full = [*order, *(i for i in range(self._size) if i not in listed)]
-            place = [0] * self._size
-            for at, index in enumerate(full):
-                place[index] = at
-            self._places[order] = torch.tensor(place, device=self._device)
-        return self._places[order]
+        return GradientSummary(add_squares(self._size, parts, self._device), self._witness.join(read, self._device))
 
 
 class _Relay:

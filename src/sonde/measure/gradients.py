@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sonde.measure.metric import Metric
-from sonde.measure.norms import accumulation_dtype
+from sonde.measure.norms import Part, add_squares
 from sonde.measure.witness import Witness
 
 
@@ -41,18 +41,11 @@ def summarize(
         metric: how they are squared.
         device: where the summary goes.
     """
-    dtype = accumulation_dtype(device)
-    of_each = [torch.zeros((), dtype=dtype, device=device)] * len(grads)
     present = [(i, g) for i, g in enumerate(grads) if g is not None]
+    parts: list[Part] = []
     for where in dict.fromkeys(g.device for _, g in present):
         here = [(i, g) for i, g in present if g.device == where]
-        indices, of_here = [i for i, _ in here], [g for _, g in here]
-        for i, value in zip(indices, metric.sq_norms(indices, of_here), strict=True):
-            of_each[i] = value if where == device else value.to(device, non_blocking=True)
-    elements = [
-        torch.zeros(size, dtype=dtype, device=device)
-        if (grad := grads[i]) is None
-        else witness.read(i, grad, dtype).to(device, non_blocking=True)
-        for i, size in witness.sizes.items()
-    ]
-    return GradientSummary(sq_norms=torch.stack(of_each).to(dtype), witness=witness.join(elements))
+        indices = tuple(i for i, _ in here)
+        parts.append((indices, metric.sq_norms(indices, [g for _, g in here]).sqrt_()))
+    read = {i: witness.read(i, g) for i, g in present if i in witness}
+    return GradientSummary(add_squares(len(grads), parts, device), witness.join(read, device))

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sonde.measure.norms import accumulation_dtype, sq_norm, sq_norms
+from sonde.measure.norms import accumulation_dtype, norms, roots, sq_norms
 
 _CHUNK = 2**18
 """Elements weighted at a time, so that no temporary is of gradient size."""
@@ -17,11 +17,14 @@ _CHUNK = 2**18
 class Metric(Protocol):
     """How gradients are measured."""
 
-    def sq_norm(self, index: int, grad: Tensor) -> Tensor:
-        """The squared norm of the gradient of parameter `index`; 0-dim."""
+    def roots(self, index: int, grad: Tensor) -> Tensor:
+        """Numbers whose squares add up to the squared norm of the gradient of parameter `index`."""
 
-    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
-        """The squared norm of each gradient; `indices` say of which parameters. 0-dim tensors, in order."""
+    def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
+        """The norm of each of a few small dense gradients on one device. [gradients]."""
+
+    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
+        """The squared norm of each gradient, on one device; `indices` say of which parameters. [gradients]."""
 
     def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """The inner product of two dense gradients of parameter `index`; 0-dim."""
@@ -30,11 +33,15 @@ class Metric(Protocol):
 class Euclidean:
     """|g|² = Σ g_j²."""
 
-    def sq_norm(self, index: int, grad: Tensor) -> Tensor:
-        """The squared 2-norm of one gradient."""
-        return sq_norm(grad)
+    def roots(self, index: int, grad: Tensor) -> Tensor:
+        """Norms of its rows, or its norm."""
+        return roots(grad)
 
-    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+    def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
+        """The 2-norm of each gradient."""
+        return norms(grads)
+
+    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
         """The squared 2-norm of each gradient."""
         return sq_norms(grads)
 
@@ -71,22 +78,26 @@ class AdamMetric:
             )
         self._groups = [groups[id(p)] for p in parameters]
 
-    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
-        """Σ P_j g_j² of each gradient."""
-        return [self.sq_norm(i, g) for i, g in zip(indices, grads, strict=True)]
-
-    def sq_norm(self, index: int, grad: Tensor) -> Tensor:
-        """Σ P_j g_j² of one gradient."""
+    def roots(self, index: int, grad: Tensor) -> Tensor:
+        """√(Σ P_j g_j²)."""
         if grad.is_sparse:
             grad = grad.to_dense()
-        return self.dot(index, grad, grad)
+        return self.dot(index, grad, grad).sqrt_()
+
+    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
+        """Σ P_j g_j² of each gradient."""
+        return self.norms(indices, grads).square_()
+
+    def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
+        """√(Σ P_j g_j²) of each gradient."""
+        return torch.stack([self.roots(i, g) for i, g in zip(indices, grads, strict=True)])
 
     def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """Σ P_j a_j b_j."""
         state = self._optimizer.state.get(self._parameters[index], {})
         group = self._optimizer.param_groups[self._groups[index]]
         if "exp_avg_sq" not in state:
-            return torch.full((), torch.nan, device=a.device)
+            return torch.full((), torch.nan, dtype=torch.float64, device=a.device)
         # `step` is a 0-dim tensor, on the CPU or, for fused and capturable optimizers, on the device: either serves as
         # a scalar there, without being read here.
         correction = (1.0 - group["betas"][1] ** state["step"]) ** 0.5

@@ -18,14 +18,15 @@ from torch.autograd import Variable
 
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Metric
-from sonde.measure.norms import accumulation_dtype
+from sonde.measure.norms import ROW, Part, add_squares
 from sonde.measure.witness import Witness
 
 STAGED_NUMEL = 16_384
-"""On an accelerator, gradients up to this many elements wait for a shared kernel; larger ones are reduced at once.
+STAGED_NUMEL_ON_CPU = ROW
+"""Gradients up to this many elements wait for shared kernels; larger ones are reduced at once.
 
-A gradient that waits is referenced, so autograd clones it rather than take it over as `.grad`: cheap only if small. On
-a CPU there is no launch to save, and none waits.
+Inside a backward every operator costs: a launch, or cold caches. But a gradient that waits is referenced, so autograd
+clones it rather than take it over as `.grad`: cheap only if small.
 """
 
 
@@ -101,11 +102,8 @@ class MicrobatchTap:
         self._staging_bytes = staging_bytes
         self._device = parameters[0].device
         self._one_device = all(p.device == self._device for p in parameters)
-        default = 0 if self._device.type == "cpu" else STAGED_NUMEL
+        default = STAGED_NUMEL_ON_CPU if self._device.type == "cpu" else STAGED_NUMEL
         self._staged_numel = default if staged_numel is None else staged_numel
-        self._dtype = accumulation_dtype(self._device)
-        self._no_norm = dict.fromkeys(range(len(parameters)), torch.zeros((), dtype=self._dtype, device=self._device))
-        self._zeros = torch.zeros(witness.size, dtype=self._dtype, device=self._device)
         self._sums_backwards = False
         self._problems = [0] * len(Problem)
         self._explicit = self._only_explicit = False
@@ -113,12 +111,13 @@ class MicrobatchTap:
         self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
 
     def _reset(self) -> None:
-        self._sq_norms: dict[int, Tensor] = {}
+        self._parts: list[Part] = []
+        self._cross: list[tuple[int, Tensor]] = []
         self._witnessed: dict[int, Tensor] = {}
         # Gradients that wait, by stream: kernels on one stream must not read what another still writes.
-        self._staged: dict[torch.cuda.Stream | None, dict[int, Tensor]] = {}
+        self._staged: dict[torch.cuda.Stream | None, dict[int, Tensor]] = {None: {}}
         self._staged_bytes = 0
-        self._made_on: dict[int, torch.cuda.Stream] = {}
+        self._made_on: list[tuple[torch.cuda.Stream, list[Tensor]]] = []
         self._fired = bytearray(len(self._parameters))
         self._backwards: set[int] = set()
         self._grad_is_piece = False
@@ -138,11 +137,11 @@ class MicrobatchTap:
         """The gradient of the piece that ends here; parameters it did not reach count as 0."""
         with torch.no_grad():
             self._flush()
-            no_witness = {i: self._zeros[:n] for i, n in self._witness.sizes.items()}
-            piece = GradientSummary(
-                sq_norms=torch.stack(self._collect(self._sq_norms, self._no_norm)).to(self._dtype),
-                witness=self._witness.join(self._collect(self._witnessed, no_witness)),
-            )
+            self._take_over()
+            sq_norms = add_squares(len(self._parameters), self._parts, self._device)
+            for index, twice_the_product in self._cross:
+                sq_norms[index] += twice_the_product.to(self._device, non_blocking=True)
+            piece = GradientSummary(sq_norms, self._witness.join(self._witnessed, self._device))
         self._reset()
         self._explicit = False
         return piece
@@ -165,14 +164,33 @@ class MicrobatchTap:
         self._reset()
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
+        # Between two kernels of a backward, caches are cold and every line of Python costs: few are run.
+        parameter = self._parameters[index]
+        on_cpu = parameter.device.type == "cpu"
+        waits = on_cpu and parameter.numel() <= self._staged_numel
+        owner, roots = (index,), self._metric.roots
+        n_bytes = parameter.numel() * parameter.element_size()
+
         def hook(grad: Tensor) -> None:
-            if self._only_explicit and not self._explicit:
-                return  # torch.autograd.grad for something else; if it did write to `.grad`, the witness shows it
             start = time.perf_counter()
             if (backward := torch._C._current_graph_task_id()) not in self._backwards:
+                if self._only_explicit and not self._explicit:
+                    return  # torch.autograd.grad for something else; if it did write to `.grad`, the witness shows it
                 self._open_backward(backward, grad)
+            if waits and not self._fired[index] and not grad.is_sparse:
+                self._fired[index] = 1
+                self._staged[None][index] = grad
+                self._staged_bytes += n_bytes
+                if self._staged_bytes > self._staging_bytes and not self._sums_backwards:
+                    with torch.no_grad():
+                        self._flush()
+            elif on_cpu and not (self._fired[index] or self._sums_backwards or torch.is_grad_enabled()):
+                self._fired[index] = 1
+                self._parts.append((owner, roots(index, grad)))
+                if index in self._witness:
+                    self._witnessed[index] = self._witness.read(index, grad).clone()
             # Its own gradient must not be part of a graph when the user asked for create_graph.
-            if torch.is_grad_enabled():
+            elif torch.is_grad_enabled():
                 with torch.no_grad():
                     self._take(index, grad)
             else:
@@ -216,7 +234,9 @@ class MicrobatchTap:
         elif self._sums_backwards or (grad.numel() <= self._staged_numel and not grad.is_sparse):
             self._stage(index, grad)
         else:
-            self._keep(index, grad, self._metric.sq_norm(index, grad))
+            self._keep((index,), (grad,), self._metric.roots(index, grad))
+        if self._staged_bytes > self._staging_bytes and not self._sums_backwards:
+            self._flush()
 
     def _take_again(self, index: int, grad: Tensor) -> None:
         """A second gradient for the same parameter in one piece: |h₁ + h₂|² needs both at hand."""
@@ -227,8 +247,8 @@ class MicrobatchTap:
         so_far = self._parameters[index].grad
         if self._grad_is_piece and so_far is not None and not (grad.is_sparse or so_far.is_sparse):
             # `.grad` is this piece's gradient up to here: |h₁ + h₂|² = |h₁|² + |h₂|² + 2⟨h₁, h₂⟩.
-            cross = self._metric.dot(index, so_far, grad)
-            self._keep(index, grad, self._sq_norms[index] + self._metric.sq_norm(index, grad) + 2 * cross)
+            self._cross.append((index, 2 * self._metric.dot(index, so_far, grad)))
+            self._keep((index,), (grad,), self._metric.roots(index, grad))
             return
         size = sum(p.numel() * p.element_size() for p in self._parameters)
         self._sums_backwards = size <= self._staging_bytes
@@ -237,47 +257,48 @@ class MicrobatchTap:
     def _stage(self, index: int, grad: Tensor) -> None:
         self._staged.setdefault(_stream(grad), {})[index] = grad
         self._staged_bytes += grad.numel() * grad.element_size()
-        if self._staged_bytes > self._staging_bytes and not self._sums_backwards:
-            self._flush()
 
     def _flush(self) -> None:
         """Reduce what waits, on the stream that it was made on."""
         for stream, staged in self._staged.items():
+            if not staged:
+                continue
             if stream is None:
                 self._reduce(staged)
                 continue
             with torch.cuda.stream(stream):
                 self._reduce(staged)
             torch.cuda.current_stream(stream.device).wait_stream(stream)
-        self._staged = {}
+        self._staged = {None: {}}
         self._staged_bytes = 0
 
     def _reduce(self, grads: dict[int, Tensor]) -> None:
-        values = self._metric.sq_norms(list(grads), list(grads.values()))
-        for (index, grad), value in zip(grads.items(), values, strict=True):
-            self._keep(index, grad, value)
+        indices, values = tuple(grads), tuple(grads.values())
+        self._keep(indices, values, self._metric.norms(indices, values))
 
-    def _keep(self, index: int, grad: Tensor, sq_norm: Tensor) -> None:
-        self._sq_norms[index] = sq_norm
-        if index in self._witness:
-            read = self._witness.read(index, grad, self._dtype)
-            self._witnessed[index] = self._witnessed[index] + read if index in self._witnessed else read
-        if (stream := _stream(grad)) is not None:
-            self._made_on[index] = stream
+    def _keep(self, indices: tuple[int, ...], grads: Sequence[Tensor], roots: Tensor) -> None:
+        self._parts.append((indices, roots))
+        made = [roots]
+        for index, grad in zip(indices, grads, strict=True):
+            if index in self._witness:
+                read = self._witness.read(index, grad)
+                self._witnessed[index] = self._witnessed[index] + read if index in self._witnessed else read.clone()
+                made.append(self._witnessed[index])
+        if (stream := _stream(roots)) is not None:
+            self._made_on.append((stream, made))
 
-    def _collect(self, made: dict[int, Tensor], missing: dict[int, Tensor]) -> list[Tensor]:
-        """What was made, on the main device and in order, zeros for what was not."""
-        for index, stream in self._made_on.items():
-            if index in made and stream != (here := torch.cuda.current_stream(stream.device)):
-                made[index].record_stream(here)  # its memory must outlive the read on this stream
-        if self._one_device:
-            if (stray := next(iter(made.values()), None)) is not None and stray.device != self._device:
-                raise RuntimeError(
-                    f"the model was on {self._device} when the probe was attached and is on {stray.device} now: "
-                    "attach after moving it"
-                )
-            return [made.get(i, zero) for i, zero in missing.items()]
-        return [made[i].to(self._device, non_blocking=True) if i in made else zero for i, zero in missing.items()]
+    def _take_over(self) -> None:
+        """Before what hooks have made is read: where it lies, and on which stream it was made."""
+        strays = [r.device for _, r in self._parts[:1] if self._one_device and r.device != self._device]
+        if strays:
+            raise RuntimeError(
+                f"the model was on {self._device} when the probe was attached and is on {strays[0]} now: "
+                "attach after moving it"
+            )
+        for stream, made in self._made_on:
+            if stream != (here := torch.cuda.current_stream(stream.device)):
+                for tensor in made:
+                    tensor.record_stream(here)  # its memory must outlive the read on this stream
 
 
 def _stream(grad: Tensor) -> torch.cuda.Stream | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -10,11 +11,14 @@ from torch import Tensor
 
 # torch's fp32 reduction over a flat CPU tensor keeps one running sum per vector lane: 8e-4 off at 16M elements. Norms
 # of rows this long, combined in fp64, are off by 4e-9 and no slower (they vectorise along the row).
-_ROW = 4096
-_ONE_ROW = 4 * _ROW  # up to here a row of its own: one call instead of two
+ROW = 4096
+_SHORTEST_ROW, _LONGEST_ROW = 256, 4 * ROW  # a matrix's own rows do as well, and save a kernel
 _CHUNK = 2**17  # elements converted to fp64 at a time: 1 MiB stays in a core's cache
 # A dot product would be cheaper still, but BLAS adds in an order that depends on the memory's alignment: replicas would
 # get norms that differ in the last bit, clip by different factors, and drift apart.
+
+Part = tuple[tuple[int, ...], Tensor]
+"""Roots with whom they belong to: all of them to one owner, or each to its own."""
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -22,78 +26,117 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def sq_norm(grad: Tensor) -> Tensor:
-    """The squared 2-norm of one dense or sparse gradient.
+def roots(grad: Tensor) -> Tensor:
+    """Numbers whose squares add up to the squared 2-norm of a gradient, by one kernel where its layout allows.
 
     Args:
         grad: any shape; fp16, bf16, fp32 or fp64; strided or sparse COO (duplicates are summed first).
 
     Returns:
-        0-dim tensor on the gradient's device, fp32 or fp64.
+        Norms of its rows, or its norm: at most one number for 256 elements, fp32 or fp64.
     """
     if grad.is_sparse:
         grad = grad.coalesce().values()
-    if grad.device.type != "cpu":
-        return _norm(grad, _wide(grad.dtype)).square()
-    flat = _flat(grad)
+    dtype = torch.float32 if grad.dtype.itemsize < 4 else None
+    if not grad.is_cpu or grad.numel() <= ROW:
+        return _norm(grad, dtype)
+    shape = grad.shape
+    if len(shape) > 1 and _SHORTEST_ROW <= shape[-1] <= _LONGEST_ROW and grad.is_contiguous():
+        return _norm(grad, dtype, -1)
+    return _roots_by_rows(grad, dtype)
+
+
+def _roots_by_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
+    n, flat = grad.numel(), _flat(grad)
     if flat is None:
-        return _norm(grad, torch.float64).square()  # slow but exact; overlapping memory is rare
-    total = _sq_norm_by_rows(flat)
-    if _squares_leave_fp32(total, flat.numel()):
-        total = _sq_norm_in_fp64(flat)
-    return total
+        return _norm(grad, torch.float64)  # slow but exact; overlapping memory is rare
+    whole = n // ROW * ROW
+    of_rows = _norm(flat[:whole].view(-1, ROW), dtype, -1)
+    return of_rows if whole == n else torch.cat([of_rows, _norm(flat[whole:], dtype).view(1)])
 
 
-def _sq_norm_by_rows(flat: Tensor) -> Tensor:
-    if flat.numel() <= _ONE_ROW:
-        return _norm(flat, _wide(flat.dtype)).double().square()
-    whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=_wide(flat.dtype))
-    total = _norm(rows, torch.float64).square()
-    if whole < flat.numel():
-        total = total + _norm(flat[whole:], torch.float64).square()
-    return total
+def add_squares(n_owners: int, parts: Sequence[Part], device: torch.device) -> Tensor:
+    """Sum the squares of roots by owner.
 
+    Args:
+        n_owners: how many there are.
+        parts: on any devices.
+        device: where the sums go.
 
-def _squares_leave_fp32(total: Tensor, n: int) -> bool:
-    """Whether fp32 squares of `n` elements may have overflowed or lost digits to underflow, on the CPU.
-
-    Nothing is waited for: the value of a CPU tensor is at hand.
+    Returns:
+        [owners], 0 for those without a part.
     """
-    return not 1e-30 * n < total.item() < math.inf
+    total = torch.zeros(n_owners, dtype=accumulation_dtype(device), device=device)
+    if not parts:
+        return total
+    flat = [r if r.dim() == 1 else r.reshape(-1) for _, r in parts]
+    here = [r if r.device == device else r.to(device, non_blocking=True) for r in flat]
+    values = torch.cat(here).to(total.dtype).square_()
+    owners = _owners(tuple((owners, r.numel()) for owners, r in parts), device)
+    return total.index_add_(0, owners, values)
 
 
-def _sq_norm_in_fp64(flat: Tensor) -> Tensor:
+@functools.lru_cache(maxsize=64)  # backward visits parameters in the same order again and again
+def _owners(parts: tuple[tuple[tuple[int, ...], int], ...], device: torch.device) -> Tensor:
+    of_roots = [i for owners, n in parts for i in (owners if len(owners) > 1 else owners * n)]
+    return torch.tensor(of_roots, device=device)
+
+
+def norms(grads: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of each dense gradient, by few kernels; on the CPU of small ones, a row long at most.
+
+    Args:
+        grads: at least one, on one device, of any dtypes.
+
+    Returns:
+        [gradients], fp32, or fp64 if one of them is.
+    """
+    dtypes = {g.dtype for g in grads}
+    dtype = torch.float64 if torch.float64 in dtypes else None if dtypes == {torch.float32} else torch.float32
+    return torch.stack(torch._foreach_norm(list(grads), 2, dtype=dtype))
+
+
+def sq_norms(grads: Sequence[Tensor]) -> Tensor:
+    """The squared 2-norm of each gradient, by few kernels where launching them is what costs.
+
+    On the CPU, squares that overflow or vanish in fp32 are taken in fp64: gradients of 1e30 have a norm.
+
+    Args:
+        grads: gradients on one device, of any dtypes and layouts that `roots` takes.
+
+    Returns:
+        [gradients], on their device.
+    """
+    if not grads:
+        return torch.zeros(0, dtype=torch.float64)
+    device = grads[0].device
+    parts: list[Part] = []
+    shared: list[int] = []
+    for i, grad in enumerate(grads):
+        if grad.is_sparse or (grad.is_cpu and grad.numel() > ROW):
+            parts.append(((i,), roots(grad)))
+        else:
+            shared.append(i)
+    if shared:
+        parts.append((tuple(shared), norms([grads[i] for i in shared])))
+    totals = add_squares(len(grads), parts, device)
+    if device.type == "cpu":
+        for i, (total, grad) in enumerate(zip(totals.tolist(), grads, strict=True)):  # at hand: nothing is waited for
+            if not 1e-30 * grad.numel() < total < math.inf:
+                totals[i] = _sq_norm_in_fp64(grad)
+    return totals
+
+
+def _sq_norm_in_fp64(grad: Tensor) -> Tensor:
     """Σ x² with squares and sums in fp64, a chunk at a time."""
-    of_chunks = [torch.linalg.vector_norm(chunk.double()).square() for chunk in flat.split(_CHUNK)]
+    flat = grad.coalesce().values().reshape(-1) if grad.is_sparse else grad.reshape(-1)
+    of_chunks = [torch.linalg.vector_norm(chunk, dtype=torch.float64).square() for chunk in flat.split(_CHUNK)]
     return torch.stack(of_chunks).sum()
 
 
-def sq_norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The squared 2-norm of each gradient, by few kernels where launching them is what costs.
-
-    Args:
-        grads: gradients on one device, of any dtypes.
-
-    Returns:
-        0-dim tensors, in order, fp32 or fp64.
-    """
-    if not grads:
-        return []
-    if grads[0].device.type == "cpu" or any(g.is_sparse for g in grads):
-        return [sq_norm(g) for g in grads]
-    dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    of_each = torch._foreach_norm(list(grads), 2, dtype=dtype)
-    return list(torch._foreach_mul(of_each, of_each))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _norm(values: Tensor, dtype: torch.dtype) -> Tensor:
-    total: Tensor = torch.linalg.vector_norm(values, dtype=dtype)
-    return total
+def _norm(values: Tensor, dtype: torch.dtype | None, dim: int | None = None) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, 2, dim, dtype=dtype)
+    return norm
 
 
 def _flat(grad: Tensor) -> Tensor | None:

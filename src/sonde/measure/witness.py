@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-_FIXED_PER_KIND = 4
-_MOVING_PER_KIND = 4
+from sonde.measure.norms import accumulation_dtype
+
+_VECTORS, _MATRICES = 4, 2
+"""How many stay, and as many move on. Fewer matrices: their gradients are too large to wait, so each costs a read."""
+
 _ELEMENTS_PER_PARAMETER = 32
 
 
 class Witness:
     """Which elements of which parameters stand for the whole gradient in a window, and how to read them.
 
-    Half of the parameters are matrices and half vectors, spread over the depth of the model: some communication hooks
-    touch only one kind. From each a strided block of at most 32 elements is read, never the whole gradient. Half of
+    Matrices and vectors are among them, spread over the depth of the model: some communication hooks touch only one
+    kind. From each a strided block of at most 32 elements is read, never the whole gradient. Half of
     them stay, so that there is always something to compare; the other half, and the block's place in each, move on
     with every window, so that whatever changes a part of the gradient in every window is met before long.
 
@@ -29,8 +32,8 @@ class Witness:
         self._shapes = [tuple(p.shape) for p in parameters]
         vectors = [i for i, p in enumerate(parameters) if p.dim() < 2 and p.numel()]
         matrices = [i for i, p in enumerate(parameters) if p.dim() >= 2 and p.numel()]
-        self._kinds = [_split(kind) for kind in (vectors, matrices)]
-        n_read = sum(min(len(kind), _FIXED_PER_KIND + _MOVING_PER_KIND) for kind in (vectors, matrices))
+        self._kinds = [(*_split(vectors, _VECTORS), _VECTORS), (*_split(matrices, _MATRICES), _MATRICES)]
+        n_read = sum(min(len(fixed) + len(moving), 2 * n) for fixed, moving, n in self._kinds)
         self.size = n_read * _ELEMENTS_PER_PARAMETER
         """Length of what `join` returns."""
         self._window = -1
@@ -41,34 +44,47 @@ class Witness:
         self._window += 1
         window = self._window
         chosen: list[int] = []
-        for fixed, moving in self._kinds:
-            n_rounds = math.ceil(len(moving) / _MOVING_PER_KIND)
+        for fixed, moving, n in self._kinds:
+            n_rounds = math.ceil(len(moving) / n)
             chosen += fixed + (moving[window % n_rounds :: n_rounds] if moving else [])
         self.indices = sorted(chosen)
         self._slices = {i: _strided_block(self._shapes[i], window) for i in self.indices}
-        self.sizes = {i: _n_picked(self._shapes[i], self._slices[i]) for i in self.indices}
+        self._shapes_read = {i: _shape_of(self._shapes[i], self._slices[i]) for i in self.indices}
+        self.sizes = {i: math.prod(shape) for i, shape in self._shapes_read.items()}
 
     def __contains__(self, index: int) -> bool:
         return index in self._slices
 
-    def read(self, index: int, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of the chosen elements of the gradient of parameter `index`: [sizes[index]]."""
+    def read(self, index: int, grad: Tensor) -> Tensor:
+        """The chosen elements of the gradient of parameter `index`, sizes[index] in all; a view if it is dense."""
+        slices = self._slices[index]
         if grad.is_sparse:
             grad = grad.coalesce()
-            rows = range(*self._slices[index][0].indices(grad.shape[0]))
+            rows = range(*slices[0].indices(grad.shape[0]))
             picked = grad.index_select(0, torch.tensor(rows, device=grad.device)).to_dense()
-            return picked[(slice(None), *self._slices[index][1:])].reshape(-1).to(dtype, copy=True)
-        return grad[self._slices[index]].reshape(-1).to(dtype, copy=True)
+            return picked[(slice(None), *slices[1:])]
+        # grad[slices] as one view: inside a backward, what costs is the number of operators.
+        strides = grad.stride()
+        return grad.as_strided(
+            self._shapes_read[index],
+            [s.step * stride for s, stride in zip(slices, strides, strict=True)],
+            grad.storage_offset() + sum(s.start * stride for s, stride in zip(slices, strides, strict=True)),
+        )
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """What was read of each parameter as one vector, as long in every window, zeros last: [size]."""
-        n_missing = self.size - sum(self.sizes.values())
-        return torch.cat([*parts, parts[0].new_zeros(n_missing)])
+    def join(self, read: Mapping[int, Tensor], device: torch.device) -> Tensor:
+        """What was read of each parameter, by index, as one vector as long in every window: [size].
+
+        Parameters that were not read count as 0; zeros fill what is left.
+        """
+        zeros = torch.zeros(self.size, dtype=accumulation_dtype(device), device=device)
+        parts = [
+            read[i].reshape(-1).to(device, non_blocking=True) if i in read else zeros[:n] for i, n in self.sizes.items()
+        ]
+        return torch.cat([*parts, zeros[sum(self.sizes.values()) :]]).to(zeros.dtype)
 
 
-def _split(items: list[int]) -> tuple[list[int], list[int]]:
-    """A few items, evenly spaced, the ends included; and the others."""
-    most = _FIXED_PER_KIND
+def _split(items: list[int], most: int) -> tuple[list[int], list[int]]:
+    """At most so many items, evenly spaced, the ends included; and the others."""
     if len(items) <= most:
         return items, []
     fixed = [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
@@ -88,5 +104,5 @@ def _strided_block(shape: tuple[int, ...], window: int) -> tuple[slice, ...]:
     return tuple(slices)
 
 
-def _n_picked(shape: tuple[int, ...], slices: tuple[slice, ...]) -> int:
-    return math.prod(len(range(*s.indices(size))) for s, size in zip(slices, shape, strict=True))
+def _shape_of(shape: tuple[int, ...], slices: tuple[slice, ...]) -> list[int]:
+    return [len(range(*s.indices(size))) for s, size in zip(slices, shape, strict=True)]

@@ -28,6 +28,9 @@ SINGLE_PIECE = (
 )
 
 
+_ROUNDING_OF_SQUARES = 1e-2
+
+
 @dataclass(frozen=True)
 class Drop:
     """Why a window was left out: a short name, and the cause with the way out."""
@@ -235,6 +238,14 @@ class NoiseScaleTracker:
             return Drop("changed", "the gradient was clipped by value before probe.step(): clip by norm, or later")
         if scale.kind == "changed":
             return Drop("changed", f"the gradient is not a multiple of the sum of its pieces: {self._blame}")
+        assert scale.scale is not None
+        # |Σ h_k|² ≤ Σ w_k · Σ |h_k|²/w_k (Cauchy–Schwarz), to the rounding of squares and of 16-bit sums.
+        at_most = row.weight * math.fsum(row.sq_norm_over_weight) * (1 + _ROUNDING_OF_SQUARES)
+        if math.fsum(row.sq_norm_big) / scale.scale**2 > at_most:
+            return Drop(
+                "changed",
+                f"the gradient is larger than its pieces can add up to, outside what is compared: {self._blame}",
+            )
         return None
 
     @staticmethod
