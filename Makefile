@@ -26,6 +26,10 @@ $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "==> installing sonde with everything its tests and benchmarks need"
 	@$(PIP) install --constraint constraints.txt --editable '.[dev]' && touch $@ $(VENV)/.demo
 
+$(VENV)/.bench: $(VENV)/.dev benchmarks/requirements.txt
+	@echo "==> installing the estimators that sonde is compared with, without their own requirements"
+	@$(PIP) install --no-deps --requirement benchmarks/requirements.txt && touch $@
+
 demo: $(VENV)/.demo
 	@$(BIN)/sonde demo
 
@@ -42,8 +46,8 @@ check: $(VENV)/.dev
 	@echo "==> tests"
 	@$(BIN)/python -m pytest
 
-bench: $(VENV)/.dev
-	@echo "==> benchmarks (about 35 minutes on 2 cores; leave the machine alone meanwhile)"
+bench: $(VENV)/.bench
+	@echo "==> benchmarks (about 45 minutes on 2 cores; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.noise_scale
 
 clean:

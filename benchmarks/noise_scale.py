@@ -35,6 +35,7 @@ class Effort:
     Attributes:
         processes: fresh processes that time each contestant.
         blocks: blocks of four windows timed in each.
+        goal_factor: times as many processes for the rows that a goal is set for: it takes them to decide 1 %.
         memory_repeats: processes whose peak memory is read; an odd number.
         accuracy_runs: independent runs behind each bias.
         accuracy_windows: windows in each.
@@ -42,13 +43,14 @@ class Effort:
 
     processes: int
     blocks: int
+    goal_factor: int
     memory_repeats: int
     accuracy_runs: int
     accuracy_windows: int
 
 
-FULL = Effort(processes=3, blocks=6, memory_repeats=3, accuracy_runs=8, accuracy_windows=300)
-QUICK = Effort(processes=1, blocks=1, memory_repeats=1, accuracy_runs=2, accuracy_windows=40)
+FULL = Effort(processes=3, blocks=6, goal_factor=4, memory_repeats=3, accuracy_runs=8, accuracy_windows=300)
+QUICK = Effort(processes=1, blocks=1, goal_factor=1, memory_repeats=1, accuracy_runs=2, accuracy_windows=40)
 GOAL = {"cpu": 0.01, "cuda": 0.005}
 # Early, B_simple is about a window's size; later the noise drowns |G|², which is where estimators differ.
 WEIGHTS = {"early in training": 20, "late in training": 150}
@@ -97,7 +99,7 @@ def measure(device: str, effort: Effort, *, quick: bool, command: str) -> Result
 
 
 def _measure_cost(row: Row, entry: Entry, setup: Setup, effort: Effort) -> None:
-    for k in range(effort.processes):
+    for k in range(effort.processes * (effort.goal_factor if entry.has_goal else 1)):
         row.blocks += on_ranks(setup, _time, entry, effort.blocks, k % 2 == 1, start="spawn")[:1]
     row.cost = cost(row.blocks)
     for _ in range(effort.memory_repeats):
