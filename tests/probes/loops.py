@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import sonde
 from sonde import NoiseScaleProbe
+from tests.oracles import window_by_hand
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -70,3 +74,50 @@ def train(
         probe.step()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def attached(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> NoiseScaleProbe:
+    return sonde.attach(model, optimizer, **({"unit": "rows", "verbose": False, "horizon": math.inf} | options))
+
+
+def flat_grad(model: nn.Module, loss: Tensor) -> Tensor:
+    """The whole gradient of a loss, without touching `.grad`: [parameters], float64."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.to_dense().flatten() if g.is_sparse else g.flatten() for g in grads]).double()
+
+
+def one_window(
+    model: nn.Module,
+    losses: list[Callable[[], Tensor]],
+    *,
+    units: list[float],
+    weights: list[float] | None = None,
+    **options: Any,
+) -> tuple[sonde.NoiseScaleReading, tuple[float, float]]:
+    """The probe's reading of one window, and the same from whole gradients."""
+    weights = weights or [1.0] * len(units)
+    with attached(model, **options) as probe:
+        for loss, n, w in zip(losses, units, weights, strict=True):
+            with probe.piece(units=n, weight=w):
+                loss().backward()
+        probe.step()
+        reading = probe.reading()
+    model.zero_grad()
+    gradients = [flat_grad(model, loss()) for loss in losses]
+    return reading, window_by_hand(gradients, weights, units, torch.stack(gradients).sum(0))
+
+
+def assert_same(reading: sonde.NoiseScaleReading, expected: tuple[float, float], rel: float = 1e-5) -> None:
+    # fp32 gradients, and the two sides round differently: a few 1e-7 of S and B, amplified by their difference.
+    assert reading.windows == 1, reading.dropped
+    assert reading.trace_cov == pytest.approx(expected[0], rel=rel)
+    assert reading.grad_sq == pytest.approx(expected[1], rel=rel, abs=rel * expected[0])
+
+
+def piece_losses(model: nn.Module, sizes: list[int], dtype: torch.dtype = torch.float32) -> list[Callable[[], Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (lambda x=x, y=y: mean_loss(model, x, y))
+        for x, y in (batch(n, generator, dtype) for n in sizes)  # type: ignore[misc]
+    ]

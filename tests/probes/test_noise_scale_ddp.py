@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sonde
 from sonde.measure.ddp import comm_hook_name
 from tests.oracles import window_by_hand
-from tests.probes.loops import Recording, batch, mean_loss, small_model
-from tests.probes.test_noise_scale import attached, flat_grad
+from tests.probes.loops import Recording, attached, batch, flat_grad, mean_loss, small_model
 from tests.ranks import Ranks
 
 SIZES = ((4, 4, 4), (2, 6, 4), (5, 3, 1))

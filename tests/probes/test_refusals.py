@@ -1,0 +1,115 @@
+"""Bad input: refused at the door, with the way out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.probes.loops import (
+    attached,
+    piece_losses,
+    small_model,
+)
+
+
+def test_refuses_complex_parameters_by_name() -> None:
+    model = nn.Module()
+    model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"gradients must be real, got torch.complex64 for 'phase'"):
+        attached(model)
+
+
+def test_refuses_a_model_without_trainable_parameters() -> None:
+    with pytest.raises(ValueError, match="no trainable parameters: attach after requires_grad is set"):
+        attached(small_model().requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unit": " "}, "unit must name the independent sample"),
+        ({"units_per_piece": 0}, "units_per_piece must be positive"),
+        ({"units_per_piece": math.nan}, "units_per_piece must be positive"),
+        ({"log_every": 0}, "log_every must be at least 1"),
+        ({"horizon": 1.0}, "horizon must be more than 1"),
+        ({"tap": "hooks"}, "tap must be 'auto', 'leaf' or 'comm_hook'"),
+        ({"tap": "comm_hook"}, "got a plain model"),
+        ({"comm_hook": print}, "wrapped by tap='comm_hook' only"),
+        ({"staging_mib": -1}, "staging_mib must be"),
+        ({"groups": "layers"}, "groups must be"),
+        ({"groups": len}, "groups must return a group's name"),
+    ],
+)
+def test_refuses_bad_options_and_leaves_no_hook(options: dict[str, Any], message: str) -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match=message):
+        attached(model, **options)
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"units": 0},
+        {"units": -4},
+        {"units": math.nan},
+        {"units": 4, "weight": math.nan},
+        {"units": 4, "weight": 0.0},
+        {"unit_weights": []},
+        {"unit_weights": [1.0, math.nan]},
+        {"units": torch.ones(2)},
+        {"unit_weights": torch.ones(2, 2)},
+    ],
+    ids=str,
+)
+def test_refuses_bad_counts_at_the_door(counts: dict[str, Any]) -> None:
+    with attached(small_model()) as probe:
+        with pytest.raises(ValueError, match=r"must be|must hold"), probe.piece(**counts):
+            pytest.fail("the piece was entered")
+        with probe.piece(units=4):  # and the probe goes on
+            pass
+
+
+def test_unknown_units_are_asked_for() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        with pytest.raises(RuntimeError, match="pass units_per_piece="), probe.piece():
+            pass
+        piece_losses(model, [4])[0]().backward()
+        with pytest.raises(RuntimeError, match="pass units_per_piece="):
+            probe.step()
+
+
+def test_wrong_order_of_calls() -> None:
+    with attached(small_model(), units_per_piece=1) as probe, probe.piece():
+        with pytest.raises(RuntimeError, match="inside another piece"), probe.piece():
+            pass
+        with pytest.raises(RuntimeError, match="inside a piece"):
+            probe.step()
+
+
+@pytest.mark.parametrize(
+    ("scalars", "message"),
+    [
+        ({"loss": torch.ones(3)}, "0-dim tensor"),
+        ({"loss": "low"}, "takes a number"),
+        ({"gns/b_simple": 7.0}, "is measured by sonde"),
+    ],
+)
+def test_log_refuses(scalars: dict[str, Any], message: str) -> None:
+    with attached(small_model()) as probe, pytest.raises(ValueError, match=message):
+        probe.log(**scalars)
+
+
+def test_negative_unit_weights_on_the_device_drop_the_window() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(unit_weights=torch.tensor([3.0, -1.0, 2.0, -2.0])):
+                loss().backward()
+        probe.step()
+        assert "not finite and positive" in probe.reading().reason
