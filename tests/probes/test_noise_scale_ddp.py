@@ -426,6 +426,8 @@ def _same_data(n_micro: int) -> tuple[dict[str, str], float | None]:
                     mean_loss(model, x, y).backward()
             probe.step()
             model.zero_grad()
+        assert probe.reading().status == "unresolved"
+        assert probe.reading().b_simple is None
         return dict(probe.alerts), probe.reading().consistency
 
 

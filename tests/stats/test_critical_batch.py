@@ -29,9 +29,25 @@ def verdict(batch: float, **known: Any) -> Any:
 def test_verdict_needs_the_whole_interval_beyond_the_proxy() -> None:
     around = {"b_simple": 410.0, "low": 330.0, "high": 520.0}
     assert verdict(128, **around).kind == "too_small"
-    assert verdict(200, **around).kind == "about_right"
-    assert verdict(900, **around).kind == "about_right"
+    assert verdict(400, **around).kind == "about_right"
+    assert verdict(650, **around).kind == "about_right"
     assert verdict(2000, **around).kind == "too_large"
+
+
+@pytest.mark.parametrize(
+    ("batch", "low", "high", "said"),
+    [
+        (200, 330.0, 520.0, "200 images is about right or too small: the noise scale is 410 images [330 – 520]"),
+        (900, 330.0, 520.0, "900 images is about right or too large"),
+        (400, 20.0, 6000.0, "400 images may be small, right or large"),
+        (32, 1.0, 400.0, "32 images may be small, right or large"),
+    ],
+)
+def test_an_interval_across_the_line_decides_nothing(batch: float, low: float, high: float, said: str) -> None:
+    got = verdict(batch, b_simple=410.0, low=low, high=high)
+    assert got.kind == "unknown"
+    assert said in got.headline
+    assert "More windows narrow it" in got.detail
 
 
 def test_verdict_says_its_numbers() -> None:
@@ -55,4 +71,4 @@ def test_verdict_from_a_bound_alone() -> None:
 def test_no_verdict_without_data() -> None:
     nothing = verdict(32, status="unresolved", reason="no window has ended yet")
     assert nothing.kind == "unknown"
-    assert nothing.detail == "No window has ended yet. Measure more windows."
+    assert nothing.detail == "No window has ended yet."

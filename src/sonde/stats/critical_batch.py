@@ -93,14 +93,13 @@ def judge_batch(
         reason: why it is not resolved.
 
     Returns:
-        A `Verdict`. "too_small" and "too_large" are said only when the whole interval lies more than `PROXY_FACTOR`
-        from the batch size, since B_simple is a proxy no better than that.
+        A `Verdict`. Each is said only when the whole interval says it: "too_small" and "too_large" when it lies more
+        than `PROXY_FACTOR` from the batch size, since B_simple is a proxy no better than that, and "about_right" when
+        it lies nearer.
     """
     size = f"{number(batch, 4)} {unit}"
     if status == "unresolved" or low is None or high is None:
-        return Verdict(
-            "unknown", f"No verdict yet on the batch of {size}.", f"{_sentence(reason)}. Measure more windows."
-        )
+        return Verdict("unknown", f"No verdict yet on the batch of {size}.", f"{_sentence(reason)}.")
     if status == "lower_bound":
         if low > PROXY_FACTOR * batch:
             gain = steps_and_examples(batch, low)
@@ -113,7 +112,7 @@ def judge_batch(
         return Verdict(
             "unknown",
             f"No verdict yet on the batch of {size}: the noise scale is known only to be above {number(low)} {unit}.",
-            f"{_sentence(reason)}. Measure more windows.",
+            f"{_sentence(reason)}.",
         )
     assert b_simple is not None
     if b_simple <= 0:
@@ -141,6 +140,16 @@ def judge_batch(
             f"The batch of {size} is large: the noise scale is {known}.",
             f"Now {here}. A batch near {number(b_simple, 2)} {unit} would need {2 / cost.examples:.0%} of the {unit} "
             f"and {number(2 / cost.steps, 2)}× the steps. {_PROXY}",
+        )
+    may_be_small, may_be_large = high > PROXY_FACTOR * batch, low < batch / PROXY_FACTOR
+    if may_be_small or may_be_large:
+        may_be = "small" if not may_be_large else "large" if not may_be_small else "small, right or large"
+        what = f"may be {may_be}" if may_be_small and may_be_large else f"is about right or too {may_be}"
+        return Verdict(
+            "unknown",
+            f"The batch of {size} {what}: the noise scale is {known}.",
+            f"About right is between {number(batch / PROXY_FACTOR)} and {number(batch * PROXY_FACTOR)} {unit}, and the "
+            f"interval reaches beyond that. More windows narrow it. {_PROXY}",
         )
     return Verdict(
         "about_right",

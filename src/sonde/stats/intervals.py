@@ -91,14 +91,18 @@ def fieller_interval(
         root = math.sqrt(max(discriminant, 0.0))
         return RatioInterval("resolved", max((b - root) / a, 0.0), max((b + root) / a, 0.0))
     if not numerator_resolved:
-        return RatioInterval("unresolved", None, None, "neither numerator nor denominator is told from 0 yet")
+        return RatioInterval(
+            "unresolved", None, None, "neither numerator nor denominator is told from 0 yet: measure more windows"
+        )
     # a ≤ 0 < c: one root on each side of 0, and every ratio beyond the positive one is accepted.
     # 2c/(b + √…) is that root written so that a = 0 needs no case of its own.
     scale = b + math.sqrt(discriminant)
     low = c / scale if scale > 0 else math.inf
     if not math.isfinite(low):
-        return RatioInterval("unresolved", None, None, "the denominator is negative as far as it is known")
-    return RatioInterval("lower_bound", low, math.inf, "the denominator is not told from 0 yet")
+        return RatioInterval(
+            "unresolved", None, None, "the denominator is negative as far as it is known: measure more windows"
+        )
+    return RatioInterval("lower_bound", low, math.inf, "the denominator is not told from 0 yet: measure more windows")
 
 
 def samples_for_precision(

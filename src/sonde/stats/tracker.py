@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sonde.stats.consistency import same_data
 from sonde.stats.intervals import RatioInterval, Status
 from sonde.stats.noise_scale import (
     PieceSums,
@@ -29,6 +30,8 @@ SINGLE_PIECE = (
 
 
 _ROUNDING_OF_SQUARES = 1e-2
+_CHANGED_BY_CHANCE = 1.5
+"""Changed gradients within the horizon beyond which they are no accident, and the windows between are not trusted."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class NoiseScaleReading:
         windows_needed: windows still needed for ± 20 %; None when it cannot be said.
         consistency: tr Σ within ranks over tr Σ between ranks, about 1 when data are sound; None when there is no
             second rank or no second micro-batch to compare.
+        doubts: what makes the numbers untrustworthy, a message by name; empty when nothing does. A reading in doubt is
+            unresolved and gives no number.
         scale: κ of the last sound window, the optimizer's gradient over the sum of the pieces' gradients.
         scale_residual: the part of the last window's gradient that is not that multiple.
         unit: plural name of the unit.
@@ -124,6 +129,7 @@ class NoiseScaleReading:
     dropped: Mapping[str, int]
     windows_needed: int | None
     consistency: float | None
+    doubts: Mapping[str, str]
     scale: float | None
     scale_residual: float | None
     unit: str
@@ -171,6 +177,8 @@ class NoiseScaleTracker:
         self._within_between = RunningNoiseScale(horizon)  # its ratio is the consistency
         self._units = 0.0
         self._units_weight = 0.0
+        self._changed = 0.0
+        self._why_changed = ""
         self.dropped: dict[str, int] = {}
         self._effective_units: float | None = None
         self._scale: ScaleReading | None = None
@@ -190,7 +198,11 @@ class NoiseScaleTracker:
             decay = self._total.decay
             self._units = decay * self._units + row.n_units
             self._units_weight = decay * self._units_weight + 1.0
-        if (drop := self._why_unusable(row, scale)) is not None:
+        drop = self._why_unusable(row, scale)
+        self._changed *= self._total.decay
+        if drop is not None:
+            if drop.kind == "changed":
+                self._changed, self._why_changed = self._changed + 1.0, drop.reason
             self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
             return drop
         assert scale.scale is not None
@@ -282,26 +294,42 @@ class NoiseScaleTracker:
 
     def reading(self) -> NoiseScaleReading:
         """The present state of knowledge."""
-        interval = self._interval(self._total)
+        doubts = self._doubts()
+        doubted = RatioInterval("unresolved", None, None, next(iter(doubts.values()))) if doubts else None
+        interval = doubted or self._interval(self._total)
         return NoiseScaleReading(
             b_simple=_ratio(self._total, interval),
             low=interval.low,
             high=interval.high,
             status=interval.status,
-            reason=self._reason(interval),
-            grad_sq=self._total.grad_sq,
-            trace_cov=self._total.trace_cov,
+            reason=doubted.reason if doubted else self._reason(interval),
+            grad_sq=None if doubts else self._total.grad_sq,
+            trace_cov=None if doubts else self._total.trace_cov,
             units_per_window=self._units / self._units_weight if self._units_weight else None,
             effective_units=self._effective_units,
             windows=self._total.windows,
             dropped=dict(self.dropped),
-            windows_needed=self._total.windows_needed(level=self.level),
+            windows_needed=None if doubts else self._total.windows_needed(level=self.level),
             consistency=self.consistency,
+            doubts=doubts,
             scale=self._scale.scale if self._scale else None,
             scale_residual=self._scale.residual if self._scale else None,
             unit=self.unit,
-            groups={name: self._group(running) for name, running in zip(self.groups, self._per_group, strict=True)},
+            groups={
+                name: self._group(running, doubted) for name, running in zip(self.groups, self._per_group, strict=True)
+            },
         )
+
+    def _doubts(self) -> dict[str, str]:
+        """Why the averages are not to be trusted, however narrow their interval."""
+        doubts = {}
+        if self._changed > _CHANGED_BY_CHANCE:
+            doubts["changed"] = (
+                f"{self._why_changed}; where {self._changed:.0f} of the last windows were changed, others may have "
+                "been without its being seen"
+            )
+        same = same_data(self._total.windows, self._total.trace_cov, self._total.grad_sq, consistency=self.consistency)
+        return doubts | ({"same_data": same} if same else {})
 
     def _interval(self, running: RunningNoiseScale) -> RatioInterval:
         return running.interval(self.level)
@@ -312,18 +340,18 @@ class NoiseScaleTracker:
         if not self._total.windows:
             return max(self.dropped, key=self.dropped.__getitem__) if self.dropped else "no window has ended yet"
         if interval.status == "lower_bound":
-            return "|G|² is not told from 0 yet"
+            return "|G|² is not told from 0 yet: measure more windows"
         return interval.reason
 
-    def _group(self, running: RunningNoiseScale) -> GroupReading:
-        interval = self._interval(running)
+    def _group(self, running: RunningNoiseScale, doubted: RatioInterval | None) -> GroupReading:
+        interval = doubted or self._interval(running)
         return GroupReading(
             status=interval.status,
             b_simple=_ratio(running, interval),
             low=interval.low,
             high=interval.high,
-            grad_sq=running.grad_sq,
-            trace_cov=running.trace_cov,
+            grad_sq=None if doubted else running.grad_sq,
+            trace_cov=None if doubted else running.trace_cov,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -334,6 +362,8 @@ class NoiseScaleTracker:
             "consistency": self._within_between.state_dict(),
             "units": self._units,
             "units_weight": self._units_weight,
+            "changed": self._changed,
+            "why_changed": self._why_changed,
             "dropped": dict(self.dropped),
         }
 
@@ -345,9 +375,10 @@ class NoiseScaleTracker:
                 changed then.
         """
         what = "noise-scale probe state"
-        check_keys(what, state, {"groups", "total", "consistency", "units", "units_weight", "dropped"})
+        numbers = ("units", "units_weight", "changed")
+        check_keys(what, state, {"groups", "total", "consistency", "why_changed", "dropped", *numbers})
         check_keys("parameter groups of the state", state["groups"], set(self.groups))
-        for name in ("units", "units_weight"):
+        for name in numbers:
             check_number(what, state, name, low=0)
         if not isinstance(dropped := state["dropped"], Mapping):
             raise ValueError(f"{what}: 'dropped' must map reasons to counts, got {dropped!r:.60}: is it damaged?")
@@ -361,6 +392,7 @@ class NoiseScaleTracker:
             running.load_state_dict(state["groups"][name])
         self._total, self._within_between, self._per_group = loaded["total"], loaded["consistency"], per_group
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
+        self._changed, self._why_changed = float(state["changed"]), str(state["why_changed"])
         self.dropped = {str(reason): count for reason, count in dropped.items()}
 
 
