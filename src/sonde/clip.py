@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -79,7 +80,9 @@ def check_max_norm(max_norm: float) -> None:
     """Refuse a threshold that is not one.
 
     Raises:
-        ValueError: when it is negative or NaN.
+        ValueError: when it is negative, NaN or no number; a tensor is none, since its value may have to be waited for.
     """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
+        raise ValueError(f"max_norm must be a number, got {max_norm!r}: use math.inf to measure without clipping")
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"max_norm must be ≥ 0, got {max_norm}: use math.inf to measure without clipping")

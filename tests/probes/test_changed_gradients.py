@@ -135,7 +135,8 @@ def test_one_nan_piece_is_dropped_counted_and_named() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
-def test_bad_counts_on_the_device_drop_the_window(bad: float) -> None:
+def test_bad_counts_on_the_device_drop_the_window(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sonde.measure.window.at_hand", lambda value: False)  # as if they were on a GPU
     model = small_model()
     losses = piece_losses(model, [4, 4])
     with attached(model) as probe:
@@ -181,7 +182,7 @@ def test_more_than_a_scale_is_told_apart_and_named(before_step: Any, reason: str
 
 
 def _clip_few_by_value(model: nn.Module) -> Callable[[], None]:
-    """Clipping by a value that one element in ten thousand reaches: most windows show nothing where they are compared."""
+    """Clipping by a value that one element in ten thousand reaches: most windows show nothing where it is compared."""
 
     def clip() -> None:
         together = torch.cat([p.grad.abs().flatten() for p in model.parameters()])  # type: ignore[union-attr]
@@ -216,6 +217,48 @@ def test_a_doubt_fades_with_the_windows_that_raised_it() -> None:
         train(model, probe, optimizer, windows=30)
         assert probe.reading().status == "resolved"
         assert probe.reading().doubts == {}
+
+
+def test_a_change_to_a_block_with_small_gradients_is_seen() -> None:
+    """Beside the others it is nothing, but its own noise scale would be wrong."""
+    model = nn.ModuleDict({"large": nn.Linear(12, 3), "small": nn.Linear(12, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, optimizer) as probe:
+        for _ in range(5):
+            for _ in range(2):
+                with probe.piece(units=4):
+                    x, y = batch(4, generator)
+                    loss = (model["large"](x) - y).square().mean() + 1e-5 * (model["small"](x) - y).square().mean()
+                    loss.backward()
+            for p in model["small"].parameters():
+                p.grad.mul_(0.9)  # type: ignore[union-attr]
+            probe.step()
+            optimizer.zero_grad()
+        assert probe.reading().windows == 0
+        assert "not a multiple" in probe.reading().reason
+
+
+@pytest.mark.parametrize("scale", [1e-22, 1e-21, 1e22])
+def test_squares_beyond_fp32_give_no_number(scale: float) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(model, optimizer) as probe:
+        train(model, probe, optimizer, windows=2, scale_loss=lambda loss: loss * scale)
+        reading = probe.reading()
+    assert reading.windows == 0
+    assert "leave the range of fp32" in reading.reason or "not finite" in reading.reason
+
+
+@pytest.mark.parametrize("weight", [1e200, 1e-310])
+def test_weights_that_cannot_be_added_up(weight: float) -> None:
+    model = small_model()
+    with attached(model) as probe:
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(units=4, weight=weight):
+                loss().backward()
+        probe.step()
+        assert "too large or too small to be added up" in probe.reading().reason
 
 
 def test_a_change_to_one_layer_of_many_is_met() -> None:

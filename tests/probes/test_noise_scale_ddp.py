@@ -197,6 +197,45 @@ def test_buckets_reduced_more_than_once_are_refused(ranks2: Ranks) -> None:
         assert "accumulate under model.no_sync()" in result["reading"].reason
 
 
+def _auto_when_accumulation_starts_later() -> tuple[list[str], int, int]:
+    """One piece a rank for a while, then three without no_sync: DDP's buckets hold no rank's gradient then."""
+    _, model = wrap({})
+    names = []
+    with attached(model, log_every=1) as probe:
+        for window in range(16):
+            for x, y in batches(dist.get_rank(), 1 if window < 6 else 3, window):
+                with probe.piece(units=len(x)):
+                    mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+            names.append(probe._reader.tap_name)
+        reading = probe.reading()
+    return names, reading.windows, sum(reading.dropped.values())
+
+
+def test_auto_goes_back_to_leaf_hooks_when_buckets_do_not_do(ranks2: Ranks) -> None:
+    for names, windows, dropped in ranks2(_auto_when_accumulation_starts_later):
+        assert "DDP's communication hook" in names
+        assert names[-1] == "leaf hooks"
+        assert (windows + dropped, dropped <= 3) == (16, True)
+
+
+def _auto_with_two_backwards() -> str:
+    _, model = wrap({})
+    with attached(model, log_every=1) as probe:
+        for window in range(8):
+            with probe.piece(units=4):
+                for x, y in batches(dist.get_rank(), 2, window):
+                    mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+        return probe._reader.tap_name
+
+
+def test_auto_does_not_change_where_a_piece_has_several_backwards(ranks2: Ranks) -> None:
+    assert ranks2(_auto_with_two_backwards) == ["leaf hooks"] * 2
+
+
 def _auto_with_accumulation() -> dict[str, Any]:
     return on_rank({}, tap="auto", windows=6)
 

@@ -406,6 +406,51 @@ def test_scalars_of_a_window_are_averaged() -> None:
     assert sink.of_kind("reading")[0]["metrics"]["loss"] == 2.5
 
 
+def test_parameters_replaced_later_are_noticed() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(model, optimizer, log_every=1) as probe:
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+        train(model, probe, optimizer, windows=2)
+        assert "0.weight" in probe.alerts["not_watched"]
+
+
+def test_a_scalar_is_taken_as_it_is_when_it_is_logged() -> None:
+    model = small_model()
+    sink = Recording()
+    running = torch.tensor(5.0)
+    with attached(model, sinks=[sink], log_every=1) as probe:
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(units=4):
+                loss().backward()
+        probe.log(loss=running)
+        running.zero_()
+        probe.step()
+    assert sink.of_kind("reading")[0]["metrics"]["loss"] == 5.0
+
+
+def test_a_sink_that_cannot_be_closed_does_not_keep_others_open(caplog: pytest.LogCaptureFixture) -> None:
+    class Stuck(Recording):
+        def close(self) -> None:
+            raise OSError("stuck")
+
+    sound = Recording()
+    attached(small_model(), sinks=[Stuck(), sound]).close()
+    assert sound.closed == 1
+    assert "Stuck could not be closed: stuck" in caplog.text
+
+
+def test_windows_on_their_way_are_not_added_to_a_loaded_state() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(model, optimizer) as probe:
+        train(model, probe, optimizer, windows=5)
+        state = probe.state_dict()
+        train(model, probe, optimizer, windows=7)
+        probe.load_state_dict(state)
+        assert probe.reading().windows == 5
+
+
 def test_parameters_unfrozen_later_are_noticed() -> None:
     model = small_model()
     model[0].requires_grad_(False)

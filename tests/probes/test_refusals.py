@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.probes.loops import (
+    Recording,
     attached,
     piece_losses,
     small_model,
@@ -34,7 +35,19 @@ def test_refuses_a_model_without_trainable_parameters() -> None:
         ({"unit": " "}, "unit must name the independent sample"),
         ({"units_per_piece": 0}, "units_per_piece must be positive"),
         ({"units_per_piece": math.nan}, "units_per_piece must be positive"),
-        ({"log_every": 0}, "log_every must be at least 1"),
+        ({"log_every": 0}, "log_every must be a whole number"),
+        ({"log_every": 2.5}, "log_every must be a whole number"),
+        ({"log_every": math.inf}, "log_every must be a whole number"),
+        ({"log_every": "5"}, "log_every must be a whole number"),
+        ({"unit": 5}, "unit must name the independent sample"),
+        ({"units_per_piece": "8"}, "units_per_piece must be positive"),
+        ({"horizon": "x"}, "horizon must be more than 1"),
+        ({"staging_mib": math.inf}, "staging_mib must be"),
+        ({"sinks": "runs/x"}, "sinks must be a list of sinks"),
+        ({"sinks": Recording()}, "sinks must be a list of sinks"),
+        ({"sinks": None}, "sinks must be a list of sinks"),
+        ({"grad_scaler": True}, "grad_scaler must be"),
+        ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer"),
         ({"horizon": 1.0}, "horizon must be more than 1"),
         ({"tap": "hooks"}, "tap must be 'auto', 'leaf' or 'comm_hook'"),
         ({"tap": "comm_hook"}, "got a plain model"),
@@ -61,7 +74,14 @@ def test_refuses_bad_options_and_leaves_no_hook(options: dict[str, Any], message
         {"units": 4, "weight": 0.0},
         {"unit_weights": []},
         {"unit_weights": [1.0, math.nan]},
+        {"units": "8"},
+        {"units": True},
         {"units": torch.ones(2)},
+        {"units": torch.tensor(0.0)},
+        {"units": 4, "weight": torch.tensor(math.nan)},
+        {"unit_weights": torch.tensor([1.0, math.nan])},
+        {"unit_weights": torch.tensor([1.0, -1.0])},
+        {"units": 4, "unit_weights": [1.0] * 8},
         {"unit_weights": torch.ones(2, 2)},
     ],
     ids=str,
@@ -92,6 +112,21 @@ def test_wrong_order_of_calls() -> None:
             probe.step()
 
 
+def test_a_closed_probe_takes_nothing_more() -> None:
+    probe = attached(small_model(), units_per_piece=4)
+    probe.close()
+    with pytest.raises(RuntimeError, match="the probe is closed"), probe.piece():
+        pass
+    with pytest.raises(RuntimeError, match="the probe is closed"):
+        probe.log(loss=1.0)
+
+
+@pytest.mark.parametrize("max_norm", ["1", None, torch.tensor(1.0), True])
+def test_a_threshold_that_is_no_number(max_norm: Any) -> None:
+    with attached(small_model()) as probe, pytest.raises(ValueError, match="max_norm must be a number"):
+        probe.clip_grad_norm_(max_norm)
+
+
 @pytest.mark.parametrize(
     ("scalars", "message"),
     [
@@ -105,7 +140,8 @@ def test_log_refuses(scalars: dict[str, Any], message: str) -> None:
         probe.log(**scalars)
 
 
-def test_negative_unit_weights_on_the_device_drop_the_window() -> None:
+def test_negative_unit_weights_on_the_device_drop_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sonde.measure.window.at_hand", lambda value: False)  # as if it were on a GPU
     model = small_model()
     with attached(model) as probe:
         for loss in piece_losses(model, [4, 4]):

@@ -60,6 +60,12 @@ def test_alerts_of_now_stand_apart_from_those_of_the_past(tmp_path: Path) -> Non
     assert "first cause (windows 10 to 30)" in earlier
 
 
+def test_a_name_that_is_not_unicode_still_gets_its_report(tmp_path: Path) -> None:
+    """As a folder's name may be: a byte that is no UTF-8 is a lone surrogate in Python."""
+    text = _text(write_report(write_run(tmp_path, 3, header=header_record(run="run \udce9 7"))))
+    assert "run ? 7" in text
+
+
 def test_how_it_was_measured_is_told_with_its_numbers(tmp_path: Path) -> None:
     text = _text(write_report(write_run(tmp_path)))
     for fact in (

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Metric
-from sonde.measure.microbatch import Problem
 from sonde.measure.norms import Part, add_squares
+from sonde.measure.problem import Problem
 from sonde.measure.witness import Witness
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]

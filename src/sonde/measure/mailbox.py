@@ -57,7 +57,7 @@ class Mailbox(Generic[Note]):
         self._posted = []
         copied = None
         if together.is_cuda:
-            host = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
+            host = torch.empty(together.shape, dtype=together.dtype, device="cpu", pin_memory=True)
             host.copy_(together, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(together.device))

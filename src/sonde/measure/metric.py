@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sonde.measure.norms import accumulation_dtype, norms, roots, sq_norms
+from sonde.measure.problem import Problem
 
 _CHUNK = 2**18
 """Elements weighted at a time, so that no temporary is of gradient size."""
@@ -28,6 +29,9 @@ class Metric(Protocol):
 
     def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """The inner product of two dense gradients of parameter `index`; 0-dim."""
+
+    def take_problems(self) -> list[Problem]:
+        """Why what was measured since the last call cannot be used."""
 
 
 class Euclidean:
@@ -52,11 +56,16 @@ class Euclidean:
             total += (x.to(total.dtype) * y).sum()
         return total
 
+    def take_problems(self) -> list[Problem]:
+        """None: every gradient has a norm."""
+        return []
+
 
 class AdamMetric:
     """|g|² = Σ P_j g_j² with P = 1/(√v̂ + ε), the second moment v̂ being that of the optimizer's previous step.
 
-    Before the optimizer's first step there is no v̂: norms are NaN then, and the window is dropped.
+    Before the optimizer's first step there is no v̂: norms are NaN then, and the window is dropped. With amsgrad, v̂ is
+    the largest so far, as it is for the optimizer.
 
     Args:
         optimizer: Adam, AdamW or another that keeps `exp_avg_sq` and `step`, with `betas` and `eps` in its groups.
@@ -71,12 +80,19 @@ class AdamMetric:
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._parameters = list(parameters)
         has_moments = [{"betas", "eps"} <= group.keys() for group in optimizer.param_groups]
-        if any(id(p) not in groups or not has_moments[groups[id(p)]] for p in parameters):
+        fits = all(id(p) in groups and has_moments[groups[id(p)]] for p in parameters)
+        if not fits or isinstance(optimizer, torch.optim.Adamax):  # which keeps a largest gradient instead
             raise ValueError(
                 f"metric='adam' needs an optimizer of Adam's kind that holds every trainable parameter, "
                 f"got {type(optimizer).__name__}: use Adam or AdamW, or metric='euclidean'"
             )
         self._groups = [groups[id(p)] for p in parameters]
+        self._lacks_moments = False
+
+    def take_problems(self) -> list[Problem]:
+        """That there was no second moment, since the last call."""
+        lacked, self._lacks_moments = self._lacks_moments, False
+        return [Problem.NO_SECOND_MOMENT] if lacked else []
 
     def roots(self, index: int, grad: Tensor) -> Tensor:
         """√(Σ P_j g_j²)."""
@@ -96,13 +112,15 @@ class AdamMetric:
         """Σ P_j a_j b_j."""
         state = self._optimizer.state.get(self._parameters[index], {})
         group = self._optimizer.param_groups[self._groups[index]]
-        if "exp_avg_sq" not in state:
+        moment = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+        if moment not in state:
+            self._lacks_moments = True
             return torch.full((), torch.nan, dtype=torch.float64, device=a.device)
         # `step` is a 0-dim tensor, on the CPU or, for fused and capturable optimizers, on the device: either serves as
         # a scalar there, without being read here.
         correction = (1.0 - group["betas"][1] ** state["step"]) ** 0.5
         total = torch.zeros((), dtype=torch.float64, device=a.device)
-        chunks = (t.reshape(-1).split(_CHUNK) for t in (a, b, state["exp_avg_sq"]))
+        chunks = (t.reshape(-1).split(_CHUNK) for t in (a, b, state[moment]))
         for x, y, v in zip(*chunks, strict=True):
             root = v.sqrt().div_(correction).add_(group["eps"])  # sqrt, not sqrt_: v is the optimizer's
             total += (x.to(root.dtype) * y).div_(root).sum()

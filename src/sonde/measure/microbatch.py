@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.autograd import Variable
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Metric
 from sonde.measure.norms import ROW, Part, add_squares
+from sonde.measure.problem import Problem
 from sonde.measure.witness import Witness
 
 STAGED_NUMEL = 16_384
@@ -28,46 +28,6 @@ STAGED_NUMEL_ON_CPU = ROW
 Inside a backward every operator costs: a launch, or cold caches. But a gradient that waits is referenced, so autograd
 clones it rather than take it over as `.grad`: cheap only if small.
 """
-
-
-class Problem(IntEnum):
-    """Why the pieces of a window cannot be used; each rank counts its own and the counts are summed over ranks."""
-
-    NOT_FINITE = 0
-    REENTRANT = 1
-    SEVERAL_BACKWARDS = 2
-    TOO_LARGE_TO_SUM = 3
-    SPARSE_ON_GPU = 4
-    SEVERAL_REDUCTIONS = 5
-
-    @property
-    def message(self) -> str:
-        """The cause and the way out."""
-        return _MESSAGES[self]
-
-
-_MESSAGES = {
-    Problem.NOT_FINITE: "a piece had a gradient, weight or number of units that is not finite and positive",
-    Problem.REENTRANT: (
-        "reentrant checkpointing runs backward inside backward, so pieces cannot be told apart: wrap each micro-batch "
-        "in 'with probe.piece():' or use checkpoint(..., use_reentrant=False)"
-    ),
-    Problem.SEVERAL_BACKWARDS: (
-        "a piece was found to have several backwards; "
-        "from the next window on their gradients are summed before they are squared"
-    ),
-    Problem.TOO_LARGE_TO_SUM: (
-        "a piece with several backwards needs its gradients summed, and they exceed the staging area: "
-        "add the losses and call backward once, or raise staging_mib"
-    ),
-    Problem.SPARSE_ON_GPU: (
-        "a sparse gradient on a GPU cannot be squared without waiting for the device: use Embedding(sparse=False)"
-    ),
-    Problem.SEVERAL_REDUCTIONS: (
-        "DDP reduced more than once in a window, so its buckets no longer hold one rank's gradient: "
-        "accumulate under model.no_sync(), or use tap='leaf'"
-    ),
-}
 
 
 class MicrobatchTap:
@@ -96,6 +56,8 @@ class MicrobatchTap:
     ) -> None:
         self.name = "leaf hooks"
         self.seconds = 0.0
+        self.n_backwards = 0
+        """Backwards of the piece that ended last."""
         self._parameters = list(parameters)
         self._witness, self._metric = witness, metric
         self._on_backward_end, self._n_collectives = on_backward_end, n_collectives
@@ -142,6 +104,7 @@ class MicrobatchTap:
             for index, twice_the_product in self._cross:
                 sq_norms[index] += twice_the_product.to(self._device, non_blocking=True)
             piece = GradientSummary(sq_norms, self._witness.join(self._witnessed, self._device))
+        self.n_backwards = len(self._backwards)
         self._reset()
         self._explicit = False
         return piece
@@ -171,7 +134,9 @@ class MicrobatchTap:
         owner, roots = (index,), self._metric.roots
         n_bytes = parameter.numel() * parameter.element_size()
 
-        def hook(grad: Tensor) -> None:
+        def hook(grad: Tensor | None) -> None:
+            if grad is None:  # what a custom Function may return for a leaf
+                return
             start = time.perf_counter()
             if (backward := torch._C._current_graph_task_id()) not in self._backwards:
                 if self._only_explicit and not self._explicit:
@@ -184,6 +149,7 @@ class MicrobatchTap:
                 if self._staged_bytes > self._staging_bytes and not self._sums_backwards:
                     with torch.no_grad():
                         self._flush()
+            # The commonest case of `_take`, without its questions.
             elif on_cpu and not (self._fired[index] or self._sums_backwards or torch.is_grad_enabled()):
                 self._fired[index] = 1
                 self._parts.append((owner, roots(index, grad)))
@@ -273,8 +239,12 @@ class MicrobatchTap:
         self._staged_bytes = 0
 
     def _reduce(self, grads: dict[int, Tensor]) -> None:
-        indices, values = tuple(grads), tuple(grads.values())
-        self._keep(indices, values, self._metric.norms(indices, values))
+        small = {i: g for i, g in grads.items() if g.numel() <= self._staged_numel and not g.is_sparse}
+        if small:
+            self._keep(tuple(small), tuple(small.values()), self._metric.norms(tuple(small), tuple(small.values())))
+        for index, grad in grads.items():
+            if index not in small:
+                self._keep((index,), (grad,), self._metric.roots(index, grad))
 
     def _keep(self, indices: tuple[int, ...], grads: Sequence[Tensor], roots: Tensor) -> None:
         self._parts.append((indices, roots))

@@ -17,6 +17,9 @@ _CHUNK = 2**17  # elements converted to fp64 at a time: 1 MiB stays in a core's 
 # A dot product would be cheaper still, but BLAS adds in an order that depends on the memory's alignment: replicas would
 # get norms that differ in the last bit, clip by different factors, and drift apart.
 
+LEAST_SQ_NORM = 1e-30
+"""Per element: below it, squares may have lost digits to underflow in fp32."""
+
 Part = tuple[tuple[int, ...], Tensor]
 """Roots with whom they belong to: all of them to one owner, or each to its own."""
 
@@ -122,7 +125,7 @@ def sq_norms(grads: Sequence[Tensor]) -> Tensor:
     totals = add_squares(len(grads), parts, device)
     if device.type == "cpu":
         for i, (total, grad) in enumerate(zip(totals.tolist(), grads, strict=True)):  # at hand: nothing is waited for
-            if not 1e-30 * grad.numel() < total < math.inf:
+            if not LEAST_SQ_NORM * grad.numel() < total < math.inf:
                 totals[i] = _sq_norm_in_fp64(grad)
     return totals
 
@@ -130,6 +133,8 @@ def sq_norms(grads: Sequence[Tensor]) -> Tensor:
 def _sq_norm_in_fp64(grad: Tensor) -> Tensor:
     """Σ x² with squares and sums in fp64, a chunk at a time."""
     flat = grad.coalesce().values().reshape(-1) if grad.is_sparse else grad.reshape(-1)
+    if flat.numel() == 0 or (not (bounds := torch.aminmax(flat)).min and not bounds.max):
+        return torch.zeros((), dtype=torch.float64)
     of_chunks = [torch.linalg.vector_norm(chunk, dtype=torch.float64).square() for chunk in flat.split(_CHUNK)]
     return torch.stack(of_chunks).sum()
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sonde.measure.gradients import GradientSummary
-from sonde.measure.microbatch import Problem
 from sonde.measure.norms import accumulation_dtype
+from sonde.measure.problem import Problem
 from sonde.stats.noise_scale import effective_units
 from sonde.stats.tracker import Drop, WindowRow
 
@@ -41,6 +42,8 @@ def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[fl
         ValueError: for a number that is not positive and finite, or a tensor of the wrong shape.
     """
     effective: Number | None = None
+    if isinstance(unit_weights, Tensor) and unit_weights.dim() == 1 and at_hand(unit_weights):
+        unit_weights = unit_weights.tolist()
     if isinstance(unit_weights, Tensor):
         if unit_weights.dim() != 1 or not unit_weights.numel():
             raise ValueError(
@@ -54,6 +57,11 @@ def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[fl
     if units is None:
         assert unit_weights is not None
         units = float(len(unit_weights))
+    elif unit_weights is not None and not isinstance(units, Tensor) and units != len(unit_weights):
+        raise ValueError(
+            f"unit_weights must hold one weight a unit, got {len(unit_weights)} weights for units={units}: "
+            "leave out units="
+        )
     units = _positive("units", units)
     return PieceCounts(_positive("weight", weight), units if effective is None else effective, units)
 
@@ -62,12 +70,22 @@ def _positive(name: str, value: Number) -> Number:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a 0-dim tensor, got shape {tuple(value.shape)}")
-        return value.detach().reshape(()).to(accumulation_dtype(value.device))
+        if not at_hand(value):
+            return value.detach().reshape(()).to(accumulation_dtype(value.device))
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number or a 0-dim tensor, got {value!r}")
+    value = float(value)
     if not 0 < value < math.inf:
         raise ValueError(
             f"{name} must be positive and finite, got {value}: leave out a micro-batch that does not count"
         )
-    return float(value)
+    return value
+
+
+def at_hand(value: Tensor) -> bool:
+    """Whether a tensor's value can be read without waiting for a device."""
+    return value.device.type == "cpu"
 
 
 _COUNTS = 8 + len(Problem)
@@ -172,13 +190,16 @@ class WindowSums:
         self._reset_counts()
         return packed
 
-    def row(self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor) -> WindowRow:
+    def row(
+        self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Sequence[int]
+    ) -> WindowRow:
         """Name the parts of a window's vectors, all on the CPU.
 
         Args:
             packed: what `pack` returned, summed over ranks.
             sq_norm_big: squared norms of the final gradient, [groups].
             witness_final: its witness elements, [witness].
+            witness_sizes: how many of them each parameter has, in order.
         """
         groups, n_problems = self._n_groups, len(Problem)
         counts = packed[groups : groups + 6 + n_problems].tolist()
@@ -194,6 +215,7 @@ class WindowSums:
             problems=[Drop(p.name.lower(), p.message) for p in Problem if counts[6 + p] > 0],
             witness_small=witness_small,
             witness_ranks=witness_ranks,
+            witness_sizes=witness_sizes,
             witness_sum=packed[groups + _COUNTS :].double(),
             sq_norm_big=sq_norm_big.tolist(),
             witness_final=witness_final.double(),
@@ -212,9 +234,8 @@ def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
     """Numbers, some of them on the device already, as one vector there, without waiting; [numbers]."""
     dtype = accumulation_dtype(device)
     there = [isinstance(n, Tensor) and n.device.type == device.type for n in numbers]
-    host = torch.tensor(
-        [0.0 if is_there else float(n) for n, is_there in zip(numbers, there, strict=True)], dtype=dtype
-    )
+    values = [0.0 if is_there else float(n) for n, is_there in zip(numbers, there, strict=True)]
+    host = torch.tensor(values, dtype=dtype, device="cpu")  # whatever the default device
     if device.type == "cuda":
         host = (
             host.pin_memory()

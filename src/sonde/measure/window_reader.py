@@ -15,6 +15,7 @@ from sonde.measure.ddp import BucketTap, CommHook, comm_hook_name, is_tapped
 from sonde.measure.gradients import GradientSummary, summarize
 from sonde.measure.metric import Metric
 from sonde.measure.microbatch import MicrobatchTap
+from sonde.measure.problem import Problem
 from sonde.measure.window import PieceCounts, WindowSums, start_sum
 from sonde.measure.witness import Witness
 from sonde.measure.wrapper import Wrapper, n_collectives
@@ -33,11 +34,13 @@ class Window:
         packed: the pieces' sums, being summed over ranks.
         final: the gradient at its end.
         work: the collective that is writing to `packed`; None for one rank.
+        witness_sizes: elements that the witness read of each parameter, in order.
     """
 
     packed: Tensor
     final: GradientSummary
     work: dist.Work | None
+    witness_sizes: tuple[int, ...]
 
 
 class WindowReader:
@@ -84,21 +87,16 @@ class WindowReader:
             n_witness=self._witness.size,
             device=self.device,
         )
+        self._staging_bytes = staging_bytes
+        self._is_auto = tap == "auto"
         self._tap: MicrobatchTap | BucketTap
         if tap == "comm_hook":
             self._tap = self._bucket_tap(comm_hook, comm_state)
         elif comm_hook is not None:
             raise ValueError(f"comm_hook is wrapped by tap='comm_hook' only, got tap={tap!r}: or register it with DDP")
         else:
-            self._tap = MicrobatchTap(
-                self.parameters,
-                self._witness,
-                self._metric,
-                on_backward_end=self._end_backward,
-                n_collectives=lambda: n_collectives(wrapper.group),
-                staging_bytes=staging_bytes,
-            )
-        # DDP's own average rounds as the tap's only for powers of two; buckets of several modules are not one gradient.
+            self._tap = self._leaf_tap()
+        # Whether DDP divides or multiplies by the reciprocal depends on its options: the same for powers of two.
         self._may_tap_buckets = (
             tap == "auto"
             and wrapper.ddp_holds_all
@@ -107,6 +105,7 @@ class WindowReader:
             and wrapper.n_ranks & (wrapper.n_ranks - 1) == 0
         )
         self._one_piece_windows = 0
+        self._buckets_fail = False
 
     @property
     def tap_name(self) -> str:
@@ -140,6 +139,8 @@ class WindowReader:
         start = time.perf_counter()
         if isinstance(self._tap, MicrobatchTap):
             self._sums.add(self._unscaled(self._tap.end_piece()), counts)
+            if self._tap.n_backwards > 1:
+                self._may_tap_buckets = False  # each of them may reduce
         else:
             self._sums.count(counts)
         self._seconds += time.perf_counter() - start
@@ -167,11 +168,18 @@ class WindowReader:
         """
         start = time.perf_counter()
         final = self._take_final(reads_grad=reads_grad)
-        packed = self._sums.pack(self._tap.take_problems())
+        packed = self._sums.pack(self._take_problems())
         work = start_sum(packed, self._wrapper.group)
+        window = Window(packed, final, work, tuple(self._witness.sizes.values()))
         self._witness.move()
         self._seconds += time.perf_counter() - start
-        return Window(packed, final, work)
+        return window
+
+    def _take_problems(self) -> list[int]:
+        problems = self._tap.take_problems()
+        for problem in self._metric.take_problems():
+            problems[problem] += 1
+        return problems
 
     def _take_final(self, *, reads_grad: bool) -> GradientSummary:
         """F: what is in `.grad`, or what DDP's buckets held after their reduction."""
@@ -185,7 +193,7 @@ class WindowReader:
 
     def forget_window(self) -> None:
         """Drop the pieces seen since the last window ended."""
-        self._sums.pack(self._tap.take_problems())
+        self._sums.pack(self._take_problems())
         if isinstance(self._tap, BucketTap):
             self._tap.take()
 
@@ -193,33 +201,53 @@ class WindowReader:
         """Sums of [parameters] over parameter groups: [groups]."""
         return self._sums.per_group(sq_norms)
 
-    def row(self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor) -> WindowRow:
+    def row(
+        self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Sequence[int]
+    ) -> WindowRow:
         """A window's vectors, all on the CPU and summed over ranks, by name; see `WindowSums.row`."""
-        row = self._sums.row(packed, sq_norm_big, witness_final)
+        row = self._sums.row(packed, sq_norm_big, witness_final, witness_sizes)
         self._one_piece_windows = self._one_piece_windows + 1 if row.n_pieces == self._wrapper.n_ranks else 0
+        self._buckets_fail |= any(p.kind == Problem.SEVERAL_REDUCTIONS.name.lower() for p in row.problems)
         return row
 
     # Taps.
 
-    def change_tap_if_due(self) -> bool:
+    def change_tap_if_due(self) -> str:
         """With "auto", once every rank has had one piece a window for a while: read DDP's buckets from now on.
 
-        They tell as much as leaf hooks then, for less.
+        They tell as much as leaf hooks then, for less. Should the loop come to reduce several times a window, leaf
+        hooks read again.
 
         Returns:
-            Whether the tap has changed.
+            Why the tap has changed, in words; empty when it has not.
         """
+        if self._is_auto and self._buckets_fail and isinstance(self._tap, BucketTap):
+            self._change_tap(self._leaf_tap)
+            return "several reductions a window: from now on read by leaf hooks"
         if not self._may_tap_buckets or self._one_piece_windows < _WINDOWS_BEFORE_BUCKETS:
-            return False
+            return ""
         self._may_tap_buckets = False
         ddp = self._wrapper.ddp
         assert ddp is not None
         if comm_hook_name(ddp) is not None or is_tapped(ddp):  # since attach
-            return False
+            return ""
+        self._change_tap(lambda: self._bucket_tap(None, None))
+        return "one piece a rank: from now on read in DDP's buckets, by its communication hook"
+
+    def _change_tap(self, make: Callable[[], MicrobatchTap | BucketTap]) -> None:
         self._tap.close()
         self._seconds += self._tap.seconds
-        self._tap = self._bucket_tap(None, None)
-        return True
+        self._tap = make()
+
+    def _leaf_tap(self) -> MicrobatchTap:
+        return MicrobatchTap(
+            self.parameters,
+            self._witness,
+            self._metric,
+            on_backward_end=self._end_backward,
+            n_collectives=lambda: n_collectives(self._wrapper.group),
+            staging_bytes=self._staging_bytes,
+        )
 
     def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> BucketTap:
         if self._wrapper.ddp is None:

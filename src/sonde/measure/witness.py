@@ -64,6 +64,8 @@ class Witness:
             picked = grad.index_select(0, torch.tensor(rows, device=grad.device)).to_dense()
             return picked[(slice(None), *slices[1:])]
         # grad[slices] as one view: inside a backward, what costs is the number of operators.
+        if grad.shape != self._shapes[index]:  # `.data` was replaced since attach
+            return grad.new_zeros(self._shapes_read[index])
         strides = grad.stride()
         return grad.as_strided(
             self._shapes_read[index],

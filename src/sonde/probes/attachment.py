@@ -4,41 +4,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
+from typing_extensions import TypeIs
 
 from sonde.measure.wrapper import block_of
 
 
 def check_options(
-    unit: str,
-    units_per_piece: float | None,
-    log_every: int,
-    tap: str,
-    metric: str,
+    *,
+    unit: object,
+    units_per_piece: object,
+    log_every: object,
+    horizon: object,
+    tap: object,
+    metric: object,
     optimizer: object,
-    staging_mib: float,
+    grad_scaler: object,
+    sinks: object,
+    staging_mib: object,
 ) -> None:
     """Refuse what can be refused before the model is looked at.
 
     Raises:
         ValueError: naming the option, what it got and what it takes.
     """
-    if not unit or not unit.strip():
+    if not isinstance(unit, str) or not unit.strip():
         raise ValueError(f"unit must name the independent sample, got {unit!r}: 'sequences', 'images', 'prompts'")
-    if units_per_piece is not None and not 0 < units_per_piece < math.inf:
-        raise ValueError(f"units_per_piece must be positive and finite, got {units_per_piece}")
-    if not log_every >= 1:
-        raise ValueError(f"log_every must be at least 1 window, got {log_every}")
+    if units_per_piece is not None and not (_is_number(units_per_piece) and 0 < units_per_piece < math.inf):
+        raise ValueError(f"units_per_piece must be positive and finite, got {units_per_piece!r}")
+    if isinstance(log_every, bool) or not isinstance(log_every, int) or log_every < 1:
+        raise ValueError(f"log_every must be a whole number of windows from 1 up, got {log_every!r}")
+    if not (_is_number(horizon) and horizon > 1):
+        raise ValueError(f"horizon must be more than 1 window, got {horizon!r}: use 100, or math.inf to average all")
     if tap not in ("auto", "leaf", "comm_hook"):
         raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {tap!r}")
     if metric not in ("euclidean", "adam"):
         raise ValueError(f"metric must be 'euclidean' or 'adam', got {metric!r}")
     if metric == "adam" and optimizer is None:
         raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass it to attach")
-    if not staging_mib >= 0:
-        raise ValueError(f"staging_mib must be ≥ 0, got {staging_mib}")
+    if optimizer is not None and not hasattr(innermost(optimizer), "register_step_pre_hook"):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+    if grad_scaler is not None and not hasattr(grad_scaler, "is_enabled"):
+        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
+    if not isinstance(sinks, Iterable) or any(not callable(getattr(sink, "write", None)) for sink in sinks):
+        raise ValueError(f"sinks must be a list of sinks, got {sinks!r}: sinks=[sonde.JsonlSink('runs/my-run')]")
+    if not (_is_number(staging_mib) and 0 <= staging_mib < math.inf):
+        raise ValueError(f"staging_mib must be ≥ 0 and finite, got {staging_mib!r}")
+
+
+def _is_number(value: object) -> TypeIs[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def group_names(groups: object, parameters: Iterable[str]) -> list[str]:
@@ -85,10 +103,13 @@ def blame(comm_hook: str | None, *, had_gradients: bool, alone_among_ranks: bool
     earlier = "gradients were there before the probe was attached (zero them first), or " if had_gradients else ""
     if sixteen_bit:
         earlier += "16-bit gradients lost what is small while many were added up (accumulate in fp32), or "
-    return earlier + "noise was added, a hook changed it, or a backward outside this window wrote to it"
+    return (
+        f"{earlier}noise was added, a hook changed it, a backward outside this window wrote to it, or "
+        "torch.autograd.grad differentiated the parameters inside it"
+    )
 
 
-def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def innermost(optimizer: Any) -> Any:
     """The optimizer inside a wrapper such as Accelerate's, which steps only when it is due."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner

@@ -17,6 +17,8 @@ from sonde.stats.tracker import Drop, GroupReading, NoiseScaleTracker
 from sonde.version import __version__
 
 _log = logging.getLogger("sonde")
+_EXPECTED = {"no_second_moment"}
+"""Reasons to drop a window that are no cause for alarm."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,20 @@ class WindowFacts:
 
 
 @dataclass
+class _Mean:
+    total: float = 0.0
+    n: int = 0
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.n += 1
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.n if self.n else None
+
+
+@dataclass
 class _Interval:
     """Sums since the last reading was written."""
 
@@ -54,9 +70,9 @@ class _Interval:
     windows: int = 0
     seconds: float = 0.0
     units: float = 0.0
-    norms: list[float] = field(default_factory=list)
-    clipped: list[bool] = field(default_factory=list)
-    scalars: dict[str, list[float]] = field(default_factory=dict)
+    norms: _Mean = field(default_factory=lambda: _Mean())
+    clipped: _Mean = field(default_factory=lambda: _Mean())
+    scalars: dict[str, _Mean] = field(default_factory=dict)
     alerts: dict[str, str] = field(default_factory=dict)
 
 
@@ -112,12 +128,12 @@ class Journal:
             now.units += facts.units
             self._units_seen += facts.units
         if facts.norm is not None and math.isfinite(facts.norm):
-            now.norms.append(facts.norm)
+            now.norms.add(facts.norm)
         if facts.clipped is not None:
-            now.clipped.append(facts.clipped)
+            now.clipped.add(facts.clipped)
         for name, value in facts.scalars.items():
-            now.scalars.setdefault(name, []).append(value)
-        if drop is not None:
+            now.scalars.setdefault(name, _Mean()).add(value)
+        if drop is not None and drop.kind not in _EXPECTED:
             self.alert(drop.kind, f"window {facts.window} was dropped: {drop.reason}")
         if facts.window % self._log_every == 0:
             self.reading(facts.time)
@@ -152,14 +168,14 @@ class Journal:
             "gns/windows_needed": reading.windows_needed,
             "gns/scale": reading.scale,
             "gns/scale_residual": reading.scale_residual,
-            "grad/norm": _mean(interval.norms),
-            "grad/clip_fraction": _mean(interval.clipped),
+            "grad/norm": interval.norms.value,
+            "grad/clip_fraction": interval.clipped.value,
             "cost/seconds_per_window": interval.seconds / interval.windows,
             "cost/fraction": interval.seconds / elapsed if elapsed > 0 else None,
             "run/units_seen": self._units_seen,
             "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
         }
-        metrics |= {name: _finite(_mean(values)) for name, values in interval.scalars.items()}
+        metrics |= {name: _finite(mean.value) for name, mean in interval.scalars.items()}
         self._write(
             "reading",
             window=self._window,
@@ -178,7 +194,10 @@ class Journal:
         self.reading(time.time())
         self._write("end", window=self._window, reason=reason)
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as error:  # the others are to be closed too, and the run has ended well
+                _log.error("sonde: %s could not be closed: %s", type(sink).__name__, error)
         self._sinks = ()
 
     def state_dict(self) -> dict[str, float | int]:
@@ -196,6 +215,8 @@ class Journal:
                 sink.write(record)
             except Exception as error:  # a full disk, a tracker that is down: neither may end a run that has begun
                 if kind == "header":
+                    for opened in self._sinks:
+                        opened.close()
                     raise
                 _log.error("sonde: %s writes no more: %s", type(sink).__name__, error)
                 self._sinks = tuple(s for s in self._sinks if s is not sink)
@@ -214,7 +235,3 @@ def _group_record(group: GroupReading) -> dict[str, object]:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None

@@ -19,9 +19,10 @@ from sonde.measure.ddp import CommHook, comm_hook_name, hook_label
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.mailbox import Mailbox
 from sonde.measure.metric import AdamMetric, Euclidean, Metric
+from sonde.measure.norms import LEAST_SQ_NORM
 from sonde.measure.window import as_vector, piece_counts
 from sonde.measure.window_reader import Tap, Window, WindowReader
-from sonde.measure.wrapper import GroupOf, find_wrapper, lowest_precision
+from sonde.measure.wrapper import GroupOf, clean_name, find_wrapper, lowest_precision
 from sonde.probes.attachment import (
     blame,
     check_options,
@@ -49,6 +50,7 @@ class _Note:
     clips: bool
     tap: str
     scalar_names: tuple[str, ...]
+    witness_sizes: tuple[int, ...]
 
 
 class NoiseScaleProbe:
@@ -126,8 +128,21 @@ class NoiseScaleProbe:
         staging_mib: float = 8.0,
         verbose: bool = True,
     ) -> None:
-        check_options(unit, units_per_piece, log_every, tap, metric, optimizer, staging_mib)
+        check_options(
+            unit=unit,
+            units_per_piece=units_per_piece,
+            log_every=log_every,
+            horizon=horizon,
+            tap=tap,
+            metric=metric,
+            optimizer=optimizer,
+            grad_scaler=grad_scaler,
+            sinks=sinks,
+            staging_mib=staging_mib,
+        )
+        self._model = model
         self._wrapper = wrapper = find_wrapper(model, process_group)
+        self._known = {id(p) for p in wrapper.parameters.values()}
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._units_per_piece = units_per_piece
         self._log_every = log_every
@@ -139,12 +154,15 @@ class NoiseScaleProbe:
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         names = group_names(groups, wrapper.parameters)
         precision = lowest_precision(wrapper.parameters)
+        n_elements = sum(p.numel() for p in wrapper.parameters.values())
         self._tracker = NoiseScaleTracker(
             unit=unit,
             groups=tuple(dict.fromkeys(names)),
             horizon=horizon,
             n_ranks=wrapper.n_ranks,
             tolerance=rounding(precision, hook_name),
+            # A GradScaler's scale is taken out of the squares afterwards; Adam's weights have a size of their own.
+            least_sq_norm=0.0 if self._grad_scaler or metric == "adam" else LEAST_SQ_NORM * n_elements,
             blame=blame(
                 hook_name,
                 had_gradients=any(p.grad is not None for p in wrapper.parameters.values()),
@@ -219,6 +237,7 @@ class NoiseScaleProbe:
             ValueError: for units or weights that are not positive and finite.
             RuntimeError: inside another piece, or when the number of units is not known.
         """
+        self._check_open()
         if self._in_piece:
             raise RuntimeError("piece() was entered inside another piece: one 'with probe.piece():' per micro-batch")
         if units is None and unit_weights is None:
@@ -276,6 +295,7 @@ class NoiseScaleProbe:
         Raises:
             ValueError: for a tensor of more than one element, another type, or a name that sonde itself writes.
         """
+        self._check_open()
         for name, value in scalars.items():
             if name in METRICS:
                 raise ValueError(f"{name!r} is measured by sonde: log yours under another name")
@@ -286,7 +306,7 @@ class NoiseScaleProbe:
                     raise ValueError(
                         f"log({name}=...) takes a number or a 0-dim tensor, got shape {tuple(value.shape)}"
                     )
-                value = value.detach().reshape(())
+                value = value.detach().reshape(()).clone()  # the caller may go on adding to it
             self._scalars.setdefault(name, []).append(value)
 
     def reading(self) -> NoiseScaleReading:
@@ -319,6 +339,7 @@ class NoiseScaleProbe:
         check_keys("run of the probe state", run, {"window", "units_seen"})
         check_count("run of the probe state", run, "window")
         check_number("run of the probe state", run, "units_seen", low=0)
+        self.reading()  # windows on their way belong to what was before
         self._tracker.load_state_dict(state["averages"])
         self._journal.load_state_dict(run)
         self._window = run["window"]
@@ -353,6 +374,10 @@ class NoiseScaleProbe:
         reason = "closed" if kind is None else f"stopped by {kind.__name__}"
         self._close(reason, abandon_unfinished=kind is not None)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the probe is closed: attach a new one, or clip with sonde.clip_grad_norm_")
+
     # Pieces.
 
     def _known_units(self) -> float:
@@ -374,8 +399,7 @@ class NoiseScaleProbe:
 
     @torch.no_grad()
     def _end_window(self, *, max_norm: float | None, error_if_nonfinite: bool = False) -> Tensor | None:
-        if self._closed:
-            raise RuntimeError("the probe is closed: attach a new one, or clip with sonde.clip_grad_norm_")
+        self._check_open()
         if self._in_piece:
             raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
         if self._units_unknown:
@@ -392,8 +416,8 @@ class NoiseScaleProbe:
             except RuntimeError as error:
                 failure = error
         self._post(window, norm, max_norm)
-        if self._reader.change_tap_if_due():
-            self._say("one piece a rank: from now on read in DDP's buckets, by its communication hook")
+        if change := self._reader.change_tap_if_due():
+            self._say(change)
         self._seconds += time.perf_counter() - start
         if failure is not None:
             raise failure
@@ -424,6 +448,7 @@ class NoiseScaleProbe:
             clips=norm is not None,
             tap=self._reader.tap_name,
             scalar_names=tuple(scalars),
+            witness_sizes=window.witness_sizes,
         )
         self._seconds_told = seconds
         parts = [
@@ -438,21 +463,22 @@ class NoiseScaleProbe:
         """Send what is due, take in what has arrived."""
         if self._window % min(self._log_every, _WINDOWS_HELD) == 0:
             self._mailbox.send()
-            self._look_for_unfrozen()
+            self._look_for_strangers()
         self._receive(wait=False)
 
-    def _look_for_unfrozen(self) -> None:
-        thawed = [name for name, p in self._wrapper.frozen.items() if p.requires_grad]
-        if thawed:
+    def _look_for_strangers(self) -> None:
+        """Parameters that are trainable now and were not when the probe was attached."""
+        strangers = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._known]
+        if strangers:
             self._journal.alert(
                 "not_watched",
-                f"{len(thawed)} parameters became trainable after the probe was attached and are not measured "
-                f"({thawed[0]}, …): attach again after unfreezing",
+                f"{len(strangers)} parameters became trainable, or came in place of others, after the probe was "
+                f"attached and are not measured ({clean_name(strangers[0])}, …): attach again",
             )
 
     def _receive(self, *, wait: bool) -> None:
         for (packed, big, witness, extras), note in self._mailbox.receive(wait=wait):
-            row = self._reader.row(packed, big, witness)
+            row = self._reader.row(packed, big, witness, note.witness_sizes)
             drop = self._tracker.update(row)
             values = extras.tolist()
             norm, clipped = (values[0], bool(values[1])) if note.clips else (self._plain_norm(), None)

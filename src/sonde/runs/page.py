@@ -60,7 +60,8 @@ def render_page(run: Run) -> str:
 
 def _hash(script: str) -> str:
     """The source expression by which a Content-Security-Policy admits one inline script and no other."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    digest = hashlib.sha256(script.encode("utf-8", "replace")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def _head(run: Run) -> str:

@@ -70,7 +70,7 @@ def _write_in_one_step(target: Path, text: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_bytes(text.encode("utf-8", "replace"))  # names may hold lone surrogates
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,8 @@ class ScaleReading:
 
     Attributes:
         scale: κ = ⟨F, H⟩/⟨H, H⟩; None when either is 0.
-        residual: |F − κH|/|F|, the part that scaling does not explain; None when either is 0.
+        residual: |F − κH|/|F|, the part that scaling does not explain, of all together or of one parameter with enough
+            elements, whichever is larger; None when either is 0.
         kind: "scaled" within the tolerance; "clipped by value" when the rest is a multiple and the largest are all cut
             at one value; "zero"; otherwise "changed".
     """
@@ -26,6 +28,14 @@ class ScaleReading:
 
 
 _ADDITIONS_IN_TOLERANCE = 16
+_ENOUGH_ELEMENTS = 16
+_NOT_DENORMAL = 1e-30
+
+
+def _relative(left: Tensor, whole: Tensor) -> float:
+    """|left|/|whole|; 0 where too few elements, or too small ones, would make rounding look like a change."""
+    norm = float(whole.norm())
+    return float(left.norm()) / norm if len(whole) >= _ENOUGH_ELEMENTS and norm > _NOT_DENORMAL else 0.0
 
 
 def rounding_of_sums(tolerance: float, n_additions: float) -> float:
@@ -38,13 +48,15 @@ def rounding_of_sums(tolerance: float, n_additions: float) -> float:
     return tolerance * math.sqrt(max(n_additions / _ADDITIONS_IN_TOLERANCE, 1.0))
 
 
-def read_scale(final: Tensor, summed: Tensor, *, tolerance: float) -> ScaleReading:
+def read_scale(final: Tensor, summed: Tensor, *, tolerance: float, sizes: Sequence[int] = ()) -> ScaleReading:
     """Compare the optimizer's gradient F with the sum H of the pieces' gradients.
 
     Args:
         final: elements of F, float64 on the CPU; [witness].
         summed: the same elements of H, summed over pieces and ranks; [witness].
         tolerance: the residual that rounding alone explains.
+        sizes: how many elements each parameter has, in order: a change to one whose gradient is small beside the
+            others' counts as much.
 
     Returns:
         A `ScaleReading`.
@@ -53,7 +65,10 @@ def read_scale(final: Tensor, summed: Tensor, *, tolerance: float) -> ScaleReadi
     if power == 0.0 or final_power == 0.0:
         return ScaleReading(None, None, "zero")
     scale = float(final @ summed) / power
-    residual = float((final - scale * summed).norm()) / final_power**0.5
+    left_over = final - scale * summed
+    residual = float(left_over.norm()) / final_power**0.5
+    of_parameters = zip(left_over[: sum(sizes)].split(list(sizes)), final[: sum(sizes)].split(list(sizes)), strict=True)
+    residual = max(residual, *(_relative(left, whole) for left, whole in of_parameters), 0.0)
     if residual <= tolerance:
         return ScaleReading(scale, residual, "scaled")
     cut = final.abs() >= final.abs().max() * (1 - 1e-6)

@@ -30,6 +30,7 @@ SINGLE_PIECE = (
 
 
 _ROUNDING_OF_SQUARES = 1e-2
+_MIN, _MAX = 1e-100, 1e100
 _CHANGED_BY_CHANCE = 1.5
 """Changed gradients within the horizon beyond which they are no accident, and the windows between are not trusted."""
 
@@ -57,6 +58,7 @@ class WindowRow:
         witness_small: Σ |h_k|²/w_k over the witness's elements only.
         witness_ranks: Σ_r |R_r|²/W_r over them, R_r and W_r being the sums of h_k and w_k within rank r.
         rank_sq_weight_over_units: Σ_r (Σ_{k in r} w_k²/n_k)/W_r.
+        witness_sizes: how many elements the witness has of each parameter it reads; zeros follow the last.
         witness_sum: H = Σ h_k, the witness's elements, float64; [witness].
         sq_norm_big: |F|² per parameter group, [groups].
         witness_final: F, the witness's elements, float64; [witness].
@@ -72,6 +74,7 @@ class WindowRow:
     witness_small: float
     witness_ranks: float
     rank_sq_weight_over_units: float
+    witness_sizes: Sequence[int]
     witness_sum: Tensor
     sq_norm_big: Sequence[float]
     witness_final: Tensor
@@ -155,6 +158,7 @@ class NoiseScaleTracker:
         horizon: length of the exponential averages, in windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
         tolerance: the residual of the scale witness that rounding alone explains, for 16 pieces a rank or fewer.
+        least_sq_norm: below it, squares of gradients have lost digits to underflow.
         blame: what to name when the gradient was changed by something unknown.
         level: confidence level of the intervals.
     """
@@ -168,10 +172,12 @@ class NoiseScaleTracker:
         n_ranks: int,
         tolerance: float,
         blame: str,
+        least_sq_norm: float = 0.0,
         level: float = 0.95,
     ) -> None:
         self.unit, self.groups, self.horizon, self.level = unit, tuple(groups), horizon, level
         self._n_ranks, self._tolerance, self._blame = n_ranks, tolerance, blame
+        self._least_sq_norm = least_sq_norm
         self._total = RunningNoiseScale(horizon)
         self._per_group = [RunningNoiseScale(horizon) for _ in groups]
         self._within_between = RunningNoiseScale(horizon)  # its ratio is the consistency
@@ -193,7 +199,7 @@ class NoiseScaleTracker:
         """
         self.norm = None
         tolerance = rounding_of_sums(self._tolerance, row.n_pieces / self._n_ranks)
-        scale = read_scale(row.witness_final, row.witness_sum, tolerance=tolerance)
+        scale = read_scale(row.witness_final, row.witness_sum, tolerance=tolerance, sizes=row.witness_sizes)
         if math.isfinite(row.n_units) and row.n_pieces:
             decay = self._total.decay
             self._units = decay * self._units + row.n_units
@@ -237,11 +243,16 @@ class NoiseScaleTracker:
             )
         if row.n_pieces < 2:
             return Drop("single_piece", SINGLE_PIECE)
+        if not all(_MIN < x < _MAX for x in (row.weight, row.weight_over_units, row.sq_weight_over_units)):
+            return Drop("weights", "weights or units are too large or too small to be added up: scale them all alike")
         pieces = self._pieces(row, 0.0)
         if not pieces.u - pieces.v > 1e-9 * pieces.u:
             return Drop("weights", "one piece has all the weight of its window, so there is nothing to compare it with")
         if not all(map(math.isfinite, row.sq_norm_big)):
             return Drop("not_finite", "the gradient at the end of the window was not finite")
+        sizes = (math.fsum(row.sq_norm_big), row.weight * math.fsum(row.sq_norm_over_weight))
+        if max(sizes) > _MAX or (min(sizes) > 0 and min(sizes) < self._least_sq_norm):
+            return Drop("out_of_range", "squares of the gradient leave the range of fp32: scale the loss")
         if scale.kind == "zero" and not row.witness_sum.any() and any(row.sq_norm_big):
             return Drop("not_seen", "the few hundred elements that are compared were all 0 in this window")
         if scale.kind == "zero":

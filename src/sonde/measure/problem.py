@@ -1,0 +1,52 @@
+"""Why the pieces of a window cannot be used."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Problem(IntEnum):
+    """Why the pieces of a window cannot be used; each rank counts its own and the counts are summed over ranks.
+
+    In the order in which they are told: the first is the cause of those after it.
+    """
+
+    NO_SECOND_MOMENT = 0
+    NOT_FINITE = 1
+    REENTRANT = 2
+    SEVERAL_BACKWARDS = 3
+    TOO_LARGE_TO_SUM = 4
+    SPARSE_ON_GPU = 5
+    SEVERAL_REDUCTIONS = 6
+
+    @property
+    def message(self) -> str:
+        """The cause and the way out."""
+        return _MESSAGES[self]
+
+
+_MESSAGES = {
+    Problem.NO_SECOND_MOMENT: (
+        "the optimizer had no second moment yet, by which metric='adam' weighs gradients: it has after its first step"
+    ),
+    Problem.NOT_FINITE: "a piece had a gradient, weight or number of units that is not finite and positive",
+    Problem.REENTRANT: (
+        "reentrant checkpointing runs backward inside backward, so pieces cannot be told apart: wrap each micro-batch "
+        "in 'with probe.piece():' or use checkpoint(..., use_reentrant=False)"
+    ),
+    Problem.SEVERAL_BACKWARDS: (
+        "a piece was found to have several backwards; "
+        "from the next window on their gradients are summed before they are squared"
+    ),
+    Problem.TOO_LARGE_TO_SUM: (
+        "a piece with several backwards needs its gradients summed, and they exceed the staging area: add the losses "
+        "and call backward once, raise staging_mib, or, under DDP, run all but the last backward in model.no_sync()"
+    ),
+    Problem.SPARSE_ON_GPU: (
+        "a sparse gradient on a GPU cannot be squared without waiting for the device: use Embedding(sparse=False)"
+    ),
+    Problem.SEVERAL_REDUCTIONS: (
+        "DDP reduced more than once in a window, so its buckets no longer hold one rank's gradient: "
+        "accumulate under model.no_sync(), or use tap='leaf'"
+    ),
+}
