@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import statistics
 import subprocess
+import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -26,6 +29,17 @@ def describe(device: str) -> dict[str, str]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": (commit or "unknown") + changed,
     }
+
+
+def import_seconds(n_repeats: int = 5) -> float:
+    """Seconds that `import sonde` takes beyond `import torch`: medians of new processes, one kind after the other."""
+    took: dict[str, list[float]] = {"torch": [], "sonde": []}
+    for _ in range(n_repeats):
+        for name, seconds in took.items():
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", f"import {name}"], check=True)
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(took["sonde"]) - statistics.median(took["torch"])
 
 
 def _cpu_model() -> str:

@@ -52,6 +52,7 @@ class Results:
         windows: windows and runs behind each accuracy.
         exact: moments that accuracies are measured against, by name of the weights.
         rows: contestants in set-ups.
+        import_seconds: what `import sonde` takes beyond `import torch`.
     """
 
     machine: Mapping[str, str]
@@ -61,6 +62,7 @@ class Results:
     windows: str
     exact: Mapping[str, Moments]
     rows: Sequence[Row]
+    import_seconds: float
 
 
 def markdown(results: Results) -> str:
@@ -73,6 +75,7 @@ def markdown(results: Results) -> str:
         "## Cost",
         _COST,
         _cost_table(results.rows),
+        f"`import sonde` takes {results.import_seconds:.2f} s more than `import torch`.",
     ]
     if results.exact:
         parts += ["## Accuracy", _ACCURACY.format(windows=results.windows)]
