@@ -181,7 +181,7 @@ def test_the_short_cut_has_the_moments_of_the_simulation() -> None:
 
 
 def coverage(windows: torch.Tensor, true: float, horizon: float) -> float:
-    """How often Fieller's interval holds the truth, averages as `RunningNoiseScale` takes them; windows: [runs, n, 2]."""
+    """How often Fieller's interval holds the truth, averaged as by `RunningNoiseScale`; windows: [runs, n, 2]."""
     weights = (1 - 1 / horizon) ** torch.arange(windows.shape[1] - 1, -1, -1, dtype=torch.float64)
     weights /= weights.sum()
     sum_sq = float(weights.square().sum())
