@@ -213,10 +213,10 @@ def test_interval_coverage(ratio: int, n: int, horizon: float) -> None:
 @pytest.mark.parametrize("ratio", [1, 4, 16, 64])
 @pytest.mark.parametrize(("n", "horizon"), LENGTHS)
 def test_interval_coverage_with_heavy_tails(ratio: int, n: int, horizon: float) -> None:
-    n_runs = 2000 if n < 1000 else 500
+    n_runs = 1200 if n < 1000 else 300
     generator = torch.Generator().manual_seed(1000 * ratio + n + 1)
     parts = [simulated_windows(n, ratio, generator, heavy=True, n_runs=100) for _ in range(n_runs // 100)]
-    error = 2.5 * math.sqrt(0.92 * 0.08 / n_runs)  # 1.5 to 3 %: of this simulation, below the claim of 91 %
+    error = 2.5 * math.sqrt(0.92 * 0.08 / n_runs)  # 2 to 4 %: of this simulation, below the claim of 91 %
     assert coverage(torch.cat(parts), 64.0 * ratio, horizon) >= 0.91 - error
 
 
