@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
@@ -17,6 +18,10 @@ from tests.probes.loops import batch, mean_loss
 from tests.ranks import Ranks
 
 STEPS = 20
+
+
+def in_bf16(state: object, bucket):  # type: ignore[no-untyped-def]  # torch's own refuses gloo by its name
+    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def dropout_model() -> nn.Sequential:
@@ -37,6 +42,8 @@ def run(
     ddp_options: dict[str, Any] | None = None,
     tap: str = "auto",
     metric: str = "euclidean",
+    scaled: bool = False,
+    compressed: bool = False,
 ) -> dict[str, Any]:
     """Train and return everything that a probe could have disturbed."""
     torch._dynamo.reset()
@@ -49,9 +56,24 @@ def run(
     rank = dist.get_rank() if ddp_options is not None else 0
     generator = torch.Generator().manual_seed(rank)
     torch.manual_seed(11 + rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=scaled)
+    own_hook: dict[str, Any] = {"comm_hook": in_bf16} if compressed and probed and tap == "comm_hook" else {}
+    if compressed and not own_hook:
+        assert ddp is not None
+        ddp.register_comm_hook(None, in_bf16)
     probe = None
     if probed:
-        probe = sonde.attach(model, optimizer, unit="rows", verbose=False, log_every=3, tap=tap, metric=metric)  # type: ignore[arg-type]
+        probe = sonde.attach(
+            model,
+            optimizer,
+            unit="rows",
+            verbose=False,
+            log_every=3,
+            tap=tap,  # type: ignore[arg-type]
+            metric=metric,  # type: ignore[arg-type]
+            grad_scaler=scaler,
+            **own_hook,
+        )
     grads = []
     for _ in range(STEPS):
         for i in range(n_micro):
@@ -59,7 +81,8 @@ def run(
             with probe.piece(units=4) if probe else contextlib.nullcontext(), sync:
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     loss = mean_loss(model, *batch(4, generator))
-                loss.backward()
+                scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         # The same function on both sides: sonde's norm is exact where torch's is rounded.
         if clip and probe:
             probe.clip_grad_norm_(0.5)
@@ -68,7 +91,8 @@ def run(
         elif probe:
             probe.step()
         grads.append([p.grad.clone() for p in plain.parameters()])  # type: ignore[union-attr]
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     hooks_left = None
     if probe:
@@ -82,6 +106,7 @@ def run(
         "optimizer": optimizer.state_dict()["state"],
         "grads": grads,
         "rng": torch.get_rng_state(),
+        "scale": scaler.get_scale(),
         "training": [m.training for m in plain.modules()],
         "requires_grad": [p.requires_grad for p in plain.parameters()],
         "hooks_left": hooks_left,
@@ -133,6 +158,28 @@ def test_ddp_options(ranks2: Ranks, tap: str, n_micro: int, ddp_options: dict[st
     options = {"n_micro": n_micro, "autocast": False, "clip": True, "ddp_options": ddp_options, "tap": tap}
     for on, off in ranks2(_both, options):
         assert_untouched(on, off)
+
+
+def test_static_graph(ranks2: Ranks) -> None:
+    options = {"n_micro": 1, "autocast": False, "clip": True, "ddp_options": {"static_graph": True}}
+    for on, off in ranks2(_both, options):
+        assert_untouched(on, off)
+
+
+@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
+@pytest.mark.parametrize("n_micro", [1, 3])
+def test_a_communication_hook_of_ones_own(ranks2: Ranks, tap: str, n_micro: int) -> None:
+    options = {"n_micro": n_micro, "autocast": False, "clip": True, "ddp_options": {}, "tap": tap, "compressed": True}
+    for on, off in ranks2(_both, options):
+        assert_untouched(on, off)
+
+
+@pytest.mark.parametrize("n_micro", [1, 4])
+def test_grad_scaler(n_micro: int) -> None:
+    options = {"n_micro": n_micro, "autocast": True, "clip": True, "scaled": True}
+    on, off = run(probed=True, **options), run(probed=False, **options)
+    assert on["scale"] > 1024
+    assert_untouched(on, off)
 
 
 def test_three_ranks(ranks3: Ranks) -> None:

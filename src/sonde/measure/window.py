@@ -88,7 +88,8 @@ def at_hand(value: Tensor) -> bool:
     return value.device.type == "cpu"
 
 
-_COUNTS = 8 + len(Problem)
+_N_COUNTS = 6
+"""Numbers that a window's pieces are counted by, see `WindowSums.pack`."""
 
 
 class WindowSums:
@@ -161,7 +162,7 @@ class WindowSums:
             problems: count per `Problem` that the tap has seen.
         """
         has_pieces = self.n_pieces > 0
-        zero = self._witness_small.new_zeros(())
+        no_rank_sum = self._witness_small.new_zeros(())
         counts: list[Number] = [
             self._weight,
             self._weight_over_units,
@@ -169,22 +170,14 @@ class WindowSums:
             float(self.n_pieces),
             self._units,
             self._sq_weight_over_units / self._weight if has_pieces else 0.0,
-            *map(float, problems),
         ]
+        numbers = as_vector([*counts, *map(float, problems)], self._device)
+        numbers[_N_COUNTS + Problem.NOT_FINITE] += self._not_finite
+        rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
+        # In the order in which `row` takes it apart.
         packed = torch.cat(
-            [
-                self.per_group(self._small),
-                as_vector(counts, self._device),
-                torch.stack(
-                    [
-                        self._witness_small,
-                        self._witness.square().sum() / self._weight if has_pieces else zero,
-                    ]
-                ),
-                self._witness,
-            ]
+            [self.per_group(self._small), numbers, torch.stack([self._witness_small, rank_sum]), self._witness]
         )
-        packed[self._n_groups + 6 + Problem.NOT_FINITE] += self._not_finite
         for accumulator in (self._small, self._witness, self._witness_small, self._not_finite):
             accumulator.zero_()
         self._reset_counts()
@@ -201,22 +194,23 @@ class WindowSums:
             witness_final: its witness elements, [witness].
             witness_sizes: how many of them each parameter has, in order.
         """
-        groups, n_problems = self._n_groups, len(Problem)
-        counts = packed[groups : groups + 6 + n_problems].tolist()
-        witness_small, witness_ranks = packed[groups + 6 + n_problems :][:2].tolist()
+        small, numbers, problems, (witness_small, witness_ranks), witness = packed.split(
+            [self._n_groups, _N_COUNTS, len(Problem), 2, self._n_witness]
+        )
+        counts = numbers.tolist()
         return WindowRow(
-            sq_norm_over_weight=packed[:groups].tolist(),
+            sq_norm_over_weight=small.tolist(),
             weight=counts[0],
             weight_over_units=counts[1],
             sq_weight_over_units=counts[2],
             n_pieces=round(counts[3]),
             n_units=counts[4],
             rank_sq_weight_over_units=counts[5],
-            problems=[Drop(p.name.lower(), p.message) for p in Problem if counts[6 + p] > 0],
-            witness_small=witness_small,
-            witness_ranks=witness_ranks,
+            problems=[Drop(p.name.lower(), p.message) for p in Problem if problems[p] > 0],
+            witness_small=float(witness_small),
+            witness_ranks=float(witness_ranks),
             witness_sizes=witness_sizes,
-            witness_sum=packed[groups + _COUNTS :].double(),
+            witness_sum=witness.double(),
             sq_norm_big=sq_norm_big.tolist(),
             witness_final=witness_final.double(),
         )

@@ -51,7 +51,7 @@ def _setup_rows(run: Run) -> list[Row]:
         rows.append(Row("Where gradients were read", (", then ".join(taps),)))
     if setup.get("metric", "euclidean") != "euclidean":
         rows.append(Row("Norm", (f"{setup['metric']}: squared norms are weighted as that optimizer weighs them.",)))
-    rest = {key: value for key, value in setup.items() if key not in _SETUP_SHOWN and value is not None}
+    rest = {key: value for key, value in setup.items() if key not in _SETUP_SHOWN and value not in (None, False)}
     if rest:
         says = [f"{key.replace('_', ' ')}: {_value(value)}" for key, value in rest.items()]
         rows.append(Row("More of the set-up", tuple(says[:_MAX_ITEMS])))

@@ -74,7 +74,10 @@ def _noise_scale_text(run: Run, line: Timeline) -> str:
     )
     level = run.header.setup.get("level")
     if level:
-        text += f" The band holds the true value with {percent(float(level))} confidence."
+        text += (
+            f" The band is its {percent(float(level))} confidence interval: of the average over the windows that the "
+            "estimate reaches back, so where the noise scale moves, the curve follows late."
+        )
     if any(reading.status == "unresolved" for reading in run.readings):
         text += " Where nothing is drawn, nothing was known yet."
     return text if line.every == 1 else f"{text} One in {line.every} readings is drawn."

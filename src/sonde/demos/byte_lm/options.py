@@ -111,6 +111,8 @@ def decide(options: DemoOptions, folder: Path, *, n_gpus: int, n_cores: int) -> 
     _check_ranges(options)
     on_cpu = options.device == "cpu" or (options.device == "auto" and n_gpus == 0)
     n_ranks = options.ranks or (2 if on_cpu else n_gpus)
+    if not on_cpu and n_gpus == 0:
+        raise ValueError("no GPU was found, and --device cuda was given: pass --device cpu, or leave it out")
     if not on_cpu and not 1 <= n_ranks <= n_gpus:
         raise ValueError(
             f"each rank needs a GPU of its own, got {n_ranks} ranks and {n_gpus} GPUs: "
