@@ -86,11 +86,11 @@ def test_how_it_was_measured_is_told_with_its_numbers(tmp_path: Path) -> None:
 
 
 def test_whatever_else_the_set_up_holds_is_told(tmp_path: Path) -> None:
-    more = {"horizon": None, "grad_scaler": False, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
+    more = {"horizon": None, "grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
     header = header_record(setup=header_record()["setup"] | more)
     text = _text(write_report(write_run(tmp_path, 3, header=header)))
     assert "The average is over all windows." in text
-    assert "grad scaler: nounits per piece: 8" in text
+    assert "grad scaler: yesunits per piece: 8" in text
     assert "comm hook" not in text
     assert "adam: squared norms are weighted as that optimizer weighs them." in text
 
