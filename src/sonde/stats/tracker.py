@@ -157,7 +157,7 @@ class NoiseScaleTracker:
         groups: names of the parameter groups, in the order of a row's entries.
         horizon: length of the exponential averages, in windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
-        tolerance: the residual of the scale witness that rounding alone explains, for 16 pieces a rank or fewer.
+        tolerance: the residual of the scale witness that rounding alone explains, for 16 additions or fewer.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
         blame: what to name when the gradient was changed by something unknown.
         level: confidence level of the intervals.
@@ -198,7 +198,8 @@ class NoiseScaleTracker:
             Why it was dropped; None when it was averaged.
         """
         self.norm = None
-        tolerance = rounding_of_sums(self._tolerance, row.n_pieces / self._n_ranks)
+        # One after the other on a rank, then over ranks: in 16 bits too, where gradients or what is sent have so many.
+        tolerance = rounding_of_sums(self._tolerance, row.n_pieces / self._n_ranks + self._n_ranks)
         scale = read_scale(row.witness_final, row.witness_sum, tolerance=tolerance, sizes=row.witness_sizes)
         if math.isfinite(row.n_units) and row.n_pieces:
             decay = self._total.decay
