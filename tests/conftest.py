@@ -22,6 +22,13 @@ def ranks3() -> Iterator[Ranks]:
     ranks.stop()
 
 
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
