@@ -10,7 +10,7 @@ from sonde.runs.tensorboard import TensorBoardSink
 from sonde.stats.critical_batch import Tradeoff, Verdict, judge_batch, steps_and_examples
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from sonde.stats.noise_scale import RunningNoiseScale, WindowEstimate, noise_scale
-from sonde.stats.tracker import GroupReading, NoiseScaleReading
+from sonde.stats.reading import GroupReading, NoiseScaleReading
 from sonde.version import __version__
 
 attach = NoiseScaleProbe

@@ -254,6 +254,45 @@ def test_backward_inside_backward_first_is_refused_with_the_way_out() -> None:
         assert probe.reading().windows == 1
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_gradient_penalty_by_autograd_grad_is_no_backward(declared: bool) -> None:
+    """autograd.grad calls the same hooks and adds nothing to `.grad`: the piece is what the penalised loss adds."""
+    model = small_model()
+    parameters = list(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    batches = [batch(4, generator) for _ in range(3)]
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        plain = mean_loss(model, x, y)
+        slopes = torch.autograd.grad(plain, parameters, create_graph=True)
+        return plain + 0.1 * sum((s.square().sum() for s in slopes), torch.zeros(()))
+
+    with attached(model, units_per_piece=4) as probe:
+        for x, y in batches:
+            with probe.piece() if declared else contextlib.nullcontext():
+                loss(x, y).backward()
+        probe.step()
+        reading = probe.reading()
+    model.zero_grad()
+    gradients = [flat_grad(model, loss(x, y)) for x, y in batches]
+    assert_same(reading, window_by_hand(gradients, [1] * 3, [4] * 3, torch.stack(gradients).sum(0)))
+
+
+def test_gradients_set_by_hand_are_no_pieces() -> None:
+    model = small_model()
+    parameters = list(model.parameters())
+    with attached(model) as probe:
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(units=4):
+                grads = torch.autograd.grad(loss(), parameters)
+            for p, g in zip(parameters, grads, strict=True):
+                p.grad = g if p.grad is None else p.grad + g
+        probe.step()
+        reading = probe.reading()
+    assert reading.windows == 0
+    assert "no backward reached the parameters inside the pieces: was it set by hand" in reading.reason
+
+
 def test_compiled_model() -> None:
     torch._dynamo.reset()
     model = small_model()

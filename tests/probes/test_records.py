@@ -88,6 +88,36 @@ def test_never_called_is_said_and_the_pieces_forgotten() -> None:
         assert "call probe.step()" in probe.alerts["never_called"]
 
 
+def test_a_window_that_is_never_ended_is_said_at_the_end_too() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(model, optimizer) as probe:
+        with probe.piece(units=4):
+            piece_losses(model, [4])[0]().backward()
+        optimizer.step()
+        assert not probe.alerts  # probe.step() may still come: late
+    assert "was not ended" in probe.alerts["never_called"]
+
+
+def test_ended_after_the_optimizers_step_has_one_name_and_no_other() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(model, optimizer) as probe:
+        for _ in range(3):
+            for loss in piece_losses(model, [4, 4]):
+                with probe.piece(units=4):
+                    loss().backward()
+            optimizer.step()
+            probe.step()
+            optimizer.zero_grad()
+        reading = probe.reading()
+    assert list(probe.alerts) == ["ended_late"]
+    assert reading.windows == 0
+    [(reason, n)] = reading.dropped.items()
+    assert "ended after optimizer.step()" in reason
+    assert n == 3
+
+
 @pytest.mark.parametrize("max_norm", [0.0, 0.1, 1e9, math.inf])
 def test_clip_is_torchs(max_norm: float) -> None:
     ours, theirs = small_model(), small_model()

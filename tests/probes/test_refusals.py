@@ -17,6 +17,14 @@ from tests.probes.loops import (
 )
 
 
+def test_refuses_lazy_parameters_until_they_have_a_shape() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"'1.weight' has no shape yet.*attach after one forward pass"):
+        attached(model)
+    model(torch.randn(1, 4))
+    attached(model).close()
+
+
 def test_refuses_complex_parameters_by_name() -> None:
     model = nn.Module()
     model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))

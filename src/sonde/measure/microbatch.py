@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Metric
@@ -126,47 +127,26 @@ class MicrobatchTap:
         self._handles = []
         self._reset()
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, index: int) -> Callable[[Tensor | None], None]:
         # Between two kernels of a backward, caches are cold and every line of Python costs: few are run.
-        parameter = self._parameters[index]
-        on_cpu = parameter.device.type == "cpu"
-        waits = on_cpu and parameter.numel() <= self._staged_numel
-        owner, roots = (index,), self._metric.roots
-        n_bytes = parameter.numel() * parameter.element_size()
-
         def hook(grad: Tensor | None) -> None:
             if grad is None:  # what a custom Function may return for a leaf
                 return
             start = time.perf_counter()
-            if (backward := torch._C._current_graph_task_id()) not in self._backwards:
-                if self._only_explicit and not self._explicit:
-                    return  # torch.autograd.grad for something else; if it did write to `.grad`, the witness shows it
-                self._open_backward(backward, grad)
-            if waits and not self._fired[index] and not grad.is_sparse:
-                self._fired[index] = 1
-                self._staged[None][index] = grad
-                self._staged_bytes += n_bytes
-                if self._staged_bytes > self._staging_bytes and not self._sums_backwards:
+            if torch._C._current_graph_task_id() in self._backwards or self._opens_backward(index, grad):
+                if torch.is_grad_enabled():  # create_graph: what is measured must not be part of the user's graph
                     with torch.no_grad():
-                        self._flush()
-            # The commonest case of `_take`, without its questions.
-            elif on_cpu and not (self._fired[index] or self._sums_backwards or torch.is_grad_enabled()):
-                self._fired[index] = 1
-                self._parts.append((owner, roots(index, grad)))
-                if index in self._witness:
-                    self._witnessed[index] = self._witness.read(index, grad).clone()
-            # Its own gradient must not be part of a graph when the user asked for create_graph.
-            elif torch.is_grad_enabled():
-                with torch.no_grad():
+                        self._take(index, grad)
+                else:
                     self._take(index, grad)
-            else:
-                self._take(index, grad)
             self.seconds += time.perf_counter() - start
 
         return hook
 
-    def _open_backward(self, backward: int, grad: Tensor) -> None:
-        """On the first gradient of a backward: find the piece it belongs to and arrange to hear of its end."""
+    def _opens_backward(self, index: int, grad: Tensor) -> bool:
+        """Whether a backward not met before counts; if so, find its piece and arrange to hear of its end."""
+        if (self._only_explicit and not self._explicit) or not _accumulates(self._parameters[index]):
+            return False
         if not self._explicit:
             nested = _inside_another_backward(grad)
             if self._backwards and not nested:
@@ -180,7 +160,8 @@ class MicrobatchTap:
                 self._collectives_before = self._n_collectives()
             self._n_open += 1
             Variable._execution_engine.queue_callback(self._close_backward)
-        self._backwards.add(backward)
+        self._backwards.add(torch._C._current_graph_task_id())
+        return True
 
     def _close_backward(self) -> None:
         if self._explicit:
@@ -195,14 +176,12 @@ class MicrobatchTap:
             self._take_again(index, grad)
             return
         self._fired[index] = 1
-        if grad.is_sparse and grad.device.type != "cpu":
+        if grad.is_sparse and not grad.is_cpu:
             self._problems[Problem.SPARSE_ON_GPU] += 1
-        elif self._sums_backwards or (grad.numel() <= self._staged_numel and not grad.is_sparse):
+        elif self._sums_backwards or (not grad.is_sparse and grad.numel() <= self._staged_numel):
             self._stage(index, grad)
         else:
             self._keep((index,), (grad,), self._metric.roots(index, grad))
-        if self._staged_bytes > self._staging_bytes and not self._sums_backwards:
-            self._flush()
 
     def _take_again(self, index: int, grad: Tensor) -> None:
         """A second gradient for the same parameter in one piece: |h₁ + h₂|² needs both at hand."""
@@ -223,6 +202,8 @@ class MicrobatchTap:
     def _stage(self, index: int, grad: Tensor) -> None:
         self._staged.setdefault(_stream(grad), {})[index] = grad
         self._staged_bytes += grad.numel() * grad.element_size()
+        if self._staged_bytes > self._staging_bytes and not self._sums_backwards:
+            self._flush()
 
     def _flush(self) -> None:
         """Reduce what waits, on the stream that it was made on."""
@@ -273,6 +254,17 @@ class MicrobatchTap:
 
 def _stream(grad: Tensor) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(grad.device) if grad.is_cuda else None
+
+
+def _accumulates(parameter: Tensor) -> bool:
+    """Whether the backward that runs now adds to `.grad`: `torch.autograd.grad` calls the same hooks, and does not."""
+    try:
+        # Private, as nothing public tells the two apart: it refuses to answer for autograd.grad. A test guards it. What
+        # it answers is of no use: False for a parameter that backward was called on.
+        torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _inside_another_backward(grad: Tensor) -> bool:

@@ -11,13 +11,14 @@ class Problem(IntEnum):
     In the order in which they are told: the first is the cause of those after it.
     """
 
-    NO_SECOND_MOMENT = 0
-    NOT_FINITE = 1
-    REENTRANT = 2
-    SEVERAL_BACKWARDS = 3
-    TOO_LARGE_TO_SUM = 4
-    SPARSE_ON_GPU = 5
-    SEVERAL_REDUCTIONS = 6
+    ENDED_LATE = 0
+    NO_SECOND_MOMENT = 1
+    NOT_FINITE = 2
+    REENTRANT = 3
+    SEVERAL_BACKWARDS = 4
+    TOO_LARGE_TO_SUM = 5
+    SPARSE_ON_GPU = 6
+    SEVERAL_REDUCTIONS = 7
 
     @property
     def message(self) -> str:
@@ -26,6 +27,9 @@ class Problem(IntEnum):
 
 
 _MESSAGES = {
+    Problem.ENDED_LATE: (
+        "the window was ended after optimizer.step(): call probe.step() or probe.clip_grad_norm_() before it"
+    ),
     Problem.NO_SECOND_MOMENT: (
         "the optimizer had no second moment yet, by which metric='adam' weighs gradients: it has after its first step"
     ),

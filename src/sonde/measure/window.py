@@ -15,7 +15,7 @@ from sonde.measure.gradients import GradientSummary
 from sonde.measure.norms import accumulation_dtype
 from sonde.measure.problem import Problem
 from sonde.stats.noise_scale import effective_units
-from sonde.stats.tracker import Drop, WindowRow
+from sonde.stats.window_row import Drop, WindowRow
 
 Number = float | Tensor
 """A Python number, or a 0-dim tensor that is never read on the host."""

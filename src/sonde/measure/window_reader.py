@@ -19,7 +19,7 @@ from sonde.measure.problem import Problem
 from sonde.measure.window import PieceCounts, WindowSums, start_sum
 from sonde.measure.witness import Witness
 from sonde.measure.wrapper import Wrapper, n_collectives
-from sonde.stats.tracker import WindowRow
+from sonde.stats.window_row import WindowRow
 
 Tap = Literal["auto", "leaf", "comm_hook"]
 
@@ -158,17 +158,20 @@ class WindowReader:
 
     # Windows.
 
-    def end_window(self, *, reads_grad: bool) -> Window:
+    def end_window(self, *, reads_grad: bool, is_late: bool = False) -> Window:
         """Read the gradient that the window ends with and start the sum over ranks.
 
         Even with no piece on this rank: whether a window was ended twice is for all ranks together to say.
 
         Args:
             reads_grad: read `.grad` itself, as a clip needs it, also where DDP's buckets told its norm.
+            is_late: the optimizer has stepped, and the window's pieces are forgotten.
         """
         start = time.perf_counter()
         final = self._take_final(reads_grad=reads_grad)
-        packed = self._sums.pack(self._take_problems())
+        problems = self._take_problems()
+        problems[Problem.ENDED_LATE] += is_late
+        packed = self._sums.pack(problems)
         work = start_sum(packed, self._wrapper.group)
         window = Window(packed, final, work, tuple(self._witness.sizes.values()))
         self._witness.move()

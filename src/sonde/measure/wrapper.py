@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from sonde.measure.placements import is_dtensor, is_fully_sharded
 
@@ -46,7 +47,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         process_group: for a plain module whose gradients the user reduces over ranks.
 
     Raises:
-        ValueError: for a model without trainable parameters, with complex ones, or one that is sharded.
+        ValueError: for a model without trainable parameters, with complex or lazy ones, or one that is sharded.
     """
     ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     sharded = next((m for m in model.modules() if is_fully_sharded(m)), None)
@@ -60,6 +61,10 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     if not parameters:
         raise ValueError(
             f"the model ({type(model).__name__}) has no trainable parameters: attach after requires_grad is set"
+        )
+    if lazy := next((name for name, p in parameters.items() if is_lazy(p)), None):
+        raise ValueError(
+            f"{lazy!r} has no shape yet, as a lazy module gets it from its first input: attach after one forward pass"
         )
     if unreal := next((name for name, p in parameters.items() if not p.is_floating_point()), None):
         raise ValueError(

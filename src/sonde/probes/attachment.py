@@ -103,10 +103,7 @@ def blame(comm_hook: str | None, *, had_gradients: bool, alone_among_ranks: bool
     earlier = "gradients were there before the probe was attached (zero them first), or " if had_gradients else ""
     if sixteen_bit:
         earlier += "16-bit gradients lost what is small while many were added up (accumulate in fp32), or "
-    return (
-        f"{earlier}noise was added, a hook changed it, a backward outside this window wrote to it, or "
-        "torch.autograd.grad differentiated the parameters inside it"
-    )
+    return f"{earlier}noise was added, a hook changed it, or a backward outside this window wrote to it"
 
 
 def innermost(optimizer: Any) -> Any:

@@ -13,7 +13,9 @@ import torch
 
 from sonde.records import METRICS, SCHEMA, Sink
 from sonde.stats.alerts import find_alerts
-from sonde.stats.tracker import Drop, GroupReading, NoiseScaleTracker
+from sonde.stats.reading import GroupReading
+from sonde.stats.tracker import NoiseScaleTracker
+from sonde.stats.window_row import Drop
 from sonde.version import __version__
 
 _log = logging.getLogger("sonde")

@@ -34,8 +34,9 @@ from sonde.probes.attachment import (
 )
 from sonde.probes.journal import Journal, WindowFacts
 from sonde.records import METRICS, Sink
-from sonde.stats.noise_scale import check_count, check_keys, check_number
-from sonde.stats.tracker import NoiseScaleReading, NoiseScaleTracker
+from sonde.stats.reading import NoiseScaleReading
+from sonde.stats.state import check_count, check_keys, check_number
+from sonde.stats.tracker import NoiseScaleTracker
 
 _WINDOWS_HELD = 100  # on the device at most, however rarely a record is written
 
@@ -189,6 +190,7 @@ class NoiseScaleProbe:
         self._closed = False
         self._units_unknown = False
         self._measured_since_step = False
+        self._stepped_unmeasured = False
         self._seconds = 0.0
         self._seconds_told = 0.0
         self._optimizer_hook = (
@@ -358,6 +360,7 @@ class NoiseScaleProbe:
         self._closed = True
         self._mailbox.send(abandon_unfinished=abandon_unfinished)
         self._receive(wait=True)
+        self._tell_if_never_ended()
         self._remove_hooks()
         self._journal.end(reason)
 
@@ -407,7 +410,11 @@ class NoiseScaleProbe:
         start = time.perf_counter()
         self._deliver()
         self._seconds += time.perf_counter() - start
-        window = self._reader.end_window(reads_grad=max_norm is not None)
+        is_late = self._stepped_unmeasured and self._reader.n_pieces == 0
+        if not is_late:
+            self._tell_if_never_ended()
+        self._stepped_unmeasured, self._measured_since_step = False, not is_late
+        window = self._reader.end_window(reads_grad=max_norm is not None, is_late=is_late)
         start = time.perf_counter()
         norm, failure = None, None
         if max_norm is not None:
@@ -435,7 +442,6 @@ class NoiseScaleProbe:
     def _post(self, window: Window, norm: Tensor | None, max_norm: float | None) -> None:
         """Send the window's numbers on their way to the host."""
         self._window += 1
-        self._measured_since_step = self._optimizer_hook is not None
         scalars, self._scalars = self._scalars, {}
         extras: list[float | Tensor] = [sum(values) / len(values) for values in scalars.values()]
         if norm is not None and max_norm is not None:
@@ -504,13 +510,19 @@ class NoiseScaleProbe:
     def _before_optimizer_step(self, *_: object) -> None:
         """The optimizer is about to step: was this window measured?"""
         if self._reader.n_pieces and not self._measured_since_step:
+            self._tell_if_never_ended()
+            self._stepped_unmeasured = True  # told when it is known that the window's end is not just late
+            self._reader.forget_window()
+        self._measured_since_step = False
+
+    def _tell_if_never_ended(self) -> None:
+        """Of a window before this one, that the optimizer stepped on and that was not ended, not even late."""
+        if self._stepped_unmeasured:
             self._journal.alert(
                 "never_called",
                 "optimizer.step() ran, but the window was not ended: "
                 "call probe.step() or probe.clip_grad_norm_() before it",
             )
-            self._reader.forget_window()
-        self._measured_since_step = False
 
     def _setup(self) -> dict[str, object]:
         """What was found, for the log and for people."""

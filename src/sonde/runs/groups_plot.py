@@ -23,7 +23,7 @@ from sonde.runs.figures import (
     noise_scale_axis,
 )
 from sonde.runs.reader import Reading
-from sonde.stats.tracker import GroupReading
+from sonde.stats.reading import GroupReading
 from sonde.wording import estimate, number, shorten
 
 MAX_GROUPS = 400

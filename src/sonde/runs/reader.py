@@ -11,7 +11,7 @@ from typing import Any, cast
 from sonde.records import SCHEMA
 from sonde.runs.sinks import RECORDS_NAME, begins_header, parse_record
 from sonde.stats.intervals import Status
-from sonde.stats.tracker import GroupReading
+from sonde.stats.reading import GroupReading
 
 _STATUSES = ("resolved", "lower_bound", "unresolved")
 

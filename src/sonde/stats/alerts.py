@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sonde.stats.tracker import NoiseScaleReading
+from sonde.stats.reading import NoiseScaleReading
 
 _UNRESOLVED_AFTER = 50
 

@@ -1,0 +1,43 @@
+"""What is loaded is checked first: a damaged or foreign state is refused by name, before any of it is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+def check_keys(what: str, got: object, expected: set[str]) -> None:
+    """Refuse what is not a mapping with exactly the expected keys.
+
+    Raises:
+        ValueError: naming what is unknown and what is missing.
+    """
+    if not isinstance(got, Mapping):
+        raise ValueError(f"{what} must be a mapping, got {got!r:.60}: is it damaged?")
+    unknown, missing = sorted(set(got) - expected), sorted(expected - set(got))
+    if unknown or missing:
+        raise ValueError(f"{what}: unknown keys {unknown}, missing keys {missing}: was it written by another version?")
+
+
+def check_number(what: str, got: Mapping[str, object], name: str, *, low: float | None = None) -> None:
+    """Refuse an entry that is not a finite number of at least `low`.
+
+    Raises:
+        ValueError: naming it.
+    """
+    value = got[name]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (low is not None and value < low):  # type: ignore[operator]
+        bound = "" if low is None else f" of at least {low:g}"
+        raise ValueError(f"{what}: {name!r} must be a finite number{bound}, got {value!r:.60}: is it damaged?")
+
+
+def check_count(what: str, got: Mapping[str, object], name: str) -> None:
+    """Refuse an entry that is not a whole number from 0 up.
+
+    Raises:
+        ValueError: naming it.
+    """
+    value = got[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{what}: {name!r} must be a whole number from 0 up, got {value!r:.60}: is it damaged?")
