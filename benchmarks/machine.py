@@ -31,7 +31,7 @@ def describe(device: str) -> dict[str, str]:
     }
 
 
-def import_seconds(n_repeats: int = 5) -> float:
+def import_seconds(n_repeats: int) -> float:
     """Seconds that `import sonde` takes beyond `import torch`: medians of new processes, one kind after the other."""
     took: dict[str, list[float]] = {"torch": [], "sonde": []}
     for _ in range(n_repeats):

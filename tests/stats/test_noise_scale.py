@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import math
 
@@ -99,20 +100,33 @@ def test_effective_units_refuses(weights: list[float]) -> None:
         effective_units(weights)
 
 
-def simulated_windows(
-    n: int, ratio: float, generator: torch.Generator, *, heavy: bool = False, n_runs: int = 1
-) -> torch.Tensor:
-    """tr Σ and |G|² of simulated windows: 8 pieces of 8 units, tr Σ = 1, B_simple = 64·ratio; [runs, n, 2]."""
-    pieces, units, dims = 8, 8, 40
-    true_gradient = (1 / (64 * ratio) / dims) ** 0.5
-    noise = torch.randn(n_runs, n, pieces, dims, generator=generator, dtype=torch.float64)
+PIECES, UNITS, DIMS = 8, 8, 40  # of simulated windows
+
+
+def simulated_noise(n: int, generator: torch.Generator, *, heavy: bool = False, n_runs: int = 1) -> torch.Tensor:
+    """What windows of pure noise with tr Σ = 1 need to have a signal added: |piece|², |window|², sum; [3, runs, n]."""
+    noise = torch.randn(n_runs, n, PIECES, DIMS, generator=generator)
     if heavy:  # Student t(5), as one gradient: normal over the root of a shared chi-square, at unit variance
-        chi_sq = torch.randn(n_runs, n, pieces, 5, generator=generator, dtype=torch.float64).square().sum(-1)
+        chi_sq = torch.randn(n_runs, n, PIECES, 5, generator=generator).square().sum(-1)
         noise *= (3 / chi_sq).sqrt()[..., None]
-    g = true_gradient + noise / (dims * units) ** 0.5
-    small, big = g.square().sum(-1).mean(-1), g.mean(2).square().sum(-1)
-    u, v = 1 / units, 1 / (units * pieces)
+    noise = noise.double() / (DIMS * UNITS) ** 0.5
+    whole = noise.mean(2)
+    return torch.stack([noise.square().sum(-1).mean(-1), whole.square().sum(-1), whole.sum(-1)])
+
+
+def windows_of(noise: torch.Tensor, ratio: float) -> torch.Tensor:
+    """tr Σ and |G|² of windows of 8 pieces of 8 units, B_simple = 64·ratio; [runs, n, 2]."""
+    of_pieces, of_window, along = noise
+    true_gradient = (1 / (64 * ratio) / DIMS) ** 0.5  # of each element
+    signal = 2 * true_gradient * along + DIMS * true_gradient**2
+    small, big = of_pieces + signal, of_window + signal
+    u, v = 1 / UNITS, 1 / (UNITS * PIECES)
     return torch.stack([(small - big) / (u - v), (u * big - v * small) / (u - v)], dim=-1)
+
+
+def simulated_windows(n: int, ratio: float, generator: torch.Generator) -> torch.Tensor:
+    """One run with Gaussian gradients; [1, n, 2]."""
+    return windows_of(simulated_noise(n, generator), ratio)
 
 
 def running_over(windows: list[list[float]], horizon: float) -> RunningNoiseScale:
@@ -153,27 +167,34 @@ def test_averages_are_not_clamped() -> None:
     assert float(clamped) < 1500
 
 
-def gaussian_windows(n: int, ratio: float, generator: torch.Generator, n_runs: int) -> torch.Tensor:
-    """As `simulated_windows`, from the distributions of its two sums: three random numbers a window instead of 320."""
-    pieces, units, dims = 8, 8, 40
+@functools.lru_cache(maxsize=1)
+def gaussian_noise(n: int, n_runs: int) -> torch.Tensor:
+    """As `simulated_noise`, from the distributions of its three sums: three random numbers a window, not 320."""
+    generator = torch.Generator().manual_seed(n)
 
     def chi_sq(dof: int) -> torch.Tensor:
         half = torch.full((n_runs, n), dof / 2, dtype=torch.float64)
         return 2 * torch._standard_gamma(half, generator=generator)
 
-    variance = 1 / (dims * units * pieces)  # of one element of the window's gradient
-    signal = (1 / (64 * ratio) / variance) ** 0.5
-    along = torch.randn(n_runs, n, generator=generator, dtype=torch.float64) + signal
-    big = variance * (along.square() + chi_sq(dims - 1))
-    small = big + variance * chi_sq((pieces - 1) * dims)
-    u, v = 1 / units, 1 / (units * pieces)
-    return torch.stack([(small - big) / (u - v), (u * big - v * small) / (u - v)], dim=-1)
+    variance = 1 / (DIMS * UNITS * PIECES)  # of one element of the window's gradient
+    along = torch.randn(n_runs, n, generator=generator, dtype=torch.float64)
+    of_window = variance * (along.square() + chi_sq(DIMS - 1))
+    of_pieces = of_window + variance * chi_sq((PIECES - 1) * DIMS)
+    return torch.stack([of_pieces, of_window, along * (DIMS * variance) ** 0.5])
+
+
+@functools.lru_cache(maxsize=1)
+def heavy_noise(n: int, n_runs: int) -> torch.Tensor:
+    """As `simulated_noise`, with Student's t(5)."""
+    generator = torch.Generator().manual_seed(n + 1)
+    parts = [simulated_noise(n, generator, heavy=True, n_runs=100) for _ in range(n_runs // 100)]
+    return torch.cat(parts, dim=1)
 
 
 def test_the_short_cut_has_the_moments_of_the_simulation() -> None:
     long, short = (
         simulated_windows(20_000, 4.0, torch.Generator().manual_seed(0))[0],
-        gaussian_windows(20_000, 4.0, torch.Generator().manual_seed(1), 1)[0],
+        windows_of(gaussian_noise(20_000, 1), 4.0)[0],
     )
     # Five standard errors of means and of variances over 20,000 windows.
     assert torch.allclose(long.mean(0), short.mean(0), rtol=0, atol=5 * float((long.var(0) / 10_000).max()) ** 0.5)
@@ -204,7 +225,7 @@ LENGTHS = [(50, math.inf), (200, math.inf), (1000, math.inf), (50, 100.0), (300,
 @pytest.mark.parametrize(("n", "horizon"), LENGTHS)
 def test_interval_coverage(ratio: int, n: int, horizon: float) -> None:
     n_runs = 8000
-    windows = gaussian_windows(n, ratio, torch.Generator().manual_seed(1000 * ratio + n), n_runs)
+    windows = windows_of(gaussian_noise(n, n_runs), ratio)
     error = 2.5 * math.sqrt(0.95 * 0.05 / n_runs)  # 0.6 %: of this simulation, around the claim of 93–97 %
     assert 0.93 - error <= coverage(windows, 64.0 * ratio, horizon) <= 0.97 + error
 
@@ -214,10 +235,8 @@ def test_interval_coverage(ratio: int, n: int, horizon: float) -> None:
 @pytest.mark.parametrize(("n", "horizon"), LENGTHS)
 def test_interval_coverage_with_heavy_tails(ratio: int, n: int, horizon: float) -> None:
     n_runs = 1200 if n < 1000 else 300
-    generator = torch.Generator().manual_seed(1000 * ratio + n + 1)
-    parts = [simulated_windows(n, ratio, generator, heavy=True, n_runs=100) for _ in range(n_runs // 100)]
     error = 2.5 * math.sqrt(0.92 * 0.08 / n_runs)  # 2 to 4 %: of this simulation, below the claim of 91 %
-    assert coverage(torch.cat(parts), 64.0 * ratio, horizon) >= 0.91 - error
+    assert coverage(windows_of(heavy_noise(n, n_runs), ratio), 64.0 * ratio, horizon) >= 0.91 - error
 
 
 def test_too_few_windows_give_nothing() -> None:
