@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -40,6 +41,7 @@ class Effort:
         accuracy_runs: independent runs behind each bias.
         accuracy_windows: windows in each.
         import_repeats: new processes that import each package.
+        start: how timed processes start: "spawn" gives each a memory layout of its own.
     """
 
     processes: int
@@ -49,13 +51,28 @@ class Effort:
     accuracy_runs: int
     accuracy_windows: int
     import_repeats: int
+    start: Literal["spawn", "forkserver"]
 
 
 FULL = Effort(
-    processes=3, blocks=6, goal_factor=3, memory_repeats=1, accuracy_runs=8, accuracy_windows=300, import_repeats=5
+    processes=3,
+    blocks=6,
+    goal_factor=3,
+    memory_repeats=1,
+    accuracy_runs=8,
+    accuracy_windows=300,
+    import_repeats=5,
+    start="spawn",
 )
 QUICK = Effort(
-    processes=1, blocks=1, goal_factor=1, memory_repeats=1, accuracy_runs=2, accuracy_windows=40, import_repeats=1
+    processes=1,
+    blocks=1,
+    goal_factor=1,
+    memory_repeats=1,
+    accuracy_runs=2,
+    accuracy_windows=40,
+    import_repeats=1,
+    start="forkserver",
 )
 GOAL = {"cpu": 0.01, "cuda": 0.005}
 # Early, B_simple is about a window's size; later the noise drowns |G|², which is where estimators differ.
@@ -110,7 +127,7 @@ def measure(device: str, effort: Effort, *, quick: bool, command: str, only: Seq
 
 def _measure_cost(row: Row, entry: Entry, setup: Setup, effort: Effort) -> None:
     for k in range(effort.processes * (effort.goal_factor if entry.has_goal else 1)):
-        row.blocks += on_ranks(setup, _time, entry, effort.blocks, k % 2 == 1, start="spawn")[:1]
+        row.blocks += on_ranks(setup, _time, entry, effort.blocks, k % 2 == 1, start=effort.start)[:1]
     row.cost = cost(row.blocks)
     for _ in range(effort.memory_repeats):
         # A plain process beside each: what a machine does to memory (huge pages, caches) drifts too.
