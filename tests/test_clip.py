@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import sonde
 from tests.ranks import Ranks
@@ -88,23 +90,18 @@ def test_not_finite(bad: float) -> None:
     assert not math.isfinite(float(sonde.clip_grad_norm_([a, b], math.inf)))
 
 
-def _sharded() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
+def _sharded() -> tuple[float, list[float]]:
     mesh = init_device_mesh("cpu", (2,))
-    p = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-    p.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    try:
-        sonde.clip_grad_norm_(p, 1.0)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    p = nn.Parameter(distribute_tensor(torch.ones(5), mesh, [Shard(0)]))  # 3 on one rank, 2 on the other
+    p.grad = distribute_tensor(torch.full((5,), 2.0), mesh, [Shard(0)])
+    norm = sonde.clip_grad_norm_(p, 1.0)
+    return float(norm), p.grad.full_tensor().tolist()  # type: ignore[attr-defined]
 
 
-def test_sharded_gradients_are_refused(ranks2: Ranks) -> None:
-    for said in ranks2(_sharded):
-        assert "got a DTensor" in said
+def test_sharded_gradients_are_clipped_by_the_norm_of_all_shards(ranks2: Ranks) -> None:
+    for norm, clipped in ranks2(_sharded):
+        assert norm == pytest.approx(math.sqrt(20), rel=1e-7)
+        assert clipped == pytest.approx([2 / math.sqrt(20)] * 5, rel=1e-6)
 
 
 def test_returns_a_tensor_without_waiting() -> None:

@@ -1,6 +1,7 @@
 """sonde measures a PyTorch training run while it runs, changes nothing in it, and costs almost nothing."""
 
-from sonde.clip import clip_grad_norm_
+from sonde.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
+from sonde.measure.norm_plan import NormPlan
 from sonde.probes.noise_scale import NoiseScaleProbe
 from sonde.records import Sink
 from sonde.runs.reader import Run, read_run
@@ -21,6 +22,7 @@ __all__ = [
     "JsonlSink",
     "NoiseScaleProbe",
     "NoiseScaleReading",
+    "NormPlan",
     "RatioInterval",
     "Run",
     "RunningNoiseScale",
@@ -32,7 +34,9 @@ __all__ = [
     "__version__",
     "attach",
     "clip_grad_norm_",
+    "clip_grad_norm_distributed_",
     "fieller_interval",
+    "group_parameters_for_norm",
     "judge_batch",
     "noise_scale",
     "read_run",

@@ -1,79 +1,290 @@
-"""Clipping by the global norm: the one file that changes gradients."""
+"""Clipping by the norm of the whole model's gradient, however it is cut: the one file that changes gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from sonde.measure.norms import sq_norms
-from sonde.measure.placements import is_dtensor
+from sonde.fold import fold
+from sonde.measure.global_norm import GlobalNorm, global_norm, stages_inside, warm_up
+from sonde.measure.norm_plan import Collected, NormPlan
+from sonde.measure.replicas import check_replicas
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Nonfinite = Literal["ignore", "skip", "raise", "assert_async"]
+Parameters = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+"""What may be clipped; pairs of a name and a tensor give names to messages."""
+
+_EPS = 1e-6  # torch's: so that clips come out as its do
+_NAMED_AT_MOST = 5
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
+    parameters: Parameters,
+    max_norm: float | None,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    pp_mesh: DeviceMesh | None = None,
+    replicas: Mapping[Any, int] | None = None,
+    nonfinite: Nonfinite = "ignore",
+    fold_into: torch.optim.Optimizer | None = None,
 ) -> Tensor:
-    """Scale gradients in place so that their joint 2-norm is at most `max_norm`.
+    """Scale gradients in place so that the norm of the whole model's gradient is at most `max_norm`.
 
-    As `torch.nn.utils.clip_grad_norm_`, for gradients that are whole on this rank (one process, or DDP). The norm is
-    accumulated in fp64, so that large gradients on the CPU are not misjudged by up to 1e-3 as torch's are.
+    A drop-in for `torch.nn.utils.clip_grad_norm_`, right however the model is cut over ranks: DDP, FSDP2, HSDP, tensor,
+    sequence, context, expert and pipeline parallelism, and mixes of them. Call it on every rank that holds a part of
+    the model. The norm is accumulated in fp64 and rounded once, so it is the same to the last bit on all ranks, and
+    however the model is cut.
 
     Args:
-        parameters: a tensor or tensors; those without a gradient are skipped, repeated ones count once.
-        max_norm: the largest norm allowed, ≥ 0; 0 zeroes the gradients, `math.inf` only measures.
-        error_if_nonfinite: raise when the norm is not finite; waits for the device.
+        parameters: a tensor, tensors, or (name, tensor) pairs as of `model.named_parameters()`, whose names then appear
+            in messages. Those without a gradient are skipped, a tensor that comes twice counts once.
+        max_norm: the largest norm allowed, ≥ 0; 0 zeroes the gradients; None or `math.inf` only measures.
+        norm_type: p > 0 of the p-norm, `math.inf` for the largest element.
+        error_if_nonfinite: as nonfinite="raise".
+        foreach: taken so that torch's calls run unchanged; kernels are chosen here.
+        mesh: all ranks that hold any of the model, pipeline stages included: one collective for everything then, and
+            the same bits on all of them. None sums each gradient over the ranks of its own mesh, by one collective for
+            each such set of ranks, and counts plain tensors as whole.
+        pp_mesh: the pipeline stages, each with parameters of its own.
+        replicas: how many ranks of `mesh` hold the same values, by tensor or name: for plain tensors that are not the
+            same on all ranks of their stage, as experts under expert parallelism are.
+        nonfinite: what to do when the norm is infinite or NaN. "ignore" scales all the same, as torch does. "skip" sets
+            gradients to 0; a fused optimizer in `fold_into` skips its step instead. "raise" raises on every rank,
+            naming the parameters; it alone waits for the device. "assert_async" has a GPU stop when it gets there.
+        fold_into: a fused optimizer of all these parameters, which is to scale gradients as it reads them rather than
+            in a pass of their own: `.grad` is scaled only by its next `step()`.
 
     Returns:
-        The norm before clipping, a 0-dim fp32 (fp64 for fp64 gradients) tensor.
+        The norm before clipping: 0-dim, fp32, or fp64 if a gradient is; on a rank's first gradient's device.
 
     Raises:
-        ValueError: when `max_norm` is negative or NaN, or a gradient is a DTensor.
-        RuntimeError: with `error_if_nonfinite`, when the norm is not finite; gradients are as they were.
+        ValueError: for `max_norm` < 0 or NaN, `norm_type` ≤ 0, a gradient that cannot be counted (sparse, of an unknown
+            placement, outside `mesh`), naming it and the way out; gradients are as they were.
+        RuntimeError: when asked for, if the norm is not finite; gradients are as they were.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_(weight, 1.0), weight.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    check_max_norm(max_norm)
-    unique = {id(p): p for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-    with_grad = [p for p in unique.values() if p.grad is not None]
-    grads = [p.grad for p in with_grad if p.grad is not None]
-    if any(map(is_dtensor, grads)):
-        raise ValueError("clip_grad_norm_ takes gradients that are whole on this rank, got a DTensor: use torch's")
-    if not grads:
-        return torch.tensor(0.0)
+    check_options(max_norm, norm_type, nonfinite)
+    return clip_grad_norm_distributed_(
+        _plan(parameters, mesh, replicas),
+        max_norm,
+        norm_type,
+        pp_mesh,
+        nonfinite=nonfinite,
+        error_if_nonfinite=error_if_nonfinite,
+        fold_into=fold_into,
+    )
+
+
+def group_parameters_for_norm(
+    parameters: Parameters,
+    *,
+    mesh: DeviceMesh | None = None,
+    pp_mesh: DeviceMesh | None = None,
+    replicas: Mapping[Any, int] | None = None,
+    verify: bool = False,
+) -> NormPlan:
+    """Work out once how the gradients of these parameters lie over ranks, for `clip_grad_norm_distributed_`.
+
+    Call it on every rank, after the model has been cut: the communicators that the norm will need are opened here.
+
+    Args:
+        parameters: as for `clip_grad_norm_`.
+        mesh: as there.
+        pp_mesh: as there; its communicator is opened too.
+        replicas: as there.
+        verify: compare the parameters' values over the mesh's ranks, to see that plain tensors are on as many ranks as
+            said; slow, for debugging.
+
+    Returns:
+        A plan, good for as long as these are the parameters. Its `groups` have those whose gradients lie alike.
+
+    Raises:
+        ValueError: when `replicas` does not fit the parameters, or, with `verify`, their values.
+    """
+    plan = _plan(parameters, mesh, replicas)
+    warm_up(plan, pp_mesh)
+    if verify:
+        check_replicas(plan, stages_inside(plan, pp_mesh))
+    return plan
+
+
+@torch.no_grad()
+def clip_grad_norm_distributed_(
+    parameter_groups: NormPlan,
+    max_norm: float | None,
+    norm_type: float = 2.0,
+    pp_mesh: DeviceMesh | None = None,
+    *,
+    nonfinite: Nonfinite = "ignore",
+    error_if_nonfinite: bool = False,
+    fold_into: torch.optim.Optimizer | None = None,
+) -> Tensor:
+    """`clip_grad_norm_` of parameters that were grouped before, for engines that clip at every step.
+
+    Args:
+        parameter_groups: what `group_parameters_for_norm` returned.
+        max_norm: as for `clip_grad_norm_`, as are the others.
+        norm_type: p > 0, or `math.inf`.
+        pp_mesh: the pipeline stages.
+        nonfinite: what to do when the norm is not finite.
+        error_if_nonfinite: as nonfinite="raise".
+        fold_into: a fused optimizer that is to scale the gradients.
+
+    Returns:
+        The norm before clipping, as `clip_grad_norm_`.
+
+    Raises:
+        ValueError: as `clip_grad_norm_`.
+        RuntimeError: as `clip_grad_norm_`.
+    """
+    order = check_options(max_norm, norm_type, nonfinite)
+    measured = global_norm(parameter_groups, order, pp_mesh=pp_mesh)
+    return clip_measured_(
+        parameter_groups,
+        measured,
+        max_norm,
+        nonfinite="raise" if error_if_nonfinite else nonfinite,
+        fold_into=fold_into,
+    )
+
+
+@torch.no_grad()
+def clip_measured_(
+    plan: NormPlan,
+    measured: GlobalNorm,
+    max_norm: float | None,
+    *,
+    nonfinite: Nonfinite = "ignore",
+    fold_into: torch.optim.Optimizer | None = None,
+) -> Tensor:
+    """The second half of `clip_grad_norm_`: scale gradients whose norm is known.
+
+    Args:
+        plan: what was measured.
+        measured: its norm.
+        max_norm: checked already, as is `nonfinite`; see `check_options`.
+        nonfinite: what to do when the norm is not finite.
+        fold_into: a fused optimizer that is to scale the gradients.
+
+    Returns:
+        The norm, in fp32, or fp64 if a gradient is.
+
+    Raises:
+        RuntimeError: when asked for, if the norm is not finite.
+    """
+    is_double = any(one.group.key.dtype == torch.float64 for one in measured.collected)
+    # Rounded once, and clipped by what it was rounded to: the same bits on every rank, however gradients are cut.
+    norm = measured.norm.to(torch.float64 if is_double else torch.float32)
+    if norm.device.type != "cpu":  # on the CPU a failure was raised
+        norm = torch.where(measured.failed > 0, torch.nan, norm)
+    is_finite = torch.isfinite(norm)
+    if nonfinite == "raise" and not bool(is_finite):
+        raise RuntimeError(_where_not_finite(plan, measured.collected, norm, max_norm))
+    if nonfinite == "assert_async":
+        torch._assert_async(is_finite, f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}")
+    if max_norm is None:
+        return norm
+    _write_back(plan, measured.collected)
+    coefficient = torch.clamp(max_norm / (norm + _EPS), max=1.0) if max_norm < math.inf else torch.ones_like(norm)
+    if norm.device.type != "cpu":
+        coefficient = torch.where(measured.failed > 0, 1.0, coefficient)
+    skip = ~is_finite if nonfinite == "skip" else None
+    if fold_into is not None and fold(fold_into, plan.parameters, coefficient, skip):
+        return norm
+    for one in measured.collected:
+        if one.locals:
+            _scale(one.locals, None if max_norm == math.inf else coefficient, skip)
+    return norm
+
+
+def _scale(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None) -> None:
     device = grads[0].device
-    by_device = [sq_norms([g for g in grads if g.device == d]).sum() for d in dict.fromkeys(g.device for g in grads)]
-    total = torch.stack([of_device.to(device) for of_device in by_device]).sum().sqrt()
-    return clip_with_norm_(with_grad, max_norm, total, error_if_nonfinite=error_if_nonfinite)
+    if coefficient is not None:
+        torch._foreach_mul_(grads, coefficient.to(device, non_blocking=True))
+    if skip is not None:
+        skip = skip.to(device, non_blocking=True)
+        for grad in grads:
+            grad.masked_fill_(skip, 0.0)  # 0 times NaN is NaN
 
 
-def clip_with_norm_(
-    parameters: list[Tensor], max_norm: float, total_norm: Tensor, *, error_if_nonfinite: bool = False
-) -> Tensor:
-    """Scale gradients in place, given their joint norm.
+def _write_back(plan: NormPlan, collected: Sequence[Collected]) -> None:
+    """Partial gradients have been summed: the optimizer need not do it again."""
+    for one in collected:
+        if one.group.key.is_partial:
+            for index, gradient in zip(one.indices, one.gradients, strict=True):
+                if plan.parameters[index].grad is not None:
+                    plan.parameters[index].grad = gradient
+
+
+def _where_not_finite(plan: NormPlan, collected: Sequence[Collected], norm: Tensor, max_norm: float | None) -> str:
+    bad = [
+        plan.name_of(index)
+        for one in collected
+        for index, local in zip(one.indices, one.locals, strict=True)
+        if not bool(torch.isfinite(local).all())
+    ]
+    if bad:
+        more = f" and {len(bad) - _NAMED_AT_MOST} more" if len(bad) > _NAMED_AT_MOST else ""
+        where = f"not finite in {', '.join(bad[:_NAMED_AT_MOST])}{more}"
+    elif norm.isnan() or not collected:
+        where = "not finite on another rank, whose message names the parameters"
+    else:
+        where = "every gradient of this rank is finite: another rank's are not, or their norm overflows"
+    to = "" if max_norm is None else f", so gradients cannot be clipped to {max_norm:g}"
+    return f"the gradient norm is {norm:g}{to}: {where}. Find the loss that is not finite, or pass nonfinite='skip'"
+
+
+def _plan(parameters: Parameters, mesh: DeviceMesh | None, replicas: Mapping[Any, int] | None) -> NormPlan:
+    listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    names = None
+    if listed and all(isinstance(item, tuple) and len(item) == 2 for item in listed):
+        names, listed = [str(name) for name, _ in listed], [tensor for _, tensor in listed]
+    if stray := next((item for item in listed if not isinstance(item, Tensor)), None):
+        raise ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {stray!r:.60}")
+    return NormPlan(listed, names, mesh=mesh, replicas=replicas)
+
+
+def check_options(max_norm: float | None, norm_type: float, nonfinite: str = "ignore") -> float:
+    """Refuse options that are none, before anything is read.
 
     Args:
-        parameters: tensors whose gradients are scaled by max_norm/(total_norm + 1e-6) where that is below 1.
-        max_norm: checked already, see `check_max_norm`.
-        total_norm: 0-dim tensor.
-        error_if_nonfinite: as in `clip_grad_norm_`.
+        max_norm: None, or as `check_max_norm` takes it.
+        norm_type: p of the norm.
+        nonfinite: one of `Nonfinite`.
 
     Returns:
-        `total_norm` in the gradients' dtype, fp32 at least.
+        p as a float.
 
     Raises:
-        RuntimeError: with `error_if_nonfinite`, when the norm is not finite.
+        ValueError: naming what is wrong and what would be right.
     """
-    if error_if_nonfinite and not bool(torch.isfinite(total_norm)):
-        raise RuntimeError(
-            f"the gradient norm is {total_norm:g}, so gradients cannot be clipped to {max_norm:g}: "
-            "find the loss that is not finite, or pass error_if_nonfinite=False"
-        )
-    double = any(p.dtype == torch.float64 for p in parameters)
-    total_norm = total_norm.to(torch.float64 if double else torch.float32)
-    if max_norm < math.inf:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
-    return total_norm
+    if max_norm is not None:
+        check_max_norm(max_norm)
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if not order > 0:
+        raise ValueError(f"norm_type must be > 0, got {norm_type!r}: use 2.0, or math.inf for the largest element")
+    if nonfinite not in get_args(Nonfinite):
+        raise ValueError(f"nonfinite must be one of {', '.join(get_args(Nonfinite))}, got {nonfinite!r}")
+    return order
 
 
 def check_max_norm(max_norm: float) -> None:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from sonde.measure.global_norm import Gradient, global_norm
+from sonde.measure.global_norm import global_norm
+from sonde.measure.norm_plan import NormPlan
 from sonde.measure.partial import reduce_partial
 from tests.ranks import Ranks
 
@@ -77,19 +79,18 @@ def cut(how: str) -> tuple[nn.Module, DeviceMesh]:
 
 def _norms(how: str, with_mesh: bool) -> list[tuple[float, int]]:
     model, mesh = cut(how)
-    grads = reduce_partial([p.grad for p in model.parameters()])  # type: ignore[misc]
-    gradients = [Gradient(n, p, g) for (n, p), g in zip(model.named_parameters(), grads, strict=True)]
+    plan = plan_of(model, mesh if with_mesh else None)
     found = []
     for order in ORDERS:
-        before = _issued()
-        norm = global_norm(gradients, order, mesh=mesh if with_mesh else None).norm
-        found.append((float(norm), _issued() - before))
+        with CommDebugMode() as issued:
+            norm = global_norm(plan, order).norm
+        found.append((float(norm), issued.get_total_counts()))
     return found
 
 
-def _issued() -> int:
-    """How many collectives the default group has issued; a mesh of all ranks is over that group."""
-    return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+def plan_of(model: nn.Module, mesh: DeviceMesh | None) -> NormPlan:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return NormPlan(parameters, names, mesh=mesh)
 
 
 @pytest.mark.parametrize("with_mesh", [True, False])
@@ -99,7 +100,8 @@ def test_it_is_the_norm_of_one_process(ranks2: Ranks, how: str, with_mesh: bool)
     assert first == second  # to the last bit
     for order, (norm, collectives) in zip(ORDERS, first, strict=True):
         assert norm == pytest.approx(exact(order), rel=1e-6)  # of fp32 gradients
-        assert collectives == (0 if how == "plain" and not with_mesh else 1)
+        # Partial gradients take one more; without a mesh, gradients that are whole need none.
+        assert collectives == (0 if how == "plain" and not with_mesh else 1) + (how == "tp")
 
 
 def _norms_on_two_axes(how: str, with_mesh: bool) -> list[float]:
@@ -114,8 +116,8 @@ def _norms_on_two_axes(how: str, with_mesh: bool) -> list[float]:
         for part in (model.up, model.down, model):  # type: ignore[attr-defined]
             fully_shard(part, mesh=mesh["outer"])  # type: ignore[arg-type]
     loss_of(model).backward()
-    gradients = [Gradient(n, p, p.grad) for n, p in model.named_parameters()]
-    return [float(global_norm(gradients, order, mesh=mesh if with_mesh else None).norm) for order in ORDERS]
+    plan = plan_of(model, mesh if with_mesh else None)
+    return [float(global_norm(plan, order).norm) for order in ORDERS]
 
 
 @pytest.mark.parametrize("with_mesh", [True, False])
@@ -137,11 +139,10 @@ def _pipeline(with_mesh: bool) -> list[float]:
     grads = [p.grad for p in stage.parameters()]
     parameters = [distribute_tensor(p.detach(), mesh["dp"], [Shard(0)]) for p in stage.parameters()]
     shards = [distribute_tensor(g, mesh["dp"], [Shard(0)]) for g in grads if g is not None]
-    gradients = [Gradient(str(i), p, g) for i, (p, g) in enumerate(zip(parameters, shards, strict=True))]
-    return [
-        float(global_norm(gradients, order, mesh=mesh if with_mesh else None, pp_mesh=mesh["pp"]).norm)
-        for order in ORDERS
-    ]
+    for p, g in zip(parameters, shards, strict=True):
+        p.grad = g
+    plan = NormPlan(parameters, mesh=mesh if with_mesh else None)
+    return [float(global_norm(plan, order, pp_mesh=mesh["pp"]).norm) for order in ORDERS]
 
 
 @pytest.mark.parametrize("with_mesh", [True, False])
@@ -153,9 +154,9 @@ def test_pipeline_stages_are_summed(ranks4: Ranks, with_mesh: bool) -> None:
 
 def _partials() -> tuple[int, list[str], bool]:
     model, _ = cut("tp")
-    before = _issued()
-    reduced = reduce_partial([p.grad for p in model.parameters()])  # type: ignore[misc]
-    issued = _issued() - before
+    with CommDebugMode() as counted:
+        reduced = reduce_partial([p.grad for p in model.parameters()])  # type: ignore[misc]
+    issued = counted.get_total_counts()
     whole = build()
     loss_of(whole).backward()
     named = dict(zip([n for n, _ in model.named_parameters()], reduced, strict=True))
@@ -178,8 +179,7 @@ def _with(value: float, order: float, rank: int) -> float:
     if dist.get_rank() == rank:
         local = model.up.weight.grad._local_tensor  # type: ignore[union-attr]
         local[0, 0] = value
-    gradients = [Gradient(n, p, p.grad) for n, p in model.named_parameters()]
-    return float(global_norm(gradients, order, mesh=mesh).norm)
+    return float(global_norm(plan_of(model, mesh), order).norm)
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
@@ -194,10 +194,12 @@ def _some_missing() -> tuple[float, float]:
     """A rank without any gradient, and one parameter without on both: an empty rank takes part."""
     model, mesh = cut("fsdp")
     missing = {"head.weight"} if dist.get_rank() == 0 else {n for n, _ in model.named_parameters()}
-    gradients = [Gradient(n, p, None if n in missing else p.grad) for n, p in model.named_parameters()]
-    there = [g.value._local_tensor for g in gradients if g.value is not None]  # type: ignore[attr-defined]
+    for name, parameter in model.named_parameters():
+        if name in missing:
+            parameter.grad = None
+    there = [p.grad._local_tensor for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
     mine = sum(float(t.double().square().sum()) for t in there)
-    return float(global_norm(gradients, 2.0, mesh=mesh).norm), mine
+    return float(global_norm(plan_of(model, mesh), 2.0).norm), mine
 
 
 def test_an_empty_rank_takes_part(ranks2: Ranks) -> None:
@@ -208,12 +210,12 @@ def test_an_empty_rank_takes_part(ranks2: Ranks) -> None:
 
 def _wrong_on_one_rank() -> str:
     model, mesh = cut("fsdp")
-    gradients = [Gradient(n, p, p.grad) for n, p in model.named_parameters()]
     if dist.get_rank() == 1:
+        model.register_parameter("stray", nn.Parameter(torch.zeros(3)))
         sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,), check_invariants=True)
-        gradients.append(Gradient("stray.weight", nn.Parameter(torch.zeros(3)), sparse))
+        model.stray.grad = sparse  # type: ignore[union-attr]
     try:
-        global_norm(gradients, 2.0, mesh=mesh)
+        global_norm(plan_of(model, mesh), 2.0)
     except ValueError as error:
         return str(error)
     return "no error"
@@ -221,5 +223,5 @@ def _wrong_on_one_rank() -> str:
 
 def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks2: Ranks) -> None:
     peer, culprit = ranks2(_wrong_on_one_rank)
-    assert "gradient of stray.weight is sparse" in culprit
+    assert "gradient of stray: it is sparse" in culprit
     assert "another rank found a gradient that cannot be counted" in peer

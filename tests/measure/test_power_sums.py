@@ -65,6 +65,19 @@ def test_gradients_are_only_read() -> None:
     assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
 
 
+@pytest.mark.parametrize("n", [100, 9_000, 70_000, 300_000])
+def test_alignment_does_not_change_one_bit(n: int) -> None:
+    """Replicas hold the same gradient at different addresses, and must clip it by the same factor."""
+    values = torch.randn(n)
+    padded = torch.zeros(n + 32)
+    norms = set()
+    for offset in range(32):
+        at = padded[offset : offset + n]
+        at.copy_(values)
+        norms.add(float(power_sum([at], 2.0)))
+    assert len(norms) == 1
+
+
 def test_how_tensors_are_cut_does_not_change_one_bit() -> None:
     """Rounded once, from fp64: 300 random partitions of the same elements give the same fp32 norm."""
     generator = torch.Generator().manual_seed(0)

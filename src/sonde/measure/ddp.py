@@ -51,10 +51,9 @@ def hook_label(hook: object) -> str:
 
 @dataclass(frozen=True)
 class _BucketSummary:
-    """Of the parameters in one bucket: √ of their squared norms, None for no parameter, and what the witness reads."""
+    """Of the parameters in one bucket: the roots of their squared norms, and what the witness reads."""
 
-    indices: tuple[int, ...]
-    roots: Tensor | None
+    parts: list[Part]
     witness: dict[int, Tensor]
 
 
@@ -152,8 +151,7 @@ class BucketTap:
 
     def _reduce(self, indices: list[int], grads: list[Tensor]) -> _BucketSummary:
         return _BucketSummary(
-            indices=tuple(indices),
-            roots=self._metric.sq_norms(indices, grads).sqrt_() if grads else None,
+            parts=self._metric.parts(indices, grads),
             witness={
                 i: self._witness.read(i, g).clone() for i, g in zip(indices, grads, strict=True) if i in self._witness
             },
@@ -164,11 +162,9 @@ class BucketTap:
         parts: list[Part] = []
         read: dict[int, Tensor] = {}
         for bucket in buckets.values():
-            if bucket.roots is None:
-                continue
-            parts.append((bucket.indices, bucket.roots))
+            parts += bucket.parts
             read |= bucket.witness
-            for made in (bucket.roots, *bucket.witness.values()):
+            for made in (*(roots for _, roots in bucket.parts), *bucket.witness.values()):
                 if made.is_cuda:  # made on the stream of a callback: its memory must outlive the read on this one
                     made.record_stream(torch.cuda.current_stream(made.device))
         return GradientSummary(add_squares(self._size, parts, self._device), self._witness.join(read, self._device))

@@ -6,212 +6,188 @@ What is wrong on one rank is told to the others in the same collective, so that 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.measure.placements import Layout, layout_of, local_of, ranks_of, share
-from sonde.measure.power_sums import power_sum
+from sonde.measure.norm_plan import Collected, NormPlan
+from sonde.measure.partial import reduce_partial
+from sonde.measure.placements import Layout, local_of, ranks_of, share
+from sonde.measure.power_sums import accumulation_dtype, power_sum
+from sonde.measure.process_groups import group_over, start_reduce
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-
-@dataclass(frozen=True)
-class Gradient:
-    """One parameter's gradient, or that it has none.
-
-    Attributes:
-        name: for messages.
-        parameter: whose it is; says where a missing gradient would lie.
-        value: plain or DTensor; None where there is none.
-        n_replicas: ranks among those summed that hold the same values, where that cannot be seen: experts that are
-            plain tensors, different on each rank. None where it can.
-    """
-
-    name: str
-    parameter: Tensor
-    value: Tensor | None
-    n_replicas: int | None = None
+_FLAGS = 2
+"""Entries behind the parts' sums: how many are NaN, how many ranks found something wrong."""
 
 
 @dataclass(frozen=True)
 class GlobalNorm:
-    """What was measured.
+    """What was measured; the same bits on every rank that was summed.
 
     Attributes:
-        norm: of the whole gradient, 0-dim, fp64, the same bits on every rank.
-        failed: how many ranks found something wrong, 0-dim; 0 unless one did.
-        locals: this rank's parts of the gradients, what was partial summed already.
+        norm: of the whole gradient, 0-dim, fp64.
+        by_part: of the gradients of each part of the model, [parts], fp64.
+        failed: how many ranks found something wrong, 0-dim; their peers know of it by nothing else on a GPU.
+        collected: this rank's gradients; partial ones are summed already, and not yet written back.
     """
 
     norm: Tensor
+    by_part: Tensor
     failed: Tensor
-    locals: list[Tensor]
+    collected: list[Collected]
 
 
-@dataclass
-class _Sum:
-    """Local tensors that are summed over the same ranks."""
-
-    group: dist.ProcessGroup | None
-    by_share: dict[float, list[Tensor]] = field(default_factory=dict)
-
-    def add(self, tensor: Tensor, counts: float) -> None:
-        self.by_share.setdefault(counts, []).append(tensor)
-
-
-def global_norm(
-    gradients: Sequence[Gradient],
-    order: float,
-    *,
-    mesh: DeviceMesh | None = None,
-    pp_mesh: DeviceMesh | None = None,
-) -> GlobalNorm:
+def global_norm(plan: NormPlan, order: float, *, pp_mesh: DeviceMesh | None = None) -> GlobalNorm:
     """The p-norm of all gradients of all ranks together, each element counted once.
 
     Args:
-        gradients: this rank's; the same parameters on every rank of a stage.
+        plan: this rank's parameters; the same on every rank of a pipeline stage.
         order: p > 0, or `math.inf`.
-        mesh: all ranks that hold any of the model; everything takes one collective then.
         pp_mesh: the pipeline stages, each with parameters of its own.
 
     Returns:
         A `GlobalNorm`.
 
     Raises:
-        ValueError: for a gradient that cannot be counted, naming it and the way out; where values can be read without
-            waiting, on every rank.
+        ValueError: for a gradient that cannot be counted, naming it and the way out. On every rank, where the sum can
+            be read without waiting (on the CPU); on a GPU on the rank that has it.
     """
-    device = next((local_of(g.parameter).device for g in gradients), torch.device("cpu"))
-    sums, locals_, problem = _sort(gradients, mesh, pp_mesh)
-    stages = pp_mesh.get_group() if pp_mesh is not None and not (mesh and ranks_of(pp_mesh) <= ranks_of(mesh)) else None
-    under_way = []
-    for one in sums:
-        packed = _pack(one, order, failed=problem is not None, device=device)
-        under_way.append((packed, _start(packed, one.group, order)))
-    total = torch.zeros(3, dtype=torch.float64, device=device)
+    found, problem = plan.collect()
+    found = _sum_partial(plan, found)
+    device = plan.device
+    n_stages = stages_inside(plan, pp_mesh)
+    under_way: list[tuple[Tensor, dist.Work | None]] = []
+    for group, of_group in _by_collective(plan, found):
+        packed = _pack(plan, of_group, order, failed=problem is not None, n_stages=n_stages, device=device)
+        under_way.append((packed, start_reduce(packed, group, _operation(order))))
+    total = torch.zeros(plan.n_parts + _FLAGS, dtype=accumulation_dtype(device), device=device)
+    has_peers = False
     for packed, work in under_way:
         if work is not None:
+            has_peers = True
             work.wait()
         total = torch.maximum(total, packed) if math.isinf(order) else total + packed
-    if stages is not None and (work := _start(total, stages, order)) is not None:
-        work.wait()
-    value, is_nan, failed = total.unbind()
-    if device.type == "cpu" and failed.item():  # at hand: nothing is waited for
-        raise problem or ValueError(
-            "another rank found a gradient that cannot be counted, and says which: gradients are as they were"
-        )
+    if pp_mesh is not None and n_stages == 1:
+        work = start_reduce(total, pp_mesh.get_group(), _operation(order))
+        if work is not None:
+            has_peers = True
+            work.wait()
     if problem is not None:
         raise problem
-    norm = torch.where(is_nan > 0, torch.nan, value) if math.isinf(order) else value.pow(1.0 / order)
-    return GlobalNorm(norm, failed, locals_)
-
-
-def _sort(
-    gradients: Sequence[Gradient], mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None
-) -> tuple[list[_Sum], list[Tensor], ValueError | None]:
-    """Which tensors are summed over which ranks, in an order that is the same on every rank."""
-    problem: ValueError | None = None
-    everything = _Sum(_group_over(tuple(sorted(ranks_of(mesh)))) if mesh is not None else None)
-    n_stages = pp_mesh.size() if mesh is not None and pp_mesh is not None and ranks_of(pp_mesh) <= ranks_of(mesh) else 1
-    by_ranks: dict[tuple[int, ...], _Sum] = {}
-    layouts: dict[tuple[int, ...], Layout] = {}
-    locals_: list[Tensor] = []
-    for gradient in gradients:
-        try:
-            layout = _layout(gradient, mesh)
-        except ValueError as error:
-            problem = problem or error
-            continue
-        if mesh is not None:
-            one, counts = everything, share(layout, n_ranks=mesh.size(), n_stages=n_stages)
-            if gradient.n_replicas is not None:
-                counts = 1.0 / gradient.n_replicas
-        else:
-            ranks = layout.sharding_ranks
-            one, counts = by_ranks.setdefault(ranks, _Sum(None)), 1.0
-            layouts[ranks] = layout
-        if gradient.value is not None:
-            local = local_of(gradient.value)
-            locals_.append(local)
-            one.add(local, counts)
-    if mesh is not None:
-        return [everything], locals_, problem
-    # Sharded ones first, so that their reductions run while whole gradients are read; in the same order on every rank.
-    ordered = sorted(by_ranks, key=lambda ranks: (not ranks, ranks))
-    for ranks in ordered:
-        by_ranks[ranks].group = _group_of(layouts[ranks]) if ranks else None
-    return [by_ranks[ranks] for ranks in ordered], locals_, problem
-
-
-def _layout(gradient: Gradient, mesh: DeviceMesh | None) -> Layout:
-    tensor = gradient.parameter if gradient.value is None else gradient.value
-    if tensor.is_sparse:
-        raise ValueError(f"gradient of {gradient.name} is sparse, and only dense ones can be counted: use sparse=False")
-    try:
-        layout = layout_of(tensor)
-    except ValueError as error:
-        raise ValueError(f"gradient of {gradient.name}: {error}") from error
-    if layout.mesh is None:
-        return layout
-    if mesh is not None and not ranks_of(layout.mesh) <= ranks_of(mesh):
+    if has_peers and device.type == "cpu" and total[-1].item():  # at hand: nothing is waited for
         raise ValueError(
-            f"gradient of {gradient.name} lies on ranks {sorted(ranks_of(layout.mesh))}, which mesh= "
-            f"({sorted(ranks_of(mesh))}) does not contain: pass the mesh of all ranks that hold the model"
+            "another rank found a gradient that cannot be counted, and says which: gradients are as they were"
         )
-    on = local_of(tensor).device.type
-    if on not in (layout.mesh.device_type, "cpu"):  # the CPU: offloaded
-        raise ValueError(
-            f"gradient of {gradient.name} is on {on} and its mesh on {layout.mesh.device_type}: move it there, or make "
-            "the mesh where the gradient is"
-        )
-    return layout
+    return _read(total, order, plan.n_parts, found)
 
 
-def _pack(one: _Sum, order: float, *, failed: bool, device: torch.device) -> Tensor:
-    """[sum or largest, whether it is NaN, whether this rank failed]: one vector, one collective."""
-    packed = torch.zeros(3, dtype=torch.float64, device=device)
-    for counts, tensors in one.by_share.items():
-        for where in dict.fromkeys(t.device for t in tensors):
-            value = power_sum([t for t in tensors if t.device == where], order).to(device, non_blocking=True)
-            packed[0] = torch.maximum(packed[0], value) if math.isinf(order) else packed[0] + counts * value
+def stages_inside(plan: NormPlan, pp_mesh: DeviceMesh | None) -> int:
+    """Pipeline stages among the ranks of the plan's mesh: 1 where a collective of their own is to sum them."""
+    if pp_mesh is None or plan.mesh is None or not ranks_of(pp_mesh) <= ranks_of(plan.mesh):
+        return 1
+    return pp_mesh.size()
+
+
+def warm_up(plan: NormPlan, pp_mesh: DeviceMesh | None = None) -> None:
+    """Open the communicators that a plan's norm needs: the first collective on each takes far longer than the others.
+
+    On every rank that holds a part of the model.
+    """
+    groups = [group for group, _ in _by_collective(plan, [])]
+    if pp_mesh is not None and stages_inside(plan, pp_mesh) == 1:
+        groups.append(pp_mesh.get_group())
+    for group in groups:
+        if work := start_reduce(torch.zeros(1, device=plan.device), group):
+            work.wait()
+
+
+def _read(total: Tensor, order: float, n_parts: int, found: list[Collected]) -> GlobalNorm:
+    sums, (is_nan, failed) = total[:n_parts], total[n_parts:].unbind()
     if math.isinf(order):
-        # MAX over ranks loses NaN.
-        packed[1] = packed[0].isnan()
-        packed[0] = packed[0].nan_to_num(nan=0.0, posinf=math.inf)
-    if failed:
-        packed[2] = 1.0
-    return packed
+        norm, by_part = torch.where(is_nan > 0, torch.nan, sums.max()), sums
+    else:
+        norm, by_part = sums.sum().pow(1.0 / order), sums.pow(1.0 / order)
+    return GlobalNorm(norm, by_part, failed, found)
 
 
-def _start(packed: Tensor, group: dist.ProcessGroup | None, order: float) -> dist.Work | None:
-    if group is None or group.size() == 1:
-        return None
-    op = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
-    return cast("dist.Work | None", dist.all_reduce(packed, op=op, group=group, async_op=True))
+def _sum_partial(plan: NormPlan, found: list[Collected]) -> list[Collected]:
+    """Partial gradients summed over their ranks; where one is missing, its rank takes part with zeros."""
+    partial = [one for one in found if one.group.key.is_partial]
+    if not partial:
+        return found
+    there = {i: g for one in partial for i, g in zip(one.indices, one.gradients, strict=True)}
+    planned = sorted(i for one in partial for i in one.group.indices)
+    reduced = reduce_partial([there[i] if i in there else plan.zeros(i) for i in planned])
+    by_index = dict(zip(planned, reduced, strict=True))
+    mended = []
+    for one in found:
+        if one.group.key.is_partial:
+            indices = list(one.group.indices)
+            gradients = [by_index[i] for i in indices]
+            one = Collected(one.group, indices, gradients, [local_of(g) for g in gradients])
+        mended.append(one)
+    return mended
+
+
+def _by_collective(
+    plan: NormPlan, found: list[Collected]
+) -> Iterable[tuple[dist.ProcessGroup | None, list[Collected]]]:
+    """What is summed over which ranks: the same collectives in the same order on every rank."""
+    if plan.mesh is not None:
+        yield group_of_mesh(plan.mesh), found
+        return
+    by_ranks: dict[tuple[int, ...], list[Collected]] = {layout.sharding_ranks: [] for layout in plan.layouts}
+    for one in found:
+        by_ranks.setdefault(one.group.key.ranks, []).append(one)
+    for layout in plan.layouts:
+        yield _group_of(layout), by_ranks.pop(layout.sharding_ranks)
+    yield None, by_ranks.pop((), [])
+
+
+def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of all ranks of a mesh."""
+    return mesh.get_group() if mesh.ndim == 1 else group_over(sorted(ranks_of(mesh)))
 
 
 def _group_of(layout: Layout) -> dist.ProcessGroup:
     assert layout.mesh is not None
-    if len(layout.sharded) == 1:
-        return layout.mesh.get_group(layout.sharded[0])
-    return _group_over(layout.sharding_ranks)
+    return layout.mesh.get_group(layout.sharded[0]) if len(layout.sharded) == 1 else group_over(layout.sharding_ranks)
 
 
-def _group_over(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    world: Any = dist.group.WORLD
-    assert world is not None
-    return world if len(ranks) == world.size() else _made_over(ranks, id(world))
+def _operation(order: float) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
 
 
-@functools.lru_cache(maxsize=256)
-def _made_over(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup:
-    """A process group of these ranks, made by them alone; `world` tells one initialisation from the next."""
-    return cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))
+def _pack(
+    plan: NormPlan, found: list[Collected], order: float, *, failed: bool, n_stages: int, device: torch.device
+) -> Tensor:
+    """[sum or largest of each part, whether one is NaN, whether this rank failed]: one vector, one collective."""
+    packed = torch.zeros(plan.n_parts + _FLAGS, dtype=accumulation_dtype(device), device=device)
+    for one in found:
+        if not one.locals:
+            continue
+        key = one.group.key
+        value = power_sum(one.locals, order).to(device, non_blocking=True)
+        if math.isinf(order):
+            packed[key.part] = torch.maximum(packed[key.part], value)
+            continue
+        counts = 1.0
+        if plan.mesh is not None:
+            counts = share(one.group.layout, n_ranks=plan.mesh.size(), n_stages=n_stages, n_replicas=key.n_replicas)
+        packed[key.part] += counts * value
+    if math.isinf(order):
+        # MAX over ranks loses NaN.
+        sums = packed[: plan.n_parts]
+        packed[-2] = sums.isnan().any()
+        packed[: plan.n_parts] = sums.nan_to_num(nan=0.0, posinf=math.inf)
+    if failed:
+        packed[-1] = 1.0
+    return packed

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sonde.measure.norms import accumulation_dtype, norms, roots, sq_norms
+from sonde.measure.norms import Part, norms, parts_of, roots
+from sonde.measure.power_sums import accumulation_dtype
 from sonde.measure.problem import Problem
 
 _CHUNK = 2**18
@@ -24,8 +25,8 @@ class Metric(Protocol):
     def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
         """The norm of each of a few small dense gradients on one device. [gradients]."""
 
-    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
-        """The squared norm of each gradient, on one device; `indices` say of which parameters. [gradients]."""
+    def parts(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
+        """The roots of several gradients on one device, by few kernels."""
 
     def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """The inner product of two dense gradients of parameter `index`; 0-dim."""
@@ -45,9 +46,9 @@ class Euclidean:
         """The 2-norm of each gradient."""
         return norms(grads)
 
-    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
-        """The squared 2-norm of each gradient."""
-        return sq_norms(grads)
+    def parts(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
+        """The small ones share a kernel."""
+        return parts_of(indices, grads)
 
     def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """Σ a_j b_j."""
@@ -100,9 +101,9 @@ class AdamMetric:
             grad = grad.to_dense()
         return self.dot(index, grad, grad).sqrt_()
 
-    def sq_norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
-        """Σ P_j g_j² of each gradient."""
-        return self.norms(indices, grads).square_()
+    def parts(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
+        """√(Σ P_j g_j²), one by one."""
+        return [((i,), self.roots(i, g)) for i, g in zip(indices, grads, strict=True)]
 
     def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
         """√(Σ P_j g_j²) of each gradient."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from sonde.measure.power_sums import accumulation_dtype
+
 # torch's fp32 reduction over a flat CPU tensor keeps one running sum per vector lane: 8e-4 off at 16M elements. Norms
 # of rows this long, combined in fp64, are off by 4e-9 and no slower (they vectorise along the row).
 ROW = 4096
 _SHORTEST_ROW, _LONGEST_ROW = 256, 4 * ROW  # a matrix's own rows do as well, and save a kernel
-_CHUNK = 2**17  # elements converted to fp64 at a time: 1 MiB stays in a core's cache
 # A dot product would be cheaper still, but BLAS adds in an order that depends on the memory's alignment: replicas would
 # get norms that differ in the last bit, clip by different factors, and drift apart.
 
@@ -22,11 +22,6 @@ LEAST_SQ_NORM = 1e-30
 
 Part = tuple[tuple[int, ...], Tensor]
 """Roots with whom they belong to: all of them to one owner, or each to its own."""
-
-
-def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """The dtype that sums of norms are kept in: fp64, or fp32 on devices without it."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def roots(grad: Tensor) -> Tensor:
@@ -99,44 +94,26 @@ def norms(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(grads), 2, dtype=dtype))
 
 
-def sq_norms(grads: Sequence[Tensor]) -> Tensor:
-    """The squared 2-norm of each gradient, by few kernels where launching them is what costs.
-
-    On the CPU, squares that overflow or vanish in fp32 are taken in fp64: gradients of 1e30 have a norm.
+def parts_of(indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
+    """The roots of several gradients, by few kernels where launching them is what costs.
 
     Args:
-        grads: gradients on one device, of any dtypes and layouts that `roots` takes.
+        indices: whose they are.
+        grads: on one device, of any dtypes and layouts that `roots` takes.
 
     Returns:
-        [gradients], on their device.
+        What `add_squares` takes.
     """
-    if not grads:
-        return torch.zeros(0, dtype=torch.float64)
-    device = grads[0].device
     parts: list[Part] = []
-    shared: list[int] = []
-    for i, grad in enumerate(grads):
+    shared: dict[int, Tensor] = {}
+    for i, grad in zip(indices, grads, strict=True):
         if grad.is_sparse or (grad.is_cpu and grad.numel() > ROW):
             parts.append(((i,), roots(grad)))
         else:
-            shared.append(i)
+            shared[i] = grad
     if shared:
-        parts.append((tuple(shared), norms([grads[i] for i in shared])))
-    totals = add_squares(len(grads), parts, device)
-    if device.type == "cpu":
-        for i, (total, grad) in enumerate(zip(totals.tolist(), grads, strict=True)):  # at hand: nothing is waited for
-            if not LEAST_SQ_NORM * grad.numel() < total < math.inf:
-                totals[i] = _sq_norm_in_fp64(grad)
-    return totals
-
-
-def _sq_norm_in_fp64(grad: Tensor) -> Tensor:
-    """Σ x² with squares and sums in fp64, a chunk at a time."""
-    flat = grad.coalesce().values().reshape(-1) if grad.is_sparse else grad.reshape(-1)
-    if flat.numel() == 0 or (not (bounds := torch.aminmax(flat)).min and not bounds.max):
-        return torch.zeros((), dtype=torch.float64)
-    of_chunks = [torch.linalg.vector_norm(chunk, dtype=torch.float64).square() for chunk in flat.split(_CHUNK)]
-    return torch.stack(of_chunks).sum()
+        parts.append((tuple(shared), norms(list(shared.values()))))
+    return parts
 
 
 def _norm(values: Tensor, dtype: torch.dtype | None, dim: int | None = None) -> Tensor:

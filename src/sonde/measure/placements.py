@@ -8,11 +8,13 @@ has a partial gradient, and a row-wise embedding a sharded parameter with a repl
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -33,12 +35,12 @@ class Layout:
     sharded: tuple[int, ...] = ()
     partial: tuple[tuple[int, str], ...] = ()
 
-    @property
+    @functools.cached_property
     def n_shards(self) -> int:
         """Distinct shards, once what is partial has been summed."""
         return math.prod(self.mesh.size(axis) for axis in self.sharded) if self.mesh is not None else 1
 
-    @property
+    @functools.cached_property
     def sharding_ranks(self) -> tuple[int, ...]:
         """The ranks that hold the other shards of what this rank holds, itself included; empty for a whole tensor."""
         if self.mesh is None or self.n_shards == 1:
@@ -74,12 +76,14 @@ def layout_of(tensor: Tensor) -> Layout:
         ValueError: for a placement that is none of Shard, its strided kind of FSDP over tensor parallelism, Replicate,
             and Partial with "sum" or "avg".
     """
-    if not is_dtensor(tensor):
-        return WHOLE
+    return layout_of_spec(cast(Any, tensor)._spec) if is_dtensor(tensor) else WHOLE
+
+
+def layout_of_spec(spec: Any) -> Layout:
+    """As `layout_of`, of what a DTensor says of itself."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard  # not a subclass of Shard
 
-    spec = cast(Any, tensor)._spec
     sharded: list[int] = []
     partial: list[tuple[int, str]] = []
     for axis, placement in enumerate(spec.placements):
@@ -109,15 +113,47 @@ def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
     return frozenset(mesh.mesh.reshape(-1).tolist())
 
 
-def share(layout: Layout, *, n_ranks: int, n_stages: int = 1) -> float:
+def check_layout(layout: Layout, device: torch.device, mesh_ranks: frozenset[int] | None) -> None:
+    """Refuse a gradient that cannot be summed with the others.
+
+    Args:
+        layout: of the gradient.
+        device: of its local part.
+        mesh_ranks: the ranks that everything is summed over, if one mesh was given for all.
+
+    Raises:
+        ValueError: when it lies on ranks outside, or on another kind of device than its mesh; the CPU is allowed, as
+            gradients may be offloaded.
+    """
+    if layout.mesh is None:
+        return
+    if mesh_ranks is not None and not (own := ranks_of(layout.mesh)) <= mesh_ranks:
+        raise ValueError(
+            f"it lies on ranks {_some(own)}, which mesh= ({_some(mesh_ranks)}) does not contain: "
+            "pass the mesh of all ranks that hold the model"
+        )
+    if device.type not in (layout.mesh.device_type, "cpu"):
+        raise ValueError(
+            f"it is on {device.type} and its mesh on {layout.mesh.device_type}: move it there, or make the mesh where "
+            "the gradient is"
+        )
+
+
+def _some(ranks: frozenset[int]) -> str:
+    first = sorted(ranks)[:8]
+    return ", ".join(map(str, first)) + (f", … {max(ranks)}" if len(ranks) > len(first) else "")
+
+
+def share(layout: Layout, *, n_ranks: int, n_stages: int = 1, n_replicas: int | None = None) -> float:
     """How much of its local sum a rank counts where so many ranks are summed.
 
     Args:
         layout: of the gradient, once what is partial has been summed.
         n_ranks: that are summed, all stages included.
         n_stages: pipeline stages among them, each with parameters of its own.
+        n_replicas: ranks among them that hold the same values; None for as many as the layout leaves.
 
     Returns:
-        n_shards over the ranks that hold this parameter: 1 where each holds another shard.
+        One over the ranks that hold the same: n_shards over the ranks of a stage.
     """
-    return layout.n_shards * n_stages / n_ranks
+    return 1.0 / n_replicas if n_replicas is not None else layout.n_shards * n_stages / n_ranks

@@ -16,26 +16,31 @@ _CHUNK = 2**17
 _FAST_FP64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 
 
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """The dtype that sums are kept in: fp64, or fp32 on devices without it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def power_sum(tensors: Sequence[Tensor], order: float) -> Tensor:
     """Σ|x|^order over all elements of all tensors; their largest |x| for `math.inf`.
 
     Args:
-        tensors: plain, on one device, of any floating dtypes and strides; empty ones count 0.
+        tensors: plain, on one device, of any floating dtypes, strided or sparse COO; empty ones count 0.
         order: > 0.
 
     Returns:
         0-dim, fp64 (fp32 on devices without it), on their device; NaN if an element is. Not a root.
     """
-    filled = [t for t in tensors if t.numel()]
+    filled = [t.coalesce().values() if t.is_sparse else t for t in tensors if t.numel()]
     if not filled:
         device = tensors[0].device if tensors else torch.device("cpu")
-        return torch.zeros((), dtype=_widest(device), device=device)
+        return torch.zeros((), dtype=accumulation_dtype(device), device=device)
     device = filled[0].device
     if math.isinf(order):
-        return torch.stack([_largest(t) for t in filled]).max().to(_widest(device))
+        return torch.stack([_largest(t) for t in filled]).max().to(accumulation_dtype(device))
     if device.type != "cpu":
         norms = torch.stack(torch._foreach_norm(filled, order, dtype=_kernel_dtype(device, filled)))
-        return norms.to(_widest(device)).pow_(order).sum()
+        return norms.to(accumulation_dtype(device)).pow_(order).sum()
     return torch.stack([_power(chunk, order) for chunk in _in_fp64(filled)]).sum()
 
 
@@ -49,7 +54,7 @@ def _power(chunk: Tensor, order: float) -> Tensor:
 
 def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """All elements, [≤ _CHUNK] at a time; each chunk must be used before the next is asked for."""
-    buffer = torch.empty(min(sum(t.numel() for t in tensors), _CHUNK), dtype=torch.float64)
+    buffer = torch.empty(min(sum(t.numel() for t in tensors), _CHUNK), dtype=torch.float64, device="cpu")
     waiting: list[Tensor] = []
     n_waiting = 0
     for tensor in tensors:
@@ -73,11 +78,7 @@ def _joined(parts: list[Tensor], n: int, buffer: Tensor) -> Tensor:
 
 def _largest(tensor: Tensor) -> Tensor:
     low, high = torch.aminmax(tensor)
-    return torch.maximum(low.abs(), high.abs()).to(_widest(tensor.device))
-
-
-def _widest(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.maximum(low.abs(), high.abs()).to(accumulation_dtype(tensor.device))
 
 
 def _kernel_dtype(device: torch.device, tensors: Sequence[Tensor]) -> torch.dtype:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from numbers import Real
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sonde.measure.gradients import GradientSummary
-from sonde.measure.norms import accumulation_dtype
+from sonde.measure.power_sums import accumulation_dtype
 from sonde.measure.problem import Problem
 from sonde.stats.noise_scale import effective_units
 from sonde.stats.window_row import Drop, WindowRow
@@ -103,14 +102,14 @@ class WindowSums:
     """
 
     def __init__(self, group_index: Sequence[int], *, n_groups: int, n_witness: int, device: torch.device) -> None:
-        self._dtype = accumulation_dtype(device)
+        self.dtype = accumulation_dtype(device)
         self._device = device
         self._group_index = torch.tensor(group_index, device=device)
         self._n_groups, self._n_witness = n_groups, n_witness
-        self._small = torch.zeros(len(group_index), dtype=self._dtype, device=device)
-        self._witness = torch.zeros(n_witness, dtype=self._dtype, device=device)
-        self._witness_small = torch.zeros((), dtype=self._dtype, device=device)
-        self._not_finite = torch.zeros((), dtype=self._dtype, device=device)
+        self._small = torch.zeros(len(group_index), dtype=self.dtype, device=device)
+        self._witness = torch.zeros(n_witness, dtype=self.dtype, device=device)
+        self._witness_small = torch.zeros((), dtype=self.dtype, device=device)
+        self._not_finite = torch.zeros((), dtype=self.dtype, device=device)
         self._reset_counts()
 
     def _reset_counts(self) -> None:
@@ -151,7 +150,7 @@ class WindowSums:
 
     def per_group(self, sq_norms: Tensor) -> Tensor:
         """Sums of [parameters] over parameter groups: [groups]."""
-        return torch.zeros(self._n_groups, dtype=self._dtype, device=self._device).index_add_(
+        return torch.zeros(self._n_groups, dtype=self.dtype, device=self._device).index_add_(
             0, self._group_index, sq_norms
         )
 
@@ -214,14 +213,6 @@ class WindowSums:
             sq_norm_big=sq_norm_big.tolist(),
             witness_final=witness_final.double(),
         )
-
-
-def start_sum(packed: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
-    """Start summing a window's vector over ranks in place; None when there is one rank."""
-    if group is None or group.size() == 1:
-        return None
-    work: dist.Work | None = dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group, async_op=True)
-    return work
 
 
 def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:

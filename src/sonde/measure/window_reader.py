@@ -12,11 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.measure.ddp import BucketTap, CommHook, comm_hook_name, is_tapped
-from sonde.measure.gradients import GradientSummary, summarize
-from sonde.measure.metric import Metric
+from sonde.measure.global_norm import GlobalNorm, global_norm
+from sonde.measure.gradients import GradientSummary
+from sonde.measure.metric import Euclidean, Metric
 from sonde.measure.microbatch import MicrobatchTap
+from sonde.measure.norm_plan import NormPlan
+from sonde.measure.norms import add_squares
 from sonde.measure.problem import Problem
-from sonde.measure.window import PieceCounts, WindowSums, start_sum
+from sonde.measure.process_groups import start_reduce
+from sonde.measure.window import PieceCounts, WindowSums
 from sonde.measure.witness import Witness
 from sonde.measure.wrapper import Wrapper, n_collectives
 from sonde.stats.window_row import WindowRow
@@ -32,13 +36,17 @@ class Window:
 
     Attributes:
         packed: the pieces' sums, being summed over ranks.
-        final: the gradient at its end.
+        sq_norm: |F|² of the gradient at its end per parameter group, in the metric; [groups].
+        witness: the witness's elements of that gradient.
+        norm: its plain norm, that of parameters unfrozen since included; None when `.grad` was not read for it.
         work: the collective that is writing to `packed`; None for one rank.
         witness_sizes: elements that the witness read of each parameter, in order.
     """
 
     packed: Tensor
-    final: GradientSummary
+    sq_norm: Tensor
+    witness: Tensor
+    norm: GlobalNorm | None
     work: dist.Work | None
     witness_sizes: tuple[int, ...]
 
@@ -81,8 +89,17 @@ class WindowReader:
         self._on_backward = on_backward
         self._seconds = 0.0
         self._witness = Witness(self.parameters)
+        of_parameters = [self.groups.index(name) for name in group_names]
+        # A clip is by the norm of everything that has a gradient by then.
+        everything = wrapper.parameters | wrapper.frozen
+        self.plan = NormPlan(
+            list(everything.values()),
+            list(everything),
+            parts=[*of_parameters, *[len(self.groups)] * len(wrapper.frozen)],
+            allow_sparse=True,
+        )
         self._sums = WindowSums(
-            [self.groups.index(name) for name in group_names],
+            of_parameters,
             n_groups=len(self.groups),
             n_witness=self._witness.size,
             device=self.device,
@@ -168,12 +185,12 @@ class WindowReader:
             is_late: the optimizer has stepped, and the window's pieces are forgotten.
         """
         start = time.perf_counter()
-        final = self._take_final(reads_grad=reads_grad)
+        sq_norm, witness, norm = self._take_final(reads_grad=reads_grad)
         problems = self._take_problems()
         problems[Problem.ENDED_LATE] += is_late
         packed = self._sums.pack(problems)
-        work = start_sum(packed, self._wrapper.group)
-        window = Window(packed, final, work, tuple(self._witness.sizes.values()))
+        work = start_reduce(packed, self._wrapper.group)
+        window = Window(packed, sq_norm, witness, norm, work, tuple(self._witness.sizes.values()))
         self._witness.move()
         self._seconds += time.perf_counter() - start
         return window
@@ -184,25 +201,30 @@ class WindowReader:
             problems[problem] += 1
         return problems
 
-    def _take_final(self, *, reads_grad: bool) -> GradientSummary:
+    def _take_final(self, *, reads_grad: bool) -> tuple[Tensor, Tensor, GlobalNorm | None]:
         """F: what is in `.grad`, or what DDP's buckets held after their reduction."""
         if isinstance(self._tap, BucketTap):
             local, reduced = self._tap.take()
             if self._sums.n_pieces:
                 self._sums.merge(self._unscaled(local))
             if not reads_grad:
-                return reduced
-        return summarize([p.grad for p in self.parameters], self._witness, self._metric, self.device)
+                return self._sums.per_group(reduced.sq_norms), reduced.witness, None
+        grads = [p.grad for p in self.parameters]
+        read = {i: self._witness.read(i, g) for i in self._witness.indices if (g := grads[i]) is not None}
+        witness = self._witness.join(read, self.device)
+        norm = global_norm(self.plan, 2.0) if reads_grad or isinstance(self._metric, Euclidean) else None
+        if norm is not None and isinstance(self._metric, Euclidean):
+            of_groups = norm.by_part[: len(self.groups)].to(self.device, self._sums.dtype, non_blocking=True)
+            return of_groups.square(), witness, norm
+        there = [(i, g) for i, g in enumerate(grads) if g is not None]
+        parts = [((i,), self._metric.roots(i, g)) for i, g in there]
+        return self._sums.per_group(add_squares(len(grads), parts, self.device)), witness, norm
 
     def forget_window(self) -> None:
         """Drop the pieces seen since the last window ended."""
         self._sums.pack(self._take_problems())
         if isinstance(self._tap, BucketTap):
             self._tap.take()
-
-    def per_group(self, sq_norms: Tensor) -> Tensor:
-        """Sums of [parameters] over parameter groups: [groups]."""
-        return self._sums.per_group(sq_norms)
 
     def row(
         self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Sequence[int]

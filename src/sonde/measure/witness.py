@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sonde.measure.norms import accumulation_dtype
+from sonde.measure.power_sums import accumulation_dtype
 
 _VECTORS, _MATRICES = 4, 2
 """How many stay, and as many move on. Fewer matrices: their gradients are too large to wait, so each costs a read."""

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.clip import check_max_norm, clip_grad_norm_, clip_with_norm_
+from sonde.clip import Nonfinite, check_max_norm, clip_measured_
 from sonde.measure.ddp import CommHook, comm_hook_name, hook_label
-from sonde.measure.gradients import GradientSummary
 from sonde.measure.mailbox import Mailbox
 from sonde.measure.metric import AdamMetric, Euclidean, Metric
 from sonde.measure.norms import LEAST_SQ_NORM
@@ -419,7 +418,7 @@ class NoiseScaleProbe:
         norm, failure = None, None
         if max_norm is not None:
             try:
-                norm = self._clip(window.final, max_norm, error_if_nonfinite)
+                norm = self._clip(window, max_norm, error_if_nonfinite)
             except RuntimeError as error:
                 failure = error
         self._post(window, norm, max_norm)
@@ -430,14 +429,10 @@ class NoiseScaleProbe:
             raise failure
         return norm
 
-    def _clip(self, final: GradientSummary, max_norm: float, error_if_nonfinite: bool) -> Tensor:
-        with_grad: list[Tensor] = [p for p in self._reader.parameters if p.grad is not None]
-        unfrozen: list[Tensor] = [p for p in self._wrapper.frozen.values() if p.grad is not None]
-        # A clip is by the plain norm of everything that has a gradient now.
-        if unfrozen or not isinstance(self._metric, Euclidean):
-            return clip_grad_norm_(with_grad + unfrozen, max_norm, error_if_nonfinite=error_if_nonfinite)
-        total = final.sq_norms.sum().sqrt()
-        return clip_with_norm_(with_grad, max_norm, total, error_if_nonfinite=error_if_nonfinite)
+    def _clip(self, window: Window, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        assert window.norm is not None
+        nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
+        return clip_measured_(self._reader.plan, window.norm, max_norm, nonfinite=nonfinite)
 
     def _post(self, window: Window, norm: Tensor | None, max_norm: float | None) -> None:
         """Send the window's numbers on their way to the host."""
@@ -459,8 +454,8 @@ class NoiseScaleProbe:
         self._seconds_told = seconds
         parts = [
             window.packed,
-            self._reader.per_group(window.final.sq_norms),
-            window.final.witness,
+            window.sq_norm,
+            window.witness,
             as_vector(extras, self._reader.device),
         ]
         self._mailbox.post(parts, note, window.work)
