@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -108,6 +108,7 @@ class WindowSums:
         self._n_groups, self._n_witness = n_groups, n_witness
         self._small = torch.zeros(len(group_index), dtype=self.dtype, device=device)
         self._witness = torch.zeros(n_witness, dtype=self.dtype, device=device)
+        self._witness_squares = torch.zeros(n_witness, dtype=self.dtype, device=device)
         self._witness_small = torch.zeros((), dtype=self.dtype, device=device)
         self._not_finite = torch.zeros((), dtype=self.dtype, device=device)
         self._reset_counts()
@@ -144,8 +145,10 @@ class WindowSums:
 
     def _add_gradient(self, gradient: GradientSummary, weight: Number) -> None:
         self._small += gradient.sq_norms / weight
+        squares = gradient.witness.square()
         self._witness += gradient.witness
-        self._witness_small += gradient.witness.square().sum() / weight
+        self._witness_squares += squares
+        self._witness_small += squares.sum() / weight
         self._not_finite += ~torch.isfinite(gradient.sq_norms.sum())
 
     def per_group(self, sq_norms: Tensor) -> Tensor:
@@ -175,15 +178,22 @@ class WindowSums:
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
         # In the order in which `row` takes it apart.
         packed = torch.cat(
-            [self.per_group(self._small), numbers, torch.stack([self._witness_small, rank_sum]), self._witness]
+            [
+                self.per_group(self._small),
+                numbers,
+                torch.stack([self._witness_small, rank_sum]),
+                self._witness,
+                self._witness_squares,
+            ]
         )
-        for accumulator in (self._small, self._witness, self._witness_small, self._not_finite):
+        accumulators = (self._small, self._witness, self._witness_squares, self._witness_small, self._not_finite)
+        for accumulator in accumulators:
             accumulator.zero_()
         self._reset_counts()
         return packed
 
     def row(
-        self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Sequence[int]
+        self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Mapping[int, int]
     ) -> WindowRow:
         """Name the parts of a window's vectors, all on the CPU.
 
@@ -191,10 +201,10 @@ class WindowSums:
             packed: what `pack` returned, summed over ranks.
             sq_norm_big: squared norms of the final gradient, [groups].
             witness_final: its witness elements, [witness].
-            witness_sizes: how many of them each parameter has, in order.
+            witness_sizes: how many of them each parameter has, in order, by index.
         """
-        small, numbers, problems, (witness_small, witness_ranks), witness = packed.split(
-            [self._n_groups, _N_COUNTS, len(Problem), 2, self._n_witness]
+        small, numbers, problems, (witness_small, witness_ranks), witness, squares = packed.split(
+            [self._n_groups, _N_COUNTS, len(Problem), 2, self._n_witness, self._n_witness]
         )
         counts = numbers.tolist()
         return WindowRow(
@@ -210,6 +220,7 @@ class WindowSums:
             witness_ranks=float(witness_ranks),
             witness_sizes=witness_sizes,
             witness_sum=witness.double(),
+            witness_squares=squares.double(),
             sq_norm_big=sq_norm_big.tolist(),
             witness_final=witness_final.double(),
         )

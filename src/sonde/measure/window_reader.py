@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,7 +40,7 @@ class Window:
         witness: the witness's elements of that gradient.
         norm: its plain norm, that of parameters unfrozen since included; None when `.grad` was not read for it.
         work: the collective that is writing to `packed`; None for one rank.
-        witness_sizes: elements that the witness read of each parameter, in order.
+        witness_sizes: elements that the witness read of each parameter, in order, by index.
     """
 
     packed: Tensor
@@ -48,7 +48,7 @@ class Window:
     witness: Tensor
     norm: GlobalNorm | None
     work: dist.Work | None
-    witness_sizes: tuple[int, ...]
+    witness_sizes: Mapping[int, int]
 
 
 class WindowReader:
@@ -190,7 +190,7 @@ class WindowReader:
         problems[Problem.ENDED_LATE] += is_late
         packed = self._sums.pack(problems)
         work = start_reduce(packed, self._wrapper.group)
-        window = Window(packed, sq_norm, witness, norm, work, tuple(self._witness.sizes.values()))
+        window = Window(packed, sq_norm, witness, norm, work, dict(self._witness.sizes))
         self._witness.move()
         self._seconds += time.perf_counter() - start
         return window
@@ -227,7 +227,7 @@ class WindowReader:
             self._tap.take()
 
     def row(
-        self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Sequence[int]
+        self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Mapping[int, int]
     ) -> WindowRow:
         """A window's vectors, all on the CPU and summed over ranks, by name; see `WindowSums.row`."""
         row = self._sums.row(packed, sq_norm_big, witness_final, witness_sizes)

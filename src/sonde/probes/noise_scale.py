@@ -50,7 +50,7 @@ class _Note:
     clips: bool
     tap: str
     scalar_names: tuple[str, ...]
-    witness_sizes: tuple[int, ...]
+    witness_sizes: Mapping[int, int]
 
 
 class NoiseScaleProbe:

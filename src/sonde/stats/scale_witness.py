@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 
@@ -16,26 +17,23 @@ class ScaleReading:
 
     Attributes:
         scale: κ = ⟨F, H⟩/⟨H, H⟩; None when either is 0.
-        residual: |F − κH|/|F|, the part that scaling does not explain, of all together or of one parameter with enough
-            elements, whichever is larger; None when either is 0.
+        residual: the part of F that is not κH, relative to the size of F and of what was added up to it, of all
+            together or of one parameter, whichever is larger; None when either is 0.
         kind: "scaled" within the tolerance; "clipped by value" when the rest is a multiple and the largest are all cut
             at one value; "zero"; otherwise "changed".
+        changed: parameters that were changed, by index.
+        sound: those compared that were not.
     """
 
     scale: float | None
     residual: float | None
     kind: Literal["scaled", "clipped by value", "zero", "changed"]
+    changed: frozenset[int] = frozenset()
+    sound: frozenset[int] = frozenset()
 
 
 _ADDITIONS_IN_TOLERANCE = 16
-_ENOUGH_ELEMENTS = 16
 _NOT_DENORMAL = 1e-30
-
-
-def _relative(left: Tensor, whole: Tensor) -> float:
-    """|left|/|whole|; 0 where too few elements, or too small ones, would make rounding look like a change."""
-    norm = float(whole.norm())
-    return float(left.norm()) / norm if len(whole) >= _ENOUGH_ELEMENTS and norm > _NOT_DENORMAL else 0.0
 
 
 def rounding_of_sums(tolerance: float, n_additions: float) -> float:
@@ -48,15 +46,23 @@ def rounding_of_sums(tolerance: float, n_additions: float) -> float:
     return tolerance * math.sqrt(max(n_additions / _ADDITIONS_IN_TOLERANCE, 1.0))
 
 
-def read_scale(final: Tensor, summed: Tensor, *, tolerance: float, sizes: Sequence[int] = ()) -> ScaleReading:
+def read_scale(
+    final: Tensor,
+    summed: Tensor,
+    *,
+    tolerance: float,
+    squares: Tensor | None = None,
+    sizes: Mapping[int, int] | None = None,
+) -> ScaleReading:
     """Compare the optimizer's gradient F with the sum H of the pieces' gradients.
 
     Args:
         final: elements of F, float64 on the CPU; [witness].
         summed: the same elements of H, summed over pieces and ranks; [witness].
         tolerance: the residual that rounding alone explains.
-        sizes: how many elements each parameter has, in order: a change to one whose gradient is small beside the
-            others' counts as much.
+        squares: Σ h_k² of each element, by which rounding is measured where the pieces nearly cancel; [witness].
+        sizes: how many elements each parameter has, in order, by index: a change to one whose gradient is small beside
+            the others' counts as much. One parameter in all by default.
 
     Returns:
         A `ScaleReading`.
@@ -65,17 +71,68 @@ def read_scale(final: Tensor, summed: Tensor, *, tolerance: float, sizes: Sequen
     if power == 0.0 or final_power == 0.0:
         return ScaleReading(None, None, "zero")
     scale = float(final @ summed) / power
-    left_over = final - scale * summed
-    residual = float(left_over.norm()) / final_power**0.5
-    of_parameters = zip(left_over[: sum(sizes)].split(list(sizes)), final[: sum(sizes)].split(list(sizes)), strict=True)
-    residual = max(residual, *(_relative(left, whole) for left, whole in of_parameters), 0.0)
-    if residual <= tolerance:
-        return ScaleReading(scale, residual, "scaled")
-    cut = final.abs() >= final.abs().max() * (1 - 1e-6)
-    rest = ~cut
-    if int(cut.sum()) >= 2 and bool(rest.any()) and (rest_power := float(summed[rest] @ summed[rest])) > 0.0:
-        of_rest = float(final[rest] @ summed[rest]) / rest_power
-        left = float((final[rest] - of_rest * summed[rest]).norm()) / max(float(final[rest].norm()), 1e-300)
-        if left <= tolerance:
-            return ScaleReading(scale, residual, "clipped by value")
-    return ScaleReading(scale, residual, "changed")
+    sizes = sizes if sizes is not None else {0: len(final)}
+    parts = _Parts(final, summed, summed.square() if squares is None else squares, sizes)
+    residual = parts.residual(scale)
+    residuals = parts.residuals(scale)
+    worst = max(residual, *residuals.values(), 0.0)
+    if residual <= tolerance and not _beyond(residuals, sizes, tolerance):
+        return ScaleReading(scale, worst, "scaled", sound=frozenset(residuals))
+    # What was changed weighs on κ: to find it, take the κ that most of the gradient has.
+    changed = _beyond(parts.residuals(parts.usual_scale()), sizes, tolerance)
+    kind: Literal["clipped by value", "changed"] = "clipped by value" if parts.is_clipped(tolerance) else "changed"
+    return ScaleReading(scale, worst, kind, changed, frozenset(residuals) - changed)
+
+
+def _beyond(residuals: Mapping[int, float], sizes: Mapping[int, int], tolerance: float) -> frozenset[int]:
+    """Parameters that rounding does not explain: of few elements it explains more, as it averages out less."""
+    return frozenset(i for i, r in residuals.items() if r > tolerance * (1.0 + 4.0 / math.sqrt(sizes[i])))
+
+
+class _Parts:
+    """Elements of F and H by parameter."""
+
+    def __init__(self, final: Tensor, summed: Tensor, squares: Tensor, sizes: Mapping[int, int]) -> None:
+        self._final, self._summed, self._squares, self._sizes = final, summed, squares, sizes
+
+    def _left_over(self, scale: float) -> tuple[Tensor, Tensor]:
+        """(F − κH)², and the square of what rounding is relative to: F, κH or what was added up to it."""
+        left = (self._final - scale * self._summed).square()
+        added = scale**2 * torch.maximum(self._summed.square(), self._squares)
+        return left, torch.maximum(self._final.square(), added)
+
+    def residual(self, scale: float) -> float:
+        """Of all elements together."""
+        left, whole = self._left_over(scale)
+        return math.sqrt(float(left.sum()) / max(float(whole.sum()), 1e-300))
+
+    def residuals(self, scale: float) -> dict[int, float]:
+        """Of each parameter that has a gradient."""
+        left, whole = self._left_over(scale)
+        n, sizes = sum(self._sizes.values()), list(self._sizes.values())
+        sums = zip(self._sizes, left[:n].split(sizes), whole[:n].split(sizes), strict=True)
+        of_parameters = ((i, float(a.sum()), float(b.sum())) for i, a, b in sums)
+        return {i: math.sqrt(a / b) for i, a, b in of_parameters if b > _NOT_DENORMAL**2}
+
+    def usual_scale(self) -> float:
+        """The median of the parameters' own κ, each counting as much as its gradient is large."""
+        n, sizes = sum(self._sizes.values()), list(self._sizes.values())
+        pairs = zip(self._final[:n].split(sizes), self._summed[:n].split(sizes), strict=True)
+        ratios = sorted((float(f @ h) / w, w) for f, h in pairs if (w := float(h @ h)) > 0.0)
+        half, so_far = sum(w for _, w in ratios) / 2, 0.0
+        for ratio, weight in ratios:
+            so_far += weight
+            if so_far >= half:
+                return ratio
+        return 0.0
+
+    def is_clipped(self, tolerance: float) -> bool:
+        """Whether the largest are all cut at one value, and the rest is one multiple."""
+        cut = self._final.abs() >= self._final.abs().max() * (1 - 1e-6)
+        rest = ~cut
+        power = float(self._summed[rest].square().sum())
+        if int(cut.sum()) < 2 or power == 0.0:
+            return False
+        scale = float(self._final[rest] @ self._summed[rest]) / power
+        left, whole = (x[rest].sum() for x in self._left_over(scale))
+        return math.sqrt(float(left) / max(float(whole), 1e-300)) <= tolerance

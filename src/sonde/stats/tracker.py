@@ -12,10 +12,8 @@ from sonde.stats.noise_scale import RunningNoiseScale, WindowEstimate, estimate_
 from sonde.stats.reading import GroupReading, NoiseScaleReading
 from sonde.stats.scale_witness import ScaleReading, read_scale, rounding_of_sums
 from sonde.stats.state import check_count, check_keys, check_number
+from sonde.stats.tampering import Tampering
 from sonde.stats.window_row import Drop, WindowRow, why_unusable
-
-_CHANGED_BY_CHANCE = 1.5
-"""Changed gradients within the horizon beyond which they are no accident, and the windows between are not trusted."""
 
 
 class NoiseScaleTracker:
@@ -52,10 +50,10 @@ class NoiseScaleTracker:
         self._within_between = RunningNoiseScale(horizon)  # its ratio is the consistency
         self._units = 0.0
         self._units_weight = 0.0
-        self._changed = 0.0
-        self._why_changed = ""
+        self._tampering = Tampering(self._total.decay)
         self.dropped: dict[str, int] = {}
         self._effective_units: float | None = None
+        self._small_over_unit = 1.0
         self._scale: ScaleReading | None = None
         self.norm: float | None = None
         """Norm of the last window's gradient as the rank average, before any clip; None if it was dropped."""
@@ -69,21 +67,26 @@ class NoiseScaleTracker:
         self.norm = None
         # One after the other on a rank, then over ranks: in 16 bits too, where gradients or what is sent have so many.
         tolerance = rounding_of_sums(self._tolerance, row.n_pieces / self._n_ranks + self._n_ranks)
-        scale = read_scale(row.witness_final, row.witness_sum, tolerance=tolerance, sizes=row.witness_sizes)
+        scale = read_scale(
+            row.witness_final,
+            row.witness_sum,
+            tolerance=tolerance,
+            squares=row.witness_squares,
+            sizes=row.witness_sizes,
+        )
         if math.isfinite(row.n_units) and row.n_pieces:
             decay = self._total.decay
             self._units = decay * self._units + row.n_units
             self._units_weight = decay * self._units_weight + 1.0
         drop = why_unusable(row, scale, least_sq_norm=self._least_sq_norm, blame=self._blame)
-        self._changed *= self._total.decay
+        why_changed = drop.reason if drop is not None and drop.kind == "changed" else None
+        self._tampering.update(scale, why_changed=why_changed, averaged=drop is None)
         if drop is not None:
-            if drop.kind == "changed":
-                self._changed, self._why_changed = self._changed + 1.0, drop.reason
             self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
             return drop
         assert scale.scale is not None
-        # Everything in units of the rank-averaged sum of the pieces, so that a clip or a loss scale that came first,
-        # which differs from window to window, does not weigh windows: B is brought there by κ, S by its definition.
+        # Everything in units of the rank-averaged sum of the pieces, so that a clip that came first, which differs from
+        # window to window, does not weigh windows: B is brought there by κ, S by its definition.
         unit_scale = 1.0 / self._n_ranks
         to_unit = (unit_scale / scale.scale) ** 2
         self.norm = math.sqrt(math.fsum(row.sq_norm_big) * to_unit)
@@ -98,7 +101,8 @@ class NoiseScaleTracker:
         )
         if (pair := self._consistency_pair(row)) is not None:
             self._within_between.update(pair)
-        self._effective_units = 1.0 / row.pieces(0.0).v
+        pieces = row.pieces(0.0)
+        self._effective_units, self._small_over_unit = 1.0 / pieces.v, pieces.u
         self._scale = scale
         return None
 
@@ -161,12 +165,16 @@ class NoiseScaleTracker:
     def _doubts(self) -> dict[str, str]:
         """Why the averages are not to be trusted, however narrow their interval."""
         doubts = {}
-        if self._changed > _CHANGED_BY_CHANCE:
-            doubts["changed"] = (
-                f"{self._why_changed}; where {self._changed:.0f} of the last windows were changed, others may have "
-                "been without its being seen"
-            )
-        same = same_data(self._total.windows, self._total.trace_cov, self._total.grad_sq, consistency=self.consistency)
+        if (tampered := self._tampering.doubt()) is not None:
+            doubts["changed"] = tampered
+        same = same_data(
+            self._total.windows,
+            self._total.trace_cov,
+            self._total.grad_sq,
+            small_over_unit=self._small_over_unit,
+            rounding=self._tolerance,
+            consistency=self.consistency,
+        )
         return doubts | ({"same_data": same} if same else {})
 
     def _interval(self, running: RunningNoiseScale) -> RatioInterval:
@@ -200,8 +208,8 @@ class NoiseScaleTracker:
             "consistency": self._within_between.state_dict(),
             "units": self._units,
             "units_weight": self._units_weight,
-            "changed": self._changed,
-            "why_changed": self._why_changed,
+            "small_over_unit": self._small_over_unit,
+            "tampering": self._tampering.state_dict(),
             "dropped": dict(self.dropped),
         }
 
@@ -213,8 +221,8 @@ class NoiseScaleTracker:
                 changed then.
         """
         what = "noise-scale probe state"
-        numbers = ("units", "units_weight", "changed")
-        check_keys(what, state, {"groups", "total", "consistency", "why_changed", "dropped", *numbers})
+        numbers = ("units", "units_weight", "small_over_unit")
+        check_keys(what, state, {"groups", "total", "consistency", "tampering", "dropped", *numbers})
         check_keys("parameter groups of the state", state["groups"], set(self.groups))
         for name in numbers:
             check_number(what, state, name, low=0)
@@ -228,9 +236,12 @@ class NoiseScaleTracker:
         per_group = [RunningNoiseScale(self.horizon) for _ in self.groups]
         for name, running in zip(self.groups, per_group, strict=True):
             running.load_state_dict(state["groups"][name])
+        tampering = Tampering(self._total.decay)
+        tampering.load_state_dict(state["tampering"])
+        self._tampering = tampering
         self._total, self._within_between, self._per_group = loaded["total"], loaded["consistency"], per_group
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
-        self._changed, self._why_changed = float(state["changed"]), str(state["why_changed"])
+        self._small_over_unit = float(state["small_over_unit"])
         self.dropped = {str(reason): count for reason, count in dropped.items()}
 
 

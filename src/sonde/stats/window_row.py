@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -40,8 +40,9 @@ class WindowRow:
         witness_small: Σ |h_k|²/w_k over the witness's elements only.
         witness_ranks: Σ_r |R_r|²/W_r over them, R_r and W_r being the sums of h_k and w_k within rank r.
         rank_sq_weight_over_units: Σ_r (Σ_{k in r} w_k²/n_k)/W_r.
-        witness_sizes: how many elements the witness has of each parameter it reads; zeros follow the last.
+        witness_sizes: how many elements the witness has of each parameter it reads, by index; zeros follow the last.
         witness_sum: H = Σ h_k, the witness's elements, float64; [witness].
+        witness_squares: Σ h_k² of each of them; [witness].
         sq_norm_big: |F|² per parameter group, [groups].
         witness_final: F, the witness's elements, float64; [witness].
     """
@@ -56,8 +57,9 @@ class WindowRow:
     witness_small: float
     witness_ranks: float
     rank_sq_weight_over_units: float
-    witness_sizes: Sequence[int]
+    witness_sizes: Mapping[int, int]
     witness_sum: Tensor
+    witness_squares: Tensor
     sq_norm_big: Sequence[float]
     witness_final: Tensor
 
