@@ -51,7 +51,9 @@ METRICS: dict[str, Metric] = {
     "gns/windows_needed": Metric("windows", "windows still needed for ± 20 %; null when not known"),
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
     "gns/scale_residual": Metric("ratio", "part of the gradient that is not that multiple"),
-    "grad/norm": Metric("gradient", "norm of the gradient before clipping, mean over the interval"),
+    "grad/norm": Metric(
+        "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
+    ),
     "grad/clip_fraction": Metric("fraction", "share of the windows that were clipped"),
     "cost/seconds_per_window": Metric("seconds", "host time spent inside the probe, per window"),
     "cost/fraction": Metric("fraction", "that over the time between windows"),

@@ -239,7 +239,7 @@ def test_state_goes_on_where_it_stopped() -> None:
         assert group.trace_cov == pytest.approx(expected.groups[name].trace_cov, rel=1e-6)
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"more": 1}, {"averages": {}}, {"run": {"window": 1}}])
+@pytest.mark.parametrize("change", [{"version": 1}, {"more": 1}, {"averages": {}}, {"run": {"window": 1}}])
 def test_foreign_state_is_refused_whole(change: dict[str, Any]) -> None:
     model = small_model()
     with attached(model) as probe:
@@ -290,7 +290,7 @@ def test_state_of_another_model_is_refused() -> None:
     with (
         attached(small_model()) as a,
         attached(nn.Linear(2, 2)) as b,
-        pytest.raises(ValueError, match="parameter groups"),
+        pytest.raises(ValueError, match="state is of other parameters"),
     ):
         b.load_state_dict(a.state_dict())
 
@@ -457,6 +457,60 @@ def test_a_scalar_is_taken_as_it_is_when_it_is_logged() -> None:
         running.zero_()
         probe.step()
     assert sink.of_kind("reading")[0]["metrics"]["loss"] == 5.0
+
+
+def test_a_log_that_cannot_be_begun_is_the_error_and_closes_the_others() -> None:
+    class Full(Recording):
+        def write(self, record: Any) -> None:
+            raise OSError("disk full")
+
+        def close(self) -> None:
+            raise OSError("cannot be closed either")
+
+    sound = Recording()
+    with pytest.raises(OSError, match="disk full"):
+        attached(small_model(), sinks=[Full(), sound])
+    assert sound.closed == 1
+
+
+def test_sinks_may_come_from_a_generator() -> None:
+    sink = Recording()
+    attached(small_model(), sinks=(s for s in [sink])).close()
+    assert [r["kind"] for r in sink.records] == ["header", "end"]
+
+
+def test_a_sink_that_is_dropped_is_closed() -> None:
+    class Fills(Recording):
+        def write(self, record: Any) -> None:
+            if record["kind"] == "end":
+                raise OSError("disk full")
+
+    fills = Fills()
+    attached(small_model(), sinks=[fills]).close()
+    assert fills.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("scalars", "match"),
+    [
+        ({"a b": 1.0}, "letters, digits"),
+        ({"z": torch.zeros((), dtype=torch.complex64)}, "real number"),
+    ],
+)
+def test_scalars_that_no_tracker_takes_are_refused(scalars: dict[str, Any], match: str) -> None:
+    with attached(small_model()) as probe, pytest.raises(ValueError, match=match):
+        probe.log(**scalars)
+
+
+def test_state_of_another_unit_or_metric_is_refused() -> None:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with attached(model) as rows:
+        state = rows.state_dict()
+    with attached(model, unit="images") as images, pytest.raises(ValueError, match="of other unit"):
+        images.load_state_dict(state)
+    with attached(model, optimizer, metric="adam") as adam, pytest.raises(ValueError, match="of other metric"):
+        adam.load_state_dict(state)
 
 
 def test_a_sink_that_cannot_be_closed_does_not_keep_others_open(caplog: pytest.LogCaptureFixture) -> None:

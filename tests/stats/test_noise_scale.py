@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -92,10 +93,14 @@ def test_effective_units() -> None:
     assert effective_units([1.0] * 7) == 7
     assert effective_units([3.0, 1.0]) == pytest.approx(16 / 10)
     assert effective_units([1.0, 0.0]) == 1
+    assert effective_units([1e200, 1e200]) == pytest.approx(2)
+    assert effective_units([1e-200, 1e-200]) == pytest.approx(2)
 
 
-@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1.0], [1.0, math.nan], [math.inf]])
-def test_effective_units_refuses(weights: list[float]) -> None:
+@pytest.mark.parametrize(
+    "weights", [[], [0.0, 0.0], [1.0, -1.0], [1.0, math.nan], [math.inf], 5, [[1, 2], [3, 4]], ["a"]]
+)
+def test_effective_units_refuses(weights: Any) -> None:
     with pytest.raises(ValueError, match="unit_weights"):
         effective_units(weights)
 

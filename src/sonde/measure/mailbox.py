@@ -42,19 +42,33 @@ class Mailbox(Generic[Note]):
 
         Args:
             abandon_unfinished: leave out what a collective has not finished yet, as one whose peers have failed never
-                will.
+                will, or has failed to.
+
+        Raises:
+            RuntimeError: when a collective has failed; what the others wrote is sent.
         """
-        if abandon_unfinished:
-            self._posted = [p for p in self._posted if p[0] is None or p[0].is_completed()]
-        if not self._posted:
-            return
-        for work, _, _ in self._posted:
-            if work is not None:
-                work.wait()  # on a GPU only the stream waits; gloo finished it during the windows in between
-        together = torch.cat([part for _, parts, _ in self._posted for part in parts])
-        sizes = [[part.numel() for part in parts] for _, parts, _ in self._posted]
-        notes = [note for _, _, note in self._posted]
-        self._posted = []
+        posted, self._posted = self._posted, []
+        finished: list[tuple[list[Tensor], Note]] = []
+        failure: RuntimeError | None = None
+        for work, parts, note in posted:
+            if abandon_unfinished and work is not None and not work.is_completed():
+                continue
+            try:
+                if work is not None:
+                    work.wait()  # on a GPU only the stream waits; gloo finished it during the windows in between
+            except RuntimeError as error:
+                failure = error
+                continue
+            finished.append((parts, note))
+        if finished:
+            self._copy(finished)
+        if failure is not None and not abandon_unfinished:
+            raise failure
+
+    def _copy(self, finished: list[tuple[list[Tensor], Note]]) -> None:
+        together = torch.cat([part for parts, _ in finished for part in parts])
+        sizes = [[part.numel() for part in parts] for parts, _ in finished]
+        notes = [note for _, note in finished]
         copied = None
         if together.is_cuda:
             host = torch.empty(together.shape, dtype=together.dtype, device="cpu", pin_memory=True)

@@ -63,6 +63,7 @@ class MicrobatchTap:
         self._witness, self._metric = witness, metric
         self._on_backward_end, self._n_collectives = on_backward_end, n_collectives
         self._staging_bytes = staging_bytes
+        self._n_bytes = sum(p.numel() * p.element_size() for p in parameters)
         self._device = parameters[0].device
         self._one_device = all(p.device == self._device for p in parameters)
         default = STAGED_NUMEL_ON_CPU if self._device.type == "cpu" else STAGED_NUMEL
@@ -98,6 +99,7 @@ class MicrobatchTap:
 
     def end_piece(self) -> GradientSummary:
         """The gradient of the piece that ends here; parameters it did not reach count as 0."""
+        self._problems[Problem.EMPTY_PIECE] += not self._backwards
         with torch.no_grad():
             self._flush()
             self._take_over()
@@ -195,8 +197,7 @@ class MicrobatchTap:
             self._cross.append((index, 2 * self._metric.dot(index, so_far, grad)))
             self._keep((index,), (grad,), self._metric.roots(index, grad))
             return
-        size = sum(p.numel() * p.element_size() for p in self._parameters)
-        self._sums_backwards = size <= self._staging_bytes
+        self._sums_backwards = self._n_bytes <= self._staging_bytes
         self._problems[Problem.SEVERAL_BACKWARDS if self._sums_backwards else Problem.TOO_LARGE_TO_SUM] += 1
 
     def _stage(self, index: int, grad: Tensor) -> None:

@@ -53,6 +53,13 @@ def _roots_by_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
     return of_rows if whole == n else torch.cat([of_rows, _norm(flat[whole:], dtype).view(1)])
 
 
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A small CPU tensor where it is needed, without waiting."""
+    if device.type == "cuda":
+        host = host.pin_memory()  # from pinned memory the copy does not wait; the allocator keeps it until it is done
+    return host.to(device, non_blocking=True)
+
+
 def add_squares(n_owners: int, parts: Sequence[Part], device: torch.device) -> Tensor:
     """Sum the squares of roots by owner.
 
@@ -77,7 +84,7 @@ def add_squares(n_owners: int, parts: Sequence[Part], device: torch.device) -> T
 @functools.lru_cache(maxsize=64)  # backward visits parameters in the same order again and again
 def _owners(parts: tuple[tuple[tuple[int, ...], int], ...], device: torch.device) -> Tensor:
     of_roots = [i for owners, n in parts for i in (owners if len(owners) > 1 else owners * n)]
-    return torch.tensor(of_roots, device=device)
+    return to_device(torch.tensor(of_roots, device="cpu"), device)
 
 
 def norms(grads: Sequence[Tensor]) -> Tensor:

@@ -14,11 +14,12 @@ class Problem(IntEnum):
     ENDED_LATE = 0
     NO_SECOND_MOMENT = 1
     NOT_FINITE = 2
-    REENTRANT = 3
-    SEVERAL_BACKWARDS = 4
-    TOO_LARGE_TO_SUM = 5
-    SPARSE_ON_GPU = 6
-    SEVERAL_REDUCTIONS = 7
+    EMPTY_PIECE = 3
+    REENTRANT = 4
+    SEVERAL_BACKWARDS = 5
+    TOO_LARGE_TO_SUM = 6
+    SPARSE_ON_GPU = 7
+    SEVERAL_REDUCTIONS = 8
 
     @property
     def message(self) -> str:
@@ -34,6 +35,11 @@ _MESSAGES = {
         "the optimizer had no second moment yet, by which metric='adam' weighs gradients: it has after its first step"
     ),
     Problem.NOT_FINITE: "a piece had a gradient, weight or number of units that is not finite and positive",
+    Problem.EMPTY_PIECE: (
+        "in a piece no backward reached the parameters: leave out micro-batches that are skipped, and run each "
+        "backward inside its own 'with probe.piece():'; gradients set by hand, or got from torch.autograd.grad, cannot "
+        "be seen"
+    ),
     Problem.REENTRANT: (
         "reentrant checkpointing runs backward inside backward, so pieces cannot be told apart: wrap each micro-batch "
         "in 'with probe.piece():' or use checkpoint(..., use_reentrant=False)"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sonde.measure.gradients import GradientSummary
+from sonde.measure.norms import to_device
 from sonde.measure.power_sums import accumulation_dtype
 from sonde.measure.problem import Problem
 from sonde.stats.noise_scale import effective_units
@@ -232,11 +233,7 @@ def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
     there = [isinstance(n, Tensor) and n.device.type == device.type for n in numbers]
     values = [0.0 if is_there else float(n) for n, is_there in zip(numbers, there, strict=True)]
     host = torch.tensor(values, dtype=dtype, device="cpu")  # whatever the default device
-    if device.type == "cuda":
-        host = (
-            host.pin_memory()
-        )  # from pinned memory the copy does not wait, and the allocator keeps it until it is done
-    vector = host.to(device, non_blocking=True)
+    vector = to_device(host, device)
     for i, n in enumerate(numbers):
         if there[i]:
             vector[i] = n

@@ -89,17 +89,11 @@ class WindowReader:
         self._on_backward = on_backward
         self._seconds = 0.0
         self._witness = Witness(self.parameters)
-        of_parameters = [self.groups.index(name) for name in group_names]
-        # A clip is by the norm of everything that has a gradient by then.
-        everything = wrapper.parameters | wrapper.frozen
-        self.plan = NormPlan(
-            list(everything.values()),
-            list(everything),
-            parts=[*of_parameters, *[len(self.groups)] * len(wrapper.frozen)],
-            allow_sparse=True,
-        )
+        self._of_parameters = [self.groups.index(name) for name in group_names]
+        self._others: list[int] | None = None
+        self.clip_also({})
         self._sums = WindowSums(
-            of_parameters,
+            self._of_parameters,
             n_groups=len(self.groups),
             n_witness=self._witness.size,
             device=self.device,
@@ -203,15 +197,18 @@ class WindowReader:
 
     def _take_final(self, *, reads_grad: bool) -> tuple[Tensor, Tensor, GlobalNorm | None]:
         """F: what is in `.grad`, or what DDP's buckets held after their reduction."""
+        grads = [p.grad for p in self.parameters]
+        read = {i: self._witness.read(i, g) for i in self._witness.indices if (g := grads[i]) is not None}
+        witness = self._witness.join(read, self.device)
         if isinstance(self._tap, BucketTap):
             local, reduced = self._tap.take()
             if self._sums.n_pieces:
                 self._sums.merge(self._unscaled(local))
             if not reads_grad:
-                return self._sums.per_group(reduced.sq_norms), reduced.witness, None
-        grads = [p.grad for p in self.parameters]
-        read = {i: self._witness.read(i, g) for i in self._witness.indices if (g := grads[i]) is not None}
-        witness = self._witness.join(read, self.device)
+                # What came after the reduction, if no more than a scale, has scaled the witness alike.
+                before, now = reduced.witness.square().sum(), witness.square().sum()
+                since = torch.where(before > 0, now / before, 1.0)
+                return self._sums.per_group(reduced.sq_norms) * since, witness, None
         norm = global_norm(self.plan, 2.0) if reads_grad or isinstance(self._metric, Euclidean) else None
         if norm is not None and isinstance(self._metric, Euclidean):
             of_groups = norm.by_part[: len(self.groups)].to(self.device, self._sums.dtype, non_blocking=True)
@@ -219,6 +216,19 @@ class WindowReader:
         there = [(i, g) for i, g in enumerate(grads) if g is not None]
         parts = [((i,), self._metric.roots(i, g)) for i, g in there]
         return self._sums.per_group(add_squares(len(grads), parts, self.device)), witness, norm
+
+    def clip_also(self, others: Mapping[str, Tensor]) -> None:
+        """Have the plain norm cover parameters that are not measured, by name."""
+        if self._others == [id(p) for p in others.values()]:
+            return
+        self._others = [id(p) for p in others.values()]
+        measured = self._wrapper.parameters
+        self.plan = NormPlan(
+            [*measured.values(), *others.values()],
+            [*measured, *others],
+            parts=[*self._of_parameters, *[len(self.groups)] * len(others)],
+            allow_sparse=True,
+        )
 
     def forget_window(self) -> None:
         """Drop the pieces seen since the last window ended."""
@@ -230,10 +240,13 @@ class WindowReader:
         self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Mapping[int, int]
     ) -> WindowRow:
         """A window's vectors, all on the CPU and summed over ranks, by name; see `WindowSums.row`."""
-        row = self._sums.row(packed, sq_norm_big, witness_final, witness_sizes)
-        self._one_piece_windows = self._one_piece_windows + 1 if row.n_pieces == self._wrapper.n_ranks else 0
+        return self._sums.row(packed, sq_norm_big, witness_final, witness_sizes)
+
+    def took(self, row: WindowRow, *, is_sound: bool) -> None:
+        """A window's row has been judged: by it, "auto" chooses the tap."""
+        is_fit = is_sound and row.n_pieces == self._wrapper.n_ranks
+        self._one_piece_windows = self._one_piece_windows + 1 if is_fit else 0
         self._buckets_fail |= any(p.kind == Problem.SEVERAL_REDUCTIONS.name.lower() for p in row.problems)
-        return row
 
     # Taps.
 

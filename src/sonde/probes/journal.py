@@ -195,11 +195,7 @@ class Journal:
         """Write what is left and close the sinks."""
         self.reading(time.time())
         self._write("end", window=self._window, reason=reason)
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except Exception as error:  # the others are to be closed too, and the run has ended well
-                _log.error("sonde: %s could not be closed: %s", type(sink).__name__, error)
+        _close_all(self._sinks)
         self._sinks = ()
 
     def state_dict(self) -> dict[str, float | int]:
@@ -217,11 +213,19 @@ class Journal:
                 sink.write(record)
             except Exception as error:  # a full disk, a tracker that is down: neither may end a run that has begun
                 if kind == "header":
-                    for opened in self._sinks:
-                        opened.close()
+                    _close_all(self._sinks)
                     raise
                 _log.error("sonde: %s writes no more: %s", type(sink).__name__, error)
                 self._sinks = tuple(s for s in self._sinks if s is not sink)
+                _close_all([sink])
+
+
+def _close_all(sinks: Sequence[Sink]) -> None:
+    for sink in sinks:
+        try:
+            sink.close()
+        except Exception as error:  # the others are to be closed too, and nothing is lost that was written
+            _log.error("sonde: %s could not be closed: %s", type(sink).__name__, error)
 
 
 def _group_record(group: GroupReading) -> dict[str, object]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -57,7 +59,8 @@ class NoiseScaleProbe:
     """Measures the gradient noise scale B_simple = tr Σ/|G|² of a plain or DDP model while it trains.
 
     Nothing of the training changes: gradients are read as backward makes them, one small vector is summed over ranks
-    per window (all pieces of one optimizer step), asynchronously, and only `reading()` waits for the device.
+    per window (all pieces of one optimizer step), asynchronously, and nothing waits for the device between attach and
+    `reading()` (or `state_dict()`, or `close()`). Attach on every rank: each takes part in that sum.
 
     Args:
         model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
@@ -128,6 +131,7 @@ class NoiseScaleProbe:
         staging_mib: float = 8.0,
         verbose: bool = True,
     ) -> None:
+        sinks = tuple(sinks) if isinstance(sinks, Iterable) else sinks
         check_options(
             unit=unit,
             units_per_piece=units_per_piece,
@@ -151,24 +155,18 @@ class NoiseScaleProbe:
             assert optimizer is not None
             self._metric = AdamMetric(innermost(optimizer), list(wrapper.parameters.values()))
         # Asked before a tap wraps it.
-        hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
+        self._comm_hook = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
+        self._had_gradients = any(p.grad is not None for p in wrapper.parameters.values())
         names = group_names(groups, wrapper.parameters)
-        precision = lowest_precision(wrapper.parameters)
         n_elements = sum(p.numel() for p in wrapper.parameters.values())
         self._tracker = NoiseScaleTracker(
             unit=unit,
             groups=tuple(dict.fromkeys(names)),
             horizon=horizon,
             n_ranks=wrapper.n_ranks,
-            tolerance=rounding(precision, hook_name),
             # A GradScaler's scale is taken out of the squares afterwards; Adam's weights have a size of their own.
             least_sq_norm=0.0 if self._grad_scaler or metric == "adam" else LEAST_SQ_NORM * n_elements,
-            blame=blame(
-                hook_name,
-                had_gradients=any(p.grad is not None for p in wrapper.parameters.values()),
-                alone_among_ranks=wrapper.group is None and dist.is_initialized() and dist.get_world_size() > 1,
-                sixteen_bit=torch.finfo(precision).bits <= 16,
-            ),
+            **self._expected(),
         )
         # Last of what may refuse: it installs hooks.
         self._reader = WindowReader(
@@ -288,30 +286,36 @@ class NoiseScaleProbe:
     def log(self, **scalars: float | Tensor) -> None:
         """Give scalars of the present window (a loss, a learning rate) to be written beside the reading.
 
-        What is given several times in a window, or in several windows between two readings, is averaged.
+        What is given several times in a window, or in several windows between two readings, is averaged. Rank 0's are
+        written; average over ranks first if they differ.
 
         Args:
             **scalars: numbers or 0-dim tensors; tensors are not waited for.
 
         Raises:
-            ValueError: for a tensor of more than one element, another type, or a name that sonde itself writes.
+            ValueError: for a tensor of more than one element, another type, a name that sonde itself writes or that not
+                every tracker takes.
         """
         self._check_open()
         for name, value in scalars.items():
             if name in METRICS:
                 raise ValueError(f"{name!r} is measured by sonde: log yours under another name")
+            if not re.fullmatch(r"[A-Za-z0-9_/]+", name):
+                raise ValueError(f"a scalar's name is of letters, digits, '_' and '/', got {name!r}: rename it")
             if not isinstance(value, (int, float, Tensor)):
                 raise ValueError(f"log({name}=...) takes a number or a 0-dim tensor, got {value!r}")
             if isinstance(value, Tensor):
-                if value.numel() != 1:
+                if value.numel() != 1 or value.is_complex():
                     raise ValueError(
-                        f"log({name}=...) takes a number or a 0-dim tensor, got shape {tuple(value.shape)}"
+                        f"log({name}=...) takes a real number or a 0-dim tensor, "
+                        f"got {value.dtype} of shape {tuple(value.shape)}"
                     )
-                value = value.detach().reshape(()).clone()  # the caller may go on adding to it
+                # A copy, as the caller may go on adding to it; in fp32, which there is every arithmetic for.
+                value = value.detach().reshape(()).to(torch.float32, copy=True)
             self._scalars.setdefault(name, []).append(value)
 
     def reading(self) -> NoiseScaleReading:
-        """What is known now, the last ended window included. The only call that waits for the device."""
+        """What is known now, the last ended window included. Waits for the device, as training itself never does."""
         self._mailbox.send()
         self._receive(wait=True)
         return self._tracker.reading()
@@ -322,20 +326,35 @@ class NoiseScaleProbe:
         return dict(self._journal.alerts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages so far, to go on from after a restart; JSON values."""
+        """The averages so far, to go on from after a restart; JSON values. Waits for the device."""
         self.reading()
-        return {"version": 1, "averages": self._tracker.state_dict(), "run": self._journal.state_dict()}
+        run = self._journal.state_dict()
+        return {"version": 2, "what": self._what(), "averages": self._tracker.state_dict(), "run": run}
+
+    def _what(self) -> dict[str, str]:
+        """What is measured: a state of something else is refused."""
+        shapes = ((name, tuple(p.shape)) for name, p in self._wrapper.parameters.items())
+        return {
+            "unit": self._tracker.unit,
+            "metric": "euclidean" if isinstance(self._metric, Euclidean) else "adam",
+            "parameters": hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:16],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned.
 
         Raises:
-            ValueError: when it is of another version, horizon or model, has unknown or missing keys, or a value that
-                cannot be what its name says; nothing is changed then.
+            ValueError: when it is of another version, unit, metric, horizon or of other parameters, has unknown or
+                missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
-        check_keys("noise-scale probe state", state, {"version", "averages", "run"})
-        if state["version"] != 1:
-            raise ValueError(f"probe state has version {state['version']!r}, this sonde reads version 1")
+        if not isinstance(state, Mapping) or state.get("version") != 2:
+            got = state.get("version") if isinstance(state, Mapping) else state
+            raise ValueError(f"probe state has version {got!r:.60}, this sonde reads version 2")
+        check_keys("noise-scale probe state", state, {"version", "what", "averages", "run"})
+        check_keys("noise-scale probe state", state["what"], set(self._what()))
+        for name, here in self._what().items():
+            if state["what"][name] != here:
+                raise ValueError(f"the state is of other {name} ({state['what'][name]!r:.60}), this probe has {here!r}")
         run = state["run"]
         check_keys("run of the probe state", run, {"window", "units_seen"})
         check_count("run of the probe state", run, "window")
@@ -357,11 +376,15 @@ class NoiseScaleProbe:
         if self._closed:
             return
         self._closed = True
-        self._mailbox.send(abandon_unfinished=abandon_unfinished)
-        self._receive(wait=True)
-        self._tell_if_never_ended()
-        self._remove_hooks()
-        self._journal.end(reason)
+        try:
+            try:
+                self._mailbox.send(abandon_unfinished=abandon_unfinished)
+            finally:  # what has arrived of a run whose peers failed
+                self._receive(wait=True)
+                self._tell_if_never_ended()
+        finally:
+            self._remove_hooks()
+            self._journal.end(reason)
 
     def _remove_hooks(self) -> None:
         self._reader.close()
@@ -407,6 +430,8 @@ class NoiseScaleProbe:
         if self._units_unknown:
             self._known_units()
         start = time.perf_counter()
+        if max_norm is not None:
+            self._reader.clip_also(self._strangers())
         self._deliver()
         self._seconds += time.perf_counter() - start
         is_late = self._stepped_unmeasured and self._reader.n_pieces == 0
@@ -467,20 +492,44 @@ class NoiseScaleProbe:
             self._look_for_strangers()
         self._receive(wait=False)
 
+    def _look_for_comm_hook(self) -> None:
+        """One that was registered with DDP after the probe was attached rounds as one before would."""
+        if (name := comm_hook_name(self._wrapper.ddp)) is not None and name != self._comm_hook:
+            self._comm_hook = name
+            self._tracker.expect(**self._expected())
+
+    def _expected(self) -> dict[str, Any]:
+        """What may happen to this model's gradients: the rounding of their sums, and what to blame for more."""
+        precision = lowest_precision(self._wrapper.parameters)
+        return {
+            "tolerance": rounding(precision, self._comm_hook),
+            "blame": blame(
+                self._comm_hook,
+                had_gradients=self._had_gradients,
+                alone_among_ranks=self._wrapper.group is None and dist.is_initialized() and dist.get_world_size() > 1,
+                sixteen_bit=torch.finfo(precision).bits <= 16,
+            ),
+        }
+
     def _look_for_strangers(self) -> None:
         """Parameters that are trainable now and were not when the probe was attached."""
-        strangers = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._known]
-        if strangers:
+        if trainable := [name for name, p in self._strangers().items() if p.requires_grad]:
             self._journal.alert(
                 "not_watched",
-                f"{len(strangers)} parameters became trainable, or came in place of others, after the probe was "
-                f"attached and are not measured ({clean_name(strangers[0])}, …): attach again",
+                f"{len(trainable)} parameters became trainable, or came in place of others, after the probe was "
+                f"attached and are not measured ({clean_name(trainable[0])}, …): attach again",
             )
 
+    def _strangers(self) -> dict[str, nn.Parameter]:
+        """Parameters that the model has now and that are not measured."""
+        return {name: p for name, p in self._model.named_parameters() if id(p) not in self._known}
+
     def _receive(self, *, wait: bool) -> None:
+        self._look_for_comm_hook()
         for (packed, big, witness, extras), note in self._mailbox.receive(wait=wait):
             row = self._reader.row(packed, big, witness, note.witness_sizes)
             drop = self._tracker.update(row)
+            self._reader.took(row, is_sound=drop is None)
             values = extras.tolist()
             norm, clipped = (values[0], bool(values[1])) if note.clips else (self._plain_norm(), None)
             facts = WindowFacts(
@@ -530,7 +579,7 @@ class NoiseScaleProbe:
             "groups": list(self._reader.groups),
             "horizon": self._tracker.horizon if math.isfinite(self._tracker.horizon) else None,
             "level": self._tracker.level,
-            "metric": "euclidean" if isinstance(self._metric, Euclidean) else "adam",
+            "metric": self._what()["metric"],
             "log_every": self._log_every,
             "grad_scaler": self._grad_scaler is not None,
             "comm_hook": comm_hook_name(self._wrapper.ddp),

@@ -13,8 +13,9 @@ gradient, summed over parameters). For equal pieces they are those of McCandlish
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from sonde.stats.intervals import RatioInterval, fieller_interval, samples_for_precision
 from sonde.stats.state import check_count, check_keys, check_number
@@ -136,12 +137,18 @@ def effective_units(unit_weights: Sequence[float]) -> float:
     Reference:
         L. Kish, *Survey Sampling*, Wiley 1965, section 11.7.
     """
-    if not len(unit_weights) or any(not (w >= 0 and math.isfinite(w)) for w in unit_weights):
-        raise ValueError(f"unit_weights must be finite and ≥ 0, at least one, got {list(unit_weights)}")
-    total = math.fsum(unit_weights)
-    if total == 0:
+    is_sequence = isinstance(unit_weights, Collection)
+    if not is_sequence or not len(unit_weights) or any(not _is_weight(w) for w in unit_weights):
+        raise ValueError(f"unit_weights must be numbers, finite and ≥ 0, one a unit, got {unit_weights!r:.80}")
+    largest = max(unit_weights)
+    if largest == 0:
         raise ValueError("unit_weights are all 0: leave out a piece that does not count")
-    return total**2 / math.fsum(w * w for w in unit_weights)
+    shares = [w / largest for w in unit_weights]  # whose squares neither overflow nor vanish
+    return math.fsum(shares) ** 2 / math.fsum(w * w for w in shares)
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < math.inf
 
 
 class RunningNoiseScale:

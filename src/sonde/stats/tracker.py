@@ -58,6 +58,10 @@ class NoiseScaleTracker:
         self.norm: float | None = None
         """Norm of the last window's gradient as the rank average, before any clip; None if it was dropped."""
 
+    def expect(self, *, tolerance: float, blame: str) -> None:
+        """From now on, other rounding of sums and another cause of more: both as for the constructor."""
+        self._tolerance, self._blame = tolerance, blame
+
     def update(self, row: WindowRow) -> Drop | None:
         """Take one window.
 
@@ -187,7 +191,9 @@ class NoiseScaleTracker:
             return max(self.dropped, key=self.dropped.__getitem__) if self.dropped else "no window has ended yet"
         if interval.status == "lower_bound":
             return "|G|² is not told from 0 yet: measure more windows"
-        return interval.reason
+        if self._total.effective_windows < 2:
+            return interval.reason
+        return "neither the noise tr Σ nor |G|² is told from 0 yet: measure more windows, or more pieces in each"
 
     def _group(self, running: RunningNoiseScale, doubted: RatioInterval | None) -> GroupReading:
         interval = doubted or self._interval(running)

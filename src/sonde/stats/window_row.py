@@ -116,12 +116,6 @@ def _gradient_unusable(row: WindowRow, scale: ScaleReading, *, least_sq_norm: fl
     at_most = row.weight * sum(row.sq_norm_over_weight)
     if max(big, at_most) > _MAX or 0 < min(big, at_most) < least_sq_norm:
         return Drop("out_of_range", "squares of the gradient leave the range of fp32: scale the loss")
-    if big and not at_most:
-        return Drop(
-            "not_seen",
-            "there is a gradient, but no backward reached the parameters inside the pieces: "
-            "was it set by hand, or did backward run outside 'with probe.piece():'?",
-        )
     if scale.kind == "zero" and big and not row.witness_sum.any():
         return Drop("not_seen", "the few hundred elements that are compared were all 0 in this window")
     if scale.kind == "zero":
