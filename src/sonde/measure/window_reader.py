@@ -17,7 +17,7 @@ from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Euclidean, Metric
 from sonde.measure.microbatch import MicrobatchTap
 from sonde.measure.norm_plan import NormPlan
-from sonde.measure.norms import add_squares
+from sonde.measure.norms import Part, add_squares
 from sonde.measure.problem import Problem
 from sonde.measure.process_groups import start_reduce
 from sonde.measure.window import PieceCounts, WindowSums
@@ -209,12 +209,16 @@ class WindowReader:
                 before, now = reduced.witness.square().sum(), witness.square().sum()
                 since = torch.where(before > 0, now / before, 1.0)
                 return self._sums.per_group(reduced.sq_norms) * since, witness, None
-        norm = global_norm(self.plan, 2.0) if reads_grad or isinstance(self._metric, Euclidean) else None
+        norm = global_norm(self.plan, 2.0) if reads_grad else None
         if norm is not None and isinstance(self._metric, Euclidean):
             of_groups = norm.by_part[: len(self.groups)].to(self.device, self._sums.dtype, non_blocking=True)
             return of_groups.square(), witness, norm
+        # What is only compared with the pieces is read as they are: in fp32, at half the cost.
         there = [(i, g) for i, g in enumerate(grads) if g is not None]
-        parts = [((i,), self._metric.roots(i, g)) for i, g in there]
+        parts: list[Part] = []
+        for device in dict.fromkeys(g.device for _, g in there):
+            here = [(i, g) for i, g in there if g.device == device]
+            parts += self._metric.parts([i for i, _ in here], [g for _, g in here])
         return self._sums.per_group(add_squares(len(grads), parts, self.device)), witness, norm
 
     def clip_also(self, others: Mapping[str, Tensor]) -> None:

@@ -487,7 +487,7 @@ class NoiseScaleProbe:
 
     def _deliver(self) -> None:
         """Send what is due, take in what has arrived."""
-        if self._window % min(self._log_every, _WINDOWS_HELD) == 0:
+        if self._window == 1 or self._window % min(self._log_every, _WINDOWS_HELD) == 0:
             self._mailbox.send()
             self._look_for_strangers()
         self._receive(wait=False)
