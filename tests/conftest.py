@@ -29,6 +29,13 @@ def ranks4() -> Iterator[Ranks]:
     ranks.stop()
 
 
+@pytest.fixture(scope="session")
+def ranks8() -> Iterator[Ranks]:
+    ranks = Ranks(8)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
