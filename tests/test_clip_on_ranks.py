@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import sonde
-from tests.sharded import ORDERS, WAYS, Cut, exact_gradients, norm_of, whole
+from tests.ranks import Ranks
+from tests.sharded import ORDERS, WAYS, Cut, exact_gradients, experts, fsdp, norm_of, whole
 
 
-def expected_gradients(way: str) -> dict[str, torch.Tensor]:
+def expected_gradients(way: str) -> dict[str, Tensor]:
     exact = exact_gradients(experts=way.startswith("EP"))
     return {n: g for n, g in exact.items() if way != "TP with sequence parallelism" or n != "front.scale"}
 
@@ -33,11 +39,14 @@ def _norms(way: str, with_mesh: bool) -> dict[str, Any]:
     return {"norms": found, "collectives": cut.collectives, "partial": cut.partial}
 
 
-@pytest.mark.parametrize("with_mesh", [True, False])
-@pytest.mark.parametrize("way", WAYS)
+# Nothing but a mesh and a declaration tells that plain experts differ from rank to rank.
+NEEDS_A_MESH = {"EP, plain experts"}
+
+
+@pytest.mark.parametrize(
+    ("way", "with_mesh"), [(way, mesh) for way in WAYS for mesh in (True, False) if mesh or way not in NEEDS_A_MESH]
+)
 def test_the_norm_is_that_of_one_process(ranks_for: Any, way: str, with_mesh: bool) -> None:
-    if way == "EP, plain experts" and not with_mesh:
-        pytest.skip("plain experts need a mesh: nothing else tells that they differ from rank to rank")
     results = ranks_for(way)(_norms, way, with_mesh)
     assert all(r["norms"] == results[0]["norms"] for r in results)  # to the last bit
     for order, (norm, collectives) in zip(ORDERS, results[0]["norms"], strict=True):
@@ -82,3 +91,268 @@ def test_the_clip_is_that_of_one_process(ranks_for: Any, way: str, planned: bool
             torch.testing.assert_close(gradient.double(), reference * 0.05 / total, rtol=1e-4, atol=1e-8)
             seen.add(name)
     assert seen >= set(exact) - {"back.experts.w"}
+
+
+# Gradients made by hand, where a model would not give them.
+
+
+def placed(
+    local: Tensor, mesh: DeviceMesh, placements: list[Any], shape: tuple[int, ...], like: list[Any] | None = None
+) -> nn.Parameter:
+    """A parameter with a gradient whose local part is given; the parameter lies as `like`, or as its gradient."""
+
+    def dtensor(t: Tensor, where: list[Any]) -> DTensor:
+        stride = torch.empty(shape).stride()
+        return DTensor.from_local(t, mesh, where, run_check=False, shape=torch.Size(shape), stride=stride)
+
+    parameter = nn.Parameter(dtensor(torch.zeros_like(local), like or placements))
+    parameter.grad = dtensor(local, placements)
+    return parameter
+
+
+def _five_partial() -> tuple[float, list[int], list[str], list[list[float]]]:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    norms = [placed(torch.full((3,), float(rank + k)), mesh, [Partial()], (3,), [Replicate()]) for k in range(5)]
+    counts = []
+    for _ in range(2):
+        with CommDebugMode() as counted:
+            norm = sonde.clip_grad_norm_(norms, math.inf, mesh=mesh)
+        counts.append(counted.get_total_counts())
+    grads = [p.grad for p in norms]
+    assert all(isinstance(g, DTensor) for g in grads)
+    return (
+        float(norm),
+        counts,
+        [str(g.placements) for g in grads],  # type: ignore[union-attr]
+        [g.to_local().tolist() for g in grads],  # type: ignore[union-attr]
+    )
+
+
+def test_partial_gradients_are_summed_once_and_written_back(ranks2: Ranks) -> None:
+    """Five of them cost one all-reduce; the optimizer finds them summed, and a second clip does."""
+    for norm, counts, placements, values in ranks2(_five_partial):
+        assert norm == pytest.approx(math.sqrt(3 * sum((2 * k + 1) ** 2 for k in range(5))), rel=1e-7)
+        assert counts == [2, 1]
+        assert placements == ["(Replicate(),)"] * 5
+        assert values == [[2.0 * k + 1] * 3 for k in range(5)]
+
+
+def _partial_missing_on_one_rank() -> tuple[float, bool]:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    p = placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
+    plan = sonde.group_parameters_for_norm([p], mesh=mesh)
+    if rank == 1:
+        p.grad = None
+    return float(sonde.clip_grad_norm_distributed_(plan, 1.0)), p.grad is None
+
+
+def test_a_partial_gradient_that_is_missing_on_one_rank_counts_as_zeros(ranks2: Ranks) -> None:
+    first, second = ranks2(_partial_missing_on_one_rank)
+    assert first == (pytest.approx(math.sqrt(3)), False)
+    assert second == (pytest.approx(math.sqrt(3)), True)
+
+
+def _mixed() -> list[float]:
+    """Meshes of different axes, one made twice, and plain tensors; a tied one twice; bf16 and fp64 among them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    generator = torch.Generator().manual_seed(3)
+
+    def parameter(shape: tuple[int, ...], on: DeviceMesh | None, where: list[Any], dtype: torch.dtype) -> nn.Parameter:
+        gradient = torch.randn(shape, generator=generator).to(dtype)
+        found.append(gradient)
+        p = nn.Parameter(torch.zeros_like(gradient) if on is None else distribute_tensor(gradient, on, where))
+        p.grad = gradient if on is None else distribute_tensor(gradient, on, where)
+        return p
+
+    found: list[Tensor] = []
+    parameters = [
+        parameter((5, 3), mesh, [Shard(0), Shard(1)], torch.float32),
+        parameter((7,), again, [Shard(0), Replicate()], torch.float32),
+        parameter((6,), mesh["a"], [Shard(0)], torch.bfloat16),
+        parameter((4, 4), again["b"], [Shard(1)], torch.float64),
+        parameter((1,), mesh["b"], [Shard(0)], torch.float32),
+        parameter((0, 4), mesh["b"], [Shard(0)], torch.float32),
+        parameter((3,), None, [], torch.float32),
+        parameter((2, 2), mesh, [Replicate(), Replicate()], torch.float32),
+    ]
+    parameters.append(parameters[0])
+    exact = {str(i): g for i, g in enumerate(found)}
+    return [
+        float(sonde.clip_grad_norm_(parameters, None, order, mesh=on)) / norm_of(exact, order)
+        for order in ORDERS
+        for on in (mesh, None)
+    ]
+
+
+def test_mixed_meshes_plain_tensors_ties_and_dtypes_in_one_call(ranks4: Ranks) -> None:
+    results = ranks4(_mixed)
+    assert all(r == results[0] for r in results)
+    assert results[0] == pytest.approx([1.0] * 8, rel=1e-6)
+
+
+def _extreme(value: float, dtype: torch.dtype, order: float) -> tuple[float, list[float]]:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    local = torch.tensor([value if rank else 0.0, 0.0], dtype=dtype)
+    p = placed(local, mesh, [Shard(0)], (4,))
+    norm = sonde.clip_grad_norm_(p, 1.0, order, mesh=mesh)
+    return float(norm), whole(p.grad).tolist()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize(("value", "dtype"), [(1e30, torch.float32), (6e4, torch.float16)])
+def test_large_gradients_are_clipped_and_not_zeroed(
+    ranks2: Ranks, value: float, dtype: torch.dtype, order: float
+) -> None:
+    """Their squares overflow, in fp32 and in fp16."""
+    for norm, clipped in ranks2(_extreme, value, dtype, order):
+        assert norm == pytest.approx(value, rel=1e-3)
+        assert clipped == pytest.approx([0, 0, 1.0, 0], rel=1e-3)
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_a_nan_on_one_rank_is_seen_by_all(ranks2: Ranks, order: float) -> None:
+    for norm, clipped in ranks2(_extreme, math.nan, torch.float32, order):
+        assert math.isnan(norm)
+        assert all(map(math.isnan, clipped))
+
+
+def _bf16() -> tuple[float, float]:
+    cut = fsdp(dtype=torch.bfloat16)
+    gradients = {n: whole(p.grad) for n, p in cut.parameters.items() if p.grad is not None}
+    return float(sonde.clip_grad_norm_(cut.parameters.values(), None, mesh=cut.mesh)), norm_of(gradients, 2.0)
+
+
+def test_bf16_is_squared_in_more(ranks2: Ranks) -> None:
+    for norm, exact in ranks2(_bf16):
+        assert norm == pytest.approx(exact, rel=1e-6)
+
+
+def _nonfinite(nonfinite: str) -> tuple[str, list[float]]:
+    cut = fsdp()
+    if dist.get_rank() == 1:
+        cut.parameters["back.up.weight"].grad.to_local()[0, 0] = math.inf  # type: ignore[union-attr]
+    try:
+        said = str(float(sonde.clip_grad_norm_(cut.parameters.items(), 1.0, mesh=cut.mesh, nonfinite=nonfinite)))
+    except RuntimeError as error:
+        said = str(error)
+    head = cut.parameters["back.head.weight"].grad
+    assert head is not None
+    return said, whole(head).flatten()[:4].tolist()
+
+
+def test_non_finite_gradients_are_named_on_the_rank_that_has_them(ranks2: Ranks) -> None:
+    exact = exact_gradients()["back.head.weight"].flatten()[:4].tolist()
+    (first, untouched), (second, _) = ranks2(_nonfinite, "raise")
+    assert "not finite in back.up.weight" in second
+    assert "another rank's are not" in first
+    assert untouched == pytest.approx(exact, rel=1e-5)
+    for said, _ in ranks2(_nonfinite, "assert_async"):
+        assert "the gradient norm is not finite" in said
+
+
+def test_non_finite_gradients_ignored_or_skipped(ranks2: Ranks) -> None:
+    for said, head in ranks2(_nonfinite, "skip"):
+        assert said == "inf"
+        assert head == [0.0] * 4
+    for said, head in ranks2(_nonfinite, "ignore"):
+        assert said == "inf"
+        assert head == [0.0] * 4  # as torch: everything times 1/inf
+
+
+def _undeclared_experts() -> tuple[float, str, str]:
+    cut = experts(as_dtensors=False)
+    norm = float(sonde.clip_grad_norm_(cut.parameters.items(), None, mesh=cut.mesh))
+    said = []
+    for replicas in (None, {"back.experts.w": 4}):
+        try:
+            sonde.group_parameters_for_norm(cut.parameters.items(), mesh=cut.mesh, replicas=replicas, verify=True)
+            said.append("no error")
+        except ValueError as error:
+            said.append(str(error))
+    return norm, said[0], said[1]
+
+
+def test_replicas_are_verified(ranks4: Ranks) -> None:
+    for norm, undeclared, wrong in ranks4(_undeclared_experts):
+        assert norm != pytest.approx(norm_of(exact_gradients(experts=True), 2.0), rel=1e-3)  # why it has to be said
+        for said in (undeclared, wrong):
+            assert "back.experts.w of rank 0 has the same values on 2 of 4 ranks" in said
+            assert "replicas={'back.experts.w': 2}" in said
+
+
+def _bad(what: str) -> tuple[str, list[float], list[float]]:
+    """Something is wrong on rank 1 only, or on both; what is said, and a gradient before and after."""
+    cut, rank = fsdp(), dist.get_rank()
+    parameters: dict[str, Any] = dict(cut.parameters)
+    options: dict[str, Any] = {"mesh": cut.mesh, "max_norm": 1.0}
+    if what == "sparse" and rank == 1:
+        parameters["stray"] = nn.Parameter(torch.zeros(3))
+        parameters["stray"].grad = torch.zeros(3).to_sparse()
+    elif what == "placement" and rank == 1:
+        parameters["stray"] = placed(torch.ones(2), cut.mesh, [Partial("max")], (2,), [Replicate()])
+    elif what == "mesh":
+        alone = (
+            DeviceMesh("cpu", [0], _init_backend=False) if rank == 0 else DeviceMesh("cpu", [1], _init_backend=False)
+        )
+        options["mesh"] = alone
+    elif what == "device" and rank == 1:
+        local = DTensor.from_local(torch.ones(3, device="meta"), cut.mesh, [Replicate()], run_check=False)
+        parameters["stray"] = nn.Parameter(local.detach())
+        parameters["stray"].grad = local
+    before = parameters["back.up.weight"].grad.to_local().flatten()[:3].tolist()
+    max_norm = options.pop("max_norm")
+    try:
+        sonde.clip_grad_norm_(parameters.items(), max_norm, **options)
+        said = "no error"
+    except ValueError as error:
+        said = str(error)
+    return said, before, parameters["back.up.weight"].grad.to_local().flatten()[:3].tolist()
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("sparse", "gradient of stray: it is sparse"),
+        ("placement", "gradient of stray: placement Partial(max) on mesh axis 0 is not known"),
+        ("device", "gradient of stray: it is on meta and its mesh on cpu"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks2: Ranks, what: str, match: str) -> None:
+    (first, *before_and_after), (second, *of_second) = ranks2(_bad, what)
+    assert "another rank found a gradient that cannot be counted" in first
+    assert match in second
+    for before, after in (before_and_after, of_second):
+        assert before == after
+
+
+def test_a_mesh_that_does_not_contain_the_gradients_is_refused(ranks2: Ranks) -> None:
+    for said, before, after in ranks2(_bad, "mesh"):
+        assert "lies on ranks 0, 1, which mesh= (" in said
+        assert "pass the mesh of all ranks that hold the model" in said
+        assert before == after
+
+
+def _plan_that_learns() -> list[tuple[float, int]]:
+    """Planned before there is a gradient; used while gradients come, go missing, and lie otherwise."""
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    p = placed(torch.ones(2), mesh, [Shard(0)], (4,))
+    q = placed(torch.full((3,), 0.5 * (rank + 1)), mesh, [Partial()], (3,), [Replicate()])
+    later, p.grad = p.grad, None
+    partial, q.grad = q.grad, None
+    plan = sonde.group_parameters_for_norm([p, q], mesh=mesh)
+    found = []
+    for step in range(4):
+        p.grad = later if step else None
+        q.grad = partial if step == 2 else None
+        with CommDebugMode() as counted:
+            norm = sonde.clip_grad_norm_distributed_(plan, None)
+        found.append((float(norm), counted.get_total_counts()))
+    return found
+
+
+def test_a_plan_follows_gradients_that_come_and_go(ranks2: Ranks) -> None:
+    for found in ranks2(_plan_that_learns):
+        assert [norm for norm, _ in found] == pytest.approx([0, 2, math.sqrt(4 + 3 * 1.5**2), 2], rel=1e-6)
+        # Once it has been seen to be partial, a gradient that is missing takes part: its peers may have it.
+        assert [n for _, n in found] == [1, 1, 2, 2]

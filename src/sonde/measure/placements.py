@@ -93,7 +93,7 @@ def layout_of_spec(spec: Any) -> Layout:
             partial.append((axis, placement.reduce_op))
         elif type(placement) is not Replicate:
             raise ValueError(
-                f"placement {placement} on mesh axis {axis} is not known, got it in {tuple(spec.placements)}: "
+                f"placement {placement!r} on mesh axis {axis} is not known, got it in {tuple(spec.placements)}: "
                 "redistribute the gradient to Shard, Replicate or Partial('sum') first"
             )
     return Layout(spec.mesh, tuple(sharded), tuple(partial))
