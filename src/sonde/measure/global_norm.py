@@ -152,8 +152,10 @@ def _by_collective(
     yield None, by_ranks.pop((), [])
 
 
-def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of all ranks of a mesh."""
+def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The process group of all ranks of a mesh; None where that is one."""
+    if mesh.size() == 1:  # torch makes no group for some of these
+        return None
     return mesh.get_group() if mesh.ndim == 1 else group_over(sorted(ranks_of(mesh)))
 
 

@@ -30,6 +30,8 @@ def check_replicas(plan: NormPlan, n_stages: int) -> None:
     if plan.mesh is None:
         raise ValueError("verify=True compares the ranks of a mesh, got mesh=None: pass the mesh of all ranks")
     group = group_of_mesh(plan.mesh)
+    if group is None:
+        return
     mine = [
         (_fingerprint(plan.name_of(index), plan.parameters[index]), one.key.n_replicas or group.size() // n_stages)
         for one in plan.groups
