@@ -1,0 +1,133 @@
+"""Folding a clip into a fused optimizer: the same step, one pass less, and an optimizer as it was."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sonde
+from tests.ranks import Ranks
+from tests.sharded import fsdp, whole
+
+FUSED: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 0.1}),
+    (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+]
+
+
+def parameters(scale: float = 1.0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    made = [nn.Parameter(torch.randn(s, generator=generator)) for s in ((5, 3), (7,), (40, 30))]
+    for p in made:
+        p.grad = scale * torch.randn(p.shape, generator=generator)
+    return made
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, 0.0])
+@pytest.mark.parametrize(("kind", "options"), FUSED, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_folded_clip_steps_as_a_clip_does(kind: Any, options: dict[str, Any], max_norm: float) -> None:
+    folded, scaled = parameters(), parameters()
+    of_folded, of_scaled = kind(folded, fused=True, **options), kind(scaled, fused=True, **options)
+    for _ in range(3):
+        a = sonde.clip_grad_norm_(folded, max_norm, fold_into=of_folded)
+        b = sonde.clip_grad_norm_(scaled, max_norm)
+        assert torch.equal(a, b)
+        of_folded.step()
+        of_scaled.step()
+        for p, q in zip(folded, scaled, strict=True):
+            # Dividing by 1/c and multiplying by c round differently.
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-9)  # the kernel writes gradients back
+        assert not hasattr(of_folded, "grad_scale")
+        assert not hasattr(of_folded, "found_inf")
+        for p, q in zip(folded, scaled, strict=True):
+            p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_fused_step_is_skipped_on_the_device(bad: float) -> None:
+    made = parameters()
+    optimizer = torch.optim.AdamW(made, fused=True)
+    made[0].grad[0, 0] = bad  # type: ignore[index]
+    before = [p.detach().clone() for p in made]
+    sonde.clip_grad_norm_(made, 1.0, nonfinite="skip", fold_into=optimizer)
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(made, before, strict=True))
+    made[0].grad[0, 0] = 0.0  # type: ignore[index]
+    sonde.clip_grad_norm_(made, 1.0, nonfinite="skip", fold_into=optimizer)
+    optimizer.step()
+    assert not torch.equal(made[0], before[0])
+    assert float(optimizer.state[made[0]]["step"]) == 1  # the skipped one does not count
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda made: torch.optim.AdamW(made), "not fused: build it with fused=True"),
+        (lambda made: torch.optim.AdamW(made[:2], fused=True), "1 parameters that are clipped are not its"),
+        (lambda made: torch.optim.AdamW([*made, other()], fused=True), "holds 1 parameters that are not clipped"),
+    ],
+    ids=["not fused", "too few", "too many"],
+)
+def test_where_it_cannot_it_scales_and_says_so_once(make: Any, reason: str) -> None:
+    made, expected = parameters(), parameters()
+    optimizer = make(made)
+    with pytest.warns(UserWarning, match=reason):
+        sonde.clip_grad_norm_(made, 0.5, fold_into=optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sonde.clip_grad_norm_(made, 0.5, fold_into=optimizer)
+    sonde.clip_grad_norm_(expected, 0.5)
+    for p, q in zip(made, expected, strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=0)
+
+
+def other() -> nn.Parameter:
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.ones(2)
+    return p
+
+
+def _unfolded_then_folded(fold: bool) -> list[Tensor]:
+    """A real GradScaler around a fused optimizer, its gradients unscaled and clipped before the step."""
+    model = nn.Linear(4, 2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(3):
+        x = torch.full((3, 4), 1.0 + step)
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        sonde.clip_grad_norm_(model.parameters(), 0.1, fold_into=optimizer if fold else None)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert not hasattr(optimizer, "grad_scale")
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_beside_a_grad_scaler() -> None:
+    for folded, scaled in zip(_unfolded_then_folded(True), _unfolded_then_folded(False), strict=True):
+        torch.testing.assert_close(folded, scaled, rtol=1e-5, atol=1e-6)
+
+
+def _sharded(fold: bool) -> list[Tensor]:
+    cut = fsdp()
+    optimizer = torch.optim.AdamW(cut.parameters.values(), lr=0.1, fused=True)
+    sonde.clip_grad_norm_(cut.parameters.items(), 0.05, mesh=cut.mesh, fold_into=optimizer if fold else None)
+    optimizer.step()
+    return [whole(p.detach()) for p in cut.parameters.values()]
+
+
+def test_into_an_optimizer_of_sharded_parameters(ranks2: Ranks) -> None:
+    for folded, scaled in zip(ranks2(_sharded, True)[0], ranks2(_sharded, False)[0], strict=True):
+        torch.testing.assert_close(folded, scaled, rtol=1e-5, atol=1e-6)
