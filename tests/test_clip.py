@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sonde
 from tests.ranks import Ranks
@@ -106,3 +108,117 @@ def test_sharded_gradients_are_clipped_by_the_norm_of_all_shards(ranks2: Ranks) 
 
 def test_returns_a_tensor_without_waiting() -> None:
     assert isinstance(sonde.clip_grad_norm_(gradients((3,)), 1.0), Tensor)
+
+
+def test_named_parameters_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(3, 2)
+    model.weight.grad, model.bias.grad = torch.ones(2, 3), torch.tensor([math.nan, 1.0])
+    with pytest.raises(RuntimeError, match=r"not finite in bias\. Find the loss"):
+        sonde.clip_grad_norm_(model.named_parameters(), 1.0, nonfinite="raise")
+    with pytest.raises(RuntimeError, match=r"not finite in parameter 1 of shape \(2,\)"):
+        sonde.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def test_torchs_positional_arguments() -> None:
+    for arguments in ((1.0,), (1.0, 3.0), (1.0, "inf"), (1.0, 2.0, True), (1.0, 2.0, False, False)):
+        ours = gradients((7, 3), (40,))
+        theirs = copies(ours)
+        got = sonde.clip_grad_norm_(ours, *arguments)
+        expected = torch.nn.utils.clip_grad_norm_(theirs, *arguments)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
+
+
+def test_none_only_measures() -> None:
+    parameters = gradients((7, 3), (40,))
+    before = copies(parameters)
+    assert float(sonde.clip_grad_norm_(parameters, None)) > 1
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(parameters, before, strict=True))  # type: ignore[arg-type]
+
+
+def test_zero_is_not_none() -> None:
+    parameters = gradients((7, 3))
+    sonde.clip_grad_norm_(parameters, 0.0)
+    assert not parameters[0].grad.any()  # type: ignore[union-attr]
+
+
+def test_not_finite_skipped_or_asserted() -> None:
+    a, b = gradients((3,), (4,))
+    a.grad[0] = math.nan  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="the gradient norm is not finite"):
+        sonde.clip_grad_norm_([a, b], 1.0, nonfinite="assert_async")
+    assert math.isnan(float(sonde.clip_grad_norm_([a, b], 1.0, nonfinite="skip")))
+    assert not a.grad.any()  # type: ignore[union-attr]
+    assert not b.grad.any()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"norm_type": 0.0}, "norm_type must be > 0"),
+        ({"norm_type": -1}, "norm_type must be > 0"),
+        ({"norm_type": math.nan}, "norm_type must be > 0"),
+        ({"norm_type": "two"}, "norm_type must be > 0"),
+        ({"nonfinite": "drop"}, "nonfinite must be one of ignore, skip, raise, assert_async"),
+        ({"max_norm": "1"}, "max_norm must be a number"),
+        ({"max_norm": True}, "max_norm must be a number"),
+        ({"replicas": {"w": 2}}, "replicas= counts ranks of a mesh"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_and_touch_nothing(options: dict[str, Any], match: str) -> None:
+    (p,) = gradients((3,))
+    before = p.grad.clone()  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=match):
+        sonde.clip_grad_norm_(p, **({"max_norm": 1.0} | options))
+    assert torch.equal(p.grad, before)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("parameters", [[1.0], [None], ["weight"], [("w", 1.0)]], ids=str)
+def test_what_is_no_tensor_is_refused(parameters: Any) -> None:
+    with pytest.raises(ValueError, match="parameters must be tensors"):
+        sonde.clip_grad_norm_(parameters, 1.0)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match=r"gradient of weight: it is sparse.*use Embedding\(sparse=False\)"):
+        sonde.clip_grad_norm_(embedding.named_parameters(), 1.0)
+
+
+def test_complex_gradients_are_refused_by_name() -> None:
+    phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    phase.grad = torch.ones_like(phase)
+    with pytest.raises(ValueError, match="gradient of phase: it is complex"):
+        sonde.clip_grad_norm_([("phase", phase)], 1.0)
+
+
+def test_a_plan_is_keyed_by_how_gradients_lie() -> None:
+    parameters = gradients((3,), (4, 2), dtype=torch.float32) + gradients((5,), dtype=torch.float64)
+    plan = sonde.group_parameters_for_norm(parameters)
+    assert [(key.ranks, key.dtype, len(p)) for key, p in plan.by_key.items()] == [
+        ((), torch.float32, 2),
+        ((), torch.float64, 1),
+    ]
+    expected = sonde.clip_grad_norm_(copies(parameters), None)
+    assert torch.equal(sonde.clip_grad_norm_distributed_(plan, None), expected)
+
+
+def test_nothing_is_read_on_the_host() -> None:
+    class Items(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Items.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+            return func(*args, **(kwargs or {}))
+
+    parameters = gradients((3,), (400, 300))
+    plan = sonde.group_parameters_for_norm(parameters)
+    with Items():
+        for nonfinite in ("ignore", "skip"):
+            sonde.clip_grad_norm_distributed_(plan, 1.0, nonfinite=nonfinite)  # type: ignore[arg-type]
+        assert Items.count == 0
+        sonde.clip_grad_norm_distributed_(plan, 1.0, nonfinite="raise")
+        assert Items.count == 1

@@ -255,8 +255,8 @@ def _plan(parameters: Parameters, mesh: DeviceMesh | None, replicas: Mapping[Any
     names = None
     if listed and all(isinstance(item, tuple) and len(item) == 2 for item in listed):
         names, listed = [str(name) for name, _ in listed], [tensor for _, tensor in listed]
-    if stray := next((item for item in listed if not isinstance(item, Tensor)), None):
-        raise ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {stray!r:.60}")
+    if strays := [item for item in listed if not isinstance(item, Tensor)]:
+        raise ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {strays[0]!r:.60}")
     return NormPlan(listed, names, mesh=mesh, replicas=replicas)
 
 

@@ -239,6 +239,8 @@ class NormPlan:
             try:
                 if tensor.is_sparse and not self._allow_sparse:
                     raise ValueError("it is sparse, and only dense ones can be counted: use Embedding(sparse=False)")
+                if tensor.is_complex():
+                    raise ValueError("it is complex, and only real ones can be counted: use torch.view_as_real")
                 if own is not spec:
                     # A rank on which this gradient is missing takes the parameter's layout for the gradient's.
                     _layout(own, layouts)
