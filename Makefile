@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench bench-norm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make test    run all tests"
 	@echo "make check   lint, type-check, then run all tests (what CI runs)"
 	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/"
+	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
 	@echo "make clean   remove the virtual environment and caches"
 
 $(VENV)/.created:
@@ -49,6 +50,10 @@ check: $(VENV)/.dev
 bench: $(VENV)/.bench
 	@echo "==> benchmarks (about 45 minutes on 2 cores; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.noise_scale
+
+bench-norm: $(VENV)/.bench
+	@echo "==> benchmarks of the norm (about 10 minutes on 2 cores; leave the machine alone meanwhile)"
+	@$(BIN)/python -m benchmarks.norm
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

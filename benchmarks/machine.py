@@ -9,13 +9,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 
-def describe(device: str) -> dict[str, str]:
+def describe(device: str, compared: Sequence[str] = ("adaptdl", "fairscale", "k-diffusion")) -> dict[str, str]:
     """Machine, versions, date and commit, for people."""
     commit = _git("rev-parse", "--short=12", "HEAD")
     changed = " with uncommitted changes" if _git("status", "--porcelain", "--", "src", "benchmarks/*.py") else ""
@@ -25,7 +26,7 @@ def describe(device: str) -> dict[str, str]:
         "CPU": f"{_cpu_model()}, {os.cpu_count()} cores",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "torch": torch.__version__,
-        "compared": ", ".join(_versions("adaptdl", "fairscale", "k-diffusion")) or "no other package installed",
+        "compared": ", ".join(_versions(*compared)) or "no other package installed",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": (commit or "unknown") + changed,
     }

@@ -1,0 +1,300 @@
+"""What a global norm and a clip cost, beside torch's and torchtitan's: `python -m benchmarks.norm`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import sonde
+from benchmarks.gpt import TINY
+from benchmarks.launch import on_ranks
+from benchmarks.machine import describe
+from benchmarks.training import Setup, device_of
+
+MAX_NORM = 1.0
+SMALL, LARGE = (32, 16), (2048, 2048)
+Clip = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Gradients to clip.
+
+    Attributes:
+        count: tensors.
+        shape: of each, over all ranks.
+        ranks: processes; with more than one, they are DTensors sharded over them.
+        threads: of each process.
+        goals: least wanted of torch's time over sonde's: on the first call, and on later ones.
+    """
+
+    count: int
+    shape: tuple[int, int]
+    ranks: int
+    threads: int
+    goals: tuple[float | None, float | None]
+
+    def __str__(self) -> str:
+        size = self.count * self.shape[0] * self.shape[1] * 4 / 1e6
+        where = f"DTensors over {self.ranks} ranks" if self.ranks > 1 else "plain tensors, one process"
+        return f"{self.count:,} {where}, {size:,.0f} MB in all"
+
+    def setup(self, device: str) -> Setup:
+        """For `on_ranks`."""
+        return Setup(self.ranks, self.threads, micro_batches=1, sequences=1, shape=TINY, device=device)
+
+
+CASES = [
+    *(Case(n, SMALL, 2, 1, (50.0, 3.0)) for n in (500, 2000, 6000)),
+    Case(16, LARGE, 2, 1, (None, 1.0)),
+    *(Case(n, SMALL, 1, 2, (None, 1.0)) for n in (500, 2000, 6000)),
+    Case(16, LARGE, 1, 2, (None, 1.0)),
+]
+
+
+@dataclass
+class Result:
+    """Seconds of each contestant in one case.
+
+    Attributes:
+        case: in words.
+        goals: see `Case`.
+        first: the first call in a new process.
+        steady: later calls, the contestants taking turns; [rounds].
+        read_bytes_per_second: of sonde's norm alone, by name: "norm", and "copy" for a copy of the same gradients,
+            which reads as many and writes as many.
+    """
+
+    case: str
+    goals: tuple[float | None, float | None]
+    first: dict[str, float] = field(default_factory=dict)
+    steady: dict[str, list[float]] = field(default_factory=dict)
+    read_bytes_per_second: dict[str, float] = field(default_factory=dict)
+
+
+def make(case: Case, setup: Setup) -> tuple[list[nn.Parameter], DeviceMesh | None]:
+    """Parameters with gradients on this rank, and their mesh."""
+    device = device_of(setup)
+    generator = torch.Generator().manual_seed(0)
+    if case.ranks == 1:
+        parameters = [nn.Parameter(torch.zeros(case.shape, device=device)) for _ in range(case.count)]
+        for p in parameters:
+            p.grad = torch.randn(case.shape, generator=generator).to(device)
+        return parameters, None
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh(setup.device, (case.ranks,))
+    rows, columns = case.shape
+
+    def shard(local: Tensor) -> DTensor:
+        return DTensor.from_local(local.to(device), mesh, [Shard(0)], run_check=False)
+
+    parameters = []
+    for _ in range(case.count):
+        p = nn.Parameter(shard(torch.zeros(rows // case.ranks, columns)))
+        p.grad = shard(torch.randn(rows // case.ranks, columns, generator=generator))
+        parameters.append(p)
+    return parameters, mesh
+
+
+def contestants(parameters: list[nn.Parameter], mesh: DeviceMesh | None) -> dict[str, Callable[[], Clip]]:
+    """By name, what is done once, which returns what is done at every step."""
+
+    def planned() -> Clip:
+        plan = sonde.group_parameters_for_norm(parameters, mesh=mesh)
+        return lambda: sonde.clip_grad_norm_distributed_(plan, MAX_NORM)
+
+    found: dict[str, Callable[[], Clip]] = {
+        "torch": lambda: lambda: torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM),
+        "sonde, planned": planned,
+        "sonde": lambda: lambda: sonde.clip_grad_norm_(parameters, MAX_NORM, mesh=mesh),
+    }
+    if importlib.util.find_spec("torchtitan") is not None and importlib.util.find_spec("spmd_types") is not None:
+        from torchtitan.distributed.utils import clip_grad_norm_
+
+        found["torchtitan"] = lambda: lambda: clip_grad_norm_(parameters, MAX_NORM)
+    return found
+
+
+def _seconds(call: Callable[[], Any], device: str) -> float:
+    """Of one call, from when all ranks are ready, on the slowest."""
+    if dist.is_initialized():
+        dist.barrier()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    took = torch.tensor(time.perf_counter() - start, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+def first_call(setup: Setup, case: Case, name: str) -> float:
+    """In a new process, planning included."""
+    parameters, mesh = make(case, setup)
+    prepare = contestants(parameters, mesh)[name]
+    return _seconds(lambda: prepare()(), setup.device)
+
+
+def steady_calls(setup: Setup, case: Case, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Contestants in turn, in an order that turns with every round; and bytes per second."""
+    parameters, mesh = make(case, setup)
+    calls = {name: prepare() for name, prepare in contestants(parameters, mesh).items()}
+    for call in calls.values():
+        call()
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    gc.disable()
+    for k in range(rounds):
+        names = list(calls)
+        for name in names[k % len(names) :] + names[: k % len(names)]:
+            took[name].append(_seconds(calls[name], setup.device))
+    grads = [p.grad.to_local() if mesh is not None else p.grad for p in parameters]  # type: ignore[union-attr]
+    copies = [torch.empty_like(g) for g in grads]
+    n_bytes = sum(g.numel() * g.element_size() for g in grads)
+    plan = sonde.group_parameters_for_norm(parameters, mesh=mesh)
+
+    def copy() -> None:
+        for into, grad in zip(copies, grads, strict=True):
+            into.copy_(grad)
+
+    rates = {}
+    for name, call in {"norm": lambda: sonde.clip_grad_norm_distributed_(plan, None), "copy": copy}.items():
+        rates[name] = n_bytes / statistics.median([_seconds(call, setup.device) for _ in range(rounds)])
+    gc.enable()
+    return took, rates
+
+
+def folded_steps(setup: Setup, case: Case, rounds: int) -> dict[str, list[float]]:
+    """A clip and a step of fused AdamW: the clip in a pass of its own, and folded into the step; in turn."""
+    parameters, mesh = make(case, setup)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    plan = sonde.group_parameters_for_norm(parameters, mesh=mesh)
+
+    def step(*, folds: bool) -> None:
+        sonde.clip_grad_norm_distributed_(plan, MAX_NORM, fold_into=optimizer if folds else None)
+        optimizer.step()
+
+    took: dict[str, list[float]] = {"scaled": [], "folded": []}
+    for k in range(2 * rounds + 2):
+        folds = k % 2 == 1
+        seconds = _seconds(lambda folds=folds: step(folds=folds), setup.device)
+        if k >= 2:
+            took["folded" if folds else "scaled"].append(seconds)
+    return took
+
+
+def measure(device: str, *, quick: bool) -> dict[str, Any]:
+    """Everything, case by case."""
+    start = time.monotonic()
+    results = []
+    n_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    cases = [case for case in CASES if device == "cpu" or case.ranks <= n_gpus]
+    if quick:
+        cases = [dataclasses.replace(c, count=min(c.count, 50), shape=SMALL) for c in (cases[0], cases[-1])]
+    for case in cases:
+        setup, result = case.setup(device), Result(str(case), case.goals)
+        for name in contestants([], None):
+            _say(start, f"first call of {name}: {case}")
+            repeats = [on_ranks(setup, first_call, case, name, start="spawn")[0] for _ in range(1 if quick else 3)]
+            result.first[name] = statistics.median(repeats)
+        _say(start, f"later calls: {case}")
+        rounds = 3 if quick else 30 if case.shape == SMALL else 15
+        result.steady, result.read_bytes_per_second = on_ranks(setup, steady_calls, case, rounds, start="spawn")[0]
+        results.append(result)
+    large = next((case for case in cases[::-1] if case.ranks == 1), cases[-1])
+    _say(start, f"folded into a fused step: {large}")
+    folded = on_ranks(large.setup(device), folded_steps, large, 3 if quick else 15, start="spawn")[0]
+    return {
+        "machine": describe(device, compared=("torchtitan",)),
+        "quick": quick,
+        "results": [dataclasses.asdict(r) for r in results],
+        "folded": {"case": str(large), **folded},
+    }
+
+
+def markdown(found: dict[str, Any], command: str) -> str:
+    """The results as a page."""
+    lines = ["# What a global norm and a clip cost", ""]
+    lines += [f"- {name}: {value}" for name, value in found["machine"].items()]
+    lines += [f"- again: `{command}`", ""]
+    if found["quick"]:
+        lines += ["**Quick: these numbers mean nothing.**", ""]
+    lines += [
+        "A clip to norm 1, of fp32 gradients. First call: in a new process, planning included; median of three. Later "
+        "calls: contestants in turn in one process; median, and the median over rounds of torch's time over each. "
+        "Seconds are those of the slowest rank.",
+        "",
+    ]
+    for result in found["results"]:
+        lines += [f"## {result['case']}", ""]
+        lines += [
+            "| | first call, ms | torch's over it | later calls, ms | torch's over it |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for name, first in result["first"].items():
+            steady = result["steady"][name]
+            over = statistics.median([a / b for a, b in zip(result["steady"]["torch"], steady, strict=True)])
+            lines.append(
+                f"| {name} | {1e3 * first:,.1f} | {result['first']['torch'] / first:.2f} | "
+                f"{1e3 * statistics.median(steady):,.2f} | {over:.2f} |"
+            )
+        rates = {name: rate / 1e9 for name, rate in result["read_bytes_per_second"].items()}
+        goals = [f"{what} ≥ {goal:g}×" for what, goal in zip(("first", "later"), result["goals"], strict=True) if goal]
+        lines += [
+            "",
+            f"Goal for sonde, planned: {', '.join(goals)}. Its norm alone reads {rates['norm']:.1f} GB/s on each rank; "
+            f"a copy of the same gradients reads {rates['copy']:.1f} GB/s and writes as much.",
+            "",
+        ]
+    folded = found["folded"]
+    saved = statistics.median([1 - f / s for s, f in zip(folded["scaled"], folded["folded"], strict=True)])
+    lines += [
+        "## Folded into a fused step of AdamW",
+        "",
+        f"{folded['case']}: clip and step take {1e3 * statistics.median(folded['scaled']):,.1f} ms with a pass of "
+        f"scaling, {1e3 * statistics.median(folded['folded']):,.1f} ms folded: {100 * saved:.0f} % less.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _say(start: float, text: str) -> None:
+    print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write `norm_<device>.json` and `.md`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.norm", description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--quick", action="store_true", help="half a minute, to see that it works")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
+    options = parser.parse_args(arguments)
+    found = measure(options.device, quick=options.quick)
+    page = markdown(found, f"python -m benchmarks.norm --device {options.device}" + " --quick" * options.quick)
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"norm_{options.device}"
+    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(page)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
