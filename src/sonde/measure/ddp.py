@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.measure.gradients import GradientSummary
@@ -67,6 +68,7 @@ class BucketTap:
         metric: how gradients are squared.
         comm_hook: the user's own hook, which then does the reduction; None for DDP's average.
         comm_state: the state that the user's hook is called with.
+        on_backward_end: called when a backward outside `expect_piece` … `end_piece` has ended.
 
     Raises:
         ValueError: when DDP has a communication hook of the user's, or another tap reads the buckets.
@@ -81,6 +83,7 @@ class BucketTap:
         *,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
+        on_backward_end: Callable[[], None],
     ) -> None:
         if is_tapped(model):
             raise ValueError("another probe reads the buckets of this DDP model already: close it first")
@@ -95,7 +98,38 @@ class BucketTap:
         self._size = len(parameters)
         self._problems = [0] * len(Problem)
         self._start_window()
+        self._on_backward_end = on_backward_end
+        self._explicit = self._only_explicit = self._has_backward = self._hears_of_end = False
+        self._handles = [parameters[i].register_hook(self._saw_backward) for i in witness.fixed]
         self._relay.listener = self._read
+
+    def expect_piece(self) -> None:
+        """From here until `end_piece`, all backwards are one piece; from now on, none outside such a piece counts."""
+        self._explicit = self._only_explicit = True
+        self._has_backward = False
+
+    def end_piece(self) -> None:
+        """Note whether a backward ran; buckets do not tell of one that DDP did not reduce."""
+        self._problems[Problem.EMPTY_PIECE] += not self._has_backward
+        self._explicit = self._has_backward = False
+
+    def discard_piece(self) -> None:
+        """An interrupted piece cannot be taken out of the buckets again."""
+        self._problems[Problem.INTERRUPTED_IN_BUCKETS] += self._has_backward
+        self._explicit = self._has_backward = False
+
+    def _saw_backward(self, grad: Tensor | None) -> None:
+        """A hook on a few parameters, spread over the model."""
+        if self._hears_of_end:
+            return
+        self._has_backward = True
+        if not self._only_explicit:
+            self._hears_of_end = True
+            Variable._execution_engine.queue_callback(self._close_backward)
+
+    def _close_backward(self) -> None:
+        self._hears_of_end = False
+        self._on_backward_end()
 
     def _start_window(self) -> None:
         # One entry a bucket: callbacks of different buckets may run at the same time, on streams of their own.
@@ -115,6 +149,9 @@ class BucketTap:
 
     def close(self) -> None:
         """Read no more. DDP cannot remove a communication hook: the relay stays and only reduces."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         if self._relay.listener == self._read:
             self._relay.listener = None
         self._start_window()
@@ -126,6 +163,9 @@ class BucketTap:
             What to call with the reduced buffer.
         """
         start = time.perf_counter()
+        if bucket.buffer().is_sparse:
+            self._problems[Problem.SPARSE_IN_BUCKETS] += 1
+            return lambda _: None
         number = bucket.index()
         if number in self._before:
             self._problems[Problem.SEVERAL_REDUCTIONS] += 1

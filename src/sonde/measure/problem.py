@@ -19,7 +19,9 @@ class Problem(IntEnum):
     SEVERAL_BACKWARDS = 5
     TOO_LARGE_TO_SUM = 6
     SPARSE_ON_GPU = 7
-    SEVERAL_REDUCTIONS = 8
+    SPARSE_IN_BUCKETS = 8
+    INTERRUPTED_IN_BUCKETS = 9
+    SEVERAL_REDUCTIONS = 10
 
     @property
     def message(self) -> str:
@@ -54,6 +56,13 @@ _MESSAGES = {
     ),
     Problem.SPARSE_ON_GPU: (
         "a sparse gradient on a GPU cannot be squared without waiting for the device: use Embedding(sparse=False)"
+    ),
+    Problem.SPARSE_IN_BUCKETS: (
+        "DDP reduces a sparse gradient in no bucket that can be read: use tap='leaf', or Embedding(sparse=False)"
+    ),
+    Problem.INTERRUPTED_IN_BUCKETS: (
+        "a piece was interrupted after its backward, and its gradient is in DDP's buckets all the same: zero the "
+        "gradients and start the window again"
     ),
     Problem.SEVERAL_REDUCTIONS: (
         "DDP reduced more than once in a window, so its buckets no longer hold one rank's gradient: "

@@ -139,11 +139,12 @@ class WindowReader:
         """From here until `end_piece` all backwards are one piece; from now on, none outside such a piece counts."""
         if isinstance(self._tap, MicrobatchTap):
             self._tap.expect_piece(is_first=self._sums.n_pieces == 0)
+        else:
+            self._tap.expect_piece()
 
     def discard_piece(self) -> None:
         """Forget what was seen of the present piece."""
-        if isinstance(self._tap, MicrobatchTap):
-            self._tap.discard_piece()
+        self._tap.discard_piece()
 
     def end_piece(self, counts: PieceCounts) -> None:
         """Add the piece that ends here to the window."""
@@ -153,6 +154,7 @@ class WindowReader:
             if self._tap.n_backwards > 1:
                 self._may_tap_buckets = False  # each of them may reduce
         else:
+            self._tap.end_piece()
             self._sums.count(counts)
         self._seconds += time.perf_counter() - start
 
@@ -200,6 +202,8 @@ class WindowReader:
         grads = [p.grad for p in self.parameters]
         read = {i: self._witness.read(i, g) for i in self._witness.indices if (g := grads[i]) is not None}
         witness = self._witness.join(read, self.device)
+        if self._may_tap_buckets and any(g is not None and g.is_sparse for g in grads):
+            self._may_tap_buckets = False
         if isinstance(self._tap, BucketTap):
             local, reduced = self._tap.take()
             if self._sums.n_pieces:
@@ -273,13 +277,17 @@ class WindowReader:
         assert ddp is not None
         if comm_hook_name(ddp) is not None or is_tapped(ddp):  # since attach
             return ""
-        self._change_tap(lambda: self._bucket_tap(None, None))
+        try:
+            self._change_tap(lambda: self._bucket_tap(None, None))
+        except (RuntimeError, ValueError) as error:  # a hook of torch's own, say, which cannot be asked for
+            return f"leaf hooks stay, as DDP takes no communication hook: {error}"
         return "one piece a rank: from now on read in DDP's buckets, by its communication hook"
 
     def _change_tap(self, make: Callable[[], MicrobatchTap | BucketTap]) -> None:
+        new = make()
         self._tap.close()
         self._seconds += self._tap.seconds
-        self._tap = make()
+        self._tap = new
 
     def _leaf_tap(self) -> MicrobatchTap:
         return MicrobatchTap(
@@ -306,6 +314,7 @@ class WindowReader:
             self._metric,
             comm_hook=comm_hook,
             comm_state=comm_state,
+            on_backward_end=self._end_backward,
         )
 
     def close(self) -> None:

@@ -52,6 +52,11 @@ class Witness:
         self._shapes_read = {i: _shape_of(self._shapes[i], self._slices[i]) for i in self.indices}
         self.sizes = {i: math.prod(shape) for i, shape in self._shapes_read.items()}
 
+    @property
+    def fixed(self) -> list[int]:
+        """Parameters that are read in every window, spread over the depth of the model."""
+        return sorted(index for stay, _, _ in self._kinds for index in stay)
+
     def __contains__(self, index: int) -> bool:
         return index in self._slices
 

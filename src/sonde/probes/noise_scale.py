@@ -380,7 +380,7 @@ class NoiseScaleProbe:
             try:
                 self._mailbox.send(abandon_unfinished=abandon_unfinished)
             finally:  # what has arrived of a run whose peers failed
-                self._receive(wait=True)
+                self._receive(wait=not abandon_unfinished)
                 self._tell_if_never_ended()
         finally:
             self._remove_hooks()
@@ -501,8 +501,10 @@ class NoiseScaleProbe:
     def _expected(self) -> dict[str, Any]:
         """What may happen to this model's gradients: the rounding of their sums, and what to blame for more."""
         precision = lowest_precision(self._wrapper.parameters)
+        tolerance, floor = rounding(precision, self._comm_hook)
         return {
-            "tolerance": rounding(precision, self._comm_hook),
+            "tolerance": tolerance,
+            "floor": floor,
             "blame": blame(
                 self._comm_hook,
                 had_gradients=self._had_gradients,

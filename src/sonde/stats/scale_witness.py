@@ -33,17 +33,18 @@ class ScaleReading:
 
 
 _ADDITIONS_IN_TOLERANCE = 16
+_MOST_ROUNDING = 0.05  # beyond it a sum has stopped adding up, and is no multiple of what it should be
 _NOT_DENORMAL = 1e-30
 
 
 def rounding_of_sums(tolerance: float, n_additions: float) -> float:
-    """The residual that rounding explains after many additions: it grows as their root, as a random walk does.
+    """The residual that rounding explains after many additions, where all of them err to the same side.
 
     Args:
         tolerance: what it is up to 16 additions.
         n_additions: gradients that were added up, one after the other, in the gradient's own dtype.
     """
-    return tolerance * math.sqrt(max(n_additions / _ADDITIONS_IN_TOLERANCE, 1.0))
+    return min(tolerance * max(n_additions / _ADDITIONS_IN_TOLERANCE, 1.0), max(_MOST_ROUNDING, tolerance))
 
 
 def read_scale(
@@ -53,6 +54,7 @@ def read_scale(
     tolerance: float,
     squares: Tensor | None = None,
     sizes: Mapping[int, int] | None = None,
+    floor: float = 0.0,
 ) -> ScaleReading:
     """Compare the optimizer's gradient F with the sum H of the pieces' gradients.
 
@@ -63,6 +65,7 @@ def read_scale(
         squares: Σ h_k² of each element, by which rounding is measured where the pieces nearly cancel; [witness].
         sizes: how many elements each parameter has, in order, by index: a change to one whose gradient is small beside
             the others' counts as much. One parameter in all by default.
+        floor: elements up to this size may have been lost to underflow.
 
     Returns:
         A `ScaleReading`.
@@ -72,7 +75,7 @@ def read_scale(
         return ScaleReading(None, None, "zero")
     scale = float(final @ summed) / power
     sizes = sizes if sizes is not None else {0: len(final)}
-    parts = _Parts(final, summed, summed.square() if squares is None else squares, sizes)
+    parts = _Parts(final, summed, summed.square() if squares is None else squares, sizes, floor / tolerance)
     residual = parts.residual(scale)
     residuals = parts.residuals(scale)
     worst = max(residual, *residuals.values(), 0.0)
@@ -92,14 +95,17 @@ def _beyond(residuals: Mapping[int, float], sizes: Mapping[int, int], tolerance:
 class _Parts:
     """Elements of F and H by parameter."""
 
-    def __init__(self, final: Tensor, summed: Tensor, squares: Tensor, sizes: Mapping[int, int]) -> None:
+    def __init__(
+        self, final: Tensor, summed: Tensor, squares: Tensor, sizes: Mapping[int, int], least_size: float
+    ) -> None:
         self._final, self._summed, self._squares, self._sizes = final, summed, squares, sizes
+        self._least_square = least_size**2
 
     def _left_over(self, scale: float) -> tuple[Tensor, Tensor]:
         """(F − κH)², and the square of what rounding is relative to: F, κH or what was added up to it."""
         left = (self._final - scale * self._summed).square()
         added = scale**2 * torch.maximum(self._summed.square(), self._squares)
-        return left, torch.maximum(self._final.square(), added)
+        return left, torch.maximum(self._final.square(), added) + self._least_square
 
     def residual(self, scale: float) -> float:
         """Of all elements together."""
@@ -112,27 +118,26 @@ class _Parts:
         n, sizes = sum(self._sizes.values()), list(self._sizes.values())
         sums = zip(self._sizes, left[:n].split(sizes), whole[:n].split(sizes), strict=True)
         of_parameters = ((i, float(a.sum()), float(b.sum())) for i, a, b in sums)
-        return {i: math.sqrt(a / b) for i, a, b in of_parameters if b > _NOT_DENORMAL**2}
+        return {i: math.sqrt(a / b) if b > _NOT_DENORMAL**2 else 0.0 for i, a, b in of_parameters}
 
     def usual_scale(self) -> float:
-        """The median of the parameters' own κ, each counting as much as its gradient is large."""
+        """The median of the parameters' own κ: what most of them have, however large the others' gradients are."""
         n, sizes = sum(self._sizes.values()), list(self._sizes.values())
         pairs = zip(self._final[:n].split(sizes), self._summed[:n].split(sizes), strict=True)
-        ratios = sorted((float(f @ h) / w, w) for f, h in pairs if (w := float(h @ h)) > 0.0)
-        half, so_far = sum(w for _, w in ratios) / 2, 0.0
-        for ratio, weight in ratios:
-            so_far += weight
-            if so_far >= half:
-                return ratio
-        return 0.0
+        ratios = sorted(float(f @ h) / power for f, h in pairs if (power := float(h @ h)) > 0.0)
+        return ratios[len(ratios) // 2] if ratios else 0.0
 
     def is_clipped(self, tolerance: float) -> bool:
-        """Whether the largest are all cut at one value, and the rest is one multiple."""
-        cut = self._final.abs() >= self._final.abs().max() * (1 - 1e-6)
+        """Whether all that would be larger than a value are cut at it, and the rest is one multiple."""
+        value = float(self._final.abs().max())
+        cut = self._final.abs() >= value * (1 - 1e-6)
         rest = ~cut
         power = float(self._summed[rest].square().sum())
         if int(cut.sum()) < 2 or power == 0.0:
             return False
         scale = float(self._final[rest] @ self._summed[rest]) / power
+        uncut = (scale * self._summed).abs()
+        if not bool((uncut[cut] > value * (1 - tolerance)).all()) or not bool((uncut > value * (1 + tolerance)).any()):
+            return False
         left, whole = (x[rest].sum() for x in self._left_over(scale))
         return math.sqrt(float(left) / max(float(whole), 1e-300)) <= tolerance

@@ -38,11 +38,13 @@ class Tampering:
             why_changed: why it was dropped, if it was for a changed gradient.
             averaged: whether it was averaged.
         """
+        is_first = self._weight == 0.0
         self._weight = self._decay * self._weight + 1.0
         self._changed *= self._decay
         if why_changed is not None:
             self._changed, self._why = self._changed + 1.0, why_changed
-            for index in scale.changed:
+            # In the first window gradients may have been there already; what goes on being changed is met again.
+            for index in scale.changed if not is_first else ():
                 times, since = self._suspects.get(index, (0, 0))
                 self._suspects[index] = (times + 1, since)
         for index in scale.sound & self._suspects.keys():

@@ -15,6 +15,10 @@ from sonde.stats.state import check_count, check_keys, check_number
 from sonde.stats.tampering import Tampering
 from sonde.stats.window_row import Drop, WindowRow, why_unusable
 
+_SAME = 1e-9
+"""Noise beside signal below which pieces hold the same data: kernels that add in no fixed order leave 1e-12."""
+_CERTAINTY = 0.99
+
 
 class NoiseScaleTracker:
     """Turns window rows into running estimates; drops, counts and explains what cannot be used.
@@ -25,6 +29,7 @@ class NoiseScaleTracker:
         horizon: length of the exponential averages, in windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
         tolerance: the residual of the scale witness that rounding alone explains, for 16 additions or fewer.
+        floor: elements up to this size may be lost to underflow.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
         blame: what to name when the gradient was changed by something unknown.
         level: confidence level of the intervals.
@@ -39,11 +44,12 @@ class NoiseScaleTracker:
         n_ranks: int,
         tolerance: float,
         blame: str,
+        floor: float = 0.0,
         least_sq_norm: float = 0.0,
         level: float = 0.95,
     ) -> None:
         self.unit, self.groups, self.horizon, self.level = unit, tuple(groups), horizon, level
-        self._n_ranks, self._tolerance, self._blame = n_ranks, tolerance, blame
+        self._n_ranks, self._tolerance, self._floor, self._blame = n_ranks, tolerance, floor, blame
         self._least_sq_norm = least_sq_norm
         self._total = RunningNoiseScale(horizon)
         self._per_group = [RunningNoiseScale(horizon) for _ in groups]
@@ -53,14 +59,14 @@ class NoiseScaleTracker:
         self._tampering = Tampering(self._total.decay)
         self.dropped: dict[str, int] = {}
         self._effective_units: float | None = None
-        self._small_over_unit = 1.0
+        self._squares = self._differences = 0.0
         self._scale: ScaleReading | None = None
         self.norm: float | None = None
         """Norm of the last window's gradient as the rank average, before any clip; None if it was dropped."""
 
-    def expect(self, *, tolerance: float, blame: str) -> None:
-        """From now on, other rounding of sums and another cause of more: both as for the constructor."""
-        self._tolerance, self._blame = tolerance, blame
+    def expect(self, *, tolerance: float, floor: float, blame: str) -> None:
+        """From now on, other rounding of sums and another cause of more: all as for the constructor."""
+        self._tolerance, self._floor, self._blame = tolerance, floor, blame
 
     def update(self, row: WindowRow) -> Drop | None:
         """Take one window.
@@ -77,6 +83,7 @@ class NoiseScaleTracker:
             tolerance=tolerance,
             squares=row.witness_squares,
             sizes=row.witness_sizes,
+            floor=self._floor,
         )
         if math.isfinite(row.n_units) and row.n_pieces:
             decay = self._total.decay
@@ -105,8 +112,12 @@ class NoiseScaleTracker:
         )
         if (pair := self._consistency_pair(row)) is not None:
             self._within_between.update(pair)
-        pieces = row.pieces(0.0)
-        self._effective_units, self._small_over_unit = 1.0 / pieces.v, pieces.u
+        self._effective_units = 1.0 / row.pieces(0.0).v
+        # Of the witness's elements, whose sums are in fp64: S − B is 0 but for rounding where all pieces are the same.
+        squares = row.weight * row.witness_small
+        decay = self._total.decay
+        self._squares = decay * self._squares + squares
+        self._differences = decay * self._differences + squares - float(row.witness_sum @ row.witness_sum)
         self._scale = scale
         return None
 
@@ -173,11 +184,9 @@ class NoiseScaleTracker:
             doubts["changed"] = tampered
         same = same_data(
             self._total.windows,
-            self._total.trace_cov,
-            self._total.grad_sq,
-            small_over_unit=self._small_over_unit,
-            rounding=self._tolerance,
+            pieces_differ=self._squares == 0.0 or self._differences > _SAME * self._squares,
             consistency=self.consistency,
+            interval=self._within_between.interval(_CERTAINTY),
         )
         return doubts | ({"same_data": same} if same else {})
 
@@ -214,7 +223,8 @@ class NoiseScaleTracker:
             "consistency": self._within_between.state_dict(),
             "units": self._units,
             "units_weight": self._units_weight,
-            "small_over_unit": self._small_over_unit,
+            "squares": self._squares,
+            "differences": self._differences,
             "tampering": self._tampering.state_dict(),
             "dropped": dict(self.dropped),
         }
@@ -227,11 +237,12 @@ class NoiseScaleTracker:
                 changed then.
         """
         what = "noise-scale probe state"
-        numbers = ("units", "units_weight", "small_over_unit")
-        check_keys(what, state, {"groups", "total", "consistency", "tampering", "dropped", *numbers})
+        numbers = ("units", "units_weight", "squares")
+        check_keys(what, state, {"groups", "total", "consistency", "tampering", "dropped", "differences", *numbers})
         check_keys("parameter groups of the state", state["groups"], set(self.groups))
         for name in numbers:
             check_number(what, state, name, low=0)
+        check_number(what, state, "differences")
         if not isinstance(dropped := state["dropped"], Mapping):
             raise ValueError(f"{what}: 'dropped' must map reasons to counts, got {dropped!r:.60}: is it damaged?")
         for reason in dropped:
@@ -247,7 +258,7 @@ class NoiseScaleTracker:
         self._tampering = tampering
         self._total, self._within_between, self._per_group = loaded["total"], loaded["consistency"], per_group
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
-        self._small_over_unit = float(state["small_over_unit"])
+        self._squares, self._differences = float(state["squares"]), float(state["differences"])
         self.dropped = {str(reason): count for reason, count in dropped.items()}
 
 
