@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
@@ -164,3 +167,141 @@ def test_ranks_may_change_taps_at_different_windows(ranks2: Ranks) -> None:
     for trace_cov, grad_sq, same in ranks2(_a_tap_each):
         assert same
         assert (trace_cov, grad_sq) == pytest.approx(expected, rel=1e-5)
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients, which DDP reduces in a bucket of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 6, sparse=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embed(rows))
+        return out
+
+
+def _sparse_under_ddp(tap: str) -> tuple[str, int, list[str]]:
+    model = DistributedDataParallel(Sparse())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, tap=tap, log_every=1) as probe:
+        for _ in range(12):
+            with probe.piece(units=8):
+                model(torch.randint(50, (8,), generator=generator)).square().sum(1).mean().backward()
+            probe.step()
+            model.zero_grad()
+        return probe._reader.tap_name, probe.reading().windows, list(probe.reading().dropped)
+
+
+def test_sparse_gradients_stay_with_leaf_hooks(ranks2: Ranks) -> None:
+    for tap_name, windows, dropped in ranks2(_sparse_under_ddp, "auto"):
+        assert (tap_name, windows, dropped) == ("leaf hooks", 12, [])
+    for _, windows, dropped in ranks2(_sparse_under_ddp, "comm_hook"):
+        assert windows == 0
+        assert "DDP reduces a sparse gradient in no bucket" in dropped[0]
+
+
+def _odd_pieces(what: str) -> tuple[int, list[str]]:
+    model = DistributedDataParallel(small_model())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, tap="comm_hook", units_per_piece=4) as probe:
+        for _ in range(5):
+            if what == "empty":
+                with probe.piece():
+                    pass
+            elif what == "interrupted":
+                with contextlib.suppress(KeyError), model.no_sync(), probe.piece():
+                    mean_loss(model, *batch(4, generator)).backward()
+                    raise KeyError
+            with contextlib.nullcontext() if what == "undeclared" else probe.piece():
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        return probe.reading().windows, list(probe.reading().dropped)
+
+
+@pytest.mark.parametrize(
+    ("what", "windows", "reason"),
+    [
+        ("empty", 0, "in a piece no backward reached the parameters"),
+        ("interrupted", 0, "a piece was interrupted after its backward"),
+        ("undeclared", 5, None),
+        ("plain", 5, None),
+    ],
+)
+def test_pieces_that_buckets_cannot_see_for_themselves(
+    ranks2: Ranks, what: str, windows: int, reason: str | None
+) -> None:
+    for got, dropped in ranks2(_odd_pieces, what):
+        assert got == windows
+        assert (reason in dropped[0]) if reason else dropped == []
+
+
+def _builtin_hook() -> tuple[str, int]:
+    model = DistributedDataParallel(small_model())
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, log_every=1) as probe:
+        for _ in range(10):
+            with probe.piece(units=4):
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        return probe._reader.tap_name, probe.reading().windows
+
+
+def test_where_ddp_takes_no_hook_leaf_hooks_stay(ranks2: Ranks) -> None:
+    for tap_name, windows in ranks2(_builtin_hook):
+        assert (tap_name, windows) == ("leaf hooks", 10)
+
+
+def _one_spike() -> list[bool]:
+    """Independent data, one window with huge labels: is the data said to be the same?"""
+    accused = []
+    for seed in range(6):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(3, 1))
+        generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+        with attached(model, tap="leaf", horizon=100.0) as probe:
+            for window in range(45):
+                for k in range(2):
+                    x = torch.randn(2, 3, generator=generator)
+                    y = torch.randn(2, 1, generator=generator) * (40.0 if window == 4 else 1.0)
+                    with model.no_sync() if k == 0 else contextlib.nullcontext(), probe.piece(units=2):
+                        (model(x) - y).square().mean().backward()
+                probe.step()
+                model.zero_grad()
+            accused.append("same_data" in probe.reading().doubts)
+    return accused
+
+
+def test_a_loss_spike_is_no_proof_of_the_same_data(ranks2: Ranks) -> None:
+    assert ranks2(_one_spike)[0] == [False] * 6
+
+
+def _bias_before_batch_norm() -> tuple[int, dict[str, int]]:
+    """Its gradient is zero but for rounding, and fp16 loses that."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3)))
+    model.register_comm_hook(None, in_fp16)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, tap="leaf") as probe:
+        for _ in range(10):
+            for k in range(2):
+                x = torch.randn(8, 6, generator=generator)
+                with model.no_sync() if k == 0 else contextlib.nullcontext(), probe.piece(units=8):
+                    (model(x) - x[:, :3]).square().mean().backward()
+            probe.step()
+            model.zero_grad()
+        return probe.reading().windows, dict(probe.reading().dropped)
+
+
+def in_fp16(state: object, bucket):  # type: ignore[no-untyped-def]  # torch's own refuses gloo by its name
+    return default_hooks.fp16_compress_hook(state, bucket)
+
+
+def test_what_fp16_loses_by_underflow_is_no_change(ranks2: Ranks) -> None:
+    for windows, dropped in ranks2(_bias_before_batch_norm):
+        assert (windows, dropped) == (10, {})

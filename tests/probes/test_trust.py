@@ -162,3 +162,62 @@ def test_parameters_that_came_later_are_clipped_too(caplog: pytest.LogCaptureFix
         after = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         assert float(after.norm()) == pytest.approx(0.1, rel=1e-4)
         assert "not measured" in probe.alerts["not_watched"]
+
+
+def test_a_dominant_matrix_changed_in_every_window_is_not_taken_for_the_rule() -> None:
+    """It carries most of the gradient, and so of κ: what most parameters have is right, and it is the odd one."""
+    torch.manual_seed(0)
+    model = Many(41)
+    middle = model.layers[20].weight
+    assert isinstance(middle, nn.Parameter)
+    middle.register_hook(lambda g: 30 * g)
+
+    def shrink() -> None:
+        assert middle.grad is not None
+        middle.grad.mul_(0.9)
+
+    status = windows_of(model, 150, change=shrink)
+    assert set(status[60:]) == {"unresolved"}
+
+
+def test_gradients_present_at_attach_do_not_silence_a_large_model() -> None:
+    model = Many(80)
+    model(torch.ones(1, 6)).sum().backward()  # stale: never zeroed before the first window
+    status = windows_of(model, 40)
+    assert status[-1] == "resolved"
+
+
+def test_a_parameter_that_is_used_no_more_is_no_reason_for_doubt() -> None:
+    model = nn.ModuleDict({"body": nn.Linear(12, 3), "unused": nn.Linear(12, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, optimizer, horizon=30.0) as probe:
+        for window in range(120):
+            for _ in range(2):
+                with probe.piece(units=4):
+                    x, y = batch(4, generator)
+                    loss = (model["body"](x) - y).square().mean()
+                    if window < 10:
+                        loss = loss + (model["unused"](x) - y).square().mean()
+                    loss.backward()
+            if window == 9:
+                model["unused"].weight.grad.add_(1.0)  # type: ignore[union-attr,operator]
+            probe.step()
+            optimizer.zero_grad()
+        assert probe.reading().status == "resolved"
+
+
+def test_large_pieces_in_sixteen_bits_are_not_the_same_data() -> None:
+    model = nn.Linear(6, 2).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model) as probe:
+        for _ in range(20):
+            for _ in range(4):
+                x = torch.randn(2048, 6, generator=generator)
+                y = x[:, :2] + 0.5 * torch.randn(2048, 2, generator=generator)
+                with probe.piece(units=2048):
+                    ((model(x.bfloat16()) - y.bfloat16()).square().mean() / 4).backward()
+            probe.step()
+            model.zero_grad()
+        assert "same_data" not in probe.reading().doubts
+        assert probe.reading().windows == 20
