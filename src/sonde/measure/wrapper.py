@@ -83,6 +83,26 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     )
 
 
+class Inventory:
+    """The parameters of a model by name, looked up anew only when modules or parameters have come, gone or changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._seen: list[tuple[nn.Module, list[int], list[int]]] = []
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All that the model has now."""
+        if not self._seen or any(_held(module) != (own, children) for module, own, children in self._seen):
+            self._parameters = dict(self._model.named_parameters())
+            self._seen = [(module, *_held(module)) for module in self._model.modules()]
+        return self._parameters
+
+
+def _held(module: nn.Module) -> tuple[list[int], list[int]]:
+    return list(map(id, module._parameters.values())), list(map(id, module._modules.values()))
+
+
 def n_collectives(group: dist.ProcessGroup | None) -> int:
     """How many collectives have been issued on a process group so far; 0 without one."""
     # Private, as there is no public count; tests fail when it goes.

@@ -23,7 +23,7 @@ from sonde.measure.metric import AdamMetric, Euclidean, Metric
 from sonde.measure.norms import LEAST_SQ_NORM
 from sonde.measure.window import as_vector, piece_counts
 from sonde.measure.window_reader import Tap, Window, WindowReader
-from sonde.measure.wrapper import GroupOf, clean_name, find_wrapper, lowest_precision
+from sonde.measure.wrapper import GroupOf, Inventory, clean_name, find_wrapper, lowest_precision
 from sonde.probes.attachment import (
     blame,
     check_options,
@@ -144,7 +144,7 @@ class NoiseScaleProbe:
             sinks=sinks,
             staging_mib=staging_mib,
         )
-        self._model = model
+        self._inventory = Inventory(model)
         self._wrapper = wrapper = find_wrapper(model, process_group)
         self._known = {id(p) for p in wrapper.parameters.values()}
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
@@ -524,7 +524,7 @@ class NoiseScaleProbe:
 
     def _strangers(self) -> dict[str, nn.Parameter]:
         """Parameters that the model has now and that are not measured."""
-        return {name: p for name, p in self._model.named_parameters() if id(p) not in self._known}
+        return {name: p for name, p in self._inventory.parameters().items() if id(p) not in self._known}
 
     def _receive(self, *, wait: bool) -> None:
         self._look_for_comm_hook()
