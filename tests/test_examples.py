@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,27 +18,44 @@ COMMANDS = {
     "plain_loop.py": [sys.executable],
     "ddp_torchrun.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "accelerate_ddp.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "fsdp2_clip.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
+MEASURES_NOISE = sorted(COMMANDS.keys() - {"fsdp2_clip.py"})
 
 
 def test_every_example_is_run() -> None:
     assert {p.name for p in EXAMPLES.glob("*.py")} == set(COMMANDS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
-def test_example(name: str, tmp_path: Path) -> None:
-    if name == "accelerate_ddp.py":
-        pytest.importorskip("accelerate", reason="the example of Accelerate needs accelerate")
+def run_example(name: str, folder: Path) -> str:
+    """What it prints."""
     done = subprocess.run(
         [*COMMANDS[name], str(EXAMPLES / name)],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_sharded_example(tmp_path: Path) -> None:
+    said = run_example("fsdp2_clip.py", tmp_path)
+    losses, norms = zip(*re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", said), strict=True)
+    assert len(losses) == 3
+    assert float(losses[-1]) < float(losses[0])
+    assert all(float(norm) > 0 for norm in norms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEASURES_NOISE)
+def test_example(name: str, tmp_path: Path) -> None:
+    if name == "accelerate_ddp.py":
+        pytest.importorskip("accelerate", reason="the example of Accelerate needs accelerate")
+    said = run_example(name, tmp_path)
     (log,) = tmp_path.glob("runs/*/records.jsonl")
     run = sonde.read_run(log)
     last = run.readings[-1]
@@ -52,4 +70,4 @@ def test_example(name: str, tmp_path: Path) -> None:
     ranks = 1 if name == "plain_loop.py" else 2
     assert run.header.setup["ranks"] == ranks
     assert last.pieces["per_window"] == 4 * ranks
-    assert "B_simple" in done.stdout
+    assert "B_simple" in said

@@ -223,8 +223,8 @@ class NormPlan:
     def _regroup(self) -> None:
         """Sort parameters by how their gradients lie; those without one by how it lay before, or they themselves."""
         before: list[Any] = getattr(self, "_specs", [None] * len(self.parameters))
-        layouts: dict[tuple[Any, ...], Layout] = {}
-        checked: set[tuple[Any, ...]] = set()
+        layouts = _Layouts()
+        checked: set[tuple[int, torch.device]] = set()
         members: dict[tuple[Any, ...], list[int]] = {}
         self._specs: list[Any] = []
         self._devices: list[torch.device] = []
@@ -243,33 +243,45 @@ class NormPlan:
                     raise ValueError("it is complex, and only real ones can be counted: use torch.view_as_real")
                 if own is not spec:
                     # A rank on which this gradient is missing takes the parameter's layout for the gradient's.
-                    _layout(own, layouts)
-                placed, layout = _layout(spec, layouts)
-                if (placed, device) not in checked:
-                    check_layout(layout, device, self._mesh_ranks)
-                    checked.add((placed, device))
+                    layouts.number_of(own)
+                number = layouts.number_of(spec)
+                if (number, device) not in checked:
+                    check_layout(layouts[number], device, self._mesh_ranks)
+                    checked.add((number, device))
             except ValueError as error:
                 self._problem = self._problem or ValueError(f"gradient of {self.name_of(i)}: {error}")
                 continue
-            what = (placed, device, tensor.dtype, self._parts[i], self._replicas.get(i))
+            what = (number, device, tensor.dtype, self._parts[i], self._replicas.get(i))
             members.setdefault(what, []).append(i)
         groups: dict[Key, ParameterGroup] = {}
-        for (placed, device, dtype, part, n_replicas), indices in members.items():
-            layout = layouts[placed]
+        for (number, device, dtype, part, n_replicas), indices in members.items():
+            layout = layouts[number]
             key = Key(layout.sharding_ranks, layout.n_shards, n_replicas, part, device, dtype, bool(layout.partial))
             others = groups[key].indices if key in groups else ()
             groups[key] = ParameterGroup(key, layout, tuple(sorted((*others, *indices))))
         self._groups = tuple(groups[key] for key in sorted(groups, key=lambda key: key.order))
-        by_ranks = {layout.sharding_ranks: layout for layout in layouts.values() if layout.sharding_ranks}
+        by_ranks = {layout.sharding_ranks: layout for layout in layouts.all if layout.sharding_ranks}
         self._layouts = [by_ranks[ranks] for ranks in sorted(by_ranks, key=in_order)]
 
 
-def _layout(spec: Any, known: dict[tuple[Any, ...], Layout]) -> tuple[tuple[Any, ...], Layout]:
-    """The layout that a DTensor's spec describes, None for a plain tensor's, and under what it is known."""
-    placed = () if spec is None else (spec.mesh, *spec.placements)
-    if placed not in known:
-        known[placed] = WHOLE if spec is None else layout_of_spec(spec)
-    return placed, known[placed]
+class _Layouts:
+    """The layouts that DTensors' specs describe, each once: hashing a placement takes as long as all else together."""
+
+    def __init__(self) -> None:
+        self.all: list[Layout] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def number_of(self, spec: Any) -> int:
+        """The number of a spec's layout; None is a plain tensor's."""
+        placed = () if spec is None else (spec.mesh, *spec.placements)
+        number = self._numbers.get(placed)
+        if number is None:
+            self.all.append(WHOLE if spec is None else layout_of_spec(spec))
+            number = self._numbers[placed] = len(self.all) - 1
+        return number
+
+    def __getitem__(self, number: int) -> Layout:
+        return self.all[number]
 
 
 def _lie_alike(a: Any, b: Any) -> bool:
