@@ -206,6 +206,11 @@ def test_a_plan_is_keyed_by_how_gradients_lie() -> None:
     assert torch.equal(sonde.clip_grad_norm_distributed_(plan, None), expected)
 
 
+def test_parameters_are_no_plan() -> None:
+    with pytest.raises(ValueError, match="must be what group_parameters_for_norm returned"):
+        sonde.clip_grad_norm_distributed_(gradients((3,)), 1.0)  # type: ignore[arg-type]
+
+
 def test_nothing_is_read_on_the_host() -> None:
     class Items(TorchDispatchMode):
         count = 0

@@ -89,6 +89,16 @@ def test_where_it_cannot_it_scales_and_says_so_once(make: Any, reason: str) -> N
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=0)
 
 
+def test_frozen_parameters_need_not_be_the_optimizers() -> None:
+    made = parameters()
+    optimizer = torch.optim.AdamW(made, fused=True)
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sonde.clip_grad_norm_([*made, frozen], 0.5, fold_into=optimizer)
+    assert hasattr(optimizer, "grad_scale")
+
+
 def other() -> nn.Parameter:
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.ones(2)

@@ -153,6 +153,11 @@ def clip_grad_norm_distributed_(
         ValueError: as `clip_grad_norm_`.
         RuntimeError: as `clip_grad_norm_`.
     """
+    if not isinstance(parameter_groups, NormPlan):
+        raise ValueError(
+            f"parameter_groups must be what group_parameters_for_norm returned, got {parameter_groups!r:.60}: "
+            "use clip_grad_norm_ for parameters themselves"
+        )
     order = check_options(max_norm, norm_type, nonfinite)
     measured = global_norm(parameter_groups, order, pp_mesh=pp_mesh)
     return clip_measured_(

@@ -58,9 +58,9 @@ def _why_not(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
     ):
         return "it is not fused: build it with fused=True"
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    clipped = {id(p) for p in parameters}
+    clipped, holds = {id(p) for p in parameters}, {id(p) for p in held}
     if strays := sum(p.grad is not None and id(p) not in clipped for p in held):
         return f"it holds {strays} parameters that are not clipped, and would scale them too"
-    if missing := len(clipped - {id(p) for p in held}):
+    if missing := sum(p.grad is not None and id(p) not in holds for p in parameters):
         return f"{missing} parameters that are clipped are not its"
     return ""

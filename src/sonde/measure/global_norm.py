@@ -76,7 +76,7 @@ def global_norm(plan: NormPlan, order: float, *, pp_mesh: DeviceMesh | None = No
             work.wait()
         total = torch.maximum(total, packed) if math.isinf(order) else total + packed
     if pp_mesh is not None and n_stages == 1:
-        work = start_reduce(total, pp_mesh.get_group(), _operation(order))
+        work = start_reduce(total, group_of_mesh(pp_mesh), _operation(order))
         if work is not None:
             has_peers = True
             work.wait()
@@ -103,7 +103,7 @@ def warm_up(plan: NormPlan, pp_mesh: DeviceMesh | None = None) -> None:
     """
     groups = [group for group, _ in _by_collective(plan, [])]
     if pp_mesh is not None and stages_inside(plan, pp_mesh) == 1:
-        groups.append(pp_mesh.get_group())
+        groups.append(group_of_mesh(pp_mesh))
     for group in groups:
         if work := start_reduce(torch.zeros(1, device=plan.device), group):
             work.wait()
