@@ -66,7 +66,7 @@ def clip_grad_norm_(
             in a pass of their own: `.grad` is scaled only by its next `step()`.
 
     Returns:
-        The norm before clipping: 0-dim, fp32, or fp64 if a gradient is; on a rank's first gradient's device.
+        The norm before clipping: 0-dim, fp32, or fp64 if a gradient is; on the mesh's device, or the gradients'.
 
     Raises:
         ValueError: for `max_norm` < 0 or NaN, `norm_type` ≤ 0, a gradient that cannot be counted (sparse, of an unknown
