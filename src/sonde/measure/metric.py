@@ -19,6 +19,9 @@ _CHUNK = 2**18
 class Metric(Protocol):
     """How gradients are measured."""
 
+    name: str
+    """As `attach(metric=...)` calls it."""
+
     def roots(self, index: int, grad: Tensor) -> Tensor:
         """Numbers whose squares add up to the squared norm of the gradient of parameter `index`."""
 
@@ -37,6 +40,8 @@ class Metric(Protocol):
 
 class Euclidean:
     """|g|² = Σ g_j²."""
+
+    name = "euclidean"
 
     def roots(self, index: int, grad: Tensor) -> Tensor:
         """Norms of its rows, or its norm."""
@@ -75,6 +80,8 @@ class AdamMetric:
     Raises:
         ValueError: when a parameter is not in the optimizer, or its group has no `betas` and `eps`.
     """
+
+    name = "adam"
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
         self._optimizer = optimizer  # its state and groups are looked up at use: load_state_dict replaces both

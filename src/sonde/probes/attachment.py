@@ -81,32 +81,6 @@ def group_names(groups: object, parameters: Iterable[str]) -> list[str]:
     return names
 
 
-def rounding(dtype: torch.dtype, comm_hook: str | None) -> tuple[float, float]:
-    """The relative residual that rounding alone explains in sums of 16 pieces or fewer, and what underflow may lose."""
-    # 16-bit gradients, and communication hooks that send 16 bits, round each element by up to 2⁻⁸ of it; sums of 16
-    # in bf16 are off by 5e-3. Even if it were noise, 1e-2 would move B_simple by less than (1 + B_simple/B)·1e-4 of
-    # itself.
-    # The least that fp16 holds is 6e-8; a communication hook may send fp16, unless it says that it sends bf16.
-    sends_fp16 = comm_hook is not None and "bf16" not in comm_hook
-    floor = 1e-7 if dtype == torch.float16 or sends_fp16 else 0.0
-    return (1e-2 if torch.finfo(dtype).bits <= 16 or comm_hook is not None else 1e-4), floor
-
-
-def blame(comm_hook: str | None, *, had_gradients: bool, alone_among_ranks: bool, sixteen_bit: bool) -> str:
-    """What may have changed a gradient, likeliest first."""
-    if comm_hook is not None:
-        return f"DDP's communication hook {comm_hook!r} is lossy, or noise was added or a hook changed it"
-    if alone_among_ranks:
-        return (
-            "gradients were reduced over ranks? Wrap the model in DDP, "
-            "or pass process_group= if you reduce them yourself"
-        )
-    earlier = "gradients were there before the probe was attached (zero them first), or " if had_gradients else ""
-    if sixteen_bit:
-        earlier += "16-bit gradients lost what is small while many were added up (accumulate in fp32), or "
-    return f"{earlier}noise was added, a hook changed it, or a backward outside this window wrote to it"
-
-
 def innermost(optimizer: Any) -> Any:
     """The optimizer inside a wrapper such as Accelerate's, which steps only when it is due."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -18,41 +15,23 @@ from torch import Tensor, nn
 
 from sonde.clip import Nonfinite, check_max_norm, clip_measured_
 from sonde.measure.ddp import CommHook, comm_hook_name, hook_label
-from sonde.measure.mailbox import Mailbox
 from sonde.measure.metric import AdamMetric, Euclidean, Metric
 from sonde.measure.norms import LEAST_SQ_NORM
-from sonde.measure.window import as_vector, piece_counts
+from sonde.measure.window import piece_counts
 from sonde.measure.window_reader import Tap, Window, WindowReader
-from sonde.measure.wrapper import GroupOf, Inventory, clean_name, find_wrapper, lowest_precision
-from sonde.probes.attachment import (
-    blame,
-    check_options,
-    describe,
-    describe_window,
-    group_names,
-    innermost,
-    rounding,
-)
-from sonde.probes.journal import Journal, WindowFacts
-from sonde.records import METRICS, Sink
+from sonde.measure.wrapper import GroupOf, Inventory, clean_name, find_wrapper
+from sonde.probes.attachment import check_options, describe, group_names, innermost
+from sonde.probes.delivery import Delivery
+from sonde.probes.expectation import ExpectationWatch
+from sonde.probes.journal import Journal
+from sonde.probes.saved_state import VERSION, check_state, identity
+from sonde.probes.scalars import Scalars
+from sonde.probes.step_watch import StepWatch
+from sonde.records import Sink
 from sonde.stats.reading import NoiseScaleReading
-from sonde.stats.state import check_count, check_keys, check_number
 from sonde.stats.tracker import NoiseScaleTracker
 
 _WINDOWS_HELD = 100  # on the device at most, however rarely a record is written
-
-
-@dataclass(frozen=True)
-class _Note:
-    """What the host knows of a window whose numbers are still on their way."""
-
-    window: int
-    time: float
-    seconds: float
-    clips: bool
-    tap: str
-    scalar_names: tuple[str, ...]
-    witness_sizes: Mapping[int, int]
 
 
 class NoiseScaleProbe:
@@ -154,9 +133,9 @@ class NoiseScaleProbe:
         if metric == "adam":
             assert optimizer is not None
             self._metric = AdamMetric(innermost(optimizer), list(wrapper.parameters.values()))
-        # Asked before a tap wraps it.
-        self._comm_hook = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
-        self._had_gradients = any(p.grad is not None for p in wrapper.parameters.values())
+        self._expectation = ExpectationWatch(
+            wrapper, hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
+        )
         names = group_names(groups, wrapper.parameters)
         n_elements = sum(p.numel() for p in wrapper.parameters.values())
         self._tracker = NoiseScaleTracker(
@@ -166,7 +145,7 @@ class NoiseScaleProbe:
             n_ranks=wrapper.n_ranks,
             # A GradScaler's scale is taken out of the squares afterwards; Adam's weights have a size of their own.
             least_sq_norm=0.0 if self._grad_scaler or metric == "adam" else LEAST_SQ_NORM * n_elements,
-            **self._expected(),
+            expected=self._expectation.now(),
         )
         # Last of what may refuse: it installs hooks.
         self._reader = WindowReader(
@@ -180,19 +159,12 @@ class NoiseScaleProbe:
             staging_bytes=int(staging_mib * 2**20),
             on_backward=self._end_backward,
         )
-        self._mailbox: Mailbox[_Note] = Mailbox()
-        self._scalars: dict[str, list[float | Tensor]] = {}
-        self._window = 0
+        self._scalars = Scalars()
         self._in_piece = False
         self._closed = False
         self._units_unknown = False
-        self._measured_since_step = False
-        self._stepped_unmeasured = False
         self._seconds = 0.0
-        self._seconds_told = 0.0
-        self._optimizer_hook = (
-            innermost(optimizer).register_step_pre_hook(self._before_optimizer_step) if optimizer is not None else None
-        )
+        self._step_watch = StepWatch(optimizer, self._reader, self._tell_never_ended)
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._verbose = verbose and is_first
         try:
@@ -208,6 +180,14 @@ class NoiseScaleProbe:
         except BaseException:  # a log that cannot be begun: leave no hook behind
             self._remove_hooks()
             raise
+        self._delivery = Delivery(
+            self._reader,
+            self._tracker,
+            self._journal,
+            n_ranks=wrapper.n_ranks,
+            knows_norm=isinstance(self._metric, Euclidean),
+            say=self._say,
+        )
         self._say(describe(self._setup(), self._tracker.unit))
 
     # What the user calls.
@@ -298,25 +278,11 @@ class NoiseScaleProbe:
         """
         self._check_open()
         for name, value in scalars.items():
-            if name in METRICS:
-                raise ValueError(f"{name!r} is measured by sonde: log yours under another name")
-            if not re.fullmatch(r"[A-Za-z0-9_/]+", name):
-                raise ValueError(f"a scalar's name is of letters, digits, '_' and '/', got {name!r}: rename it")
-            if not isinstance(value, (int, float, Tensor)):
-                raise ValueError(f"log({name}=...) takes a number or a 0-dim tensor, got {value!r}")
-            if isinstance(value, Tensor):
-                if value.numel() != 1 or value.is_complex():
-                    raise ValueError(
-                        f"log({name}=...) takes a real number or a 0-dim tensor, "
-                        f"got {value.dtype} of shape {tuple(value.shape)}"
-                    )
-                # A copy, as the caller may go on adding to it; in fp32, which there is every arithmetic for.
-                value = value.detach().reshape(()).to(torch.float32, copy=True)
-            self._scalars.setdefault(name, []).append(value)
+            self._scalars.add(name, value)
 
     def reading(self) -> NoiseScaleReading:
         """What is known now, the last ended window included. Waits for the device, as training itself never does."""
-        self._mailbox.send()
+        self._delivery.send()
         self._receive(wait=True)
         return self._tracker.reading()
 
@@ -328,16 +294,11 @@ class NoiseScaleProbe:
     def state_dict(self) -> dict[str, Any]:
         """The averages so far, to go on from after a restart; JSON values. Waits for the device."""
         self.reading()
-        run = self._journal.state_dict()
-        return {"version": 2, "what": self._what(), "averages": self._tracker.state_dict(), "run": run}
-
-    def _what(self) -> dict[str, str]:
-        """What is measured: a state of something else is refused."""
-        shapes = ((name, tuple(p.shape)) for name, p in self._wrapper.parameters.items())
         return {
-            "unit": self._tracker.unit,
-            "metric": "euclidean" if isinstance(self._metric, Euclidean) else "adam",
-            "parameters": hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:16],
+            "version": VERSION,
+            "what": self._identity(),
+            "averages": self._tracker.state_dict(),
+            "run": self._journal.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -347,22 +308,14 @@ class NoiseScaleProbe:
             ValueError: when it is of another version, unit, metric, horizon or of other parameters, has unknown or
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
-        if not isinstance(state, Mapping) or state.get("version") != 2:
-            got = state.get("version") if isinstance(state, Mapping) else state
-            raise ValueError(f"probe state has version {got!r:.60}, this sonde reads version 2")
-        check_keys("noise-scale probe state", state, {"version", "what", "averages", "run"})
-        check_keys("noise-scale probe state", state["what"], set(self._what()))
-        for name, here in self._what().items():
-            if state["what"][name] != here:
-                raise ValueError(f"the state is of other {name} ({state['what'][name]!r:.60}), this probe has {here!r}")
-        run = state["run"]
-        check_keys("run of the probe state", run, {"window", "units_seen"})
-        check_count("run of the probe state", run, "window")
-        check_number("run of the probe state", run, "units_seen", low=0)
+        check_state(state, self._identity())
         self.reading()  # windows on their way belong to what was before
         self._tracker.load_state_dict(state["averages"])
-        self._journal.load_state_dict(run)
-        self._window = run["window"]
+        self._journal.load_state_dict(state["run"])
+        self._delivery.window = state["run"]["window"]
+
+    def _identity(self) -> dict[str, str]:
+        return identity(self._tracker.unit, self._metric.name, self._wrapper.parameters.items())
 
     def close(self, reason: str = "closed") -> None:
         """Remove every hook, write what is left and close the sinks. Calling it again does nothing.
@@ -378,18 +331,17 @@ class NoiseScaleProbe:
         self._closed = True
         try:
             try:
-                self._mailbox.send(abandon_unfinished=abandon_unfinished)
+                self._delivery.send(abandon_unfinished=abandon_unfinished)
             finally:  # what has arrived of a run whose peers failed
                 self._receive(wait=not abandon_unfinished)
-                self._tell_if_never_ended()
+                self._step_watch.tell()
         finally:
             self._remove_hooks()
             self._journal.end(reason)
 
     def _remove_hooks(self) -> None:
         self._reader.close()
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
+        self._step_watch.close()
 
     def __enter__(self) -> Self:
         return self
@@ -434,10 +386,7 @@ class NoiseScaleProbe:
             self._reader.clip_also(self._strangers())
         self._deliver()
         self._seconds += time.perf_counter() - start
-        is_late = self._stepped_unmeasured and self._reader.n_pieces == 0
-        if not is_late:
-            self._tell_if_never_ended()
-        self._stepped_unmeasured, self._measured_since_step = False, not is_late
+        is_late = self._step_watch.window_ends()
         window = self._reader.end_window(reads_grad=max_norm is not None, is_late=is_late)
         start = time.perf_counter()
         norm, failure = None, None
@@ -446,7 +395,13 @@ class NoiseScaleProbe:
                 norm = self._clip(window, max_norm, error_if_nonfinite)
             except RuntimeError as error:
                 failure = error
-        self._post(window, norm, max_norm)
+        self._delivery.post(
+            window,
+            self._scalars.take(),
+            norm=norm,
+            max_norm=max_norm,
+            seconds=self._seconds + self._reader.seconds,
+        )
         if change := self._reader.change_tap_if_due():
             self._say(change)
         self._seconds += time.perf_counter() - start
@@ -459,59 +414,13 @@ class NoiseScaleProbe:
         nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
         return clip_measured_(self._reader.plan, window.norm, max_norm, nonfinite=nonfinite)
 
-    def _post(self, window: Window, norm: Tensor | None, max_norm: float | None) -> None:
-        """Send the window's numbers on their way to the host."""
-        self._window += 1
-        scalars, self._scalars = self._scalars, {}
-        extras: list[float | Tensor] = [sum(values) / len(values) for values in scalars.values()]
-        if norm is not None and max_norm is not None:
-            extras = [norm, norm > max_norm, *extras]
-        seconds = self._seconds + self._reader.seconds
-        note = _Note(
-            window=self._window,
-            time=time.time(),
-            seconds=seconds - self._seconds_told,
-            clips=norm is not None,
-            tap=self._reader.tap_name,
-            scalar_names=tuple(scalars),
-            witness_sizes=window.witness_sizes,
-        )
-        self._seconds_told = seconds
-        parts = [
-            window.packed,
-            window.sq_norm,
-            window.witness,
-            as_vector(extras, self._reader.device),
-        ]
-        self._mailbox.post(parts, note, window.work)
-
     def _deliver(self) -> None:
         """Send what is due, take in what has arrived."""
-        if self._window == 1 or self._window % min(self._log_every, _WINDOWS_HELD) == 0:
-            self._mailbox.send()
+        window = self._delivery.window
+        if window == 1 or window % min(self._log_every, _WINDOWS_HELD) == 0:
+            self._delivery.send()
             self._look_for_strangers()
         self._receive(wait=False)
-
-    def _look_for_comm_hook(self) -> None:
-        """One that was registered with DDP after the probe was attached rounds as one before would."""
-        if (name := comm_hook_name(self._wrapper.ddp)) is not None and name != self._comm_hook:
-            self._comm_hook = name
-            self._tracker.expect(**self._expected())
-
-    def _expected(self) -> dict[str, Any]:
-        """What may happen to this model's gradients: the rounding of their sums, and what to blame for more."""
-        precision = lowest_precision(self._wrapper.parameters)
-        tolerance, floor = rounding(precision, self._comm_hook)
-        return {
-            "tolerance": tolerance,
-            "floor": floor,
-            "blame": blame(
-                self._comm_hook,
-                had_gradients=self._had_gradients,
-                alone_among_ranks=self._wrapper.group is None and dist.is_initialized() and dist.get_world_size() > 1,
-                sixteen_bit=torch.finfo(precision).bits <= 16,
-            ),
-        }
 
     def _look_for_strangers(self) -> None:
         """Parameters that are trainable now and were not when the probe was attached."""
@@ -527,48 +436,16 @@ class NoiseScaleProbe:
         return {name: p for name, p in self._inventory.parameters().items() if id(p) not in self._known}
 
     def _receive(self, *, wait: bool) -> None:
-        self._look_for_comm_hook()
-        for (packed, big, witness, extras), note in self._mailbox.receive(wait=wait):
-            row = self._reader.row(packed, big, witness, note.witness_sizes)
-            drop = self._tracker.update(row)
-            self._reader.took(row, is_sound=drop is None)
-            values = extras.tolist()
-            norm, clipped = (values[0], bool(values[1])) if note.clips else (self._plain_norm(), None)
-            facts = WindowFacts(
-                window=note.window,
-                time=note.time,
-                seconds=note.seconds,
-                units=row.n_units,
-                n_pieces=row.n_pieces,
-                tap=note.tap,
-                norm=norm,
-                clipped=clipped,
-                scalars=dict(zip(note.scalar_names, values[2 * note.clips :], strict=True)),
-            )
-            if note.window == 1:
-                self._say(describe_window(row.n_pieces, row.n_units, self._wrapper.n_ranks, self._tracker.unit))
-            self._journal.window(facts, drop)
+        if self._expectation.has_changed():
+            self._tracker.expect(self._expectation.now())
+        self._delivery.receive(wait=wait)
 
-    def _plain_norm(self) -> float | None:
-        """Norm of the window that the tracker has just taken; None in another metric."""
-        return self._tracker.norm if isinstance(self._metric, Euclidean) else None
-
-    def _before_optimizer_step(self, *_: object) -> None:
-        """The optimizer is about to step: was this window measured?"""
-        if self._reader.n_pieces and not self._measured_since_step:
-            self._tell_if_never_ended()
-            self._stepped_unmeasured = True  # told when it is known that the window's end is not just late
-            self._reader.forget_window()
-        self._measured_since_step = False
-
-    def _tell_if_never_ended(self) -> None:
-        """Of a window before this one, that the optimizer stepped on and that was not ended, not even late."""
-        if self._stepped_unmeasured:
-            self._journal.alert(
-                "never_called",
-                "optimizer.step() ran, but the window was not ended: "
-                "call probe.step() or probe.clip_grad_norm_() before it",
-            )
+    def _tell_never_ended(self) -> None:
+        self._journal.alert(
+            "never_called",
+            "optimizer.step() ran, but the window was not ended: "
+            "call probe.step() or probe.clip_grad_norm_() before it",
+        )
 
     def _setup(self) -> dict[str, object]:
         """What was found, for the log and for people."""
@@ -581,7 +458,7 @@ class NoiseScaleProbe:
             "groups": list(self._reader.groups),
             "horizon": self._tracker.horizon if math.isfinite(self._tracker.horizon) else None,
             "level": self._tracker.level,
-            "metric": self._what()["metric"],
+            "metric": self._metric.name,
             "log_every": self._log_every,
             "grad_scaler": self._grad_scaler is not None,
             "comm_hook": comm_hook_name(self._wrapper.ddp),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sonde.stats.consistency import same_data
+from sonde.stats.expectation import Expectation
 from sonde.stats.intervals import RatioInterval
 from sonde.stats.noise_scale import RunningNoiseScale, WindowEstimate, estimate_window
 from sonde.stats.reading import GroupReading, NoiseScaleReading
@@ -28,10 +29,8 @@ class NoiseScaleTracker:
         groups: names of the parameter groups, in the order of a row's entries.
         horizon: length of the exponential averages, in windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
-        tolerance: the residual of the scale witness that rounding alone explains, for 16 additions or fewer.
-        floor: elements up to this size may be lost to underflow.
+        expected: what rounding alone explains, and what to name when the gradient was changed by something unknown.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
-        blame: what to name when the gradient was changed by something unknown.
         level: confidence level of the intervals.
     """
 
@@ -42,15 +41,12 @@ class NoiseScaleTracker:
         groups: Sequence[str],
         horizon: float,
         n_ranks: int,
-        tolerance: float,
-        blame: str,
-        floor: float = 0.0,
+        expected: Expectation,
         least_sq_norm: float = 0.0,
         level: float = 0.95,
     ) -> None:
         self.unit, self.groups, self.horizon, self.level = unit, tuple(groups), horizon, level
-        self._n_ranks, self._tolerance, self._floor, self._blame = n_ranks, tolerance, floor, blame
-        self._least_sq_norm = least_sq_norm
+        self._n_ranks, self._expected, self._least_sq_norm = n_ranks, expected, least_sq_norm
         self._total = RunningNoiseScale(horizon)
         self._per_group = [RunningNoiseScale(horizon) for _ in groups]
         self._within_between = RunningNoiseScale(horizon)  # its ratio is the consistency
@@ -64,9 +60,9 @@ class NoiseScaleTracker:
         self.norm: float | None = None
         """Norm of the last window's gradient as the rank average, before any clip; None if it was dropped."""
 
-    def expect(self, *, tolerance: float, floor: float, blame: str) -> None:
-        """From now on, other rounding of sums and another cause of more: all as for the constructor."""
-        self._tolerance, self._floor, self._blame = tolerance, floor, blame
+    def expect(self, expected: Expectation) -> None:
+        """From now on, other rounding of sums and another cause of more."""
+        self._expected = expected
 
     def update(self, row: WindowRow) -> Drop | None:
         """Take one window.
@@ -76,20 +72,20 @@ class NoiseScaleTracker:
         """
         self.norm = None
         # One after the other on a rank, then over ranks: in 16 bits too, where gradients or what is sent have so many.
-        tolerance = rounding_of_sums(self._tolerance, row.n_pieces / self._n_ranks + self._n_ranks)
+        tolerance = rounding_of_sums(self._expected.tolerance, row.n_pieces / self._n_ranks + self._n_ranks)
         scale = read_scale(
             row.witness_final,
             row.witness_sum,
             tolerance=tolerance,
             squares=row.witness_squares,
             sizes=row.witness_sizes,
-            floor=self._floor,
+            floor=self._expected.floor,
         )
         if math.isfinite(row.n_units) and row.n_pieces:
             decay = self._total.decay
             self._units = decay * self._units + row.n_units
             self._units_weight = decay * self._units_weight + 1.0
-        drop = why_unusable(row, scale, least_sq_norm=self._least_sq_norm, blame=self._blame)
+        drop = why_unusable(row, scale, least_sq_norm=self._least_sq_norm, blame=self._expected.blame)
         why_changed = drop.reason if drop is not None and drop.kind == "changed" else None
         self._tampering.update(scale, why_changed=why_changed, averaged=drop is None)
         if drop is not None:

@@ -1,0 +1,45 @@
+"""The user's own scalars of a window: a loss, a learning rate."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+from sonde.records import METRICS
+
+
+class Scalars:
+    """Collects scalars by name until their window ends; what is given several times is averaged."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, list[float | Tensor]] = {}
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        """Take one.
+
+        Raises:
+            ValueError: for a tensor of more than one element, another type, a name that sonde itself writes or that not
+                every tracker takes.
+        """
+        if name in METRICS:
+            raise ValueError(f"{name!r} is measured by sonde: log yours under another name")
+        if not re.fullmatch(r"[A-Za-z0-9_/]+", name):
+            raise ValueError(f"a scalar's name is of letters, digits, '_' and '/', got {name!r}: rename it")
+        if not isinstance(value, (int, float, Tensor)):
+            raise ValueError(f"log({name}=...) takes a number or a 0-dim tensor, got {value!r}")
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or value.is_complex():
+                raise ValueError(
+                    f"log({name}=...) takes a real number or a 0-dim tensor, "
+                    f"got {value.dtype} of shape {tuple(value.shape)}"
+                )
+            # A copy, as the caller may go on adding to it; in fp32, which there is every arithmetic for.
+            value = value.detach().reshape(()).to(torch.float32, copy=True)
+        self._given.setdefault(name, []).append(value)
+
+    def take(self) -> dict[str, float | Tensor]:
+        """The mean of each since the last call, and forget them."""
+        given, self._given = self._given, {}
+        return {name: sum(values) / len(values) for name, values in given.items()}
