@@ -281,6 +281,26 @@ def test_replicas_are_verified(ranks4: Ranks) -> None:
             assert "replicas={'back.experts.w': 2}" in said
 
 
+def _tied_over_stages() -> tuple[float, list[float]]:
+    """The first stage's embedding is the last stage's head: each has a copy, and the sum of both gradients."""
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), dist.get_rank()
+    generator = torch.Generator().manual_seed(5)
+    tied, *own = (torch.randn(4, 3, generator=generator) for _ in range(3))
+    parameters = {("embed", "head")[rank]: nn.Parameter(tied), f"stages.{rank}": nn.Parameter(own[rank])}
+    for p in parameters.values():
+        p.grad = p.detach().clone()
+    plan = sonde.group_parameters_for_norm(
+        parameters.items(), mesh=mesh, pp_mesh=mesh, replicas={("embed", "head")[rank]: 2}, verify=True
+    )
+    norm = sonde.clip_grad_norm_distributed_(plan, None, 2.0, mesh)
+    return float(norm), [float(t.square().sum()) for t in (tied, *own)]
+
+
+def test_a_weight_tied_over_pipeline_stages_counts_once(ranks2: Ranks) -> None:
+    for norm, squares in ranks2(_tied_over_stages):
+        assert norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
+
+
 def _bad(what: str) -> tuple[str, list[float], list[float]]:
     """Something is wrong on rank 1 only, or on both; what is said, and a gradient before and after."""
     cut, rank = fsdp(), dist.get_rank()

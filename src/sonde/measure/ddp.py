@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from sonde.measure.fast_norms import Part, add_squares
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Metric
-from sonde.measure.norms import Part, add_squares
 from sonde.measure.problem import Problem
 from sonde.measure.witness import Witness
 

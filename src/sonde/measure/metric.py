@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sonde.measure.norms import Part, norms, parts_of, roots
+from sonde.measure.fast_norms import Part, norms, parts_of, roots
 from sonde.measure.power_sums import accumulation_dtype
 from sonde.measure.problem import Problem
 

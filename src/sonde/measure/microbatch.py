@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
+from sonde.measure.fast_norms import ROW, Part, add_squares
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Metric
-from sonde.measure.norms import ROW, Part, add_squares
 from sonde.measure.problem import Problem
 from sonde.measure.witness import Witness
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sonde.measure.global_norm import group_of_mesh
 from sonde.measure.norm_plan import NormPlan
 
-Fingerprint = tuple[str, tuple[int, ...], float, float]
+Fingerprint = tuple[tuple[int, ...], float, float]
 
 
 def check_replicas(plan: NormPlan, n_stages: int) -> None:
@@ -33,30 +33,38 @@ def check_replicas(plan: NormPlan, n_stages: int) -> None:
     if group is None:
         return
     mine = [
-        (_fingerprint(plan.name_of(index), plan.parameters[index]), one.key.n_replicas or group.size() // n_stages)
+        (
+            plan.name_of(index),
+            _fingerprint(plan.parameters[index]),
+            one.key.n_replicas or group.size() // n_stages,
+        )
         for one in plan.groups
         if one.layout.mesh is None
         for index in one.indices
     ]
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, mine, group=group)
-    copies = Counter(fingerprint for of_rank in everyones for fingerprint in {f for f, _ in of_rank})
+    # Experts that began as copies of one another have the same values under other names, and so has a weight that is
+    # tied over pipeline stages: it is for the declaration to say which.
+    of_name = Counter(key for of_rank in everyones for key in {(name, values) for name, values, _ in of_rank})
+    of_any = Counter(values for of_rank in everyones for values in {values for _, values, _ in of_rank})
     for rank, of_rank in enumerate(everyones):
-        for fingerprint, counted in of_rank:
-            name, _, total, spread = fingerprint
-            if spread > 0 and copies[fingerprint] != counted:
+        for name, values, counted in of_rank:
+            found = of_name[name, values]
+            _, total, spread = values
+            if spread > 0 and counted not in (found, of_any[values]):
                 raise ValueError(
-                    f"{name} of rank {rank} has the same values on {copies[fingerprint]} of {group.size()} ranks, and "
-                    f"is counted as being on {counted}: pass replicas={{{name!r}: {copies[fingerprint]}}}, or make it "
-                    f"a DTensor (sum of its values {total:g})"
+                    f"{name} of rank {rank} has the same values on {found} of {group.size()} ranks, and is counted as "
+                    f"being on {counted}: pass replicas={{{name!r}: {found}}}, or make it a DTensor "
+                    f"(sum of its values {total:g})"
                 )
 
 
 @torch.no_grad()
-def _fingerprint(name: str, parameter: Tensor) -> Fingerprint:
-    """Name, shape, sum, and a sum that depends on the order; the last is 0 where all values are the same."""
+def _fingerprint(parameter: Tensor) -> Fingerprint:
+    """Shape, sum, and a sum that depends on the order; the last is 0 where all values are the same."""
     values = parameter.detach().reshape(-1).to("cpu", torch.float64)
     if not values.numel() or bool((values == values[0]).all()):
-        return name, tuple(parameter.shape), float(values.sum()), 0.0
+        return tuple(parameter.shape), float(values.sum()), 0.0
     ordered = values @ torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64)
-    return name, tuple(parameter.shape), float(values.sum()), 1.0 + abs(float(ordered))
+    return tuple(parameter.shape), float(values.sum()), 1.0 + abs(float(ordered))

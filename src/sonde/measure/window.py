@@ -10,8 +10,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from sonde.measure.fast_norms import to_device
 from sonde.measure.gradients import GradientSummary
-from sonde.measure.norms import to_device
 from sonde.measure.power_sums import accumulation_dtype
 from sonde.measure.problem import Problem
 from sonde.stats.noise_scale import effective_units

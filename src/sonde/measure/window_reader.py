@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.measure.ddp import BucketTap, CommHook, comm_hook_name, is_tapped
+from sonde.measure.fast_norms import Part, add_squares
 from sonde.measure.global_norm import GlobalNorm, global_norm
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Euclidean, Metric
 from sonde.measure.microbatch import MicrobatchTap
 from sonde.measure.norm_plan import NormPlan
-from sonde.measure.norms import Part, add_squares
 from sonde.measure.problem import Problem
 from sonde.measure.process_groups import start_reduce
 from sonde.measure.window import PieceCounts, WindowSums

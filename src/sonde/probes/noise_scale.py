@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from sonde.clip import Nonfinite, check_max_norm, clip_measured_
 from sonde.measure.ddp import CommHook, comm_hook_name, hook_label
+from sonde.measure.fast_norms import LEAST_SQ_NORM
 from sonde.measure.metric import AdamMetric, Euclidean, Metric
-from sonde.measure.norms import LEAST_SQ_NORM
 from sonde.measure.window import piece_counts
 from sonde.measure.window_reader import Tap, Window, WindowReader
 from sonde.measure.wrapper import GroupOf, Inventory, clean_name, find_wrapper

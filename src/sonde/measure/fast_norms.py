@@ -1,4 +1,7 @@
-"""Squared norms of local gradients, in fp32 or better whatever their dtype, without copies of gradient size."""
+"""Squared norms of local gradients, for averages over windows: in fp32 or better, without copies of gradient size.
+
+Not the norm that clips: that is summed in fp64, by `power_sums.py`.
+"""
 
 from __future__ import annotations
 

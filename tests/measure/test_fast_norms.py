@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.measure.norms import add_squares, parts_of, roots
+from sonde.measure.fast_norms import add_squares, parts_of, roots
 
 
 def sq_norm(grad: Tensor) -> float:
