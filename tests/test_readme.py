@@ -27,7 +27,6 @@ def test_the_snippet_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "loss_of": lambda model, micro: (model(micro) - micro[:, :1] - 0.3).square().mean(),
     }
     exec(compile(snippet, "README.md", "exec"), names)
-    names["probe"].close()  # type: ignore[attr-defined]
     run = sonde.read_run("runs/my-run")
     assert run.readings[-1].window == 30
     assert run.header.unit == "sequences"

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 import sonde
+from sonde.measure.backwards import accumulates
 from sonde.measure.metric import Euclidean
-from sonde.measure.microbatch import STAGED_NUMEL, MicrobatchTap, _accumulates
+from sonde.measure.microbatch import STAGED_NUMEL, MicrobatchTap
 from sonde.measure.witness import Witness
 
 
@@ -171,7 +172,7 @@ def test_guard_graph_task_id_tells_backwards_apart() -> None:
 def test_guard_private_question_that_tells_autograd_grad_from_backward() -> None:
     weight = nn.Parameter(torch.ones(3))
     answers: list[bool] = []
-    weight.register_hook(lambda _: answers.append(_accumulates(weight)))
+    weight.register_hook(lambda _: answers.append(accumulates(weight)))
     (weight * 2).sum().backward()
     torch.autograd.grad((weight * 2).sum(), [weight])
     (weight * 2).sum().backward(inputs=[weight])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import sonde
 from tests.probes.loops import Recording, attached, batch, mean_loss, small_model
@@ -226,7 +227,7 @@ def _odd_pieces(what: str) -> tuple[int, list[str]]:
     ("what", "windows", "reason"),
     [
         ("empty", 0, "in a piece no backward reached the parameters"),
-        ("interrupted", 0, "a piece was interrupted after its backward"),
+        ("interrupted", 0, "a piece was interrupted in or after its backward"),
         ("undeclared", 5, None),
         ("plain", 5, None),
     ],
@@ -305,3 +306,123 @@ def in_fp16(state: object, bucket):  # type: ignore[no-untyped-def]  # torch's o
 def test_what_fp16_loses_by_underflow_is_no_change(ranks2: Ranks) -> None:
     for windows, dropped in ranks2(_bias_before_batch_norm):
         assert (windows, dropped) == (10, {})
+
+
+def _ungated(what: str, tap: str) -> tuple[str, float | None, int, list[str]]:
+    """The loss of one rank's batch in each window, without `piece()` unless a case is about it."""
+    torch.manual_seed(3)
+    model = DistributedDataParallel(small_model())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, tap=tap, units_per_piece=4, log_every=1, groups=None) as probe:
+        for window in range(12):
+            x, y = batch(4, generator)
+            if what == "left over" and window == 0:
+                model.zero_grad()
+            if what == "failed" and window == 4:
+                with contextlib.suppress(KeyError), model.no_sync():
+                    _fails_halfway(model, x)
+                model.zero_grad()
+            if what == "outside":
+                with model.no_sync():
+                    mean_loss(model, x, y).backward()
+            with probe.piece() if what == "outside" else contextlib.nullcontext():
+                mean_loss(model, x, y).backward()
+            probe.step()
+            if what != "left over":
+                model.zero_grad()
+        return probe._reader.tap_name, probe.reading().trace_cov, probe.reading().windows, list(probe.reading().dropped)
+
+
+def _fails_halfway(model: nn.Module, x: torch.Tensor) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError
+
+    handle = next(model.parameters()).register_hook(fail)  # the last that backward reaches
+    try:
+        model(x).sum().backward()
+    finally:
+        handle.remove()
+
+
+def test_auto_reads_buckets_without_declared_pieces_too(ranks2: Ranks) -> None:
+    expected = ranks2(_ungated, "plain", "leaf")[0]
+    for tap_name, trace_cov, windows, dropped in ranks2(_ungated, "plain", "auto"):
+        assert (tap_name, windows, dropped) == ("DDP's communication hook", 12, [])
+        assert trace_cov == pytest.approx(expected[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("what", "windows", "reason"),
+    [
+        ("left over", 1, "gradients were there before the window's first backward"),
+        ("failed", 11, "a piece was interrupted in or after its backward"),
+        ("outside", 1, "a backward outside piece() added to the gradients"),
+    ],
+)
+def test_what_ddps_buckets_hold_besides_the_piece_is_named(ranks2: Ranks, what: str, windows: int, reason: str) -> None:
+    for _, _, got, dropped in ranks2(_ungated, what, "comm_hook"):
+        assert got == windows, dropped
+        assert reason in dropped[0]
+
+
+class Blocks(nn.Module):
+    """Residual blocks that a step may skip; the first and last of them are what the witness always reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(6))
+        self.kept = [True] * 6
+        self.checkpoints = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, kept in zip(self.layers, self.kept, strict=True):
+            if kept:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+def _skipped() -> tuple[str, int, list[str]]:
+    model = Blocks()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    generator, choose = torch.Generator().manual_seed(dist.get_rank()), torch.Generator().manual_seed(9)
+    with attached(ddp, units_per_piece=4, log_every=1, groups=None) as probe:
+        for _ in range(30):
+            model.kept = [True] * 6
+            if float(torch.rand((), generator=choose)) < 0.5:
+                model.kept = [False, True, True, True, True, False]  # those that are always compared
+            x = torch.randn(4, 12, generator=generator)
+            with probe.piece():
+                ddp(x).square().sum(1).mean().backward()
+            probe.step()
+            ddp.zero_grad()
+        return probe._reader.tap_name, probe.reading().windows, list(probe.reading().dropped)
+
+
+def test_blocks_that_are_skipped_at_random_are_no_empty_pieces(ranks2: Ranks) -> None:
+    for tap_name, windows, dropped in ranks2(_skipped):
+        assert tap_name == "DDP's communication hook"
+        assert not [reason for reason in dropped if "no backward" in reason]
+        assert windows >= 25, dropped
+
+
+def _all_checkpointed(tap: str) -> tuple[int, list[str]]:
+    model = small_model()
+    ddp = DistributedDataParallel(model)
+    forward = model.forward
+    model.forward = lambda x: checkpoint(forward, x, use_reentrant=True)  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(ddp, tap=tap, units_per_piece=4) as probe:
+        for _ in range(5):
+            x, y = batch(4, generator)
+            mean_loss(ddp, x.requires_grad_(), y).backward()
+            probe.step()
+            ddp.zero_grad()
+        return probe.reading().windows, list(probe.reading().dropped)
+
+
+@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
+def test_reentrant_checkpointing_without_declared_pieces_is_named(ranks2: Ranks, tap: str) -> None:
+    for windows, dropped in ranks2(_all_checkpointed, tap):
+        assert windows == 0
+        assert "reentrant checkpointing runs backward inside backward" in dropped[0]

@@ -225,9 +225,10 @@ def test_state_goes_on_where_it_stopped() -> None:
         expected = whole.reading()
     with attached(model, horizon=20.0) as first:
         run(model, first, 0)
-        state = first.state_dict()
+        state, before = first.state_dict(), first.reading()
     with attached(model, horizon=20.0) as second:
         second.load_state_dict(state)
+        assert second.reading() == before
         run(model, second, 1)
         got = second.reading()
     # Other elements are compared after a restart, and κ has their rounding: some 1e-8.

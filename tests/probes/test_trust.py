@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -221,3 +222,51 @@ def test_large_pieces_in_sixteen_bits_are_not_the_same_data() -> None:
             model.zero_grad()
         assert "same_data" not in probe.reading().doubts
         assert probe.reading().windows == 20
+
+
+def test_one_accident_in_a_deep_model_is_soon_forgiven(caplog: pytest.LogCaptureFixture) -> None:
+    """All that was compared in that window was changed, matrices among it that come round much later."""
+    model, after = Many(80), 0
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, groups=None, horizon=100.0) as probe:
+        for window in range(80):
+            for _ in range(2):
+                with probe.piece(units=4):
+                    model(torch.randn(4, 6, generator=generator)).square().sum(1).mean().backward()
+            if window == 60:
+                for p in model.parameters():
+                    p.grad.mul_(1 + torch.rand(p.shape, generator=generator))  # type: ignore[union-attr]
+            probe.step()
+            model.zero_grad()
+            if window > 60:
+                after += probe.reading().status == "resolved"
+        assert probe.reading().windows == 79
+    assert after == 19
+
+
+def test_an_interrupted_piece_is_named() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(units=4):
+                loss().backward()
+        with contextlib.suppress(KeyError), probe.piece(units=4):
+            mean_loss(model, *batch(4, torch.Generator().manual_seed(0))).backward()
+            raise KeyError
+        probe.step()
+        assert "a piece was interrupted in or after its backward" in next(iter(probe.reading().dropped))
+
+
+def test_a_model_may_be_converted_after_attach() -> None:
+    """Its sums round otherwise then."""
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model) as probe:
+        model.bfloat16()
+        for _ in range(10):
+            for _ in range(4):
+                with probe.piece(units=4):
+                    mean_loss(model, *batch(4, generator, torch.bfloat16)).backward()
+            probe.step()
+            model.zero_grad()
+        assert (probe.reading().windows, dict(probe.reading().dropped)) == (10, {})

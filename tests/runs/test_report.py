@@ -229,7 +229,7 @@ def test_an_older_report_is_replaced_and_nothing_else(tmp_path: Path) -> None:
 def test_a_run_without_readings_is_refused_and_nothing_written(tmp_path: Path) -> None:
     write_run(tmp_path, 0)
     with pytest.raises(
-        ValueError, match=r"holds no reading yet, expected at least one \(one is due every 10 windows\)"
+        ValueError, match=r"holds no reading yet, expected at least one \(one is due every 10 windows, and at its end\)"
     ):
         write_report(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["records.jsonl"]

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from sonde.measure.backwards import accumulates, inside_another_backward
 from sonde.measure.fast_norms import Part, add_squares
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Metric
@@ -26,6 +27,7 @@ from sonde.measure.problem import Problem
 from sonde.measure.witness import Witness
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
+_NO_BACKWARD = -1
 AfterReduction = Callable[[Tensor], None]
 """Called with a bucket's reduced buffer."""
 
@@ -97,10 +99,15 @@ class BucketTap:
         self._device = parameters[0].device
         self._size = len(parameters)
         self._problems = [0] * len(Problem)
-        self._start_window()
         self._on_backward_end = on_backward_end
-        self._explicit = self._only_explicit = self._has_backward = self._hears_of_end = False
-        self._handles = [parameters[i].register_hook(self._saw_backward) for i in witness.fixed]
+        self._explicit = self._only_explicit = self._has_backward = False
+        self._backward: int | None = None
+        """The backward outside a declared piece that is running."""
+        self._watched = {i: parameters[i] for i in witness.fixed}
+        self._left_over: list[Tensor] = []
+        """Whether something was in `.grad` before the window's first backward, of each watched parameter."""
+        self._start_window()
+        self._handles = [p.register_hook(self._hook(i)) for i, p in self._watched.items()]
         self._relay.listener = self._read
 
     def expect_piece(self) -> None:
@@ -118,20 +125,43 @@ class BucketTap:
         self._problems[Problem.INTERRUPTED_IN_BUCKETS] += self._has_backward
         self._explicit = self._has_backward = False
 
-    def _saw_backward(self, grad: Tensor | None) -> None:
-        """A hook on a few parameters, spread over the model."""
-        if self._hears_of_end:
-            return
+    def _hook(self, index: int) -> Callable[[Tensor | None], None]:
+        """On a few parameters, spread over the model: which backwards run, and whether they add to what was there."""
+        parameter = self._watched[index]
+
+        def hook(grad: Tensor | None) -> None:
+            if grad is None or not accumulates(parameter):
+                return
+            if index in self._untouched:
+                self._untouched.discard(index)
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    self._left_over.append(self._witness.read(index, parameter.grad).detach().any())
+            self._saw_backward(grad)
+
+        return hook
+
+    def _saw_backward(self, grad: Tensor) -> None:
         self._has_backward = True
-        if not self._only_explicit:
-            self._hears_of_end = True
-            Variable._execution_engine.queue_callback(self._close_backward)
+        if self._only_explicit:
+            self._problems[Problem.OUTSIDE_PIECES] += not self._explicit
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward in (self._backward, _NO_BACKWARD):  # DDP may reduce after the backward proper
+            return
+        if inside_another_backward(grad):
+            self._problems[Problem.REENTRANT] += 1
+            return
+        if self._backward is not None:  # the one before failed half-way
+            self._problems[Problem.INTERRUPTED_IN_BUCKETS] += 1
+        self._backward = backward
+        Variable._execution_engine.queue_callback(self._close_backward)
 
     def _close_backward(self) -> None:
-        self._hears_of_end = False
+        self._backward = None
         self._on_backward_end()
 
     def _start_window(self) -> None:
+        self._untouched = set(self._watched)
         # One entry a bucket: callbacks of different buckets may run at the same time, on streams of their own.
         self._before: dict[int, _BucketSummary] = {}
         self._after: dict[int, _BucketSummary] = {}
@@ -142,9 +172,13 @@ class BucketTap:
         self._start_window()
         return both
 
-    def take_problems(self) -> list[int]:
-        """Counts per `Problem` since the last call, and forget them."""
-        problems, self._problems = self._problems, [0] * len(Problem)
+    def take_problems(self) -> list[float | Tensor]:
+        """Counts per `Problem` since the last call, some of them on the device, and forget them."""
+        problems: list[float | Tensor] = [*self._problems]
+        self._problems = [0] * len(Problem)
+        if self._left_over:
+            problems[Problem.LEFT_OVER] = torch.stack([n.to(self._device) for n in self._left_over]).sum()
+            self._left_over = []
         return problems
 
     def close(self) -> None:
@@ -166,6 +200,7 @@ class BucketTap:
         if bucket.buffer().is_sparse:
             self._problems[Problem.SPARSE_IN_BUCKETS] += 1
             return lambda _: None
+        self._saw_backward(bucket.buffer())  # the watched parameters may have had no gradient
         number = bucket.index()
         if number in self._before:
             self._problems[Problem.SEVERAL_REDUCTIONS] += 1

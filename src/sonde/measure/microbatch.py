@@ -7,15 +7,14 @@ micro-batches or subtracted afterwards.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
+from sonde.measure.backwards import accumulates, inside_another_backward
 from sonde.measure.fast_norms import ROW, Part, add_squares
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Metric
@@ -113,7 +112,8 @@ class MicrobatchTap:
         return piece
 
     def discard_piece(self) -> None:
-        """Forget what was seen of the current piece."""
+        """Forget what was seen of the current piece; what its backward has added to `.grad` stays there."""
+        self._problems[Problem.INTERRUPTED] += bool(self._backwards)
         self._reset()
         self._explicit = False
 
@@ -147,12 +147,12 @@ class MicrobatchTap:
 
     def _opens_backward(self, index: int, grad: Tensor) -> bool:
         """Whether a backward not met before counts; if so, find its piece and arrange to hear of its end."""
-        if (self._only_explicit and not self._explicit) or not _accumulates(self._parameters[index]):
+        if (self._only_explicit and not self._explicit) or not accumulates(self._parameters[index]):
             return False
         if not self._explicit:
-            nested = _inside_another_backward(grad)
+            nested = inside_another_backward(grad)
             if self._backwards and not nested:
-                self._reset()  # the backward before this one failed half-way
+                self.discard_piece()  # the backward before this one failed half-way
             if not self._backwards:
                 self._problems[Problem.REENTRANT] += nested
                 # Private, as there is no public way to learn that a backward has ended; a test fails when it goes.
@@ -255,26 +255,3 @@ class MicrobatchTap:
 
 def _stream(grad: Tensor) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(grad.device) if grad.is_cuda else None
-
-
-def _accumulates(parameter: Tensor) -> bool:
-    """Whether the backward that runs now adds to `.grad`: `torch.autograd.grad` calls the same hooks, and does not."""
-    try:
-        # Private, as nothing public tells the two apart: it refuses to answer for autograd.grad. A test guards it. What
-        # it answers is of no use: False for a parameter that backward was called on.
-        torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _inside_another_backward(grad: Tensor) -> bool:
-    """Whether this hook runs in a backward that another backward's node has started.
-
-    Autograd tells no depth, but the Python stack does: CPU hooks run on the thread that called backward, under one
-    call of the engine; hooks of other devices run on a thread of their own, under none.
-    """
-    depth, frame = 0, sys._getframe()
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        depth += frame.f_code.co_name == "_engine_run_backward"
-    return depth > (1 if grad.device.type == "cpu" else 0)

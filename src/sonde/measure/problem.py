@@ -14,14 +14,22 @@ class Problem(IntEnum):
     ENDED_LATE = 0
     NO_SECOND_MOMENT = 1
     NOT_FINITE = 2
-    EMPTY_PIECE = 3
-    REENTRANT = 4
-    SEVERAL_BACKWARDS = 5
-    TOO_LARGE_TO_SUM = 6
-    SPARSE_ON_GPU = 7
-    SPARSE_IN_BUCKETS = 8
-    INTERRUPTED_IN_BUCKETS = 9
+    INTERRUPTED = 3
+    EMPTY_PIECE = 4
+    REENTRANT = 5
+    SEVERAL_BACKWARDS = 6
+    TOO_LARGE_TO_SUM = 7
+    SPARSE_ON_GPU = 8
+    SPARSE_IN_BUCKETS = 9
     SEVERAL_REDUCTIONS = 10
+    LEFT_OVER = 11
+    OUTSIDE_PIECES = 12
+    INTERRUPTED_IN_BUCKETS = 13
+
+    @property
+    def only_explains(self) -> bool:
+        """Whether the window may be sound all the same: it is the cause only if the gradient was changed."""
+        return self is Problem.INTERRUPTED
 
     @property
     def message(self) -> str:
@@ -36,7 +44,14 @@ _MESSAGES = {
     Problem.NO_SECOND_MOMENT: (
         "the optimizer had no second moment yet, by which metric='adam' weighs gradients: it has after its first step"
     ),
-    Problem.NOT_FINITE: "a piece had a gradient, weight or number of units that is not finite and positive",
+    Problem.NOT_FINITE: (
+        "a piece had a gradient, weight or number of units that is not finite and positive, or a loss scale so large "
+        "that squares of the scaled gradient overflow"
+    ),
+    Problem.INTERRUPTED: (
+        "a piece was interrupted in or after its backward, and what that had added to the gradients may be there "
+        "still: zero them after an error that you catch"
+    ),
     Problem.EMPTY_PIECE: (
         "in a piece no backward reached the parameters: leave out micro-batches that are skipped, and run each "
         "backward inside its own 'with probe.piece():'; gradients set by hand, or got from torch.autograd.grad, cannot "
@@ -60,12 +75,20 @@ _MESSAGES = {
     Problem.SPARSE_IN_BUCKETS: (
         "DDP reduces a sparse gradient in no bucket that can be read: use tap='leaf', or Embedding(sparse=False)"
     ),
-    Problem.INTERRUPTED_IN_BUCKETS: (
-        "a piece was interrupted after its backward, and its gradient is in DDP's buckets all the same: zero the "
-        "gradients and start the window again"
-    ),
     Problem.SEVERAL_REDUCTIONS: (
         "DDP reduced more than once in a window, so its buckets no longer hold one rank's gradient: "
         "accumulate under model.no_sync(), or use tap='leaf'"
+    ),
+    Problem.LEFT_OVER: (
+        "gradients were there before the window's first backward, and DDP's buckets hold them too: "
+        "zero them after every step, or use tap='leaf'"
+    ),
+    Problem.INTERRUPTED_IN_BUCKETS: (
+        "a piece was interrupted in or after its backward, and what that had added to the gradients may be in DDP's "
+        "buckets: zero them after an error that you catch"
+    ),
+    Problem.OUTSIDE_PIECES: (
+        "a backward outside piece() added to the gradients, and DDP's buckets hold that too: "
+        "put it into a piece, or zero the gradients after it"
     ),
 }

@@ -158,7 +158,7 @@ class WindowSums:
             0, self._group_index, sq_norms
         )
 
-    def pack(self, problems: Sequence[int]) -> Tensor:
+    def pack(self, problems: Sequence[Number]) -> Tensor:
         """This rank's sums as the vector that is summed over ranks; starts the next window.
 
         Args:
@@ -174,7 +174,7 @@ class WindowSums:
             self._units,
             self._sq_weight_over_units / self._weight if has_pieces else 0.0,
         ]
-        numbers = as_vector([*counts, *map(float, problems)], self._device)
+        numbers = as_vector([*counts, *problems], self._device)
         numbers[_N_COUNTS + Problem.NOT_FINITE] += self._not_finite
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
         # In the order in which `row` takes it apart.
@@ -208,6 +208,7 @@ class WindowSums:
             [self._n_groups, _N_COUNTS, len(Problem), 2, self._n_witness, self._n_witness]
         )
         counts = numbers.tolist()
+        found = {p: Drop(p.name.lower(), p.message) for p in Problem if problems[p] > 0}
         return WindowRow(
             sq_norm_over_weight=small.tolist(),
             weight=counts[0],
@@ -216,7 +217,8 @@ class WindowSums:
             n_pieces=round(counts[3]),
             n_units=counts[4],
             rank_sq_weight_over_units=counts[5],
-            problems=[Drop(p.name.lower(), p.message) for p in Problem if problems[p] > 0],
+            problems=[drop for p, drop in found.items() if not p.only_explains],
+            explanations=[drop for p, drop in found.items() if p.only_explains],
             witness_small=float(witness_small),
             witness_ranks=float(witness_ranks),
             witness_sizes=witness_sizes,

@@ -20,7 +20,7 @@ from sonde.measure.microbatch import MicrobatchTap
 from sonde.measure.norm_plan import NormPlan
 from sonde.measure.problem import Problem
 from sonde.measure.process_groups import start_reduce
-from sonde.measure.window import PieceCounts, WindowSums
+from sonde.measure.window import Number, PieceCounts, WindowSums
 from sonde.measure.witness import Witness
 from sonde.measure.wrapper import Wrapper, n_collectives
 from sonde.stats.window_row import WindowRow
@@ -28,6 +28,8 @@ from sonde.stats.window_row import WindowRow
 Tap = Literal["auto", "leaf", "comm_hook"]
 
 _WINDOWS_BEFORE_BUCKETS = 3
+_BUCKETS_FAIL = {p.name.lower() for p in (Problem.SEVERAL_REDUCTIONS, Problem.EMPTY_PIECE, Problem.REENTRANT)}
+"""What leaf hooks may know better."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,6 @@ class WindowReader:
             self._sums.count(counts)
         self._seconds += time.perf_counter() - start
 
-    def _end_backward(self) -> None:
-        self._may_tap_buckets = False  # buckets do not tell how many backwards they hold
-        self._on_backward()
-
     def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
         """The gradient without the GradScaler's present scale, which stays on the device."""
         if self._grad_scaler is None:
@@ -191,8 +189,8 @@ class WindowReader:
         self._seconds += time.perf_counter() - start
         return window
 
-    def _take_problems(self) -> list[int]:
-        problems = self._tap.take_problems()
+    def _take_problems(self) -> list[Number]:
+        problems: list[Number] = [*self._tap.take_problems()]
         for problem in self._metric.take_problems():
             problems[problem] += 1
         return problems
@@ -254,7 +252,7 @@ class WindowReader:
         """A window's row has been judged: by it, "auto" chooses the tap."""
         is_fit = is_sound and row.n_pieces == self._wrapper.n_ranks
         self._one_piece_windows = self._one_piece_windows + 1 if is_fit else 0
-        self._buckets_fail |= any(p.kind == Problem.SEVERAL_REDUCTIONS.name.lower() for p in row.problems)
+        self._buckets_fail |= any(p.kind in _BUCKETS_FAIL for p in row.problems)
 
     # Taps.
 
@@ -294,7 +292,7 @@ class WindowReader:
             self.parameters,
             self._witness,
             self._metric,
-            on_backward_end=self._end_backward,
+            on_backward_end=self._on_backward,
             n_collectives=lambda: n_collectives(self._wrapper.group),
             staging_bytes=self._staging_bytes,
         )
@@ -314,7 +312,7 @@ class WindowReader:
             self._metric,
             comm_hook=comm_hook,
             comm_state=comm_state,
-            on_backward_end=self._end_backward,
+            on_backward_end=self._on_backward,
         )
 
     def close(self) -> None:

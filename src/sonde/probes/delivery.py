@@ -52,11 +52,13 @@ class Delivery:
         say: Callable[[str], None],
     ) -> None:
         self.window = 0
-        """Windows ended so far."""
+        """Windows ended so far, those before a restart included."""
+        self._n_posted = 0
         self._reader, self._tracker, self._journal = reader, tracker, journal
         self._n_ranks, self._knows_norm, self._say = n_ranks, knows_norm, say
         self._mailbox: Mailbox[_Note] = Mailbox()
         self._seconds_told = 0.0
+        self._is_first = True
 
     def post(
         self,
@@ -77,6 +79,7 @@ class Delivery:
             seconds: host time that the probe has taken so far, over all windows.
         """
         self.window += 1
+        self._n_posted += 1
         extras: list[float | Tensor] = list(scalars.values())
         if norm is not None and max_norm is not None:
             extras = [norm, norm > max_norm, *extras]
@@ -92,6 +95,17 @@ class Delivery:
         self._seconds_told = seconds
         parts = [window.packed, window.sq_norm, window.witness, as_vector(extras, self._reader.device)]
         self._mailbox.post(parts, note, window.work)
+
+    def send_if_due(self, every: int) -> bool:
+        """Send after the first window, and then every so many.
+
+        Returns:
+            Whether it did.
+        """
+        is_due = self._n_posted == 1 or self.window % every == 0
+        if is_due:
+            self.send()
+        return is_due
 
     def send(self, *, abandon_unfinished: bool = False) -> None:
         """Start the copy of what has been posted; see `Mailbox.send`."""
@@ -120,7 +134,8 @@ class Delivery:
                 clipped=clipped,
                 scalars=dict(zip(note.scalar_names, values[2 * note.clips :], strict=True)),
             )
-            if note.window == 1:
+            if self._is_first:
+                self._is_first = False
                 self._say(describe_window(row.n_pieces, row.n_units, self._n_ranks, self._tracker.unit))
             self._journal.window(facts, drop)
 

@@ -11,7 +11,7 @@ from sonde.stats.expectation import Expectation
 
 
 class ExpectationWatch:
-    """Keeps to what is to be expected, as communication hooks may be registered with DDP after attach.
+    """Keeps to what is to be expected: DDP may get a communication hook after attach, or the model another dtype.
 
     Args:
         wrapper: the model.
@@ -20,6 +20,8 @@ class ExpectationWatch:
 
     def __init__(self, wrapper: Wrapper, comm_hook: str | None) -> None:
         self._wrapper, self._comm_hook = wrapper, comm_hook
+        self._first = next(iter(wrapper.parameters.values()))
+        self._dtype = self._first.dtype
         self._had_gradients = any(p.grad is not None for p in wrapper.parameters.values())
 
     def now(self) -> Expectation:
@@ -38,11 +40,11 @@ class ExpectationWatch:
         )
 
     def has_changed(self) -> bool:
-        """Whether a communication hook has been registered since the last call."""
-        name = comm_hook_name(self._wrapper.ddp)
-        if name is None or name == self._comm_hook:
+        """Whether a communication hook has been registered, or the model been converted, since the last call."""
+        name, dtype = comm_hook_name(self._wrapper.ddp) or self._comm_hook, self._first.dtype
+        if name == self._comm_hook and dtype == self._dtype:
             return False
-        self._comm_hook = name
+        self._comm_hook, self._dtype = name, dtype
         return True
 
     def _blame(self, *, is_16_bit: bool) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import sys
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self
@@ -31,6 +33,7 @@ from sonde.records import Sink
 from sonde.stats.reading import NoiseScaleReading
 from sonde.stats.tracker import NoiseScaleTracker
 
+_never_closed: weakref.WeakSet[NoiseScaleProbe] = weakref.WeakSet()
 _WINDOWS_HELD = 100  # on the device at most, however rarely a record is written
 
 
@@ -56,8 +59,9 @@ class NoiseScaleProbe:
         run: the run's name in its log.
         metadata: anything worth remembering with it, JSON values.
         tap: "leaf" reads each micro-batch by hooks on parameters; "comm_hook" reads each rank's window in DDP's
-            buckets, cheaper but blind to micro-batches; "auto" starts with the first and changes to the second when
-            every rank has one piece per window and DDP has no communication hook.
+            buckets, cheaper but blind to micro-batches; "auto" starts with the first, changes to the second when every
+            rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook of
+            yours, and changes back when buckets do not do.
         comm_hook: a DDP communication hook of yours, for tap="comm_hook" to wrap.
         comm_state: the state it is called with.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
@@ -189,6 +193,7 @@ class NoiseScaleProbe:
             say=self._say,
         )
         self._say(describe(self._setup(), self._tracker.unit))
+        _never_closed.add(self)
 
     # What the user calls.
 
@@ -329,6 +334,7 @@ class NoiseScaleProbe:
         if self._closed:
             return
         self._closed = True
+        _never_closed.discard(self)
         try:
             try:
                 self._delivery.send(abandon_unfinished=abandon_unfinished)
@@ -416,9 +422,7 @@ class NoiseScaleProbe:
 
     def _deliver(self) -> None:
         """Send what is due, take in what has arrived."""
-        window = self._delivery.window
-        if window == 1 or window % min(self._log_every, _WINDOWS_HELD) == 0:
-            self._delivery.send()
+        if self._delivery.send_if_due(min(self._log_every, _WINDOWS_HELD)):
             self._look_for_strangers()
         self._receive(wait=False)
 
@@ -468,3 +472,10 @@ class NoiseScaleProbe:
     def _say(self, text: str) -> None:
         if self._verbose:
             sys.stderr.write(f"sonde: {text}\n")
+
+
+@atexit.register
+def _close_what_was_left_open() -> None:
+    """A script that ends without `close()` has a whole log all the same, but for what peers have not summed yet."""
+    for probe in list(_never_closed):
+        probe._close("the process ended without probe.close()", abandon_unfinished=True)

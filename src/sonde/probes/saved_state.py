@@ -10,12 +10,12 @@ from torch import Tensor
 
 from sonde.stats.state import check_count, check_keys, check_number
 
-VERSION = 2
+VERSION = 3
 
 
 def identity(unit: str, metric: str, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """What is measured, in which unit and metric: averages of something else must not be gone on from."""
-    shapes = sorted((name, tuple(p.shape)) for name, p in parameters)
+    shapes = [(name, tuple(p.shape)) for name, p in parameters]  # in their order: they are counted by it
     return {
         "unit": unit,
         "metric": metric,

@@ -32,7 +32,8 @@ def write_report(run_path: str | Path, out: str | Path | None = None) -> Path:
         every = run.header.setup.get("log_every")
         due = f"one is due every {every} windows" if every else "one is due every few windows"
         raise ValueError(
-            f"{run.path} holds no reading yet, expected at least one ({due}): let the run go on, then try again"
+            f"{run.path} holds no reading yet, expected at least one ({due}, and at its end): "
+            "let the run go on, then try again"
         )
     target = run.path.parent / "report.html" if out is None else Path(out)
     _check_target(target)

@@ -23,6 +23,7 @@ class ScaleReading:
             at one value; "zero"; otherwise "changed".
         changed: parameters that were changed, by index.
         sound: those compared that were not.
+        absent: those that had no gradient to compare.
     """
 
     scale: float | None
@@ -30,6 +31,7 @@ class ScaleReading:
     kind: Literal["scaled", "clipped by value", "zero", "changed"]
     changed: frozenset[int] = frozenset()
     sound: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
 
 
 _ADDITIONS_IN_TOLERANCE = 16
@@ -78,18 +80,20 @@ def read_scale(
     parts = _Parts(final, summed, summed.square() if squares is None else squares, sizes, floor / tolerance)
     residual = parts.residual(scale)
     residuals = parts.residuals(scale)
+    absent = frozenset(sizes) - residuals.keys()
     worst = max(residual, *residuals.values(), 0.0)
-    if residual <= tolerance and not _beyond(residuals, sizes, tolerance):
-        return ScaleReading(scale, worst, "scaled", sound=frozenset(residuals))
+    changed = _beyond(residuals, sizes, tolerance)
+    if residual <= tolerance and not changed:
+        return ScaleReading(scale, worst, "scaled", sound=frozenset(residuals), absent=absent)
     # What was changed weighs on κ: to find it, take the κ that most of the gradient has.
     changed = _beyond(parts.residuals(parts.usual_scale()), sizes, tolerance)
     kind: Literal["clipped by value", "changed"] = "clipped by value" if parts.is_clipped(tolerance) else "changed"
-    return ScaleReading(scale, worst, kind, changed, frozenset(residuals) - changed)
+    return ScaleReading(scale, worst, kind, changed, frozenset(residuals) - changed, absent)
 
 
 def _beyond(residuals: Mapping[int, float], sizes: Mapping[int, int], tolerance: float) -> frozenset[int]:
     """Parameters that rounding does not explain: of few elements it explains more, as it averages out less."""
-    return frozenset(i for i, r in residuals.items() if r > tolerance * (1.0 + 4.0 / math.sqrt(sizes[i])))
+    return frozenset(i for i, r in residuals.items() if not r <= tolerance * (1.0 + 4.0 / math.sqrt(sizes[i])))
 
 
 class _Parts:
@@ -113,12 +117,12 @@ class _Parts:
         return math.sqrt(float(left.sum()) / max(float(whole.sum()), 1e-300))
 
     def residuals(self, scale: float) -> dict[int, float]:
-        """Of each parameter that has a gradient."""
+        """Of each parameter that has a gradient; NaN where that is not finite."""
         left, whole = self._left_over(scale)
         n, sizes = sum(self._sizes.values()), list(self._sizes.values())
-        sums = zip(self._sizes, left[:n].split(sizes), whole[:n].split(sizes), strict=True)
-        of_parameters = ((i, float(a.sum()), float(b.sum())) for i, a, b in sums)
-        return {i: math.sqrt(a / b) if b > _NOT_DENORMAL**2 else 0.0 for i, a, b in of_parameters}
+        sums = zip(self._sizes.items(), left[:n].split(sizes), whole[:n].split(sizes), strict=True)
+        of_parameters = ((i, float(a.sum()), float(b.sum()), size * self._least_square) for (i, size), a, b in sums)
+        return {i: math.sqrt(a / b) for i, a, b, floor in of_parameters if not b - floor <= _NOT_DENORMAL**2}
 
     def usual_scale(self) -> float:
         """The median of the parameters' own κ: what most of them have, however large the others' gradients are."""

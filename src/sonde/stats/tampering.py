@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sonde.stats.scale_witness import ScaleReading
@@ -10,6 +11,23 @@ from sonde.stats.state import check_count, check_keys, check_number
 
 _BY_CHANCE, _SHARE_BY_CHANCE = 1.5, 0.02
 """Changed windows, and their share of the average, up to which they are accidents that taint nothing."""
+_ABSENCES = 3
+"""Looks in a row that find no gradient, after which a parameter is taken to be used no more."""
+
+
+@dataclass(frozen=True)
+class _Suspect:
+    """A parameter that was last seen changed.
+
+    Attributes:
+        times: how often in a row.
+        since: windows averaged since the first of them.
+        absences: looks in a row that found no gradient of it.
+    """
+
+    times: int = 0
+    since: int = 0
+    absences: int = 0
 
 
 class Tampering:
@@ -17,7 +35,8 @@ class Tampering:
 
     Few elements of few parameters are compared in a window. A window that is found changed is dropped; those before and
     after it, in which the changed parameter was not compared, are in the averages. So there is doubt while a parameter
-    was last seen changed, and while changed windows, seen or likely unseen, weigh noticeably.
+    was last seen changed, and while changed windows, seen or likely unseen, weigh noticeably. What was found changed
+    once, together with something that is sound soon after, was an accident.
 
     Args:
         decay: by which a window's weight shrinks with each later one.
@@ -28,7 +47,7 @@ class Tampering:
         self._weight = 0.0
         self._changed = 0.0
         self._why = ""
-        self._suspects: dict[int, tuple[int, int]] = {}  # how often in a row found changed; windows averaged since
+        self._suspects: dict[int, _Suspect] = {}
 
     def update(self, scale: ScaleReading, *, why_changed: str | None, averaged: bool) -> None:
         """Take one window.
@@ -41,18 +60,33 @@ class Tampering:
         is_first = self._weight == 0.0
         self._weight = self._decay * self._weight + 1.0
         self._changed *= self._decay
+        if why_changed is None and not averaged:  # its pieces were of no use: nothing was compared
+            return
         if why_changed is not None:
             self._changed, self._why = self._changed + 1.0, why_changed
             # In the first window gradients may have been there already; what goes on being changed is met again.
             for index in scale.changed if not is_first else ():
-                times, since = self._suspects.get(index, (0, 0))
-                self._suspects[index] = (times + 1, since)
-        for index in scale.sound & self._suspects.keys():
-            times, since = self._suspects.pop(index)
-            if times > 1:  # it was no accident: likely changed in between too
-                self._changed = min(self._changed + since, self._weight)
+                before = self._suspects.get(index, _Suspect())
+                self._suspects[index] = replace(before, times=before.times + 1, absences=0)
+        for index in sorted(scale.sound & self._suspects.keys()):
+            if index in self._suspects:
+                self._acquit(index)
+        for index in sorted(scale.absent & self._suspects.keys()):
+            if (suspect := self._suspects.get(index)) is None:
+                continue
+            self._suspects[index] = replace(suspect, absences=suspect.absences + 1)
+            if suspect.absences + 1 >= _ABSENCES:
+                self._acquit(index)
         if averaged:
-            self._suspects = {index: (times, since + 1) for index, (times, since) in self._suspects.items()}
+            self._suspects = {index: replace(s, since=s.since + 1) for index, s in self._suspects.items()}
+
+    def _acquit(self, index: int) -> None:
+        suspect = self._suspects.pop(index)
+        if suspect.times > 1:  # it was no accident: likely changed in between too
+            self._changed = min(self._changed + suspect.since, self._weight)
+            return
+        # Whatever it was has passed, for those too that were found with it and come round later.
+        self._suspects = {i: s for i, s in self._suspects.items() if (s.times, s.since) != (1, suspect.since)}
 
     def doubt(self) -> str | None:
         """Why the averages are not to be trusted; None when they are."""
@@ -67,7 +101,7 @@ class Tampering:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs."""
-        suspects = {str(index): list(counts) for index, counts in self._suspects.items()}
+        suspects = {str(index): asdict(suspect) for index, suspect in self._suspects.items()}
         return {"weight": self._weight, "changed": self._changed, "why": self._why, "suspects": suspects}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -81,14 +115,17 @@ class Tampering:
         check_keys(what, state, {"weight", "changed", "why", "suspects"})
         for name in ("weight", "changed"):
             check_number(what, state, name, low=0)
-        suspects: dict[int, tuple[int, int]] = {}
+        if not isinstance(state["why"], str):
+            raise ValueError(f"{what}: 'why' must be text, got {state['why']!r:.60}: is it damaged?")
+        suspects: dict[int, _Suspect] = {}
         if not isinstance(state["suspects"], Mapping):
             raise ValueError(f"{what}: 'suspects' must map parameters to counts, got {state['suspects']!r:.60}")
         for index, counts in state["suspects"].items():
-            if not (str(index).isdigit() and isinstance(counts, list) and len(counts) == 2):
-                raise ValueError(f"{what}: suspect {index!r:.60} must have two counts, got {counts!r:.60}")
-            for k in range(2):
-                check_count(f"{what}, suspect {index}", {"count": counts[k]}, "count")
-            suspects[int(index)] = (counts[0], counts[1])
-        self._weight, self._changed, self._why = float(state["weight"]), float(state["changed"]), str(state["why"])
+            if not str(index).isdigit():
+                raise ValueError(f"{what}: a suspect must be a parameter's index, got {index!r:.60}: is it damaged?")
+            check_keys(f"{what}, suspect {index}", counts, {"times", "since", "absences"})
+            for name in counts:
+                check_count(f"{what}, suspect {index}", counts, name)
+            suspects[int(index)] = _Suspect(**counts)
+        self._weight, self._changed, self._why = float(state["weight"]), float(state["changed"]), state["why"]
         self._suspects = suspects

@@ -11,7 +11,7 @@ from sonde.stats.expectation import Expectation
 from sonde.stats.intervals import RatioInterval
 from sonde.stats.noise_scale import RunningNoiseScale, WindowEstimate, estimate_window
 from sonde.stats.reading import GroupReading, NoiseScaleReading
-from sonde.stats.scale_witness import ScaleReading, read_scale, rounding_of_sums
+from sonde.stats.scale_witness import read_scale, rounding_of_sums
 from sonde.stats.state import check_count, check_keys, check_number
 from sonde.stats.tampering import Tampering
 from sonde.stats.window_row import Drop, WindowRow, why_unusable
@@ -56,7 +56,8 @@ class NoiseScaleTracker:
         self.dropped: dict[str, int] = {}
         self._effective_units: float | None = None
         self._squares = self._differences = 0.0
-        self._scale: ScaleReading | None = None
+        self._scale: float | None = None
+        self._scale_residual: float | None = None
         self.norm: float | None = None
         """Norm of the last window's gradient as the rank average, before any clip; None if it was dropped."""
 
@@ -114,7 +115,7 @@ class NoiseScaleTracker:
         decay = self._total.decay
         self._squares = decay * self._squares + squares
         self._differences = decay * self._differences + squares - float(row.witness_sum @ row.witness_sum)
-        self._scale = scale
+        self._scale, self._scale_residual = scale.scale, scale.residual
         return None
 
     def _consistency_pair(self, row: WindowRow) -> WindowEstimate | None:
@@ -165,8 +166,8 @@ class NoiseScaleTracker:
             windows_needed=None if doubts else self._total.windows_needed(level=self.level),
             consistency=self.consistency,
             doubts=doubts,
-            scale=self._scale.scale if self._scale else None,
-            scale_residual=self._scale.residual if self._scale else None,
+            scale=self._scale,
+            scale_residual=self._scale_residual,
             unit=self.unit,
             groups={
                 name: self._group(running, doubted) for name, running in zip(self.groups, self._per_group, strict=True)
@@ -221,6 +222,9 @@ class NoiseScaleTracker:
             "units_weight": self._units_weight,
             "squares": self._squares,
             "differences": self._differences,
+            "effective_units": self._effective_units,
+            "scale": self._scale,
+            "scale_residual": self._scale_residual,
             "tampering": self._tampering.state_dict(),
             "dropped": dict(self.dropped),
         }
@@ -234,11 +238,14 @@ class NoiseScaleTracker:
         """
         what = "noise-scale probe state"
         numbers = ("units", "units_weight", "squares")
-        check_keys(what, state, {"groups", "total", "consistency", "tampering", "dropped", "differences", *numbers})
+        last = ("effective_units", "scale", "scale_residual")  # of the last window averaged, if there was one
+        known = {"groups", "total", "consistency", "tampering", "dropped", "differences"}
+        check_keys(what, state, {*known, *numbers, *last})
         check_keys("parameter groups of the state", state["groups"], set(self.groups))
         for name in numbers:
             check_number(what, state, name, low=0)
-        check_number(what, state, "differences")
+        for name in ("differences", *(name for name in last if state[name] is not None)):
+            check_number(what, state, name)
         if not isinstance(dropped := state["dropped"], Mapping):
             raise ValueError(f"{what}: 'dropped' must map reasons to counts, got {dropped!r:.60}: is it damaged?")
         for reason in dropped:
@@ -255,6 +262,7 @@ class NoiseScaleTracker:
         self._total, self._within_between, self._per_group = loaded["total"], loaded["consistency"], per_group
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
         self._squares, self._differences = float(state["squares"]), float(state["differences"])
+        self._effective_units, self._scale, self._scale_residual = (state[name] for name in last)
         self.dropped = {str(reason): count for reason, count in dropped.items()}
 
 

@@ -37,6 +37,7 @@ class WindowRow:
         n_pieces: pieces.
         n_units: units as counted, not effective.
         problems: why its pieces cannot be used; empty for a sound window.
+        explanations: what is the cause if its gradient was changed.
         witness_small: Σ |h_k|²/w_k over the witness's elements only.
         witness_ranks: Σ_r |R_r|²/W_r over them, R_r and W_r being the sums of h_k and w_k within rank r.
         rank_sq_weight_over_units: Σ_r (Σ_{k in r} w_k²/n_k)/W_r.
@@ -54,6 +55,7 @@ class WindowRow:
     n_pieces: int
     n_units: float
     problems: Sequence[Drop]
+    explanations: Sequence[Drop]
     witness_small: float
     witness_ranks: float
     rank_sq_weight_over_units: float
@@ -122,6 +124,8 @@ def _gradient_unusable(row: WindowRow, scale: ScaleReading, *, least_sq_norm: fl
         return Drop("zero", "the gradient was 0: was it zeroed, or clipped to 0, before probe.step()?")
     if scale.kind == "clipped by value":
         return Drop("changed", "the gradient was clipped by value before probe.step(): clip by norm, or later")
+    if scale.kind == "changed" and row.explanations:
+        return row.explanations[0]
     if scale.kind == "changed":
         return Drop("changed", f"the gradient is not a multiple of the sum of its pieces: {blame}")
     assert scale.scale is not None
