@@ -227,3 +227,68 @@ def test_nothing_is_read_on_the_host() -> None:
         assert Items.count == 0
         sonde.clip_grad_norm_distributed_(plan, 1.0, nonfinite="raise")
         assert Items.count == 1
+
+
+@pytest.mark.parametrize("order", [7.0, 12.0, 100.0])
+@pytest.mark.parametrize("size", [1e-4, 1e27])
+def test_any_order_of_any_size(order: float, size: float) -> None:
+    """Elements to such a power leave the range of fp64."""
+    (p,) = gradients((1000,))
+    p.grad.mul_(size)  # type: ignore[union-attr]
+    largest = p.grad.double().abs().max()  # type: ignore[union-attr]
+    exact = float(largest * (p.grad.double() / largest).norm(order))  # type: ignore[union-attr]
+    assert float(sonde.clip_grad_norm_(p, 1e-6, order)) == pytest.approx(exact, rel=1e-6)
+    assert float(p.grad.double().abs().max()) == pytest.approx(1e-6 * float(largest) / exact, rel=0.02)  # type: ignore[union-attr]
+    p.grad.zero_()  # type: ignore[union-attr]
+    assert float(sonde.clip_grad_norm_(p, 1.0, order)) == 0.0
+    p.grad[3] = math.inf  # type: ignore[index]
+    assert float(sonde.clip_grad_norm_(p, None, order)) == math.inf
+
+
+def test_finite_gradients_whose_norm_fp32_cannot_hold_are_clipped() -> None:
+    (p,) = gradients((100,))
+    p.grad.fill_(1e38)  # type: ignore[union-attr]
+    sonde.clip_grad_norm_(p, 1.0, nonfinite="raise")
+    assert float(p.grad.norm()) == pytest.approx(1.0, rel=1e-5)  # type: ignore[union-attr]
+
+
+def test_what_has_no_gradient_and_is_frozen_does_not_count() -> None:
+    (p,) = gradients((3,))
+    frozen = [
+        nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False),
+        nn.Parameter(torch.zeros(2, dtype=torch.float64), requires_grad=False),
+    ]
+    norm = sonde.clip_grad_norm_([p, *frozen], None)
+    assert norm.dtype == torch.float32
+    plan = sonde.group_parameters_for_norm([p, *frozen])
+    frozen[1].requires_grad_().grad = torch.full((2,), 3.0, dtype=torch.float64)
+    again = sonde.clip_grad_norm_distributed_(plan, None)
+    assert float(again) == pytest.approx(math.hypot(float(norm), math.sqrt(18)))
+    assert again.dtype == torch.float64
+
+
+def test_a_plan_outlives_a_change_of_dtype() -> None:
+    model = nn.Linear(3, 2)
+    plan = sonde.group_parameters_for_norm(model.parameters())
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model.to(dtype)
+        model.zero_grad()
+        model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        norm = sonde.clip_grad_norm_distributed_(plan, None)
+        assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert float(norm) == pytest.approx(math.sqrt(8))
+
+
+def test_a_threshold_may_be_a_tensor_at_hand() -> None:
+    (p,) = gradients((30,))
+    sonde.clip_grad_norm_(p, torch.tensor(0.5))  # type: ignore[arg-type]
+    assert float(p.grad.norm()) == pytest.approx(0.5, rel=1e-5)  # type: ignore[union-attr]
+    before = p.grad.clone()  # type: ignore[union-attr]
+    sonde.clip_grad_norm_(p, 10**400)
+    assert torch.equal(p.grad, before)  # type: ignore[arg-type]
+
+
+def test_an_iterator_at_its_end_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="an iterator at its end") as caught:
+        sonde.clip_grad_norm_(iter([]), 1.0)
+    assert caught[0].filename == __file__

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -309,6 +310,16 @@ def _bad(what: str) -> tuple[str, list[float], list[float]]:
     if what == "sparse" and rank == 1:
         parameters["stray"] = nn.Parameter(torch.zeros(3))
         parameters["stray"].grad = torch.zeros(3).to_sparse()
+    elif what in ("plain on meta", "fp8") and rank == 1:
+        like = {"device": "meta"} if what == "plain on meta" else {"dtype": torch.float8_e4m3fn}
+        parameters["stray"] = nn.Parameter(torch.zeros(3, **like))  # type: ignore[arg-type]
+        parameters["stray"].grad = torch.zeros(3, **like)  # type: ignore[arg-type]
+    elif what == "options" and rank == 1:
+        options["max_norm"] = math.nan
+    elif what == "replicas" and rank == 1:
+        options["replicas"] = {"typo": 1}
+    elif what == "many replicas" and rank == 1:
+        options["replicas"] = {"back.up.weight": 2}
     elif what == "placement" and rank == 1:
         parameters["stray"] = placed(torch.ones(2), cut.mesh, [Partial("max")], (2,), [Replicate()])
     elif what == "mesh":
@@ -336,6 +347,11 @@ def _bad(what: str) -> tuple[str, list[float], list[float]]:
         ("sparse", "gradient of stray: it is sparse"),
         ("placement", "gradient of stray: placement Partial(max) on mesh axis 0 is not known"),
         ("device", "gradient of stray: it is on meta and its mesh on cpu"),
+        ("plain on meta", "gradient of stray: it is on meta and its mesh on cpu"),
+        ("fp8", "gradient of stray: its dtype is torch.float8_e4m3fn, and only fp16, bf16, fp32 and fp64"),
+        ("options", "max_norm must be ≥ 0, got nan"),
+        ("replicas", "replicas= has 'typo', which is not among the parameters"),
+        ("many replicas", "gradient of back.up.weight: it is cut into 2 shards over 2 of 2 ranks"),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks2: Ranks, what: str, match: str) -> None:
@@ -376,3 +392,206 @@ def test_a_plan_follows_gradients_that_come_and_go(ranks2: Ranks) -> None:
         assert [norm for norm, _ in found] == pytest.approx([0, 2, math.sqrt(4 + 3 * 1.5**2), 2], rel=1e-6)
         # Once it has been seen to be partial, a gradient that is missing takes part: its peers may have it.
         assert [n for _, n in found] == [1, 1, 2, 2]
+
+
+def _twice_a_step() -> list[float]:
+    """The second clip finds the gradient summed; in the next step it is missing on one rank."""
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    p = placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
+    partial, plan = p.grad, sonde.group_parameters_for_norm([p], mesh=mesh)
+    found = [float(sonde.clip_grad_norm_distributed_(plan, 100.0)) for _ in range(2)]
+    p.grad = partial if rank == 0 else None
+    return [*found, float(sonde.clip_grad_norm_distributed_(plan, 100.0))]
+
+
+def test_what_was_partial_once_may_be_so_again(ranks2: Ranks) -> None:
+    for found in ranks2(_twice_a_step):
+        assert found == pytest.approx([math.sqrt(12), math.sqrt(12), math.sqrt(3)])
+
+
+def _partial_of_a_sharded_parameter() -> float:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    p = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    p.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+    plan = sonde.group_parameters_for_norm([p], mesh=mesh)
+    if rank == 1:
+        p.grad = None
+    return float(sonde.clip_grad_norm_distributed_(plan, None))
+
+
+def test_zeros_for_a_missing_partial_gradient_are_of_its_own_shape(ranks2: Ranks) -> None:
+    assert ranks2(_partial_of_a_sharded_parameter) == [2.0, 2.0]
+
+
+def _bad_among_partial() -> str:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    p = placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
+    q = placed(torch.ones(5, device="meta" if rank else "cpu"), mesh, [Partial()], (5,), [Replicate()])
+    try:
+        return str(float(sonde.clip_grad_norm_([("p", p), ("q", q)], 1.0, mesh=mesh)))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_bad_one_among_partial_gradients_leaves_no_rank_waiting(ranks2: Ranks) -> None:
+    first, second = ranks2(_bad_among_partial)
+    assert "another rank found a gradient that cannot be counted" in first
+    assert "gradient of q: it is on meta" in second
+
+
+def _summed_and_averaged() -> float:
+    """Summed over one axis, averaged over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    p = placed(torch.full((3,), 1.0 + dist.get_rank()), mesh, [Partial("avg"), Partial()], (3,), [Replicate()] * 2)
+    return float(sonde.clip_grad_norm_([p], None, mesh=mesh))
+
+
+def test_partial_sums_and_averages(ranks4: Ranks) -> None:
+    # Ranks hold 1, 2 | 3, 4: sums 3 and 7, whose average is 5.
+    assert ranks4(_summed_and_averaged) == pytest.approx([5 * math.sqrt(3)] * 4)
+
+
+def _stages() -> tuple[list[float], list[str]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    p = placed(torch.ones(2), mesh["dp"], [Shard(0)], (4,))  # each stage has one of its own
+    plan = sonde.group_parameters_for_norm([p], mesh=mesh, pp_mesh=mesh["pp"])
+    late = sonde.group_parameters_for_norm([p])
+    norms = [
+        float(sonde.clip_grad_norm_distributed_(plan, None)),
+        float(sonde.clip_grad_norm_distributed_(plan, None, 2.0, mesh["pp"])),
+        float(sonde.clip_grad_norm_distributed_(late, None, 2.0, mesh["pp"])),
+    ]
+    said = []
+    wrong: list[dict[str, Any]] = [
+        {"mesh": mesh},
+        {"mesh": mesh, "pp_mesh": mesh},
+        {"mesh": mesh, "pp_mesh": mesh["dp"]},
+        {"pp_mesh": mesh["dp"]},
+        {"mesh": "world"},
+    ]
+    for options in wrong:
+        try:
+            said.append(str(float(sonde.clip_grad_norm_([p], None, **options))))
+        except ValueError as error:
+            said.append(str(error))
+    try:
+        said.append(str(float(sonde.clip_grad_norm_distributed_(plan, None, 2.0, mesh["dp"]))))
+    except ValueError as error:
+        said.append(str(error))
+    return norms, said
+
+
+def test_pipeline_stages_are_remembered_and_wrong_ones_refused(ranks4: Ranks) -> None:
+    for norms, said in ranks4(_stages):
+        assert norms == pytest.approx([math.sqrt(8)] * 3)
+        assert "pass pp_mesh=mesh['pp']" in said[0]
+        assert "pp_mesh must have 1 axis, got 2" in said[1]
+        for of_data in said[2:4]:
+            assert "of pp_mesh=, whose ranks are pipeline stages" in of_data
+        assert "mesh must be a DeviceMesh, got 'world'" in said[4]
+        assert "pp_mesh is not that of the plan" in said[5]
+
+
+def _elsewhere() -> list[str]:
+    """A parameter on ranks 0 and 1 only, and meshes of those ranks given on all four."""
+    few, everyone = DeviceMesh("cpu", [0, 1]), init_device_mesh("cpu", (4,))
+    p = nn.Parameter(distribute_tensor(torch.ones(4), few, [Shard(0)]))
+    p.grad = distribute_tensor(torch.ones(4), few, [Shard(0)])
+    said = []
+    wrong: list[dict[str, Any]] = [{"mesh": everyone}, {"mesh": everyone, "replicas": {"p": 1}}]
+    if dist.get_rank() > 1:
+        wrong.append({"mesh": few})
+    for options in wrong:
+        try:
+            said.append(str(float(sonde.clip_grad_norm_([("p", p)], None, **options))))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_parameter_on_other_ranks_has_to_be_declared(ranks4: Ranks) -> None:
+    results = ranks4(_elsewhere)
+    for said in results[:2]:
+        assert "another rank found" in said[0]
+    for said in results[2:]:
+        assert "it lies on ranks 0, 1, and this rank, which is none of them" in said[0]
+        assert "mesh has ranks 0, 1, and this rank is none of them" in said[2]
+    assert [said[1] for said in results] == ["2.0"] * 4
+
+
+def _one_stage_in_fp64() -> tuple[float, float]:
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), dist.get_rank()
+    p = nn.Parameter(torch.zeros(50, dtype=torch.float64 if rank else torch.float32))
+    p.grad = torch.rand(50, dtype=p.dtype, generator=torch.Generator().manual_seed(rank))
+    before = p.grad.double().clone()
+    norm = sonde.clip_grad_norm_([p], 0.1, pp_mesh=mesh)
+    return float(norm), float((p.grad.double() / before).mean())
+
+
+def test_stages_of_different_precision_are_clipped_alike(ranks2: Ranks) -> None:
+    (norm, by), (exact, exactly_by) = ranks2(_one_stage_in_fp64)
+    assert norm == torch.tensor(exact).float().item()
+    assert by == pytest.approx(exactly_by, rel=1e-7)
+    assert exactly_by == pytest.approx(0.1 / (exact + 1e-6), rel=1e-14)
+
+
+def _same_beginnings() -> list[str]:
+    """Four experts built under one seed, each on two of four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(0)
+    p, said = nn.Parameter(torch.randn(5)), []
+    for has_gradient in (False, True):
+        if has_gradient:
+            p.grad = torch.randn(5, generator=torch.Generator().manual_seed(mesh.get_local_rank("ep")))
+        for declared in (2, 4):
+            try:
+                sonde.group_parameters_for_norm([("w", p)], mesh=mesh, replicas={"w": declared}, verify=True)
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_experts_that_begin_alike_are_told_apart_by_their_gradients(ranks4: Ranks) -> None:
+    for right_at_first, wrong_at_first, right, wrong in ranks4(_same_beginnings):
+        assert right_at_first == wrong_at_first == right == ""
+        assert "the same values on 2 of 4 ranks, and is counted as being on 4" in wrong
+
+
+def _opened() -> set[tuple[int, ...]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    p = placed(torch.ones(3), mesh, [Shard(0), Partial()], (6,), [Shard(0), Replicate()])
+    reduced: list[set[tuple[int, ...]]] = [set(), set()]
+    real = dist.all_reduce
+
+    def spy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced[-1].add(tuple(dist.get_process_group_ranks(kwargs.get("group") or dist.group.WORLD)))
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = spy
+    try:
+        plan = sonde.group_parameters_for_norm([p], mesh=mesh)
+        reduced.append(set())
+        sonde.clip_grad_norm_distributed_(plan, 1.0)
+    finally:
+        dist.all_reduce = real
+    return reduced[2] - reduced[1]
+
+
+def test_every_communicator_is_opened_by_the_plan(ranks4: Ranks) -> None:
+    assert ranks4(_opened) == [set()] * 4
+
+
+def _first_fsdp() -> str:
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    model(torch.ones(2, 4)).sum().backward()
+    try:
+        return str(float(sonde.clip_grad_norm_(model.named_parameters(), 1.0)))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_fsdps_first_version_is_refused(ranks2: Ranks) -> None:
+    for said in ranks2(_first_fsdp):
+        assert "FSDP's first version does not tell how it is cut" in said

@@ -79,8 +79,9 @@ def test_a_fused_step_is_skipped_on_the_device(bad: float) -> None:
 def test_where_it_cannot_it_scales_and_says_so_once(make: Any, reason: str) -> None:
     made, expected = parameters(), parameters()
     optimizer = make(made)
-    with pytest.warns(UserWarning, match=reason):
+    with pytest.warns(UserWarning, match=reason) as caught:
         sonde.clip_grad_norm_(made, 0.5, fold_into=optimizer)
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sonde.clip_grad_norm_(made, 0.5, fold_into=optimizer)
@@ -141,3 +142,55 @@ def _sharded(fold: bool) -> list[Tensor]:
 def test_into_an_optimizer_of_sharded_parameters(ranks2: Ranks) -> None:
     for folded, scaled in zip(ranks2(_sharded, True)[0], ranks2(_sharded, False)[0], strict=True):
         torch.testing.assert_close(folded, scaled, rtol=1e-5, atol=1e-6)
+
+
+def test_a_clip_that_was_not_stepped_on_is_forgotten_by_the_next() -> None:
+    """A step that a loop leaves out, at a loss spike say."""
+    made, expected = parameters(), parameters()
+    optimizer, other_optimizer = torch.optim.SGD(made, lr=0.1, fused=True), torch.optim.SGD(expected, lr=0.1)
+    sonde.clip_grad_norm_(made, 1e-3, fold_into=optimizer)
+    for these, steps in ((made, optimizer), (expected, other_optimizer)):
+        sonde.clip_grad_norm_(these, 0.5)
+        steps.step()
+    assert not hasattr(optimizer, "grad_scale")
+    for p, q in zip(made, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_the_last_of_two_folded_clips_counts() -> None:
+    made, expected = parameters(), parameters()
+    optimizer, other_optimizer = torch.optim.SGD(made, lr=0.1, fused=True), torch.optim.SGD(expected, lr=0.1)
+    sonde.clip_grad_norm_(made, 1e-3, fold_into=optimizer)
+    sonde.clip_grad_norm_(made, 0.5, fold_into=optimizer)
+    sonde.clip_grad_norm_(expected, 0.5)
+    optimizer.step()
+    other_optimizer.step()
+    for p, q in zip(made, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    optimizer.step()  # as an optimizer that nothing is folded into
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_a_skip_beside_a_grad_scaler_that_saw_nothing(fold: bool) -> None:
+    """NaN came after it unscaled, or is on another rank: its own finding is that all is well."""
+    model = nn.Linear(3, 1, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+    scaler.unscale_(optimizer)
+    model.weight.grad[0, 0] = math.nan  # type: ignore[index]
+    sonde.clip_grad_norm_(model.parameters(), 1.0, nonfinite="skip", fold_into=optimizer if fold else None)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.weight, before)
+    assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("wrong", [[1], "adam"], ids=str)
+def test_what_is_no_optimizer_is_refused_before_anything_is_done(wrong: Any) -> None:
+    made = parameters()
+    before = [p.grad.clone() for p in made]  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="fold_into must be one optimizer"):
+        sonde.clip_grad_norm_(made, 0.5, fold_into=wrong)
+    assert all(torch.equal(p.grad, g) for p, g in zip(made, before, strict=True))  # type: ignore[arg-type]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from sonde.fold import fold
-from sonde.measure.global_norm import GlobalNorm, global_norm, stages_inside, warm_up
+from sonde.fold import fold, stack_level, unfold
+from sonde.measure.global_norm import GlobalNorm, global_norm, warm_up
 from sonde.measure.norm_plan import Collected, NormPlan
 from sonde.measure.replicas import check_replicas
+from sonde.measure.transfer import to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,7 +52,7 @@ def clip_grad_norm_(
         parameters: a tensor, tensors, or (name, tensor) pairs as of `model.named_parameters()`, whose names then appear
             in messages. Those without a gradient are skipped, a tensor that comes twice counts once.
         max_norm: the largest norm allowed, ≥ 0; 0 zeroes the gradients; None or `math.inf` only measures.
-        norm_type: p > 0 of the p-norm, `math.inf` for the largest element.
+        norm_type: p > 0 of the p-norm, `math.inf` for the largest element; above 6 it takes twice as many collectives.
         error_if_nonfinite: as nonfinite="raise".
         foreach: taken so that torch's calls run unchanged; kernels are chosen here.
         mesh: all ranks that hold any of the model, pipeline stages included: one collective for everything then, and
@@ -63,14 +65,16 @@ def clip_grad_norm_(
             gradients to 0; a fused optimizer in `fold_into` skips its step instead. "raise" raises on every rank,
             naming the parameters; it alone waits for the device. "assert_async" has a GPU stop when it gets there.
         fold_into: a fused optimizer of all these parameters, which is to scale gradients as it reads them rather than
-            in a pass of their own: `.grad` is scaled only by its next `step()`.
+            in a pass of their own: `.grad` is scaled only by its next `step()`, which must follow. Another clip of the
+            same parameters before it takes this one's place.
 
     Returns:
         The norm before clipping: 0-dim, fp32, or fp64 if a gradient is; on the mesh's device, or the gradients'.
 
     Raises:
         ValueError: for `max_norm` < 0 or NaN, `norm_type` ≤ 0, a gradient that cannot be counted (sparse, of an unknown
-            placement, outside `mesh`), naming it and the way out; gradients are as they were.
+            placement, outside `mesh`), naming it and the way out; gradients are as they were. On the CPU every rank
+            that shares a sum with that one raises, so all of `mesh`.
         RuntimeError: when asked for, if the norm is not finite; gradients are as they were.
 
     Example:
@@ -79,12 +83,10 @@ def clip_grad_norm_(
         >>> clip_grad_norm_(weight, 1.0), weight.grad
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    check_options(max_norm, norm_type, nonfinite)
     return clip_grad_norm_distributed_(
-        _plan(parameters, mesh, replicas),
+        _plan(parameters, mesh, pp_mesh, replicas),
         max_norm,
         norm_type,
-        pp_mesh,
         nonfinite=nonfinite,
         error_if_nonfinite=error_if_nonfinite,
         fold_into=fold_into,
@@ -108,23 +110,22 @@ def group_parameters_for_norm(
         mesh: as there.
         pp_mesh: as there; its communicator is opened too.
         replicas: as there.
-        verify: compare the parameters' values over the mesh's ranks, to see that plain tensors are on as many ranks as
-            said; slow, for debugging.
+        verify: compare the values of plain parameters over the mesh's ranks, and their gradients where all have one, to
+            see that they are on as many ranks as said; slow, for debugging. Parameters of one value only say nothing.
 
     Returns:
         A plan, good for as long as these are the parameters. Its `groups` have those whose gradients lie alike.
 
     Raises:
-        ValueError: when `replicas` does not fit the parameters, or, with `verify`, their values.
+        ValueError: when `mesh` or `replicas` do not fit the parameters, or, with `verify`, their values; on all ranks.
     """
-    plan = _plan(parameters, mesh, replicas)
-    warm_up(plan, pp_mesh)
+    plan = _plan(parameters, mesh, pp_mesh, replicas)
+    warm_up(plan)
     if verify:
-        check_replicas(plan, stages_inside(plan, pp_mesh))
+        check_replicas(plan)
     return plan
 
 
-@torch.no_grad()
 def clip_grad_norm_distributed_(
     parameter_groups: NormPlan,
     max_norm: float | None,
@@ -141,7 +142,7 @@ def clip_grad_norm_distributed_(
         parameter_groups: what `group_parameters_for_norm` returned.
         max_norm: as for `clip_grad_norm_`, as are the others.
         norm_type: p > 0, or `math.inf`.
-        pp_mesh: the pipeline stages.
+        pp_mesh: the pipeline stages, unless the plan knows them.
         nonfinite: what to do when the norm is not finite.
         error_if_nonfinite: as nonfinite="raise".
         fold_into: a fused optimizer that is to scale the gradients.
@@ -158,8 +159,14 @@ def clip_grad_norm_distributed_(
             f"parameter_groups must be what group_parameters_for_norm returned, got {parameter_groups!r:.60}: "
             "use clip_grad_norm_ for parameters themselves"
         )
-    order = check_options(max_norm, norm_type, nonfinite)
-    measured = global_norm(parameter_groups, order, pp_mesh=pp_mesh)
+    problem = None
+    try:
+        parameter_groups.use_stages(pp_mesh)
+        max_norm, norm_type = check_options(max_norm, norm_type, nonfinite, fold_into)
+    except ValueError as error:  # to be told to the others, who wait for this rank otherwise
+        problem, norm_type = error, 2.0
+    with torch.no_grad():
+        measured = global_norm(parameter_groups, norm_type, problem=problem)
     return clip_measured_(
         parameter_groups,
         measured,
@@ -193,12 +200,12 @@ def clip_measured_(
     Raises:
         RuntimeError: when asked for, if the norm is not finite.
     """
-    is_double = any(one.group.key.dtype == torch.float64 for one in measured.collected)
-    # Rounded once, and clipped by what it was rounded to: the same bits on every rank, however gradients are cut.
+    is_double = any(one.locals and one.group.key.dtype == torch.float64 for one in measured.collected)
     norm = measured.norm.to(torch.float64 if is_double else torch.float32)
+    is_finite = torch.isfinite(measured.norm)
     if norm.device.type != "cpu":  # on the CPU a failure was raised
         norm = torch.where(measured.failed > 0, torch.nan, norm)
-    is_finite = torch.isfinite(norm)
+        is_finite |= measured.failed > 0
     if nonfinite == "raise" and not bool(is_finite):
         raise RuntimeError(_where_not_finite(plan, measured.collected, norm, max_norm))
     if nonfinite == "assert_async":
@@ -206,10 +213,13 @@ def clip_measured_(
     if max_norm is None:
         return norm
     _write_back(plan, measured.collected)
-    coefficient = torch.clamp(max_norm / (norm + _EPS), max=1.0) if max_norm < math.inf else torch.ones_like(norm)
+    coefficient = torch.clamp(max_norm / (_rounded(measured) + _EPS), max=1.0).to(norm.dtype)
+    if math.isinf(max_norm):
+        coefficient = torch.ones_like(norm)
     if norm.device.type != "cpu":
         coefficient = torch.where(measured.failed > 0, 1.0, coefficient)
     skip = ~is_finite if nonfinite == "skip" else None
+    unfold(plan.parameters)
     if fold_into is not None and fold(fold_into, plan.parameters, coefficient, skip):
         return norm
     for one in measured.collected:
@@ -218,14 +228,27 @@ def clip_measured_(
     return norm
 
 
+def _rounded(measured: GlobalNorm) -> Tensor:
+    """What gradients are clipped by: the same bits on every rank, however gradients are cut, as it is rounded once."""
+    exact = measured.norm
+    rounded = torch.where(measured.is_double > 0, exact, exact.to(torch.float32).to(exact.dtype))
+    return torch.where(rounded.isinf(), exact, rounded)  # finite gradients may have a norm that fp32 cannot hold
+
+
 def _scale(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None) -> None:
+    grads = [_elements(g) for g in grads] if any(g.is_sparse for g in grads) else grads
     device = grads[0].device
     if coefficient is not None:
-        torch._foreach_mul_(grads, coefficient.to(device, non_blocking=True))
+        torch._foreach_mul_(grads, to_device(coefficient, device))
     if skip is not None:
-        skip = skip.to(device, non_blocking=True)
+        skip = to_device(skip, device)
         for grad in grads:
             grad.masked_fill_(skip, 0.0)  # 0 times NaN is NaN
+
+
+def _elements(grad: Tensor) -> Tensor:
+    """Those of a sparse gradient, to be changed in place: as they are, or all of a dense one."""
+    return grad._values() if grad.is_sparse else grad
 
 
 def _write_back(plan: NormPlan, collected: Sequence[Collected]) -> None:
@@ -242,7 +265,7 @@ def _where_not_finite(plan: NormPlan, collected: Sequence[Collected], norm: Tens
         plan.name_of(index)
         for one in collected
         for index, local in zip(one.indices, one.locals, strict=True)
-        if not bool(torch.isfinite(local).all())
+        if not bool(torch.isfinite(_elements(local)).all())
     ]
     if bad:
         more = f" and {len(bad) - _NAMED_AT_MOST} more" if len(bad) > _NAMED_AT_MOST else ""
@@ -255,50 +278,77 @@ def _where_not_finite(plan: NormPlan, collected: Sequence[Collected], norm: Tens
     return f"the gradient norm is {norm:g}{to}: {where}. Find the loss that is not finite, or pass nonfinite='skip'"
 
 
-def _plan(parameters: Parameters, mesh: DeviceMesh | None, replicas: Mapping[Any, int] | None) -> NormPlan:
+def _plan(
+    parameters: Parameters,
+    mesh: DeviceMesh | None,
+    pp_mesh: DeviceMesh | None,
+    replicas: Mapping[Any, int] | None,
+) -> NormPlan:
     listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not listed and isinstance(parameters, Iterator):
+        warnings.warn("parameters is an iterator at its end: nothing is clipped", stacklevel=stack_level())
     names = None
     if listed and all(isinstance(item, tuple) and len(item) == 2 for item in listed):
         names, listed = [str(name) for name, _ in listed], [tensor for _, tensor in listed]
     if strays := [item for item in listed if not isinstance(item, Tensor)]:
         raise ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {strays[0]!r:.60}")
-    return NormPlan(listed, names, mesh=mesh, replicas=replicas)
+    return NormPlan(listed, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas)
 
 
-def check_options(max_norm: float | None, norm_type: float, nonfinite: str = "ignore") -> float:
+def check_options(
+    max_norm: float | None, norm_type: float, nonfinite: str, fold_into: object
+) -> tuple[float | None, float]:
     """Refuse options that are none, before anything is read.
 
     Args:
         max_norm: None, or as `check_max_norm` takes it.
         norm_type: p of the norm.
         nonfinite: one of `Nonfinite`.
+        fold_into: an optimizer or None.
 
     Returns:
-        p as a float.
+        The threshold and p, as floats.
 
     Raises:
         ValueError: naming what is wrong and what would be right.
     """
     if max_norm is not None:
-        check_max_norm(max_norm)
+        max_norm = check_max_norm(max_norm)
     try:
         order = float(norm_type)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         order = math.nan
     if not order > 0:
         raise ValueError(f"norm_type must be > 0, got {norm_type!r}: use 2.0, or math.inf for the largest element")
     if nonfinite not in get_args(Nonfinite):
         raise ValueError(f"nonfinite must be one of {', '.join(get_args(Nonfinite))}, got {nonfinite!r}")
-    return order
+    if fold_into is not None and not isinstance(fold_into, torch.optim.Optimizer):
+        raise ValueError(
+            f"fold_into must be one optimizer, got {fold_into!r:.60}: with several, clip without fold_into"
+        )
+    return max_norm, order
 
 
-def check_max_norm(max_norm: float) -> None:
+def check_max_norm(max_norm: object) -> float:
     """Refuse a threshold that is not one.
 
+    Args:
+        max_norm: a number, or a tensor of one element on the CPU: others would have to be waited for.
+
+    Returns:
+        It as a float.
+
     Raises:
-        ValueError: when it is negative, NaN or no number; a tensor is none, since its value may have to be waited for.
+        ValueError: when it is negative, NaN or no number.
     """
+    if isinstance(max_norm, Tensor) and max_norm.device.type == "cpu" and max_norm.numel() == 1:
+        max_norm = max_norm.item()
     if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
-        raise ValueError(f"max_norm must be a number, got {max_norm!r}: use math.inf to measure without clipping")
+        raise ValueError(f"max_norm must be a number, got {max_norm!r}: convert it, by float() say")
+    try:
+        max_norm = float(max_norm)
+    except OverflowError:
+        max_norm = math.inf
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"max_norm must be ≥ 0, got {max_norm}: use math.inf to measure without clipping")
+    return max_norm

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sonde.measure.optimizers import innermost
+from sonde.measure.transfer import to_device
+
 _told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_pending: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Fold] = weakref.WeakKeyDictionary()
 
 
-def fold(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], coefficient: Tensor, skip: Tensor | None
-) -> bool:
+def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip: Tensor | None) -> bool:
     """Have the optimizer's next step multiply gradients by `coefficient`, or be skipped.
 
     The optimizer is as before once it has stepped.
@@ -28,30 +32,71 @@ def fold(
     Returns:
         Whether it will. Where it cannot, that and why is warned of once an optimizer, and nothing is changed.
     """
+    optimizer = innermost(optimizer)
     if why := _why_not(optimizer, parameters):
         if optimizer not in _told:
             _told.add(optimizer)
             warnings.warn(
                 f"fold_into={type(optimizer).__name__} cannot scale gradients ({why}): they are scaled in a pass of "
                 "their own",
-                stacklevel=4,
+                stacklevel=stack_level(),
             )
         return False
-    found_inf = torch.zeros((), device=coefficient.device) if skip is None else skip.float()
-    scale = coefficient.float().reciprocal()
-    optimizer.grad_scale, optimizer.found_inf = scale, found_inf  # type: ignore[attr-defined]
-
-    def restore(stepped: torch.optim.Optimizer, *_: object) -> None:
-        handle.remove()
-        # A GradScaler that has taken over sets both anew and removes them itself.
-        if getattr(stepped, "found_inf", None) is found_inf:
-            del stepped.grad_scale, stepped.found_inf  # type: ignore[attr-defined]
-
-    handle = optimizer.register_step_post_hook(restore)
+    _pending[optimizer] = _Fold(optimizer, parameters, coefficient, skip)
     return True
 
 
-def _why_not(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> str:
+def unfold(parameters: Iterable[Tensor]) -> None:
+    """Forget what optimizers of any of these parameters were to do and have not done."""
+    if not _pending:
+        return
+    clipped = {id(p) for p in parameters}
+    for pending in [p for p in _pending.values() if clipped & p.parameters]:
+        pending.forget()
+
+
+class _Fold:
+    """What is set on an optimizer until it has stepped."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], coefficient: Tensor, skip: Tensor | None
+    ) -> None:
+        self.parameters = {id(p) for p in parameters}
+        self._optimizer = weakref.ref(optimizer)
+        self._found_inf = torch.zeros((), device=coefficient.device) if skip is None else skip.float()
+        optimizer.grad_scale = coefficient.float().reciprocal()  # type: ignore[attr-defined]
+        optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
+        self._before = optimizer.register_step_pre_hook(self._join_scaler)
+        self._after = optimizer.register_step_post_hook(lambda *_: self.forget())
+
+    def _join_scaler(self, optimizer: Any, *_: object) -> None:
+        # A GradScaler that steps the optimizer puts its own finding in place of this one, and removes it itself. It
+        # knows of this rank's gradients only, and as they were when it unscaled them.
+        theirs = getattr(optimizer, "found_inf", None)
+        if theirs is not None and theirs is not self._found_inf:
+            optimizer.found_inf = torch.maximum(theirs, to_device(self._found_inf, theirs.device).to(theirs.dtype))
+
+    def forget(self) -> None:
+        """Leave the optimizer as it was."""
+        self._before.remove()
+        self._after.remove()
+        optimizer: Any = self._optimizer()
+        if optimizer is None:
+            return
+        _pending.pop(optimizer, None)
+        if getattr(optimizer, "found_inf", None) is self._found_inf:
+            del optimizer.grad_scale, optimizer.found_inf
+
+
+def stack_level() -> int:
+    """How far up the caller outside of sonde and torch is, as `warnings.warn` in the calling function counts it."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("sonde", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _why_not(optimizer: Any, parameters: Sequence[Tensor]) -> str:
     """Empty where it can."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or not all(
         group.get("fused") for group in optimizer.param_groups

@@ -24,6 +24,7 @@ from sonde.measure.fast_norms import Part, add_squares
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Metric
 from sonde.measure.problem import Problem
+from sonde.measure.transfer import to_device
 from sonde.measure.witness import Witness
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
@@ -177,7 +178,7 @@ class BucketTap:
         problems: list[float | Tensor] = [*self._problems]
         self._problems = [0] * len(Problem)
         if self._left_over:
-            problems[Problem.LEFT_OVER] = torch.stack([n.to(self._device) for n in self._left_over]).sum()
+            problems[Problem.LEFT_OVER] = torch.stack([to_device(n, self._device) for n in self._left_over]).sum()
             self._left_over = []
         return problems
 

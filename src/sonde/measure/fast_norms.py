@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sonde.measure.power_sums import accumulation_dtype
+from sonde.measure.transfer import to_device
 
 # torch's fp32 reduction over a flat CPU tensor keeps one running sum per vector lane: 8e-4 off at 16M elements. Norms
 # of rows this long, combined in fp64, are off by 4e-9 and no slower (they vectorise along the row).
@@ -56,13 +57,6 @@ def _roots_by_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
     return of_rows if whole == n else torch.cat([of_rows, _norm(flat[whole:], dtype).view(1)])
 
 
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A small CPU tensor where it is needed, without waiting."""
-    if device.type == "cuda":
-        host = host.pin_memory()  # from pinned memory the copy does not wait; the allocator keeps it until it is done
-    return host.to(device, non_blocking=True)
-
-
 def add_squares(n_owners: int, parts: Sequence[Part], device: torch.device) -> Tensor:
     """Sum the squares of roots by owner.
 
@@ -78,8 +72,7 @@ def add_squares(n_owners: int, parts: Sequence[Part], device: torch.device) -> T
     if not parts:
         return total
     flat = [r if r.dim() == 1 else r.reshape(-1) for _, r in parts]
-    here = [r if r.device == device else r.to(device, non_blocking=True) for r in flat]
-    values = torch.cat(here).to(total.dtype).square_()
+    values = torch.cat([to_device(r, device) for r in flat]).to(total.dtype).square_()
     owners = _owners(tuple((owners, r.numel()) for owners, r in parts), device)
     return total.index_add_(0, owners, values)
 

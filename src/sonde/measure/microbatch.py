@@ -19,6 +19,7 @@ from sonde.measure.fast_norms import ROW, Part, add_squares
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.metric import Metric
 from sonde.measure.problem import Problem
+from sonde.measure.transfer import to_device
 from sonde.measure.witness import Witness
 
 STAGED_NUMEL = 16_384
@@ -104,7 +105,7 @@ class MicrobatchTap:
             self._take_over()
             sq_norms = add_squares(len(self._parameters), self._parts, self._device)
             for index, twice_the_product in self._cross:
-                sq_norms[index] += twice_the_product.to(self._device, non_blocking=True)
+                sq_norms[index] += to_device(twice_the_product, self._device)
             piece = GradientSummary(sq_norms, self._witness.join(self._witnessed, self._device))
         self.n_backwards = len(self._backwards)
         self._reset()

@@ -5,6 +5,7 @@ A call afterwards only collects gradients and sees whether each still lies as it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sonde.measure.placements import WHOLE, Layout, check_layout, layout_of_spec, local_of, ranks_of
+from sonde.measure.placements import (
+    WHOLE,
+    Layout,
+    check_elements,
+    check_layout,
+    check_mesh,
+    check_stages,
+    layout_of_spec,
+    local_of,
+    ranks_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,14 +53,9 @@ class Key:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sorts groups alike on every rank, the sharded first, so that their sums run while others are read."""
+        """Sorts groups, the sharded first, so that their sums run while others are read."""
         rest = (self.n_shards, self.n_replicas or 0, self.part, str(self.device), str(self.dtype), self.is_partial)
-        return (not self.ranks, *in_order(self.ranks), *rest)
-
-
-def in_order(ranks: tuple[int, ...]) -> tuple[object, ...]:
-    """Sorts sets of ranks alike on every rank: by the offsets between them first, as they themselves differ."""
-    return tuple(rank - ranks[0] for rank in ranks), ranks
+        return (not self.ranks, self.ranks, *rest)
 
 
 @dataclass(frozen=True)
@@ -94,12 +100,14 @@ class NormPlan:
         parameters: a tensor that comes twice counts once.
         names: of the parameters, for messages.
         mesh: all ranks that hold any of the model; None to sum gradients over the ranks of their own meshes.
+        pp_mesh: the pipeline stages, each with parameters of its own.
         replicas: how many of the mesh's ranks hold the same values, by tensor or name, where that cannot be seen.
         parts: which part of the model each parameter belongs to, from 0; one part for all by default.
         allow_sparse: count sparse gradients too, rather than refuse them.
 
     Raises:
-        ValueError: when `replicas` is given without a mesh, or names what is not there, or is no number of ranks.
+        ValueError: when `mesh` or `pp_mesh` is none, or does not hold this rank. What else is wrong on this rank is
+            kept as the `problem`, for all ranks to hear of it by the next sum.
     """
 
     def __init__(
@@ -108,10 +116,13 @@ class NormPlan:
         names: Sequence[str] | None = None,
         *,
         mesh: DeviceMesh | None = None,
+        pp_mesh: DeviceMesh | None = None,
         replicas: Mapping[Any, int] | None = None,
         parts: Sequence[int] | None = None,
         allow_sparse: bool = False,
     ) -> None:
+        if mesh is not None:
+            check_mesh("mesh", mesh)
         first = {id(p): i for i, p in reversed(list(enumerate(parameters)))}
         once = sorted(first.values())
         self.parameters = [parameters[i] for i in once]
@@ -121,20 +132,52 @@ class NormPlan:
         self._names = [names[i] for i in once] if names is not None else None
         self._parts = [parts[i] for i in once] if parts else [0] * len(once)
         self._mesh_ranks = ranks_of(mesh) if mesh is not None else None
-        self._replicas = self._read_replicas(replicas) if replicas else {}
-        self._regroup()
-
-    def _read_replicas(self, replicas: Mapping[Any, int]) -> dict[int, int]:
-        if self._mesh_ranks is None:
-            raise ValueError("replicas= counts ranks of a mesh, got mesh=None: pass the mesh of all ranks")
-        by_name = {self.name_of(i): i for i in range(len(self.parameters))}
+        self.pp_mesh: DeviceMesh | None = None
+        """The pipeline stages, where there are any."""
         by_id = {id(p): i for i, p in enumerate(self.parameters)}
+        # A tied weight goes by either name.
+        by_name = {n: by_id[id(p)] for n, p in zip(names, parameters, strict=True)} if names is not None else {}
+        self._replicas: dict[int, int] = {}
+        self._bad_replicas: ValueError | None = None
+        try:
+            self._replicas = self._read_replicas(replicas or {}, by_id, by_name)
+        except ValueError as error:
+            self._bad_replicas = error
+        self._specs: list[Any] = [None] * len(self.parameters)
+        self._partial: dict[int, Any] = {}
+        """How gradients that were seen partial lay then: their ranks take part with zeros where they are missing."""
+        if pp_mesh is not None:
+            self.use_stages(pp_mesh)
+        else:
+            self._regroup()
+
+    def use_stages(self, pp_mesh: DeviceMesh | None) -> None:
+        """Sum over these pipeline stages from now on; None for those known already.
+
+        Raises:
+            ValueError: when it is no mesh of one axis with this rank in it, or others are known.
+        """
+        if pp_mesh is None or pp_mesh is self.pp_mesh:
+            return
+        check_mesh("pp_mesh", pp_mesh, n_axes=1)
+        if self.pp_mesh is None:
+            self.pp_mesh = pp_mesh
+            self._regroup()
+        elif ranks_of(pp_mesh) != ranks_of(self.pp_mesh):
+            raise ValueError("pp_mesh is not that of the plan: pass the same, or leave it out")
+
+    def _read_replicas(
+        self, replicas: Mapping[Any, int], by_id: Mapping[int, int], by_name: Mapping[str, int]
+    ) -> dict[int, int]:
+        if replicas and self._mesh_ranks is None:
+            raise ValueError("replicas= counts ranks of a mesh, got mesh=None: pass the mesh of all ranks")
         counts = {}
         for whose, count in replicas.items():
             index = by_name.get(whose) if isinstance(whose, str) else by_id.get(id(whose))
             if index is None:
-                what = repr(whose) if isinstance(whose, str) else f"a tensor of shape {tuple(whose.shape)}"
+                what = f"a tensor of shape {tuple(whose.shape)}" if isinstance(whose, Tensor) else repr(whose)
                 raise ValueError(f"replicas= has {what}, which is not among the parameters: pass it with the others")
+            assert self._mesh_ranks is not None
             if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(self._mesh_ranks):
                 raise ValueError(
                     f"replicas of {self.name_of(index)} must be a number of the mesh's {len(self._mesh_ranks)} ranks, "
@@ -176,33 +219,54 @@ class NormPlan:
         return of_kind[0] if of_kind else torch.device(kind)
 
     def zeros(self, index: int) -> Tensor:
-        """A gradient of zeros for a parameter that has none, lying as its gradient did when it had one."""
+        """A gradient of zeros for a parameter that has none, lying as its gradient did when it had a partial one."""
         from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        spec = self._specs[index]
-        local = torch.zeros_like(local_of(self.parameters[index]))
+        spec = self._partial[index]
+        shape, _ = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+        local = torch.zeros(shape, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
         return DTensor.from_local(
             local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )
 
+    @property
+    def problem(self) -> ValueError | None:
+        """What is wrong on this rank."""
+        return self._bad_replicas or self._unknown_stages() or self._bad_gradient
+
+    def _unknown_stages(self) -> ValueError | None:
+        if self.mesh is None or self.pp_mesh is not None:
+            return None
+        axes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=False))
+        if axes.get("pp", 1) == 1:
+            return None
+        return ValueError("mesh= has an axis 'pp', and no pp_mesh= was given: pass pp_mesh=mesh['pp']")
+
     def collect(self) -> tuple[list[Collected], ValueError | None]:
         """The gradients that are there now, by group, and what is wrong with one that is in no group."""
-        found = None if self._problem is not None else self._as_planned()
+        found = None if self._bad_gradient is not None else self._as_planned()
         if found is None:
             self._regroup()
             found = self._as_planned()
             assert found is not None  # planned just now
-        return found, self._problem
+        return found, self.problem
 
     def _as_planned(self) -> list[Collected] | None:
         """None when a gradient does not lie as planned."""
-        parameters, specs, devices = self.parameters, self._specs, self._devices
+        parameters, specs, devices, dtypes = self.parameters, self._specs, self._devices, self._dtypes
+        if any(parameters[i].grad is not None for i in self._without):
+            return None
         found = []
         for group in self._groups:
             one = Collected(group)
             for i in group.indices:
                 gradient = parameters[i].grad
                 if gradient is None:
+                    if i in self._partial and not group.key.is_partial:
+                        return None
+                    continue
+                if i in self._unusable:
                     continue
                 spec = getattr(gradient, "_spec", None)
                 if spec is not specs[i]:
@@ -212,7 +276,9 @@ class NormPlan:
                 local = gradient if spec is None else gradient._local_tensor  # type: ignore[attr-defined]
                 if type(local) is not Tensor:
                     local = local_of(gradient)  # a collective may still be writing to it
-                if local.device != devices[i] or (local.is_sparse and not self._allow_sparse):
+                if local.device != devices[i] or local.dtype is not dtypes[i]:
+                    return None
+                if local.layout is not torch.strided and not self._allow_sparse:
                     return None
                 one.indices.append(i)
                 one.gradients.append(gradient)
@@ -222,36 +288,28 @@ class NormPlan:
 
     def _regroup(self) -> None:
         """Sort parameters by how their gradients lie; those without one by how it lay before, or they themselves."""
-        before: list[Any] = getattr(self, "_specs", [None] * len(self.parameters))
         layouts = _Layouts()
-        checked: set[tuple[int, torch.device]] = set()
+        # Their own layouts first: without a mesh these say what is summed in which order, whatever gradients are there.
+        # A gradient that lies otherwise than its parameter is missing on a rank for which the parameter's is taken.
+        for parameter in self.parameters:
+            if (own := getattr(parameter, "_spec", None)) is not None and not _is_left_out(parameter):
+                layouts.offer(own)
+        self._bad_gradient: ValueError | None = None
+        self._without: list[int] = []
+        self._unusable: set[int] = set()
+        self._devices = [local_of(p if p.grad is None else p.grad).device for p in self.parameters]
+        self._dtypes = [(p if p.grad is None else p.grad).dtype for p in self.parameters]
         members: dict[tuple[Any, ...], list[int]] = {}
-        self._specs: list[Any] = []
-        self._devices: list[torch.device] = []
-        self._problem: ValueError | None = None
-        for i, (parameter, last) in enumerate(zip(self.parameters, before, strict=True)):
-            tensor = parameter if parameter.grad is None else parameter.grad
-            own = getattr(parameter, "_spec", None)
-            spec = getattr(tensor, "_spec", None) if parameter.grad is not None or last is None else last
-            device = (tensor if spec is None else local_of(tensor)).device
-            self._specs.append(spec)
-            self._devices.append(device)
-            try:
-                if tensor.is_sparse and not self._allow_sparse:
-                    raise ValueError("it is sparse, and only dense ones can be counted: use Embedding(sparse=False)")
-                if tensor.is_complex():
-                    raise ValueError("it is complex, and only real ones can be counted: use torch.view_as_real")
-                if own is not spec:
-                    # A rank on which this gradient is missing takes the parameter's layout for the gradient's.
-                    layouts.number_of(own)
-                number = layouts.number_of(spec)
-                if (number, device) not in checked:
-                    check_layout(layouts[number], device, self._mesh_ranks)
-                    checked.add((number, device))
-            except ValueError as error:
-                self._problem = self._problem or ValueError(f"gradient of {self.name_of(i)}: {error}")
+        for i, parameter in enumerate(self.parameters):
+            if _is_left_out(parameter):
+                self._without.append(i)
                 continue
-            what = (number, device, tensor.dtype, self._parts[i], self._replicas.get(i))
+            try:
+                number = self._place(i, parameter, layouts)
+            except ValueError as error:
+                self._found_bad(i, error)
+                continue
+            what = (number, self._devices[i], self._dtypes[i], self._parts[i], self._replicas.get(i))
             members.setdefault(what, []).append(i)
         groups: dict[Key, ParameterGroup] = {}
         for (number, device, dtype, part, n_replicas), indices in members.items():
@@ -260,8 +318,49 @@ class NormPlan:
             others = groups[key].indices if key in groups else ()
             groups[key] = ParameterGroup(key, layout, tuple(sorted((*others, *indices))))
         self._groups = tuple(groups[key] for key in sorted(groups, key=lambda key: key.order))
-        by_ranks = {layout.sharding_ranks: layout for layout in layouts.all if layout.sharding_ranks}
-        self._layouts = [by_ranks[ranks] for ranks in sorted(by_ranks, key=in_order)]
+        by_ranks: dict[tuple[int, ...], Layout] = {}
+        for layout in layouts.all:
+            if layout.sharding_ranks:
+                by_ranks.setdefault(layout.sharding_ranks, layout)
+        self._layouts = list(by_ranks.values())
+        self.meshes = list(dict.fromkeys(layout.mesh for layout in layouts.all if layout.mesh is not None))
+        """The meshes that gradients lie on, each once, in the same order on every rank."""
+
+    def _place(self, i: int, parameter: Tensor, layouts: _Layouts) -> int:
+        """The number of the layout that a parameter's gradient has, or will have.
+
+        Raises:
+            ValueError: when it has none that is known.
+        """
+        if getattr(parameter, "_fsdp_flattened", False):
+            raise ValueError(
+                "FSDP's first version does not tell how it is cut: use fully_shard, or FSDP's own clip_grad_norm_"
+            )
+        gradient = parameter.grad
+        if gradient is not None:
+            spec = getattr(gradient, "_spec", None)
+        else:
+            spec = self._partial.get(i) or self._specs[i] or getattr(parameter, "_spec", None)
+        self._specs[i] = spec
+        number = layouts.number_of(spec)
+        layout, n_replicas = layouts[number], self._replicas.get(i)
+        if layout.partial:
+            self._partial[i] = spec
+        what = (number, self._devices[i], n_replicas)
+        try:
+            if what not in layouts.checked:
+                check_layout(layout, self._devices[i], self.mesh, n_replicas=n_replicas)
+                check_stages(layout, self.pp_mesh)
+                layouts.checked.add(what)
+            if gradient is not None:
+                check_elements(gradient, allow_sparse=self._allow_sparse)
+        except ValueError as error:
+            self._found_bad(i, error)
+            self._unusable.add(i)  # if it is partial, this rank takes part with zeros: the others sum theirs
+        return number
+
+    def _found_bad(self, i: int, error: ValueError) -> None:
+        self._bad_gradient = self._bad_gradient or ValueError(f"gradient of {self.name_of(i)}: {error}")
 
 
 class _Layouts:
@@ -269,7 +368,13 @@ class _Layouts:
 
     def __init__(self) -> None:
         self.all: list[Layout] = []
+        self.checked: set[tuple[int, torch.device, int | None]] = set()
         self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def offer(self, spec: Any) -> None:
+        """Number a spec's layout, unless it has none."""
+        with contextlib.suppress(ValueError):  # what is not known is told of the gradient that has it, if one does
+            self.number_of(spec)
 
     def number_of(self, spec: Any) -> int:
         """The number of a spec's layout; None is a plain tensor's."""
@@ -282,6 +387,11 @@ class _Layouts:
 
     def __getitem__(self, number: int) -> Layout:
         return self.all[number]
+
+
+def _is_left_out(parameter: Tensor) -> bool:
+    """Whether it is frozen, and has no gradient from before."""
+    return parameter.grad is None and not parameter.requires_grad
 
 
 def _lie_alike(a: Any, b: Any) -> bool:

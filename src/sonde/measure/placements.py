@@ -46,7 +46,8 @@ class Layout:
         if self.mesh is None or self.n_shards == 1:
             return ()
         here = self.mesh.get_coordinate()
-        assert here is not None  # a rank outside the mesh has no local tensor
+        if here is None:  # outside the mesh, where there are no elements
+            return ()
         index = tuple(slice(None) if axis in self.sharded else at for axis, at in enumerate(here))
         return tuple(self.mesh.mesh[index].reshape(-1).tolist())
 
@@ -113,29 +114,63 @@ def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
     return frozenset(mesh.mesh.reshape(-1).tolist())
 
 
-def check_layout(layout: Layout, device: torch.device, mesh_ranks: frozenset[int] | None) -> None:
+def check_mesh(name: str, mesh: Any, *, n_axes: int | None = None) -> None:
+    """Refuse what is no mesh, or one that this rank is not in.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    device_mesh = sys.modules.get("torch.distributed.device_mesh")
+    if device_mesh is None or not isinstance(mesh, device_mesh.DeviceMesh):
+        raise ValueError(f"{name} must be a DeviceMesh, got {mesh!r:.60}: make one by init_device_mesh")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{name} has ranks {_some(ranks_of(mesh))}, and this rank is none of them: call it on those ranks only"
+        )
+    if n_axes is not None and mesh.ndim != n_axes:
+        raise ValueError(f"{name} must have {n_axes} axis, got {mesh.ndim}: pass mesh['pp'], say, and not all of it")
+
+
+def check_layout(
+    layout: Layout, device: torch.device, mesh: DeviceMesh | None, *, n_replicas: int | None = None
+) -> None:
     """Refuse a gradient that cannot be summed with the others.
 
     Args:
         layout: of the gradient.
         device: of its local part.
-        mesh_ranks: the ranks that everything is summed over, if one mesh was given for all.
+        mesh: of all ranks, if one was given.
+        n_replicas: how many of them were said to hold the same values.
 
     Raises:
-        ValueError: when it lies on ranks outside, or on another kind of device than its mesh; the CPU is allowed, as
-            gradients may be offloaded.
+        ValueError: when it lies on ranks outside, not on this one, on another kind of device than its mesh (the CPU is
+            allowed, as gradients may be offloaded), or so that no such number of ranks can hold the same.
     """
+    own = layout.mesh if layout.mesh is not None else mesh
+    if own is not None and device.type not in (own.device_type, "cpu"):
+        raise ValueError(
+            f"it is on {device.type} and its mesh on {own.device_type}: move it there, or make the mesh where the "
+            "gradient is"
+        )
     if layout.mesh is None:
         return
-    if mesh_ranks is not None and not (own := ranks_of(layout.mesh)) <= mesh_ranks:
+    if layout.mesh.get_coordinate() is None and n_replicas is None:
         raise ValueError(
-            f"it lies on ranks {_some(own)}, which mesh= ({_some(mesh_ranks)}) does not contain: "
+            f"it lies on ranks {_some(ranks_of(layout.mesh))}, and this rank, which is none of them, cannot tell how "
+            "many hold the same: pass the mesh of all ranks, and replicas= for it"
+        )
+    if mesh is None:
+        return
+    if not ranks_of(layout.mesh) <= ranks_of(mesh):
+        raise ValueError(
+            f"it lies on ranks {_some(ranks_of(layout.mesh))}, which mesh= ({_some(ranks_of(mesh))}) does not contain: "
             "pass the mesh of all ranks that hold the model"
         )
-    if device.type not in (layout.mesh.device_type, "cpu"):
+    least, most = layout.mesh.size() // layout.n_shards, mesh.size() // layout.n_shards
+    if n_replicas is not None and (n_replicas % least or n_replicas > most):
         raise ValueError(
-            f"it is on {device.type} and its mesh on {layout.mesh.device_type}: move it there, or make the mesh where "
-            "the gradient is"
+            f"it is cut into {layout.n_shards} shards over {layout.mesh.size()} of {mesh.size()} ranks, so that "
+            f"replicas= must be a multiple of {least} up to {most}, got {n_replicas}"
         )
 
 
@@ -157,3 +192,38 @@ def share(layout: Layout, *, n_ranks: int, n_stages: int = 1, n_replicas: int | 
         One over the ranks that hold the same: n_shards over the ranks of a stage.
     """
     return 1.0 / n_replicas if n_replicas is not None else layout.n_shards * n_stages / n_ranks
+
+
+def check_stages(layout: Layout, pp_mesh: DeviceMesh | None) -> None:
+    """Refuse stages that are no stages: a gradient is not cut over them, as each has parameters of its own.
+
+    Raises:
+        ValueError: when it is.
+    """
+    if pp_mesh is None or layout.mesh is None:
+        return
+    if len(shared := ranks_of(pp_mesh) & set(layout.sharding_ranks)) > 1:
+        raise ValueError(
+            f"it is cut over ranks {_some(shared)} of pp_mesh=, whose ranks are pipeline stages with parameters of "
+            "their own: pass the axis of the stages alone"
+        )
+
+
+_COUNTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_elements(gradient: Tensor, *, allow_sparse: bool) -> None:
+    """Refuse a gradient whose elements cannot be squared and added up.
+
+    Raises:
+        ValueError: when it is sparse, complex, of another dtype than the common four, or on the meta device.
+    """
+    local = local_of(gradient)
+    if local.layout is not torch.strided and not (allow_sparse and local.layout is torch.sparse_coo):
+        raise ValueError("it is sparse, and only dense ones can be counted: use Embedding(sparse=False)")
+    if local.is_complex():
+        raise ValueError("it is complex, and only real ones can be counted: use torch.view_as_real")
+    if local.dtype not in _COUNTED_DTYPES:
+        raise ValueError(f"its dtype is {local.dtype}, and only fp16, bf16, fp32 and fp64 can be counted: convert it")
+    if local.is_meta:
+        raise ValueError("it is on the meta device, where there is nothing to count: materialise the model first")

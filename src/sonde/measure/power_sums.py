@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -11,9 +10,8 @@ from torch import Tensor
 
 _CHUNK = 2**17
 """Elements converted to fp64 at a time on the CPU: 1 MiB stays in a core's cache."""
-
-# GPUs whose fp64 units keep up with their memory; the others have a sixty-fourth of them.
-_FAST_FP64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+_CHUNK_ON_GPU = 2**24
+"""The same where a kernel's launch is what costs."""
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -21,12 +19,19 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def power_sum(tensors: Sequence[Tensor], order: float) -> Tensor:
+LARGEST_PLAIN_ORDER = 6.0
+"""Up to it, fp64 holds the power of every fp32 number; elements of larger powers are to be divided by the largest."""
+
+
+def power_sum(tensors: Sequence[Tensor], order: float, unit: Tensor | None = None) -> Tensor:
     """Σ|x|^order over all elements of all tensors; their largest |x| for `math.inf`.
+
+    In fp64 also on GPUs that have few units for it: fp32 would overflow at 1e19, and depend on how gradients are cut.
 
     Args:
         tensors: plain, on one device, of any floating dtypes, strided or sparse COO; empty ones count 0.
         order: > 0.
+        unit: 0-dim, > 0; what elements are divided by first.
 
     Returns:
         0-dim, fp64 (fp32 on devices without it), on their device; NaN if an element is. Not a root.
@@ -38,14 +43,21 @@ def power_sum(tensors: Sequence[Tensor], order: float) -> Tensor:
     device = filled[0].device
     if math.isinf(order):
         return torch.stack([_largest(t) for t in filled]).max().to(accumulation_dtype(device))
-    if device.type != "cpu":
-        norms = torch.stack(torch._foreach_norm(filled, order, dtype=_kernel_dtype(device, filled)))
-        return norms.to(accumulation_dtype(device)).pow_(order).sum()
-    return torch.stack([_power(chunk, order) for chunk in _in_fp64(filled)]).sum()
+    if unit is not None:
+        unit = unit.to(device)
+    if device.type == "cpu":
+        return torch.stack([_power(chunk, order, unit) for chunk in _in_fp64(filled)]).sum()
+    dtype = accumulation_dtype(device)
+    if unit is None:
+        return torch.stack(torch._foreach_norm(filled, order, dtype=dtype)).pow_(order).sum()
+    chunks = (chunk for t in filled for chunk in t.reshape(-1).split(_CHUNK_ON_GPU))
+    return torch.stack([_power(chunk.to(dtype, copy=True), order, unit) for chunk in chunks]).sum()
 
 
-def _power(chunk: Tensor, order: float) -> Tensor:
+def _power(chunk: Tensor, order: float, unit: Tensor | None) -> Tensor:
     """Σ|x|^order of one chunk, which is overwritten."""
+    if unit is not None:
+        chunk.div_(unit)
     if order == 2.0:
         # BLAS adds in an order that depends on alignment: the chunk is always aligned alike.
         return torch.dot(chunk, chunk)
@@ -85,14 +97,3 @@ def _joined(tensors: Sequence[Tensor], into: Tensor) -> Tensor:
 def _largest(tensor: Tensor) -> Tensor:
     low, high = torch.aminmax(tensor)
     return torch.maximum(low.abs(), high.abs()).to(accumulation_dtype(tensor.device))
-
-
-def _kernel_dtype(device: torch.device, tensors: Sequence[Tensor]) -> torch.dtype:
-    if any(t.dtype == torch.float64 for t in tensors) or (device.type == "cuda" and _has_fast_fp64(device.index)):
-        return torch.float64
-    return torch.float32
-
-
-@functools.cache
-def _has_fast_fp64(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) in _FAST_FP64

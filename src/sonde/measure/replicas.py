@@ -9,20 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.measure.global_norm import group_of_mesh
+from sonde.measure.global_norm import group_of_mesh, stages_inside
 from sonde.measure.norm_plan import NormPlan
 
 Fingerprint = tuple[tuple[int, ...], float, float]
+_CONSTANT = 0.0
 
 
-def check_replicas(plan: NormPlan, n_stages: int) -> None:
-    """Compare the values of plain parameters over the ranks of a plan's mesh.
+def check_replicas(plan: NormPlan) -> None:
+    """Compare plain parameters, by their values and gradients, over the ranks of a plan's mesh.
 
-    Parameters that hold one value only, as zeros at initialisation, say nothing and are passed over.
+    What is counted as the same on more ranks than have it is an error. What is counted as the same on fewer is one only
+    where gradients are there to tell: experts that were built under one seed begin with the same values. Parameters
+    that hold one value only, as zeros at initialisation, say nothing and are passed over.
 
     Args:
         plan: with a mesh; on every rank of it.
-        n_stages: pipeline stages in the mesh.
 
     Raises:
         ValueError: on every rank, when one is on another number of ranks than is counted, or the plan has no mesh.
@@ -32,39 +34,43 @@ def check_replicas(plan: NormPlan, n_stages: int) -> None:
     group = group_of_mesh(plan.mesh)
     if group is None:
         return
+    n_same = group.size() // stages_inside(plan)
     mine = [
-        (
-            plan.name_of(index),
-            _fingerprint(plan.parameters[index]),
-            one.key.n_replicas or group.size() // n_stages,
-        )
+        (plan.name_of(i), _of_parameter(plan.parameters[i]), one.key.n_replicas or n_same)
         for one in plan.groups
         if one.layout.mesh is None
-        for index in one.indices
+        for i in one.indices
     ]
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, mine, group=group)
-    # Experts that began as copies of one another have the same values under other names, and so has a weight that is
-    # tied over pipeline stages: it is for the declaration to say which.
+    if any(gradient is None for of_rank in everyones for _, (_, gradient), _ in of_rank):  # some would compare less
+        everyones = [[(name, (value, None), counted) for name, (value, _), counted in rank] for rank in everyones]
+    # Weights that are tied over pipeline stages have the same values under other names, and so have experts that began
+    # as copies of one another: it is for the declaration to say which.
     of_name = Counter(key for of_rank in everyones for key in {(name, values) for name, values, _ in of_rank})
     of_any = Counter(values for of_rank in everyones for values in {values for _, values, _ in of_rank})
     for rank, of_rank in enumerate(everyones):
         for name, values, counted in of_rank:
-            found = of_name[name, values]
-            _, total, spread = values
-            if spread > 0 and counted not in (found, of_any[values]):
+            found, at_most = of_name[name, values], of_any[values]
+            value, gradient = values
+            tells = value[2] != _CONSTANT or (gradient is not None and gradient[2] != _CONSTANT)
+            if tells and (counted > at_most or (counted < found and gradient is not None)):
                 raise ValueError(
                     f"{name} of rank {rank} has the same values on {found} of {group.size()} ranks, and is counted as "
                     f"being on {counted}: pass replicas={{{name!r}: {found}}}, or make it a DTensor "
-                    f"(sum of its values {total:g})"
+                    f"(sum of its values {value[1]:g})"
                 )
 
 
+def _of_parameter(parameter: Tensor) -> tuple[Fingerprint, Fingerprint | None]:
+    return _fingerprint(parameter), None if parameter.grad is None else _fingerprint(parameter.grad)
+
+
 @torch.no_grad()
-def _fingerprint(parameter: Tensor) -> Fingerprint:
+def _fingerprint(tensor: Tensor) -> Fingerprint:
     """Shape, sum, and a sum that depends on the order; the last is 0 where all values are the same."""
-    values = parameter.detach().reshape(-1).to("cpu", torch.float64)
+    values = tensor.detach().reshape(-1).to("cpu", torch.float64)
     if not values.numel() or bool((values == values[0]).all()):
-        return tuple(parameter.shape), float(values.sum()), 0.0
+        return tuple(tensor.shape), float(values.sum()), _CONSTANT
     ordered = values @ torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64)
-    return tuple(parameter.shape), float(values.sum()), 1.0 + abs(float(ordered))
+    return tuple(tensor.shape), float(values.sum()), 1.0 + abs(float(ordered))

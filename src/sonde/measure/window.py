@@ -10,10 +10,10 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from sonde.measure.fast_norms import to_device
 from sonde.measure.gradients import GradientSummary
 from sonde.measure.power_sums import accumulation_dtype
 from sonde.measure.problem import Problem
+from sonde.measure.transfer import to_device
 from sonde.stats.noise_scale import effective_units
 from sonde.stats.window_row import Drop, WindowRow
 

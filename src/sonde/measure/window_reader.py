@@ -20,6 +20,7 @@ from sonde.measure.microbatch import MicrobatchTap
 from sonde.measure.norm_plan import NormPlan
 from sonde.measure.problem import Problem
 from sonde.measure.process_groups import start_reduce
+from sonde.measure.transfer import to_device
 from sonde.measure.window import Number, PieceCounts, WindowSums
 from sonde.measure.witness import Witness
 from sonde.measure.wrapper import Wrapper, n_collectives
@@ -213,7 +214,7 @@ class WindowReader:
                 return self._sums.per_group(reduced.sq_norms) * since, witness, None
         norm = global_norm(self.plan, 2.0) if reads_grad else None
         if norm is not None and isinstance(self._metric, Euclidean):
-            of_groups = norm.by_part[: len(self.groups)].to(self.device, self._sums.dtype, non_blocking=True)
+            of_groups = to_device(norm.by_part[: len(self.groups)], self.device).to(self._sums.dtype)
             return of_groups.square(), witness, norm
         # What is only compared with the pieces is read as they are: in fp32, at half the cost.
         there = [(i, g) for i, g in enumerate(grads) if g is not None]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sonde.measure.power_sums import accumulation_dtype
+from sonde.measure.transfer import to_device
 
 _VECTORS, _MATRICES = 4, 2
 """How many stay, and as many move on. Fewer matrices: their gradients are too large to wait, so each costs a read."""
@@ -84,9 +85,7 @@ class Witness:
         Parameters that were not read count as 0; zeros fill what is left.
         """
         zeros = torch.zeros(self.size, dtype=accumulation_dtype(device), device=device)
-        parts = [
-            read[i].reshape(-1).to(device, non_blocking=True) if i in read else zeros[:n] for i, n in self.sizes.items()
-        ]
+        parts = [to_device(read[i].reshape(-1), device) if i in read else zeros[:n] for i, n in self.sizes.items()]
         return torch.cat([*parts, zeros[sum(self.sizes.values()) :]]).to(zeros.dtype)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
-import torch
 from typing_extensions import TypeIs
 
+from sonde.measure.optimizers import innermost
 from sonde.measure.wrapper import block_of
 
 
@@ -79,13 +79,6 @@ def group_names(groups: object, parameters: Iterable[str]) -> list[str]:
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"groups must return a group's name, a str, for each parameter, got {names[0]!r}, …")
     return names
-
-
-def innermost(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper such as Accelerate's, which steps only when it is due."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
 
 
 def describe(setup: Mapping[str, Any], unit: str) -> str:

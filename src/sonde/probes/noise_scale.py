@@ -19,10 +19,11 @@ from sonde.clip import Nonfinite, check_max_norm, clip_measured_
 from sonde.measure.ddp import CommHook, comm_hook_name, hook_label
 from sonde.measure.fast_norms import LEAST_SQ_NORM
 from sonde.measure.metric import AdamMetric, Euclidean, Metric
+from sonde.measure.optimizers import innermost
 from sonde.measure.window import piece_counts
 from sonde.measure.window_reader import Tap, Window, WindowReader
 from sonde.measure.wrapper import GroupOf, Inventory, clean_name, find_wrapper
-from sonde.probes.attachment import check_options, describe, group_names, innermost
+from sonde.probes.attachment import check_options, describe, group_names
 from sonde.probes.delivery import Delivery
 from sonde.probes.expectation import ExpectationWatch
 from sonde.probes.journal import Journal
@@ -263,7 +264,7 @@ class NoiseScaleProbe:
             ValueError: when `max_norm` is negative or NaN.
             RuntimeError: as `step()`; and when the norm is not finite, if asked for.
         """
-        check_max_norm(max_norm)
+        max_norm = check_max_norm(max_norm)
         norm = self._end_window(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite)
         assert norm is not None
         return norm

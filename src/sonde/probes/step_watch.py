@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sonde.measure.optimizers import innermost
 from sonde.measure.window_reader import WindowReader
-from sonde.probes.attachment import innermost
 
 
 class StepWatch:
