@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from benchmarks.machine import describe
 from benchmarks.training import Setup, device_of
 
 MAX_NORM = 1.0
+AT_SCALE = [sys.executable, "-m", "benchmarks.at_scale"]
 SMALL, LARGE = (32, 16), (2048, 2048)
 Clip = Callable[[], Tensor]
 
@@ -228,6 +230,7 @@ def measure(device: str, *, quick: bool) -> dict[str, Any]:
         "quick": quick,
         "results": [dataclasses.asdict(r) for r in results],
         "folded": {"case": str(large), **folded},
+        "at_scale": json.loads(subprocess.run(AT_SCALE, capture_output=True, text=True, check=True).stdout),
     }
 
 
@@ -272,6 +275,16 @@ def markdown(found: dict[str, Any], command: str) -> str:
         "",
         f"{folded['case']}: clip and step take {1e3 * statistics.median(folded['scaled']):,.1f} ms with a pass of "
         f"scaling, {1e3 * statistics.median(folded['folded']):,.1f} ms folded: {100 * saved:.0f} % less.",
+        "",
+    ]
+    at_scale = found["at_scale"]
+    lines += [
+        "## One of 4,096 ranks",
+        "",
+        f"A plan for 6,000 DTensors on pp 8 × dp 64 × tp 8, with a process group that only pretends: "
+        f"{at_scale['planning_seconds']:.2f} s (goal ≤ 2 s). A call sends {at_scale['bytes']} bytes "
+        f"(goal ≤ 64 kB) in {at_scale['collectives']} collective, and takes "
+        f"{1e3 * at_scale['later_call_seconds']:.0f} ms here.",
         "",
     ]
     return "\n".join(lines)

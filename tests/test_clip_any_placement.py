@@ -9,61 +9,104 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import sonde
 from tests.ranks import Ranks
 
-MESHES = [(4,), (2, 2), (4, 1), (1, 4)]
+MESHES = {4: [(4,), (2, 2), (4, 1), (1, 4)], 8: [(8,), (2, 4), (2, 2, 2), (4, 1, 2)]}
+Where = int | str | None
 
 
 @dataclass(frozen=True)
 class Case:
-    """Gradients by seed, each with its shape and where its dims go, per mesh axis: a dim to shard, or None."""
+    """Gradients by seed, each with its shape and where it goes on each mesh axis: a dim to shard, "sum", "avg", None.
+
+    With `strided`, as FSDP2 places what tensor parallelism has cut along the same dim.
+    """
 
     seed: int
     mesh: tuple[int, ...]
     order: float
-    gradients: tuple[tuple[tuple[int, ...], tuple[int | None, ...]], ...]
+    gradients: tuple[tuple[tuple[int, ...], tuple[Where, ...], bool], ...]
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    mesh = draw(st.sampled_from(MESHES))
-    gradients = []
-    for _ in range(draw(st.integers(1, 5))):
-        shape = tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=3)))
-        axis = st.one_of(st.none(), st.integers(0, len(shape) - 1))
-        gradients.append((shape, tuple(draw(axis) for _ in mesh)))
-    order = draw(st.sampled_from([0.5, 1.0, 2.0, 3.0, math.inf]))
-    return Case(draw(st.integers(0, 2**31)), mesh, order, tuple(gradients))
+def cases(n_ranks: int) -> st.SearchStrategy[Case]:
+    @st.composite
+    def drawn(draw: st.DrawFn) -> Case:
+        mesh = draw(st.sampled_from(MESHES[n_ranks]))
+        gradients = []
+        for _ in range(draw(st.integers(1, 5))):
+            shape = tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=3)))
+            axis = st.one_of(st.none(), st.sampled_from(["sum", "avg"]), st.integers(0, len(shape) - 1))
+            where = tuple(draw(axis) for _ in mesh)
+            is_strided = len(mesh) == 2 and where[0] == where[1] and isinstance(where[0], int) and draw(st.booleans())
+            if is_strided:  # torch cuts evenly then, or not at all
+                shape = tuple(8 if dim == where[0] else n for dim, n in enumerate(shape))
+            gradients.append((shape, where, is_strided))
+        order = draw(st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0, math.inf]))
+        return Case(draw(st.integers(0, 2**31)), mesh, order, tuple(gradients))
+
+    return drawn()
 
 
 def dense(case: Case) -> list[Tensor]:
+    """Of few bits, so that sums over ranks of a power of two are exact."""
     generator = torch.Generator().manual_seed(case.seed)
-    return [torch.randn(shape, generator=generator) for shape, _ in case.gradients]
+    return [torch.randint(-512, 513, shape, generator=generator) / 64.0 for shape, *_ in case.gradients]
+
+
+def _placed(gradient: Tensor, mesh: DeviceMesh, where: tuple[Where, ...], is_strided: bool) -> DTensor:
+    sharding: list[Placement] = [Shard(w) if isinstance(w, int) else Replicate() for w in where]
+    if is_strided:
+        assert isinstance(where[0], int)
+        sharding[0] = _StridedShard(where[0], split_factor=mesh.size(1))
+    local = distribute_tensor(gradient, mesh, sharding).to_local().clone()
+    for axis, w in enumerate(where):
+        if w == "sum":  # a part on each rank, that add up to it
+            n, at = mesh.size(axis), mesh.get_local_rank(axis)
+            local = local * ((at + 1) if at < n - 1 else 1 - n * (n - 1) // 2)
+        elif w == "avg":
+            n, at = mesh.size(axis), mesh.get_local_rank(axis)
+            local = local * ((at + 1) if at < n - 1 else n - n * (n - 1) // 2)
+    placements = [Partial(w) if isinstance(w, str) else s for w, s in zip(where, sharding, strict=True)]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=gradient.shape, stride=gradient.stride())
 
 
 def _norms(case: Case) -> tuple[float, float]:
-    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("a", "b")[: len(case.mesh)])
+    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("a", "b", "c")[: len(case.mesh)])
     parameters = []
-    for gradient, (_, dims) in zip(dense(case), case.gradients, strict=True):
-        placements: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in dims]
-        p = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
-        p.grad = distribute_tensor(gradient, mesh, placements)
+    for gradient, (_, where, is_strided) in zip(dense(case), case.gradients, strict=True):
+        p = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Replicate()] * mesh.ndim))
+        p.grad = _placed(gradient, mesh, where, is_strided)
         parameters.append(p)
     return tuple(float(sonde.clip_grad_norm_(parameters, None, case.order, mesh=on)) for on in (mesh, None))  # type: ignore[return-value]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases())
-def test_random_placements_on_random_meshes_are_the_dense_norm(ranks4: Ranks, case: Case) -> None:
+def _assert_dense(ranks: Ranks, case: Case) -> None:
     together = torch.cat([g.flatten().double() for g in dense(case)])
     exact = together.abs().max() if math.isinf(case.order) and together.numel() else None
     if exact is None:
         exact = together.abs().pow(case.order).sum().pow(1 / case.order) if together.numel() else torch.zeros(())
     expected = float(exact.float())
-    for with_mesh, without in ranks4(_norms, case):
+    for with_mesh, without in ranks(_norms, case):
         # Rounded once, from fp64: the same bits as the dense gradient's, however it is cut.
         assert with_mesh == without == expected
+
+
+def examples(n: int) -> settings:
+    return settings(max_examples=n, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@examples(40)
+@given(case=cases(4))
+def test_random_placements_on_random_meshes_are_the_dense_norm(ranks4: Ranks, case: Case) -> None:
+    _assert_dense(ranks4, case)
+
+
+@examples(15)
+@given(case=cases(8))
+def test_random_placements_on_eight_ranks(ranks8: Ranks, case: Case) -> None:
+    _assert_dense(ranks8, case)

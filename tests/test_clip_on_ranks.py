@@ -595,3 +595,44 @@ def _first_fsdp() -> str:
 def test_fsdps_first_version_is_refused(ranks2: Ranks) -> None:
     for said in ranks2(_first_fsdp):
         assert "FSDP's first version does not tell how it is cut" in said
+
+
+def _torchs_clip() -> dict[str, Any]:
+    """What torch's function does with the same gradients: the reasons for this one."""
+    clip = torch.nn.utils.clip_grad_norm_
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    rank = dist.get_rank()
+    sharded = placed(torch.ones(2), mesh["a"], [Shard(0)], (4,))
+    other = placed(torch.ones(2), mesh["b"], [Shard(0)], (2,))
+    plain = nn.Parameter(torch.zeros(2))
+    plain.grad = torch.ones(2)
+
+    def outcome(parameters: list[nn.Parameter], norm_type: float = 2.0) -> Any:
+        try:
+            return float(whole(clip(parameters, math.inf, norm_type)))
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            return type(error).__name__
+
+    partial = [placed(torch.ones(3), mesh["a"], [Partial()], (3,), [Replicate()]) for _ in range(5)]
+    with CommDebugMode() as counted:
+        outcome(partial)
+    nan = placed(torch.tensor([math.nan if rank else 1.0]), mesh["a"], [Shard(0)], (2,))
+    return {
+        "meshes": outcome([sharded, other]),
+        "plain": outcome([sharded, plain]),
+        "tied": outcome([sharded, sharded]),
+        "partial": counted.get_total_counts(),
+        "nan": outcome([nan], math.inf),
+        "ours": [float(sonde.clip_grad_norm_(p, None, mesh=mesh)) for p in ([sharded, other], [sharded, plain])],
+    }
+
+
+def test_what_torch_does_with_these_is_as_it_was(ranks2: Ranks) -> None:
+    """Where this fails, torch has changed, and docs/gradient-norm.md says too much of it."""
+    for found in ranks2(_torchs_clip):
+        assert found["meshes"] == "RuntimeError"
+        assert found["plain"] == "RuntimeError"
+        assert found["tied"] == pytest.approx(math.sqrt(8))  # 2, if it counted once
+        assert found["partial"] >= 5
+        assert not math.isnan(found["nan"])
+        assert found["ours"] == pytest.approx([math.sqrt(4 + 2), math.sqrt(4 + 2)])
