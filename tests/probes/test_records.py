@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -622,3 +624,23 @@ def test_cost_counts_every_second_once() -> None:
     metrics = sink.of_kind("reading")[0]["metrics"]
     assert 0.1 <= metrics["cost/seconds_per_window"] < 0.15
     assert metrics["cost/fraction"] <= 1
+
+
+NEVER_CLOSED = """
+import sys, torch, sonde
+model = torch.nn.Linear(5, 1)
+probe = sonde.attach(model, unit="rows", sinks=[sonde.JsonlSink(sys.argv[1])], verbose=False)
+for _ in range(8):
+    for _ in range(3):
+        with probe.piece(units=4):
+            model(torch.randn(4, 5)).square().mean().backward()
+    probe.step()
+    model.zero_grad()
+"""
+
+
+def test_a_script_that_ends_without_close_leaves_a_whole_log(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", NEVER_CLOSED, str(tmp_path / "run")], check=True, timeout=120)
+    run = sonde.read_run(tmp_path / "run")
+    assert run.readings[-1].window == 8
+    assert run.ended == "the process ended without probe.close()"

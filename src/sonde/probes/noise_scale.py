@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import sys
 import time
@@ -34,7 +35,6 @@ from sonde.records import Sink
 from sonde.stats.reading import NoiseScaleReading
 from sonde.stats.tracker import NoiseScaleTracker
 
-_never_closed: weakref.WeakSet[NoiseScaleProbe] = weakref.WeakSet()
 _WINDOWS_HELD = 100  # on the device at most, however rarely a record is written
 
 
@@ -194,7 +194,8 @@ class NoiseScaleProbe:
             say=self._say,
         )
         self._say(describe(self._setup(), self._tracker.unit))
-        _never_closed.add(self)
+        self._at_exit = functools.partial(_close_left_open, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     # What the user calls.
 
@@ -335,7 +336,7 @@ class NoiseScaleProbe:
         if self._closed:
             return
         self._closed = True
-        _never_closed.discard(self)
+        atexit.unregister(self._at_exit)
         try:
             try:
                 self._delivery.send(abandon_unfinished=abandon_unfinished)
@@ -475,8 +476,7 @@ class NoiseScaleProbe:
             sys.stderr.write(f"sonde: {text}\n")
 
 
-@atexit.register
-def _close_what_was_left_open() -> None:
+def _close_left_open(probe: weakref.ref[NoiseScaleProbe]) -> None:
     """A script that ends without `close()` has a whole log all the same, but for what peers have not summed yet."""
-    for probe in list(_never_closed):
-        probe._close("the process ended without probe.close()", abandon_unfinished=True)
+    if (left_open := probe()) is not None:
+        left_open._close("the process ended without probe.close()", abandon_unfinished=True)
