@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 DEADLINE_SECONDS = 60.0
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """The mesh of all ranks, the same one at every call: each new one makes groups, whose threads stay."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:

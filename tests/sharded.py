@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import mesh_of
 
 VOCABULARY = 13  # uneven over 2 and 4 ranks
 WIDTH, HIDDEN, LENGTH, BATCH = 8, 12, 6, 4
@@ -182,12 +184,12 @@ def ddp() -> Cut:
     rank, n = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(build())
     backward(model, rank, n)
-    return Cut(_named(model), init_device_mesh("cpu", (n,)), keep=model)
+    return Cut(_named(model), mesh_of((n,)), keep=model)
 
 
 def fsdp(*, offload: bool = False, dtype: torch.dtype = torch.float32) -> Cut:
     n = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (n,))
+    mesh = mesh_of((n,))
     model = build().to(dtype)
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     for part in (model.front, model.back, model):
@@ -197,7 +199,7 @@ def fsdp(*, offload: bool = False, dtype: torch.dtype = torch.float32) -> Cut:
 
 
 def hsdp() -> Cut:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
     model = build()
     fully_shard(model, mesh=mesh)
     backward(model, dist.get_rank(), 4)
@@ -206,7 +208,7 @@ def hsdp() -> Cut:
 
 def context_parallel() -> Cut:
     """Sharded over data- and context-parallel ranks together, as trainers do; each sees a part of the data."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = mesh_of((2, 2), ("dp", "cp"))
     model = build()
     fully_shard(model, mesh=mesh._flatten("dp_cp"))
     backward(model, dist.get_rank(), 4)
@@ -214,7 +216,7 @@ def context_parallel() -> Cut:
 
 
 def tp(embedding: str = "rowwise") -> Cut:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     model = build()
     _tensor_parallel(model, mesh, embedding)
     backward(model)
@@ -236,7 +238,7 @@ class _SequenceParallelModel(nn.Module):
 
 
 def sequence_parallel() -> Cut:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     model = _SequenceParallelModel()
     plan: dict[str, Any] = {
         "front.embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -252,7 +254,7 @@ def sequence_parallel() -> Cut:
 
 
 def fsdp_over_tp() -> Cut:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     model = build()
     _tensor_parallel(model, mesh["tp"])
     for part in (model.front, model.back, model):
@@ -264,7 +266,7 @@ def fsdp_over_tp() -> Cut:
 
 def experts(*, as_dtensors: bool) -> Cut:
     """Dense parameters on all four ranks, each expert on two of them."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = mesh_of((2, 2), ("dp", "ep"))
     model = build(experts=True)
     mine = mesh.get_local_rank("ep")
     old = model.back.experts
@@ -289,7 +291,7 @@ def experts(*, as_dtensors: bool) -> Cut:
 
 def pipeline(*, dp: int = 1, tp: int = 1) -> Cut:
     """Two stages under torch's own schedule, each over dp × tp ranks."""
-    mesh = init_device_mesh("cpu", (2, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = mesh_of((2, dp, tp), ("pp", "dp", "tp"))
     stage = mesh.get_local_rank("pp")
     model = build()
     if tp > 1:

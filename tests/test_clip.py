@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sonde
-from tests.ranks import Ranks
+from tests.ranks import Ranks, mesh_of
 
 
 def gradients(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -93,7 +92,7 @@ def test_not_finite(bad: float) -> None:
 
 
 def _sharded() -> tuple[float, list[float]]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     p = nn.Parameter(distribute_tensor(torch.ones(5), mesh, [Shard(0)]))  # 3 on one rank, 2 on the other
     p.grad = distribute_tensor(torch.full((5,), 2.0), mesh, [Shard(0)])
     norm = sonde.clip_grad_norm_(p, 1.0)

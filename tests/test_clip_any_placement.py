@@ -9,12 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import sonde
-from tests.ranks import Ranks
+from tests.ranks import Ranks, mesh_of
 
 MESHES = {4: [(4,), (2, 2), (4, 1), (1, 4)], 8: [(8,), (2, 4), (2, 2, 2), (4, 1, 2)]}
 Where = int | str | None
@@ -76,7 +76,7 @@ def _placed(gradient: Tensor, mesh: DeviceMesh, where: tuple[Where, ...], is_str
 
 
 def _norms(case: Case) -> tuple[float, float]:
-    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("a", "b", "c")[: len(case.mesh)])
+    mesh = mesh_of(case.mesh, ("a", "b", "c")[: len(case.mesh)])
     parameters = []
     for gradient, (_, where, is_strided) in zip(dense(case), case.gradients, strict=True):
         p = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Replicate()] * mesh.ndim))

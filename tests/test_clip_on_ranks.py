@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import sonde
-from tests.ranks import Ranks
+from tests.ranks import Ranks, mesh_of
 from tests.sharded import ORDERS, WAYS, Cut, exact_gradients, experts, fsdp, norm_of, whole
 
 
@@ -112,7 +112,7 @@ def placed(
 
 
 def _five_partial() -> tuple[float, list[int], list[str], list[list[float]]]:
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    mesh, rank = mesh_of((2,)), dist.get_rank()
     norms = [placed(torch.full((3,), float(rank + k)), mesh, [Partial()], (3,), [Replicate()]) for k in range(5)]
     counts = []
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_partial_gradients_are_summed_once_and_written_back(ranks2: Ranks) -> No
 
 
 def _partial_missing_on_one_rank() -> tuple[float, bool]:
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    mesh, rank = mesh_of((2,)), dist.get_rank()
     p = placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
     plan = sonde.group_parameters_for_norm([p], mesh=mesh)
     if rank == 1:
@@ -155,7 +155,7 @@ def test_a_partial_gradient_that_is_missing_on_one_rank_counts_as_zeros(ranks2: 
 
 def _mixed() -> list[float]:
     """Meshes of different axes, one made twice, and plain tensors; a tied one twice; bf16 and fp64 among them."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh = mesh_of((2, 2), ("a", "b"))
     again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     generator = torch.Generator().manual_seed(3)
 
@@ -193,7 +193,7 @@ def test_mixed_meshes_plain_tensors_ties_and_dtypes_in_one_call(ranks4: Ranks) -
 
 
 def _extreme(value: float, dtype: torch.dtype, order: float) -> tuple[float, list[float]]:
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    mesh, rank = mesh_of((2,)), dist.get_rank()
     local = torch.tensor([value if rank else 0.0, 0.0], dtype=dtype)
     p = placed(local, mesh, [Shard(0)], (4,))
     norm = sonde.clip_grad_norm_(p, 1.0, order, mesh=mesh)
@@ -284,7 +284,7 @@ def test_replicas_are_verified(ranks4: Ranks) -> None:
 
 def _tied_over_stages() -> tuple[float, list[float]]:
     """The first stage's embedding is the last stage's head: each has a copy, and the sum of both gradients."""
-    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), dist.get_rank()
+    mesh, rank = mesh_of((2,), ("pp",)), dist.get_rank()
     generator = torch.Generator().manual_seed(5)
     tied, *own = (torch.randn(4, 3, generator=generator) for _ in range(3))
     parameters = {("embed", "head")[rank]: nn.Parameter(tied), f"stages.{rank}": nn.Parameter(own[rank])}
@@ -371,7 +371,7 @@ def test_a_mesh_that_does_not_contain_the_gradients_is_refused(ranks2: Ranks) ->
 
 def _plan_that_learns() -> list[tuple[float, int]]:
     """Planned before there is a gradient; used while gradients come, go missing, and lie otherwise."""
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    mesh, rank = mesh_of((2,)), dist.get_rank()
     p = placed(torch.ones(2), mesh, [Shard(0)], (4,))
     q = placed(torch.full((3,), 0.5 * (rank + 1)), mesh, [Partial()], (3,), [Replicate()])
     later, p.grad = p.grad, None
@@ -396,7 +396,7 @@ def test_a_plan_follows_gradients_that_come_and_go(ranks2: Ranks) -> None:
 
 def _twice_a_step() -> list[float]:
     """The second clip finds the gradient summed; in the next step it is missing on one rank."""
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    mesh, rank = mesh_of((2,)), dist.get_rank()
     p = placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
     partial, plan = p.grad, sonde.group_parameters_for_norm([p], mesh=mesh)
     found = [float(sonde.clip_grad_norm_distributed_(plan, 100.0)) for _ in range(2)]
@@ -410,7 +410,7 @@ def test_what_was_partial_once_may_be_so_again(ranks2: Ranks) -> None:
 
 
 def _partial_of_a_sharded_parameter() -> float:
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    mesh, rank = mesh_of((2,)), dist.get_rank()
     p = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
     p.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
     plan = sonde.group_parameters_for_norm([p], mesh=mesh)
@@ -424,7 +424,7 @@ def test_zeros_for_a_missing_partial_gradient_are_of_its_own_shape(ranks2: Ranks
 
 
 def _bad_among_partial() -> str:
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    mesh, rank = mesh_of((2,)), dist.get_rank()
     p = placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
     q = placed(torch.ones(5, device="meta" if rank else "cpu"), mesh, [Partial()], (5,), [Replicate()])
     try:
@@ -441,7 +441,7 @@ def test_a_bad_one_among_partial_gradients_leaves_no_rank_waiting(ranks2: Ranks)
 
 def _summed_and_averaged() -> float:
     """Summed over one axis, averaged over the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh = mesh_of((2, 2), ("a", "b"))
     p = placed(torch.full((3,), 1.0 + dist.get_rank()), mesh, [Partial("avg"), Partial()], (3,), [Replicate()] * 2)
     return float(sonde.clip_grad_norm_([p], None, mesh=mesh))
 
@@ -452,7 +452,7 @@ def test_partial_sums_and_averages(ranks4: Ranks) -> None:
 
 
 def _stages() -> tuple[list[float], list[str]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = mesh_of((2, 2), ("pp", "dp"))
     p = placed(torch.ones(2), mesh["dp"], [Shard(0)], (4,))  # each stage has one of its own
     plan = sonde.group_parameters_for_norm([p], mesh=mesh, pp_mesh=mesh["pp"])
     late = sonde.group_parameters_for_norm([p])
@@ -494,7 +494,7 @@ def test_pipeline_stages_are_remembered_and_wrong_ones_refused(ranks4: Ranks) ->
 
 def _elsewhere() -> list[str]:
     """A parameter on ranks 0 and 1 only, and meshes of those ranks given on all four."""
-    few, everyone = DeviceMesh("cpu", [0, 1]), init_device_mesh("cpu", (4,))
+    few, everyone = DeviceMesh("cpu", [0, 1]), mesh_of((4,))
     p = nn.Parameter(distribute_tensor(torch.ones(4), few, [Shard(0)]))
     p.grad = distribute_tensor(torch.ones(4), few, [Shard(0)])
     said = []
@@ -520,7 +520,7 @@ def test_a_parameter_on_other_ranks_has_to_be_declared(ranks4: Ranks) -> None:
 
 
 def _one_stage_in_fp64() -> tuple[float, float]:
-    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), dist.get_rank()
+    mesh, rank = mesh_of((2,), ("pp",)), dist.get_rank()
     p = nn.Parameter(torch.zeros(50, dtype=torch.float64 if rank else torch.float32))
     p.grad = torch.rand(50, dtype=p.dtype, generator=torch.Generator().manual_seed(rank))
     before = p.grad.double().clone()
@@ -537,7 +537,7 @@ def test_stages_of_different_precision_are_clipped_alike(ranks2: Ranks) -> None:
 
 def _same_beginnings() -> list[str]:
     """Four experts built under one seed, each on two of four ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = mesh_of((2, 2), ("dp", "ep"))
     torch.manual_seed(0)
     p, said = nn.Parameter(torch.randn(5)), []
     for has_gradient in (False, True):
@@ -559,7 +559,7 @@ def test_experts_that_begin_alike_are_told_apart_by_their_gradients(ranks4: Rank
 
 
 def _opened() -> set[tuple[int, ...]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     p = placed(torch.ones(3), mesh, [Shard(0), Partial()], (6,), [Shard(0), Replicate()])
     reduced: list[set[tuple[int, ...]]] = [set(), set()]
     real = dist.all_reduce
@@ -600,7 +600,7 @@ def test_fsdps_first_version_is_refused(ranks2: Ranks) -> None:
 def _torchs_clip() -> dict[str, Any]:
     """What torch's function does with the same gradients: the reasons for this one."""
     clip = torch.nn.utils.clip_grad_norm_
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    mesh = mesh_of((2, 1), ("a", "b"))
     rank = dist.get_rank()
     sharded = placed(torch.ones(2), mesh["a"], [Shard(0)], (4,))
     other = placed(torch.ones(2), mesh["b"], [Shard(0)], (2,))

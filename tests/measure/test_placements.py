@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from sonde.measure.placements import Layout, layout_of, local_of, ranks_of, share
-from tests.ranks import Ranks
+from tests.ranks import Ranks, mesh_of
 
 
 def _summary(layout: Layout) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def test_a_plain_tensor_is_whole() -> None:
 
 
 def _placed() -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     whole = torch.arange(10.0).reshape(5, 2)  # uneven over 2 ranks
     shard = distribute_tensor(whole, mesh, [Shard(0)])
     total = dist.get_world_size()
@@ -59,7 +59,7 @@ def test_every_element_counts_once(ranks2: Ranks, ranks3: Ranks) -> None:
 
 
 def _unknown() -> list[str]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     said = []
     for placement in (Partial("max"),):
         tensor = DTensor.from_local(torch.ones(2), mesh, [placement], run_check=False)
@@ -90,7 +90,7 @@ class _Block(nn.Module):
 
 
 def _tensor_parallel(embedding: str) -> dict[str, dict[str, Any]]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     torch.manual_seed(0)
     model = _Block()
     plan: dict[str, Any] = {
@@ -120,7 +120,7 @@ def test_guard_what_tensor_parallel_gradients_are(ranks2: Ranks, embedding: str)
 
 
 def _fsdp() -> tuple[dict[str, Any], bool]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     model = fully_shard(nn.Linear(4, 5), mesh=mesh)
     model(torch.randn(3, 4)).sum().backward()
     grad = model.weight.grad

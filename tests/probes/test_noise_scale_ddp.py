@@ -20,7 +20,7 @@ import sonde
 from sonde.measure.ddp import comm_hook_name
 from tests.oracles import window_by_hand
 from tests.probes.loops import Recording, attached, batch, flat_grad, mean_loss, small_model
-from tests.ranks import Ranks
+from tests.ranks import Ranks, mesh_of
 
 SIZES = ((4, 4, 4), (2, 6, 4), (5, 3, 1))
 """Units of the micro-batches of ranks 0, 1 and 2."""
@@ -631,11 +631,10 @@ def test_an_empty_rank_takes_part(ranks2: Ranks) -> None:
 
 
 def _sharded() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = small_model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=mesh_of((2,)))
     try:
         attached(model)
     except ValueError as error:
