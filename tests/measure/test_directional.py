@@ -1,0 +1,190 @@
+"""Derivatives along a direction beside Jacobians and each other."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sonde.measure.directional import Derivatives, derivatives_along
+from tests.ranks import Ranks
+from tests.sharded import VOCABULARY, build, fsdp, tokens
+
+# What forward mode of torch 2.13 does when it is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+def token_numbers(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token given those before it, in this toy, and the entropy there."""
+    log_p = model(batch).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, batch[..., None])[..., 0], entropy
+
+
+def random_direction(model: nn.Module, size: float = 1.0) -> dict[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        p: size * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) for p in model.parameters()
+    }
+
+
+def along(model: nn.Module, direction: dict[Tensor, Tensor], mode: Any, n_batches: int = 2) -> Derivatives:
+    batches = list(tokens().chunk(n_batches))
+    return derivatives_along(lambda b: token_numbers(model, b), model, direction, batches, mode=mode)
+
+
+def joined(found: Derivatives) -> Tensor:
+    return torch.cat([torch.stack(outputs).flatten(1) for outputs in found.of_batches], dim=1)
+
+
+def exact(model: nn.Module, direction: dict[Tensor, Tensor]) -> Tensor:
+    """By a backward for every output."""
+    outputs = torch.stack(token_numbers(model, tokens())).flatten()
+    found = []
+    for out in outputs:
+        grads = torch.autograd.grad(out, list(direction), retain_graph=True, allow_unused=True)
+        found.append(sum((g * d).sum() for g, d in zip(grads, direction.values(), strict=True) if g is not None))
+    return torch.stack(found).view(2, -1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "off"),
+    [
+        ("forward", torch.float64, 1e-12),
+        ("forward", torch.float32, 1e-5),
+        ("central", torch.float64, 1e-7),
+        ("central", torch.float32, 2e-3),
+    ],
+)
+@pytest.mark.parametrize("size", [1e-6, 1.0])
+def test_both_modes_are_jacobian_times_direction(mode: str, dtype: torch.dtype, off: float, size: float) -> None:
+    model = build().to(dtype)
+    direction = random_direction(model, size)
+    expected = exact(model, direction)
+    before = [p.detach().clone() for p in model.parameters()]
+    found = along(model, direction, mode)
+    assert (found.mode, found.why_central) == (mode, "" if mode == "forward" else "asked for")
+    assert float((joined(found) - expected).norm() / expected.norm()) < off
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_the_direction_is_given_back() -> None:
+    model = build()
+    direction = random_direction(model)
+    before = [d.clone() for d in direction.values()]
+    along(model, direction, "central")
+    for d, b in zip(direction.values(), before, strict=True):
+        torch.testing.assert_close(d, b, rtol=1e-3, atol=1e-3)
+
+
+class NoForwardMode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def test_auto_falls_back_where_a_kernel_has_no_forward_mode_and_says_so() -> None:
+    model = build().double()
+    assert along(model, random_direction(model), "auto").mode == "forward"
+    head = model.back.head
+    model.back.head = nn.Sequential(head)  # type: ignore[assignment]
+    model.back.register_forward_hook(lambda _m, _i, out: NoForwardMode.apply(out))
+    found = along(model, random_direction(model), "auto")
+    assert found.mode == "central"
+    assert "forward mode" in found.why_central or "forward AD" in found.why_central or "jvp" in found.why_central
+    expected = exact(model, random_direction(model))
+    assert float((joined(found) - expected).norm() / expected.norm()) < 1e-7
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", ["forward", "central"])
+def test_parameters_are_as_they_were_when_a_pass_fails(mode: str, call: int) -> None:
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    held = list(model.parameters())
+    calls = 0
+
+    def fails(batch: Tensor) -> tuple[Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyError
+        return token_numbers(model, batch)
+
+    def run() -> None:
+        derivatives_along(fails, model, random_direction(model), list(tokens().chunk(2)), mode=mode)  # type: ignore[arg-type]
+
+    if mode == "forward" and call > 2:
+        run()
+    else:
+        with pytest.raises(KeyError):
+            run()
+    assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_an_error_that_is_not_about_forward_mode_is_not_hidden() -> None:
+    model = build()
+
+    def fails(_: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        derivatives_along(fails, model, random_direction(model), [tokens()])
+
+
+def test_central_differences_of_sixteen_bits_are_refused() -> None:
+    model = build().bfloat16()
+    with pytest.raises(ValueError, match=r"parameters of 32 bits or more, got torch.bfloat16"):
+        along(model, random_direction(model), "central")
+
+
+def test_tied_weights_move_together() -> None:
+    model = build().double()
+    model.front.embed = nn.Embedding(VOCABULARY, 8, dtype=torch.float64)
+    model.back.head.weight = model.front.embed.weight
+    direction = random_direction(model)
+    expected = exact(model, direction)
+    for mode in ("forward", "central"):
+        found = joined(along(model, dict(random_direction(model)), mode))
+        assert float((found - expected).norm() / expected.norm()) < 1e-7
+
+
+def _wrapped(how: str) -> Tensor:
+    if how == "FSDP2":
+        cut = fsdp()
+        model, direction = cut.keep, {}
+        for name, whole in zip(cut.parameters, random_direction(build()).values(), strict=True):
+            from torch.distributed.tensor import distribute_tensor
+
+            p = cut.parameters[name]
+            direction[p] = distribute_tensor(whole, p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    else:
+        model = DistributedDataParallel(build())
+        direction = random_direction(model.module)
+    found = derivatives_along(lambda b: token_numbers(model, b), model, direction, list(tokens().chunk(2)))
+    assert found.mode == ("central" if how == "FSDP2" else "forward"), found.why_central
+    assert dist.is_initialized()
+    return joined(found)
+
+
+@pytest.mark.parametrize(("how", "off"), [("DDP", 1e-5), ("FSDP2", 2e-3)])
+def test_wrapped_models(ranks2: Ranks, how: str, off: float) -> None:
+    expected = _alone()
+    for found in ranks2(_wrapped, how):
+        assert float((found - expected).norm() / expected.norm()) < off
+
+
+def _alone() -> Tensor:
+    model = build().double()
+    direction = {p: d.double() for p, d in zip(model.parameters(), random_direction(build()).values(), strict=True)}
+    return exact(model, direction)
