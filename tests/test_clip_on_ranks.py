@@ -497,6 +497,8 @@ def _elsewhere() -> list[str]:
     few, everyone = DeviceMesh("cpu", [0, 1]), mesh_of((4,))
     p = nn.Parameter(distribute_tensor(torch.ones(4), few, [Shard(0)]))
     p.grad = distribute_tensor(torch.ones(4), few, [Shard(0)])
+    plan = sonde.group_parameters_for_norm([("p", p)], mesh=everyone, replicas={"p": 1})
+    assert float(sonde.clip_grad_norm_distributed_(plan, None)) == 2.0
     said = []
     wrong: list[dict[str, Any]] = [{"mesh": everyone}, {"mesh": everyone, "replicas": {"p": 1}}]
     if dist.get_rank() > 1:
@@ -636,3 +638,20 @@ def test_what_torch_does_with_these_is_as_it_was(ranks2: Ranks) -> None:
         assert found["partial"] >= 5
         assert not math.isnan(found["nan"])
         assert found["ours"] == pytest.approx([math.sqrt(4 + 2), math.sqrt(4 + 2)])
+
+
+def _unmaterialised_stage() -> str:
+    """Plain parameters, of which one stage's were never materialised."""
+    mesh, device = mesh_of((2,), ("pp",)), "meta" if dist.get_rank() else "cpu"
+    p = nn.Parameter(torch.zeros(3, device=device))
+    p.grad = torch.ones(3, device=device)
+    try:
+        return str(float(sonde.clip_grad_norm_([p], 1.0, pp_mesh=mesh)))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_stage_on_the_meta_device_leaves_no_rank_waiting(ranks2: Ranks) -> None:
+    first, second = ranks2(_unmaterialised_stage)
+    assert "another rank found" in first
+    assert "it is on the meta device" in second

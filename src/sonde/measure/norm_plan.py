@@ -131,7 +131,6 @@ class NormPlan:
         self.n_parts = max(parts, default=0) + 1 if parts else 1
         self._names = [names[i] for i in once] if names is not None else None
         self._parts = [parts[i] for i in once] if parts else [0] * len(once)
-        self._mesh_ranks = ranks_of(mesh) if mesh is not None else None
         self.pp_mesh: DeviceMesh | None = None
         """The pipeline stages, where there are any."""
         by_id = {id(p): i for i, p in enumerate(self.parameters)}
@@ -169,7 +168,9 @@ class NormPlan:
     def _read_replicas(
         self, replicas: Mapping[Any, int], by_id: Mapping[int, int], by_name: Mapping[str, int]
     ) -> dict[int, int]:
-        if replicas and self._mesh_ranks is None:
+        if not replicas:
+            return {}
+        if self.mesh is None:
             raise ValueError("replicas= counts ranks of a mesh, got mesh=None: pass the mesh of all ranks")
         counts = {}
         for whose, count in replicas.items():
@@ -177,10 +178,9 @@ class NormPlan:
             if index is None:
                 what = f"a tensor of shape {tuple(whose.shape)}" if isinstance(whose, Tensor) else repr(whose)
                 raise ValueError(f"replicas= has {what}, which is not among the parameters: pass it with the others")
-            assert self._mesh_ranks is not None
-            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(self._mesh_ranks):
+            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= self.mesh.size():
                 raise ValueError(
-                    f"replicas of {self.name_of(index)} must be a number of the mesh's {len(self._mesh_ranks)} ranks, "
+                    f"replicas of {self.name_of(index)} must be a number of the mesh's {self.mesh.size()} ranks, "
                     f"got {count!r}: how many of them hold the same values?"
                 )
             counts[index] = count
@@ -212,7 +212,8 @@ class NormPlan:
         """Where sums over ranks are made: where the meshes are, for gradients may be offloaded."""
         meshes = [self.mesh, *(group.layout.mesh for group in self._groups)]
         kind = next((mesh.device_type for mesh in meshes if mesh is not None), None)
-        devices = [group.key.device for group in self._groups] or [torch.device("cpu")]
+        devices = [group.key.device for group in self._groups if group.key.device.type != "meta"]
+        devices = devices or [torch.device("cpu")]
         if kind is None or kind == devices[0].type:
             return devices[0]
         of_kind = [device for device in devices if device.type == kind]
@@ -323,8 +324,9 @@ class NormPlan:
             if layout.sharding_ranks:
                 by_ranks.setdefault(layout.sharding_ranks, layout)
         self._layouts = list(by_ranks.values())
-        self.meshes = list(dict.fromkeys(layout.mesh for layout in layouts.all if layout.mesh is not None))
-        """The meshes that gradients lie on, each once, in the same order on every rank."""
+        meshes = dict.fromkeys(layout.mesh for layout in layouts.all if layout.mesh is not None)
+        self.meshes = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
+        """The meshes with this rank that gradients lie on, each once, in the same order on every rank."""
 
     def _place(self, i: int, parameter: Tensor, layouts: _Layouts) -> int:
         """The number of the layout that a parameter's gradient has, or will have.
