@@ -224,7 +224,8 @@ def clip_measured_(
         return norm
     for one in measured.collected:
         if one.locals:
-            _scale(one.locals, None if max_norm == math.inf else coefficient, skip)
+            grads = [_elements(g) for g in one.locals] if plan.allow_sparse else one.locals
+            _scale(grads, None if max_norm == math.inf else coefficient, skip)
     return norm
 
 
@@ -236,7 +237,6 @@ def _rounded(measured: GlobalNorm) -> Tensor:
 
 
 def _scale(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None) -> None:
-    grads = [_elements(g) for g in grads] if any(g.is_sparse for g in grads) else grads
     device = grads[0].device
     if coefficient is not None:
         torch._foreach_mul_(grads, to_device(coefficient, device))

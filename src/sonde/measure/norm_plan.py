@@ -127,7 +127,7 @@ class NormPlan:
         once = sorted(first.values())
         self.parameters = [parameters[i] for i in once]
         self.mesh = mesh
-        self._allow_sparse = allow_sparse
+        self.allow_sparse = allow_sparse
         self.n_parts = max(parts, default=0) + 1 if parts else 1
         self._names = [names[i] for i in once] if names is not None else None
         self._parts = [parts[i] for i in once] if parts else [0] * len(once)
@@ -279,7 +279,7 @@ class NormPlan:
                     local = local_of(gradient)  # a collective may still be writing to it
                 if local.device != devices[i] or local.dtype is not dtypes[i]:
                     return None
-                if local.layout is not torch.strided and not self._allow_sparse:
+                if local.layout is not torch.strided and not self.allow_sparse:
                     return None
                 one.indices.append(i)
                 one.gradients.append(gradient)
@@ -355,7 +355,7 @@ class NormPlan:
                 check_stages(layout, self.pp_mesh)
                 layouts.checked.add(what)
             if gradient is not None:
-                check_elements(gradient, allow_sparse=self._allow_sparse)
+                check_elements(gradient, allow_sparse=self.allow_sparse)
         except ValueError as error:
             self._found_bad(i, error)
             self._unusable.add(i)  # if it is partial, this rank takes part with zeros: the others sum theirs

@@ -36,17 +36,20 @@ def power_sum(tensors: Sequence[Tensor], order: float, unit: Tensor | None = Non
     Returns:
         0-dim, fp64 (fp32 on devices without it), on their device; NaN if an element is. Not a root.
     """
-    filled = [t.coalesce().values() if t.is_sparse else t for t in tensors if t.numel()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    nothing = torch.zeros((), dtype=accumulation_dtype(device), device=device)
+    filled = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    if device.type != "cpu" or math.isinf(order):  # whose kernels refuse empty ones
+        filled = [t for t in filled if t.numel()]
     if not filled:
-        device = tensors[0].device if tensors else torch.device("cpu")
-        return torch.zeros((), dtype=accumulation_dtype(device), device=device)
-    device = filled[0].device
+        return nothing
     if math.isinf(order):
         return torch.stack([_largest(t) for t in filled]).max().to(accumulation_dtype(device))
     if unit is not None:
         unit = unit.to(device)
     if device.type == "cpu":
-        return torch.stack([_power(chunk, order, unit) for chunk in _in_fp64(filled)]).sum()
+        sums = [_power(chunk, order, unit) for chunk in _in_fp64(filled)]
+        return torch.stack(sums).sum() if sums else nothing
     dtype = accumulation_dtype(device)
     if unit is None:
         return torch.stack(torch._foreach_norm(filled, order, dtype=dtype)).pow_(order).sum()
