@@ -148,6 +148,16 @@ def test_central_differences_of_sixteen_bits_are_refused() -> None:
         along(model, random_direction(model), "central")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_direction_that_cannot_hold_the_parameters_is_refused(dtype: torch.dtype) -> None:
+    model = build()
+    before = [p.detach().clone() for p in model.parameters()]
+    direction = {p: d.to(dtype) for p, d in random_direction(model).items()}
+    with pytest.raises(ValueError, match=rf"must have their dtype, got {dtype} for torch.float32"):
+        along(model, direction, "central")
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
 def test_tied_weights_move_together() -> None:
     model = build().double()
     model.front.embed = nn.Embedding(VOCABULARY, 8, dtype=torch.float64)

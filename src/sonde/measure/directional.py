@@ -65,13 +65,14 @@ def derivatives_along(
         `Derivatives`. Parameters have the bits they had, also when `function` fails.
 
     Raises:
-        ValueError: for central differences of parameters of fewer than 32 bits, which would be lost in their rounding.
+        ValueError: for central differences of parameters of fewer than 32 bits, which would be lost in their rounding,
+            or along a direction of another dtype than theirs.
     """
     why = "parameters are sharded" if any(is_dtensor(p) for p in direction) else ""
     if mode == "forward" or (mode == "auto" and not why):
         try:
             return Derivatives(_forward(function, model, direction, batches), "forward", "")
-        except (NotImplementedError, RuntimeError) as error:
+        except RuntimeError as error:  # NotImplementedError is one
             if mode == "forward" or not _has_no_forward_mode(error):
                 raise
             why = str(error).splitlines()[0]
@@ -122,6 +123,11 @@ def _central(function: Callable[[Any], Outputs], direction: Direction, batches: 
             f"central differences need parameters of 32 bits or more, got {narrow.dtype}: what they are moved by would "
             "be lost in rounding"
         )
+    if other := next(((p, step) for p, step in pairs if step.dtype != p.dtype), None):
+        raise ValueError(
+            f"with central differences a direction holds its parameters meanwhile, so it must have their dtype, got "
+            f"{other[1].dtype} for {other[0].dtype}: convert it"
+        )
     h = _step_size(direction, pairs)
     moved = 0
     try:
@@ -132,8 +138,7 @@ def _central(function: Callable[[Any], Outputs], direction: Direction, batches: 
             theta.copy_(up)
         above = [tuple(out.clone() for out in function(batch)) for batch in batches]
         for theta, old in pairs:
-            torch.sub(old.mul_(2.0), theta, out=theta)  # as far down as it was up, whatever rounding did to that
-            old.mul_(0.5)
+            theta.neg_().add_(old, alpha=2.0)  # as far down as it was up, whatever rounding did to that
         below = [function(batch) for batch in batches]
     except BaseException:
         for theta, old in pairs[:moved]:

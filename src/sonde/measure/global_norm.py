@@ -70,7 +70,12 @@ def global_norm(plan: NormPlan, order: float, *, problem: ValueError | None = No
     found = _sum_partial(plan, found)
     if not LARGEST_PLAIN_ORDER < order < math.inf:
         return _measure(plan, found, order, problem)
-    largest = _measure(plan, found, math.inf, problem).norm
+    try:
+        largest = _measure(plan, found, math.inf, problem).norm
+    except ValueError as error:
+        if plan.device.type != "cpu":  # the others have not read that, and wait for the second sum
+            _measure(plan, found, order, error)
+        raise
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     of_multiples = _measure(plan, found, order, None, unit)
     return dataclasses.replace(of_multiples, norm=of_multiples.norm * unit, by_part=of_multiples.by_part * unit)

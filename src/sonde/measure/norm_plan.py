@@ -194,7 +194,7 @@ class NormPlan:
 
     @property
     def groups(self) -> tuple[ParameterGroup, ...]:
-        """In the order in which they are summed, which is the same on every rank."""
+        """Those of sharded gradients first."""
         return self._groups
 
     @property
