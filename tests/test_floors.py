@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "sonde"
 FLOORS = {
     "version": 0,
     "wording": 0,
+    "options": 0,
     "records": 1,
     "stats": 1,
     "measure": 2,

@@ -11,7 +11,6 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
-from sonde.demos.byte_lm.config_file import read_options
 from sonde.demos.byte_lm.options import DemoOptions
 from sonde.version import __version__
 
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(args: Sequence[str]) -> Command:
     command = _parse_with(args, DemoOptions())
     if isinstance(command, DemoOptions) and command.config is not None:
-        command = _parse_with(args, read_options(command.config))  # what the flags do not say, the file does
+        command = _parse_with(args, DemoOptions.from_file(command.config))  # what the flags do not say, the file does
     return command
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from sonde.demos.byte_lm.config_file import read_options
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
 
 
@@ -64,7 +63,7 @@ def test_what_cannot_be_done_is_refused(options: dict[str, object], message: str
 def _read(tmp_path: Path, text: str) -> DemoOptions:
     file = tmp_path / "demo.yaml"
     file.write_text(text)
-    return read_options(file)
+    return DemoOptions.from_file(file)
 
 
 def test_config_file_gives_options(tmp_path: Path) -> None:
@@ -103,4 +102,4 @@ def test_config_file_errors_name_the_file_and_the_option(tmp_path: Path, text: s
 
 def test_missing_config_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config file at .*absent\.yaml: give a YAML file"):
-        read_options(tmp_path / "absent.yaml")
+        DemoOptions.from_file(tmp_path / "absent.yaml")

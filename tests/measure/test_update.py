@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from sonde.measure.update import StepMeter, forecast_step, why_no_forecast
+from sonde.measure.update import StepMeter, StepWitness, dot, forecast_step, precondition_, taken, why_no_forecast
 from tests.ranks import Ranks
-from tests.sharded import backward, fsdp, whole
+from tests.sharded import backward, exact_gradients, fsdp, norm_of, whole
 
 KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1}),
@@ -153,8 +153,8 @@ def _sharded() -> list[tuple[float, str]]:
     for step in itertools.count():
         forecast, meter = forecast_step(optimizer), StepMeter(cut.parameters.values())
         optimizer.step()
-        taken = meter.step()
-        found += [(difference(whole(forecast[p]), whole(s)), str(forecast[p].placements)) for p, s in taken.items()]  # type: ignore[attr-defined]
+        real = meter.step()
+        found += [(difference(whole(forecast[p]), whole(s)), str(forecast[p].placements)) for p, s in real.items()]  # type: ignore[attr-defined]
         if step == 2:
             return found
         optimizer.zero_grad()
@@ -168,3 +168,92 @@ def test_of_sharded_parameters(ranks2: Ranks) -> None:
         for off, placements in found:
             assert off < 1e-5
             assert placements == "(Shard(dim=0),)"
+
+
+def trained(kind: Any, options: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """A model with gradients, whose optimizer has taken two steps."""
+    model, generator = model_of(), torch.Generator().manual_seed(1)
+    optimizer = kind(model.parameters(), **options)
+    for _ in range(2):
+        set_gradients(model, generator)
+        optimizer.step()
+    set_gradients(model, generator)
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_the_batchs_part_is_linear_in_what_stands_for_the_gradient(kind: Any, options: dict[str, Any]) -> None:
+    model, optimizer = trained(kind, options)
+    batch = forecast_step(optimizer, part="batch", gradient_scale=0.5)
+    own = {p: p.grad for p in model.parameters() if p.grad is not None}
+    generator = torch.Generator().manual_seed(2)
+    other = {p: torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in own}
+
+    def along(a: float, b: float) -> dict[Tensor, Tensor]:
+        vector = {p: a * own[p] + b * other[p] for p in own}
+        return forecast_step(optimizer, part="batch", gradient_scale=0.5, along=vector)
+
+    mixed, first, second = along(2.0, -3.0), along(1.0, 0.0), along(0.0, 1.0)
+    for p, step in batch.items():
+        assert torch.equal(first[p], step)
+        assert difference(mixed[p], 2.0 * step - 3.0 * second[p]) < 1e-12
+
+
+def test_preconditioning_is_that_of_the_step_before() -> None:
+    model, optimizer = trained(torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-3})
+    vector = {p: torch.ones_like(p) for p in model.parameters()}
+    precondition_(optimizer, vector)
+    for p, found in vector.items():
+        v = optimizer.state[p]["exp_avg_sq"] / (1 - 0.99**2)
+        assert difference(found, 1.0 / (v.sqrt() + 1e-3)) < 1e-12
+    unchanged = {p: torch.ones_like(p) for p in model.parameters()}
+    precondition_(torch.optim.SGD(model.parameters(), lr=1.0), unchanged)
+    assert all(bool((v == 1).all()) for v in unchanged.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_step_taken_and_given_back(dtype: torch.dtype, is_failing: bool) -> None:
+    model = model_of(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    set_gradients(model, torch.Generator().manual_seed(1))
+    before = [p.detach().clone() for p in model.parameters()]
+    expected = copy.deepcopy(model)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert p.grad is not None
+        q.data.copy_((p.detach().float() - 0.1 * p.grad.float()).to(dtype))
+    try:
+        with taken(forecast_step(optimizer), model):
+            for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+                assert torch.equal(p, q)
+            if is_failing:
+                raise KeyError
+    except KeyError:
+        assert is_failing
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1.0, 0.9])
+def test_a_witness_tells_another_step_from_the_one_forecast(dtype: torch.dtype, factor: float) -> None:
+    model = model_of(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    set_gradients(model, torch.Generator().manual_seed(1))
+    witness = StepWitness(forecast_step(optimizer))
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.mul_(factor)
+    optimizer.step()
+    # bf16 rounds the step's own arithmetic otherwise now and then
+    assert witness.departure() == pytest.approx(1.0 - factor, abs=1e-12 if dtype == torch.float64 else 0.05)
+
+
+def _dot() -> float:
+    gradients = {p: p.grad for p in fsdp().parameters.values() if p.grad is not None}
+    return dot(gradients, dict(gradients))
+
+
+def test_inner_products_of_shards_are_those_of_the_whole(ranks2: Ranks) -> None:
+    first, second = ranks2(_dot)
+    assert first == second
+    assert first == pytest.approx(norm_of(exact_gradients(), 2.0) ** 2, rel=1e-5)

@@ -14,6 +14,7 @@ from sonde.stats.importance import (
     fixed_prefix_change,
     importance_sampled_change,
     importance_weights,
+    resampled_change,
 )
 from tests import tiny_policy as tiny
 from tests.stats.test_entropy_change import DIRECTION, THETA, H, S, sampled
@@ -73,3 +74,52 @@ def test_weights_do_not_overflow_and_are_cut() -> None:
 def test_what_is_not_finite_is_refused() -> None:
     with pytest.raises(ValueError, match="must be finite before and after"):
         importance_weights(torch.tensor([0.0, math.inf]), "snis")
+
+
+@pytest.mark.parametrize("weighting", ["snis", "clip"])
+def test_the_entropy_of_sequences_after_the_update(weighting: str) -> None:
+    """H = E[−S], which importance sampling estimates from the log-probabilities alone."""
+    ones = torch.ones(len(tiny.RESPONSES), tiny.LONGEST, dtype=torch.float64)
+    exact = float(tiny.weighted_entropy(AFTER, ones) - tiny.weighted_entropy(THETA, ones))
+    generator = torch.Generator().manual_seed(0)
+    z = []
+    for _ in range(600):
+        responses, prompts, picked = sampled(64, 4, generator)
+        at = (prompts, picked)
+        found = importance_sampled_change(
+            -S[at],
+            -S_AFTER[at],
+            S[at],
+            S_AFTER[at],
+            responses,
+            weighting=weighting,
+            per="response",  # type: ignore[arg-type]
+        )
+        z.append((found.delta - exact) / found.se)
+    assert abs(sum(z) / len(z)) < 0.3
+    assert sum(abs(v) < 2.0 for v in z) / len(z) == pytest.approx(0.95, abs=0.03)
+
+
+def drawn_after(prompts: list[int], generator: torch.Generator) -> list[int]:
+    p = tiny.probabilities(AFTER)[prompts]
+    return torch.multinomial(p, 1, generator=generator)[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+def test_fresh_responses_to_the_same_prompts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z = []
+    for _ in range(600):
+        responses, prompts, picked = sampled(64, 4, generator)
+        after = drawn_after(prompts, generator)
+        responses_after = Responses(tiny.MASK[after], torch.arange(64).repeat_interleave(4))
+        found = resampled_change(H[prompts, picked], responses, H_AFTER[prompts, after], responses_after)
+        z.append((found.delta - EXACT) / found.se)
+    assert abs(sum(z) / len(z)) < 0.2
+    assert sum(abs(v) < 2.0 for v in z) / len(z) == pytest.approx(0.95, abs=0.03)
+
+
+def test_other_prompts_cannot_be_compared() -> None:
+    responses, prompts, picked = sampled(4, 4, torch.Generator().manual_seed(0))
+    others = Responses(responses.mask, torch.arange(4).repeat_interleave(4) + 1)
+    with pytest.raises(ValueError, match="must answer the same prompts"):
+        resampled_change(H[prompts, picked], responses, H[prompts, picked], others)

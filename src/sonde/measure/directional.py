@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from sonde.measure.global_norm import group_of_mesh
-from sonde.measure.placements import is_dtensor, local_of
+from sonde.measure.placements import is_dtensor, local_of, reshard
 from sonde.measure.process_groups import start_reduce
 from sonde.measure.update import Direction
 
@@ -76,7 +76,7 @@ def derivatives_along(
             if mode == "forward" or not _has_no_forward_mode(error):
                 raise
             why = str(error).splitlines()[0]
-    return Derivatives(_central(function, direction, batches), "central", why or "asked for")
+    return Derivatives(_central(function, model, direction, batches), "central", why or "asked for")
 
 
 def _has_no_forward_mode(error: Exception) -> bool:
@@ -116,7 +116,9 @@ def _in_place_of(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> Iterator
             parameters[name] = parameter
 
 
-def _central(function: Callable[[Any], Outputs], direction: Direction, batches: Sequence[Any]) -> list[Outputs]:
+def _central(
+    function: Callable[[Any], Outputs], model: nn.Module, direction: Direction, batches: Sequence[Any]
+) -> list[Outputs]:
     pairs = [(local_of(p.detach()), local_of(step)) for p, step in direction.items()]
     if narrow := next((p for p, _ in pairs if p.dtype not in _RELATIVE_STEP), None):
         raise ValueError(
@@ -136,18 +138,22 @@ def _central(function: Callable[[Any], Outputs], direction: Direction, batches: 
             step.copy_(theta)
             moved += 1  # from here on `step` holds what is to be restored
             theta.copy_(up)
+        reshard(model)
         above = [tuple(out.clone() for out in function(batch)) for batch in batches]
         for theta, old in pairs:
             theta.neg_().add_(old, alpha=2.0)  # as far down as it was up, whatever rounding did to that
+        reshard(model)
         below = [function(batch) for batch in batches]
     except BaseException:
         for theta, old in pairs[:moved]:
             theta.copy_(old)
+        reshard(model)
         raise
     for theta, old in pairs:
         up = (old - theta).div_(h)
         theta.copy_(old)
         old.copy_(up)
+    reshard(model)
     return [
         tuple((a - b).div_(2.0 * h) for a, b in zip(up, down, strict=True))
         for up, down in zip(above, below, strict=True)

@@ -67,6 +67,18 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
 
 
+def reshard(model: Any) -> None:
+    """Let FSDP2 gather parameters anew at the next forward, and show their shards until then.
+
+    It keeps those of the outermost module gathered after a forward: they would not follow what is done to the shards,
+    and stand in the shards' place.
+    """
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
+
+
 def layout_of(tensor: Tensor) -> Layout:
     """How a tensor lies on its mesh.
 

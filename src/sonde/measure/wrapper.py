@@ -83,6 +83,17 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     )
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside DDP and torch.compile, in any nesting; calling it issues no collective of DDP's."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
 class Inventory:
     """The parameters of a model by name, looked up anew only when modules or parameters have come, gone or changed."""
 

@@ -158,18 +158,7 @@ class Journal:
         for name, message in find_alerts(reading).items():
             self.alert(name, message)
         elapsed = now - interval.start
-        metrics: dict[str, float | None] = {
-            "gns/b_simple": reading.b_simple,
-            "gns/b_simple_low": reading.low,
-            "gns/b_simple_high": _finite(reading.high),
-            "gns/grad_sq": reading.grad_sq,
-            "gns/trace_cov": reading.trace_cov,
-            "gns/consistency": _finite(reading.consistency),
-            "gns/effective_units": reading.effective_units,
-            "gns/units_per_window": reading.units_per_window,
-            "gns/windows_needed": reading.windows_needed,
-            "gns/scale": reading.scale,
-            "gns/scale_residual": reading.scale_residual,
+        metrics = reading.metrics() | {
             "grad/norm": interval.norms.value,
             "grad/clip_fraction": interval.clipped.value,
             "cost/seconds_per_window": interval.seconds / interval.windows,

@@ -293,6 +293,10 @@ class NoiseScaleProbe:
         self._receive(wait=True)
         return self._tracker.reading()
 
+    def metrics(self) -> Mapping[str, float | None]:
+        """The same by metric name; None where unknown or unbounded."""
+        return self.reading().metrics()
+
     @property
     def alerts(self) -> Mapping[str, str]:
         """Messages about what has looked wrong so far, by name; each reading's record has those of its time."""

@@ -40,9 +40,10 @@ class Responses:
             raise ValueError(f"response {int(empty.nonzero()[0])} has no token: leave it out, or see its mask")
         self.length = self.mask.sum(1).double()
         """Tokens of each response, [responses]."""
-        _, self._prompt, n = torch.unique(prompt, return_inverse=True, return_counts=True)
+        self.prompts, self.index, n = torch.unique(prompt, return_inverse=True, return_counts=True)
+        """Their numbers, in order; [prompts]. `index` tells which of them each response answers; [responses]."""
         self.n_prompts = len(n)
-        self.share = (1.0 / n.double())[self._prompt]
+        self.share = (1.0 / n.double())[self.index]
         """One over the number of responses to the same prompt, [responses]."""
 
     def tokens(self, name: str, values: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ class Responses:
 
     def per_prompt(self, per_response: Tensor) -> Tensor:
         """The mean over each prompt's responses, in the order of the prompts' numbers; [prompts]."""
-        return torch.zeros(self.n_prompts, dtype=torch.float64).index_add_(0, self._prompt, per_response * self.share)
+        return torch.zeros(self.n_prompts, dtype=torch.float64).index_add_(0, self.index, per_response * self.share)
 
     def leave_one_out(self, per_response: Tensor) -> Tensor:
         """The mean over the *other* responses to the same prompt, [responses].
@@ -71,7 +72,7 @@ class Responses:
         if bool((self.share == 1.0).any()):
             raise ValueError("leave-one-out needs at least 2 responses to every prompt")
         # Of n responses with mean m, the others' mean is m + (m − x)/(n − 1).
-        mean = self.per_prompt(per_response)[self._prompt]
+        mean = self.per_prompt(per_response)[self.index]
         others: Tensor = mean + (mean - per_response) * self.share / (1.0 - self.share)
         return others
 
@@ -86,7 +87,7 @@ class Responses:
         Where no other prompt has a response as long, 0. It depends on no token of the own prompt: a baseline.
         """
         position = self.mask.long().cumsum(1)[self.mask] - 1
-        of = self._prompt[:, None].expand_as(self.mask)[self.mask]
+        of = self.index[:, None].expand_as(self.mask)[self.mask]
         values, ones = per_token[self.mask], torch.ones_like(per_token[self.mask])
         shape, at = (self.n_prompts, self.mask.shape[1]), (of, position)
         total = torch.zeros(shape, dtype=torch.float64).index_put_(at, values, accumulate=True)

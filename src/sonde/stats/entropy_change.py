@@ -15,6 +15,9 @@ from torch import Tensor
 from sonde.stats.entropy import Coefficients, Responses, entropy_rate, per_token_coefficients
 from sonde.stats.intervals import student_t_quantile
 
+_ROUNDING = 0.02
+"""By which means of the same products may differ: central differences keep 3 digits, sums in bf16 fewer."""
+
 
 @dataclass(frozen=True)
 class EntropyChange:
@@ -26,9 +29,8 @@ class EntropyChange:
         low: lower end of its confidence interval, by Student's t.
         high: upper end.
         reason: why something is unknown; empty when nothing is.
-        per_prompt: each evaluation prompt's share s_n, whose mean is `delta`; [prompts].
-        sharpening: the part of `delta` from distributions that change where they are.
-        drift: the part from other prefixes, and lengths, becoming likelier.
+        per_prompt: each evaluation prompt's s_n, whose mean is `delta`; [prompts], in the order of their numbers.
+        sharpening_per_prompt: what of it is from distributions that change where they are; NaN where that is not told.
         v_x: variance of `delta` from the evaluation prompts.
         v_y: variance from the prompts of the update; 0 where the update is given.
         double_count: what v_x + v_y counts twice; NaN where it is not known, as v_y leaves it out.
@@ -40,11 +42,20 @@ class EntropyChange:
     high: float
     reason: str
     per_prompt: Tensor
-    sharpening: float
-    drift: float
+    sharpening_per_prompt: Tensor
     v_x: float
     v_y: float = 0.0
     double_count: float = 0.0
+
+    @property
+    def sharpening(self) -> float:
+        """The part of `delta` from distributions that change where they are."""
+        return float(self.sharpening_per_prompt.mean())
+
+    @property
+    def drift(self) -> float:
+        """The part from other prefixes, and lengths, becoming likelier."""
+        return self.delta - self.sharpening
 
 
 def change_per_token(
@@ -71,13 +82,14 @@ def change_per_token(
         for name, values in (("entropy", entropy), ("d_entropy", d_entropy), ("d_log_prob", d_log_prob))
     )
     rate, length = entropy_rate(entropy, responses)
-    shares = per_token_coefficients(entropy, responses).per_prompt(responses, d_entropy, d_log_prob)
+    coefficients = per_token_coefficients(entropy, responses)
+    shares = coefficients.per_prompt(responses, d_entropy, d_log_prob)
     delta = float(shares.mean())
     after = torch.where(responses.mask, responses.after(responses.mask.double()), 0.0)
     d_length = float(responses.per_prompt((after * d_log_prob).sum(1)).mean())
     h, t = responses.per_prompt(entropy.sum(1)), responses.per_prompt(responses.length)
     influence = shares - delta * t / length - d_length / length * (h - rate * t) / length
-    sharpening = float(responses.per_prompt(d_entropy.sum(1)).mean()) / length
+    sharpening = coefficients.per_prompt(responses, d_entropy, torch.zeros_like(d_log_prob))
     return _change(delta, influence, shares, sharpening, level)
 
 
@@ -94,7 +106,7 @@ def change_of_sequences(
     """
     shares = coefficients.per_prompt(responses, torch.zeros_like(d_log_prob), d_log_prob)
     delta = float(shares.mean())
-    return _change(delta, shares - delta, shares, math.nan, level)
+    return _change(delta, shares - delta, shares, torch.full_like(shares, math.nan), level)
 
 
 def change_by_gradients(
@@ -104,6 +116,7 @@ def change_by_gradients(
     *,
     products: Tensor | None = None,
     y_along_halves: tuple[Tensor, Tensor] | None = None,
+    sharpening: Tensor | None = None,
     level: float = 0.95,
 ) -> EntropyChange:
     """δH = η X̄·Ȳ for an update along the mean of the update prompts' own preconditioned gradients Y_p.
@@ -118,6 +131,7 @@ def change_by_gradients(
         step_size: η.
         products: X_n·Y_p, [evaluation prompts, update prompts].
         y_along_halves: Y_p·X̄₁ and Y_p·X̄₂, X̄₁ and X̄₂ being means over halves of the evaluation prompts.
+        sharpening: what of X_n·Ȳ is from distributions that change where they are, where that is known.
         level: confidence level.
 
     Raises:
@@ -127,7 +141,10 @@ def change_by_gradients(
         raise ValueError("pass one of products= and y_along_halves=: without, noise common to both is counted twice")
     x, y = x_along_y.double(), y_along_x.double()
     delta = float(x.mean())
-    if not math.isclose(delta, float(y.mean()), rel_tol=1e-3, abs_tol=1e-3 * float(x.std() if len(x) > 1 else 0.0)):
+    of_sharpening = torch.full_like(x, math.nan) if sharpening is None else step_size * sharpening.double()
+    if not math.isclose(
+        delta, float(y.mean()), rel_tol=_ROUNDING, abs_tol=_ROUNDING * float(x.std() if len(x) > 1 else 0.0)
+    ):
         raise ValueError(
             f"the mean of X_n·Ȳ is that of Y_p·X̄, both are X̄·Ȳ, got {delta:g} and {float(y.mean()):g}: were they taken "
             "with the same means?"
@@ -135,7 +152,7 @@ def change_by_gradients(
     if min(len(x), len(y)) < 2:
         nan, n = math.nan, f"{len(x)} and {len(y)}"
         reason = f"the standard error needs at least 2 prompts to evaluate and 2 to update on, got {n}"
-        return EntropyChange(nan, nan, nan, nan, reason, step_size * x, nan, nan, nan)
+        return EntropyChange(nan, nan, nan, nan, reason, step_size * x, of_sharpening, nan, nan, nan)
     v_x = _variance_of_mean(x, x)
     if products is not None:
         g = products.double()
@@ -152,7 +169,7 @@ def change_by_gradients(
         min(len(x), len(y)),
         level,
         per_prompt=step_size * x,
-        sharpening=math.nan,
+        sharpening=of_sharpening,
         v_x=scale * v_x,
         v_y=scale * v_y,
         double_count=scale * twice if products is not None else math.nan,
@@ -165,12 +182,12 @@ def _variance_of_mean(a: Tensor, b: Tensor) -> float:
     return float(((a - a.mean()) * (b - b.mean())).sum()) / (n * (n - 1))
 
 
-def _change(delta: float, influence: Tensor, shares: Tensor, sharpening: float, level: float) -> EntropyChange:
+def _change(delta: float, influence: Tensor, shares: Tensor, sharpening: Tensor, level: float) -> EntropyChange:
     n = len(influence)
     if n < 2:
         nan = math.nan
         reason = f"the standard error needs at least 2 evaluation prompts, got {n}"
-        return EntropyChange(nan, nan, nan, nan, reason, shares, nan, nan, nan)
+        return EntropyChange(nan, nan, nan, nan, reason, shares, sharpening, nan)
     v_x = float(influence.square().sum()) / (n * (n - 1))
     return _with_interval(delta, v_x, n, level, per_prompt=shares, sharpening=sharpening, v_x=v_x)
 
@@ -182,7 +199,7 @@ def _with_interval(
     level: float,
     *,
     per_prompt: Tensor,
-    sharpening: float,
+    sharpening: Tensor,
     v_x: float,
     v_y: float = 0.0,
     double_count: float = 0.0,
@@ -199,7 +216,6 @@ def _with_interval(
         reason,
         per_prompt,
         sharpening,
-        delta - sharpening,
         v_x,
         v_y,
         double_count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -66,6 +67,23 @@ class NoiseScaleReading:
     scale_residual: float | None
     unit: str
     groups: Mapping[str, GroupReading] = field(repr=False)
+
+    def metrics(self) -> dict[str, float | None]:
+        """By metric name; None where unknown or unbounded."""
+        numbers = {
+            "gns/b_simple": self.b_simple,
+            "gns/b_simple_low": self.low,
+            "gns/b_simple_high": self.high,
+            "gns/grad_sq": self.grad_sq,
+            "gns/trace_cov": self.trace_cov,
+            "gns/consistency": self.consistency,
+            "gns/effective_units": self.effective_units,
+            "gns/units_per_window": self.units_per_window,
+            "gns/windows_needed": self.windows_needed,
+            "gns/scale": self.scale,
+            "gns/scale_residual": self.scale_residual,
+        }
+        return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
     def __str__(self) -> str:
         batch = f"batch {number(self.units_per_window, 4)}" if self.units_per_window is not None else "no window yet"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from tyro.conf import arg
+
+from sonde.options import options_from, read_yaml
 
 BATCH_PER_RANK = 16
 """Sequences per rank and optimizer step where `--batch` does not say."""
@@ -50,6 +52,16 @@ class DemoOptions:
     log_every: Annotated[int, arg(metavar="N")] = 5
     out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: sonde-demo/DATE-TIME)")] = None
     config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(optional)")] = None
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """The options that a YAML file gives, and the defaults of the others.
+
+        Raises:
+            FileNotFoundError: when there is no such file.
+            ValueError: when it is not a mapping of options to values that they can have.
+        """
+        return options_from(cls, read_yaml(path, "steps: 100"), path, without=("config",))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,297 @@
+"""Scoring responses micro-batch by micro-batch, on every rank, while nothing of the training notices."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sonde.measure.directional import Mode, derivatives_along
+from sonde.measure.global_norm import group_of_mesh
+from sonde.measure.placements import is_dtensor, is_fully_sharded, reshard
+from sonde.measure.rollouts import Rollouts, TokenStatistics
+from sonde.measure.summed_gradient import GradientSum, summed_gradient
+from sonde.measure.update import Direction
+from sonde.measure.wrapper import unwrapped
+from sonde.stats.entropy import Responses
+
+T = TypeVar("T")
+Tokens = dict[str, Tensor]
+"""By name, values of each token, [responses, tokens], or of each response, [responses]; on the CPU."""
+
+_ROUNDING = 0.01
+"""Nats: more than the order of sums changes, bf16's included; less than any dropout does."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What the policy makes of the responses of all ranks.
+
+    Attributes:
+        rollouts: this rank's.
+        responses: all ranks'.
+        log_prob: s_k in nats, [responses, tokens] of all ranks; fp64, on the CPU.
+        entropy: H_k, likewise.
+        rows: this rank's, among all.
+    """
+
+    rollouts: Rollouts
+    responses: Responses
+    log_prob: Tensor
+    entropy: Tensor
+    rows: slice
+
+    def own(self, values: Tensor) -> Tensor:
+        """This rank's part of something of all ranks; [responses, tokens]."""
+        return values[self.rows, : self.rollouts.mask.shape[1]]
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Modules are in evaluation mode meanwhile; then each has its mode back, and every random generator its state."""
+    reshard(model)
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy, of_python = numpy and numpy.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
+        try:
+            for module, _ in modes:
+                module.training = False  # not eval(), which a module may have made do more
+            yield
+        finally:
+            reshard(model)
+            for module, mode in modes:
+                module.training = mode
+            random.setstate(of_python)
+            if numpy:
+                numpy.random.set_state(of_numpy)
+
+
+class Scorer:
+    """Runs a model over responses, a few prompts at a time, on every rank.
+
+    Args:
+        model: plain, compiled, wrapped in DDP or fully sharded.
+        statistics: what to make of a micro-batch.
+        prompts_each: prompts in a micro-batch.
+        group: ranks that hold responses of their own; None for this process alone.
+    """
+
+    def __init__(
+        self, model: nn.Module, statistics: TokenStatistics, prompts_each: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self._wrapped = model
+        self._model = unwrapped(model)  # DDP's forward would issue collectives
+        self._statistics = statistics
+        self._prompts_each = prompts_each
+        self._group = group
+        self._is_sharded = any(map(is_fully_sharded, model.modules()))
+
+    @torch.no_grad()
+    def scored(self, rollouts: Rollouts) -> Scored:
+        """`log_prob` and `entropy` of the responses of all ranks."""
+        batches = self._batches(rollouts)
+
+        def work() -> Tokens:
+            tokens = self._in_order(rollouts, [self._outputs(b) for b in batches], ("log_prob", "entropy"))
+            n = torch.tensor([len(rollouts)])
+            return tokens | {"mask": rollouts.mask.cpu().bool(), "prompt": rollouts.prompt.cpu(), "n": n}
+
+        found = together(self._group, work)
+        reshard(self._wrapped)
+        rank = self._group.rank() if self._group is not None else 0
+        before = int(found["n"][:rank].sum())
+        rows = slice(before, before + len(rollouts))
+        responses = Responses(found["mask"], found["prompt"])
+        return Scored(rollouts, responses, found["log_prob"], found["entropy"], rows)
+
+    def derivatives(
+        self, rollouts: Rollouts, direction: Direction, mode: Literal["auto", "forward", "central"]
+    ) -> tuple[Tokens, Mode]:
+        """`d_log_prob` and `d_entropy` along a direction, of the responses of all ranks; and how they were taken."""
+        batches = self._batches(rollouts)
+        used: list[Mode] = []
+
+        def work() -> Tokens:
+            found = derivatives_along(self._outputs, self._model, direction, batches, mode=mode)
+            used.append(found.mode)
+            return self._in_order(rollouts, found.of_batches, ("d_log_prob", "d_entropy"))
+
+        return together(self._group, work), used[0]
+
+    def everywhere(self, name: str, own: Callable[[], Tensor]) -> Tensor:
+        """Something of this rank's tokens, of all ranks; [responses, tokens]."""
+        return together(self._group, lambda: {name: own()})[name]
+
+    def gradient(
+        self,
+        rollouts: Rollouts,
+        on_log_prob: Tensor,
+        on_entropy: Tensor | None = None,
+        *,
+        of: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Direction:
+        """∇ Σ (on_log_prob·s + on_entropy·H) over the tokens of all ranks.
+
+        Args:
+            rollouts: this rank's.
+            on_log_prob: constants, [responses, tokens] of this rank.
+            on_entropy: likewise; 0 by default.
+            of: which of its responses count, [responses]; all by default.
+            dtype: of the sums.
+        """
+        rows = torch.arange(len(rollouts)) if of is None else of.nonzero()[:, 0]
+        batches = (
+            [(chosen, 1.0) for i in rollouts.rows(rows).order(self._prompts_each) for chosen in [rows[i]]]
+            if len(rows)
+            else [(torch.arange(1), 0.0)]
+        )  # nobody waits for who has nothing to add
+        batches = self._as_many_everywhere(batches, lambda batch: (batch[0], 0.0))
+
+        def weighted(batch: tuple[Tensor, float]) -> Tensor:
+            chosen, factor = batch
+            s, h = self._outputs(rollouts.rows(chosen))
+            total = (factor * on_log_prob[chosen].to(s) * s).sum()
+            return total if on_entropy is None else total + (factor * on_entropy[chosen].to(h) * h).sum()
+
+        sums: list[GradientSum] = []
+        n_ranks = self._group.size() if self._group is not None else 1
+
+        @torch.enable_grad()
+        def work() -> None:
+            sums.append(summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype))
+
+        reshard(self._wrapped)
+        self.on_all_ranks(work)
+        return sums[0].over_ranks(self._group)
+
+    def on_all_ranks(self, work: Callable[[], object]) -> None:
+        """Do something on each; what is raised on one is raised on all."""
+
+        def and_nothing_more() -> Tokens:
+            work()
+            return {}
+
+        together(self._group, and_nothing_more)
+
+    @torch.no_grad()
+    def check_repeatable(self, rollouts: Rollouts) -> None:
+        """Refuse, on all ranks, a model whose two forwards do not agree.
+
+        Raises:
+            ValueError: when they differ by more than rounding and the order of sums explain.
+        """
+        batch = self._own(rollouts)[0]
+
+        def check() -> None:
+            first, second = self._outputs(batch), self._outputs(batch)
+            apart = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+            if apart > _ROUNDING:
+                raise ValueError(
+                    f"two forwards of the same responses are {apart:.2g} nats apart: turn off what is random in the "
+                    "model (its dropout is off already, being in evaluation mode)"
+                )
+
+        self.on_all_ranks(check)
+
+    def _own(self, rollouts: Rollouts) -> list[Rollouts]:
+        return [rollouts.rows(index) for index in rollouts.order(self._prompts_each)]
+
+    def _batches(self, rollouts: Rollouts) -> list[Rollouts]:
+        """Micro-batches; where parameters are sharded as many on each rank, by the last one again."""
+        return self._as_many_everywhere(self._own(rollouts), lambda batch: batch)
+
+    def _as_many_everywhere(self, batches: list[T], in_place_of_none: Callable[[T], T]) -> list[T]:
+        if not self._is_sharded:
+            return batches
+        counts = together(self._group, lambda: {"n": torch.tensor([len(batches)])})["n"]
+        return batches + [in_place_of_none(batches[-1])] * (int(counts.max()) - len(batches))
+
+    def _outputs(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
+        found = self._statistics(self._model, batch)
+        shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in found]
+        if shapes != [tuple(batch.mask.shape)] * 2:
+            raise ValueError(
+                f"token statistics must be log-probability and entropy, each {tuple(batch.mask.shape)} as the mask, "
+                f"got {shapes}"
+            )
+        # 0 outside the mask: what is there may be NaN, and its derivative too.
+        s, h = (torch.where(batch.mask.bool().to(t.device), t, 0.0) for t in found)
+        return s, h
+
+    def _in_order(self, rollouts: Rollouts, found: Sequence[Sequence[Tensor]], names: Sequence[str]) -> Tokens:
+        """What the micro-batches gave, as rows of the rollouts."""
+        order = rollouts.order(self._prompts_each)
+        rows = torch.cat(order)
+        tokens = {}
+        for i, name in enumerate(names):
+            tokens[name] = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
+            tokens[name][rows] = torch.cat([outputs[i].detach().cpu().double() for outputs in found[: len(order)]])
+        return tokens
+
+
+def data_parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that have data of their own: DDP's, or FSDP2's; None for a plain model.
+
+    Raises:
+        ValueError: for parameters on a mesh of several axes, of which some may not be data-parallel.
+    """
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            return module.process_group
+    meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if is_dtensor(p))  # type: ignore[attr-defined]
+    if any(mesh.ndim > 1 for mesh in meshes) or len(meshes) > 1:
+        raise ValueError(
+            "parameters are sharded on several axes: say which ranks have data of their own, process_group="
+        )
+    return group_of_mesh(next(iter(meshes))) if meshes else None
+
+
+def together(group: dist.ProcessGroup | None, work: Callable[[], Tokens]) -> Tokens:
+    """What every rank made of its responses, on each of them: rows in the order of ranks, as wide as the widest.
+
+    Args:
+        group: the ranks; None for this process alone.
+        work: what this rank does; what it raises here, the others learn.
+
+    Raises:
+        RuntimeError: when another rank failed.
+    """
+    if group is None or group.size() == 1:
+        return work()
+    problem: Exception | None = None
+    own: Tokens = {}
+    try:
+        own = work()
+    except Exception as error:
+        problem = error
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (f"{type(problem).__name__}: {problem}" if problem else "", own), group=group)
+    if problem is not None:
+        raise problem
+    if failed := [(rank, words) for rank, (words, _) in enumerate(everyone) if words]:
+        rank, words = failed[0]
+        raise RuntimeError(f"rank {rank} of the group failed: {words}")
+    return _stacked([tokens for _, tokens in everyone])
+
+
+def _stacked(of_ranks: Sequence[Tokens]) -> Tokens:
+    """Rows of all, 0 where one has fewer columns than another."""
+    merged = {}
+    for name in of_ranks[0]:
+        tensors = [tokens[name] for tokens in of_ranks]
+        if tensors[0].dim() == 2:
+            width = max(t.shape[1] for t in tensors)
+            tensors = [torch.cat([t, t.new_zeros(len(t), width - t.shape[1])], 1) for t in tensors]
+        merged[name] = torch.cat(tensors)
+    return merged

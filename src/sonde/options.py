@@ -1,0 +1,107 @@
+"""Options, as a dataclass has them, from a mapping or a YAML file."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+T = TypeVar("T")
+
+
+def read_yaml(path: Path, example: str) -> dict[str, Any]:
+    """What a YAML file maps to what; an empty one maps nothing.
+
+    Args:
+        path: the file.
+        example: a line of such a file, for messages.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: when it is not YAML, or not a mapping.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no config file at {path}: give a YAML file with options such as {example!r}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} must map options to values, got a {type(content).__name__}: write lines such as {example!r}"
+        )
+    return content
+
+
+def options_from(kind: type[T], given: Mapping[Any, Any], where: object, *, without: tuple[str, ...] = ()) -> T:
+    """A dataclass with the values that are given, and its defaults for the others.
+
+    Args:
+        kind: the dataclass, of numbers, texts, paths, switches, choices, and None for those.
+        given: option names, with `_` or `-`, to values.
+        where: they were found, for messages.
+        without: fields that cannot be given here.
+
+    Raises:
+        ValueError: for an option that does not exist, naming the nearest one, or a value of another kind.
+    """
+    known = [field.name for field in fields(kind) if field.name not in without]  # type: ignore[arg-type]
+    hints = get_type_hints(kind)
+    values = {known_name(key, known, where): value for key, value in given.items()}
+    return kind(**{name: _value(name, hints[name], value, where) for name, value in values.items()})
+
+
+def known_name(key: object, known: list[str], where: object) -> str:
+    """The option that a key names.
+
+    Raises:
+        ValueError: when there is none, naming the nearest.
+    """
+    name = str(key).replace("-", "_")
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        meant = f"did you mean {nearest[0]!r}?" if nearest else f"the options are {', '.join(known)}"
+        raise ValueError(f"{where} holds an unknown option {str(key)!r}: {meant}")
+    return name
+
+
+def _value(name: str, hint: Any, value: object, where: object) -> object:
+    if get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return None
+        [hint] = [kind for kind in get_args(hint) if kind is not type(None)]
+    try:
+        return _converted(hint, value)
+    except (TypeError, ValueError) as error:
+        expected = f"one of {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else _CALLED[hint]
+        raise ValueError(f"{name} in {where} must be {expected}, got {value!r}: change that line") from error
+
+
+def _converted(hint: Any, value: Any) -> object:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError
+        return value
+    if hint is float and not isinstance(value, bool):
+        return float(value)  # from text too: YAML 1.1 reads 1e-3 as text
+    if hint is Path:
+        return Path(value)
+    if type(value) is not hint:  # True is an int to isinstance
+        raise TypeError
+    return value
+
+
+_CALLED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+}

@@ -1,0 +1,277 @@
+"""What is said of an update: the forecast of its entropy change, its truths, whether to trust it, and its causes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sonde.stats.entropy import Responses
+from sonde.stats.entropy_change import EntropyChange
+from sonde.stats.importance import MeasuredChange
+
+Objective = Literal["per_token", "sequence"]
+Update = Literal["step", "gradient"]
+
+LINEAR_BETWEEN = (0.8, 1.25)
+"""First-order over true change on fixed prefixes: outside, the step is too large to be linear."""
+LEAST_ESS_FRACTION = 0.5
+"""Effective sample size over responses: below, responses to θ no longer stand for those to θ⁺."""
+_NO_CHANGE = 1e-6
+"""Nats a token: differences below it are within the rounding of fp32 scores."""
+_HARMLESS = 0.5
+"""Standard errors: what is not linear by less than that leaves the interval's coverage above 90 %."""
+
+
+@dataclass(frozen=True)
+class FixedPrefixes:
+    """The change of R if the update changed no token that is sampled, in nats a token.
+
+    Attributes:
+        true: measured, exactly: on these prefixes nothing is left to chance.
+        linear: to first order.
+    """
+
+    true: float
+    linear: float
+
+    @property
+    def linear_over_true(self) -> float:
+        """About 1 where the step is small enough; NaN where nothing changes."""
+        return self.linear / self.true if self.true else math.nan
+
+
+@dataclass(frozen=True)
+class Share:
+    """One evaluation prompt's part of the change: δH is the sum of all prompts'.
+
+    Attributes:
+        prompt: its number.
+        change: in nats (a token, for the per-token objective).
+        sharpening: what of it comes from distributions that change where they are; NaN for the sequence objective.
+        drift: what comes from other prefixes, and lengths, becoming likelier.
+    """
+
+    prompt: int
+    change: float
+    sharpening: float
+    drift: float
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One update prompt's part of what this batch's gradient does to the entropy.
+
+    Attributes:
+        prompt: its number.
+        change: in nats (a token, for the per-token objective).
+        from_rewarded: what of it is from tokens of positive advantage.
+        from_penalised: what is from those of negative advantage.
+    """
+
+    prompt: int
+    change: float
+    from_rewarded: float
+    from_penalised: float
+
+
+@dataclass(frozen=True)
+class Causes:
+    """Where the change comes from.
+
+    Attributes:
+        momentum: earlier batches' gradients, in nats; NaN with update="gradient", which has none.
+        batch: this batch's gradient.
+        decay: weight decay.
+        prompts: of the update, each with its part of `batch`; empty without their rollouts.
+        explained: the sum of these parts over `batch`: 1 where the loss is the mean of advantage × log-probability
+            that they are told by; less where clipped ratios or a KL term have a share.
+    """
+
+    momentum: float
+    batch: float
+    decay: float
+    prompts: tuple[Cause, ...]
+    explained: float
+
+
+@dataclass(frozen=True)
+class EntropyForecast:
+    """What an update will do to the policy's entropy.
+
+    Attributes:
+        delta: to first order, in nats: a token with objective="per_token", a response with "sequence". NaN where
+            unknown.
+        se: its standard error.
+        low: lower end of its interval.
+        high: upper end.
+        reason: why something is unknown, or why it is not to be trusted; empty when neither.
+        is_valid: whether the step is small enough for a first-order forecast, by the truths that were measured.
+        objective: what entropy is meant.
+        update: what update.
+        entropy: R before it, in nats a token.
+        v_x: variance of `delta` from the evaluation prompts.
+        v_y: variance from the update prompts; 0 along a given step.
+        double_count: what both hold of the same noise; NaN where v_y leaves it out.
+        bars_dot: X̄·Ȳ with update="gradient"; `delta` along a given step.
+        n_evaluation: evaluation prompts, B_E.
+        n_update: update prompts, B_U; 0 along a given step.
+        fixed_prefixes: truth on the same prefixes; None where it was not measured.
+        importance: truth by importance sampling.
+        rollouts: truth by fresh rollouts.
+        shares: every evaluation prompt's part, the one that lowers entropy most first.
+        causes: where the change comes from, where that was asked.
+        derivatives: "forward" or "central": how derivatives were taken.
+        seconds: by phase.
+        peak_bytes: by how much the process's peak memory grew; 0 where it stayed below what it was; None where the
+            system does not say.
+    """
+
+    delta: float
+    se: float
+    low: float
+    high: float
+    reason: str
+    is_valid: bool
+    objective: Objective
+    update: Update
+    entropy: float
+    v_x: float
+    v_y: float
+    double_count: float
+    bars_dot: float
+    n_evaluation: int
+    n_update: int
+    fixed_prefixes: FixedPrefixes | None
+    importance: MeasuredChange | None
+    rollouts: MeasuredChange | None
+    shares: tuple[Share, ...]
+    causes: Causes | None
+    derivatives: str
+    seconds: Mapping[str, float]
+    peak_bytes: int | None
+
+    def metrics(self) -> dict[str, float | None]:
+        """By metric name; None where unknown."""
+        fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
+        numbers = {
+            "entropy/per_token": self.entropy,
+            "entropy/delta_forecast": self.delta,
+            "entropy/delta_se": self.se,
+            "entropy/delta_low": self.low,
+            "entropy/delta_high": self.high,
+            "entropy/delta_fixed_prefixes": fixed.true if fixed else math.nan,
+            "entropy/linear_over_true": fixed.linear_over_true if fixed else math.nan,
+            "entropy/delta_importance": importance.delta if importance else math.nan,
+            "entropy/ess_fraction": importance.ess_fraction if importance else math.nan,
+            "entropy/delta_rollouts": rollouts.delta if rollouts else math.nan,
+            "entropy/delta_rollouts_se": rollouts.se if rollouts else math.nan,
+            "entropy/is_valid": float(self.is_valid),
+            "cost/entropy_seconds": sum(self.seconds.values()),
+        }
+        return {name: None if math.isnan(value) else value for name, value in numbers.items()}
+
+    def __str__(self) -> str:
+        per = "a token" if self.objective == "per_token" else "a response"
+        if math.isnan(self.se):
+            return f"entropy change unknown: {self.reason}"
+        said = f"entropy {self.entropy:.3f} nats a token; forecast {self.delta:+.2e} ± {self.se:.1e} nats {per}"
+        truths = [f"importance sampling {m.delta:+.2e} ± {m.se:.1e}" for m in (self.importance,) if m]
+        truths += [f"fresh rollouts {m.delta:+.2e} ± {m.se:.1e}" for m in (self.rollouts,) if m]
+        return "; ".join([said, *truths, *([self.reason] if self.reason else [])])
+
+
+def unknown(reason: str, objective: Objective, update: Update) -> EntropyForecast:
+    """A forecast that could not be made."""
+    nan = math.nan
+    return EntropyForecast(
+        delta=nan,
+        se=nan,
+        low=nan,
+        high=nan,
+        reason=reason,
+        is_valid=False,
+        objective=objective,
+        update=update,
+        entropy=nan,
+        v_x=nan,
+        v_y=nan,
+        double_count=nan,
+        bars_dot=nan,
+        n_evaluation=0,
+        n_update=0,
+        fixed_prefixes=None,
+        importance=None,
+        rollouts=None,
+        shares=(),
+        causes=None,
+        derivatives="",
+        seconds={},
+        peak_bytes=None,
+    )
+
+
+def why_not_linear(fixed: FixedPrefixes | None, importance: MeasuredChange | None, se: float) -> str:
+    """Why a first-order forecast of this step is not to be trusted; empty when it is.
+
+    Args:
+        fixed: truth and first order on the same prefixes.
+        importance: truth by importance sampling.
+        se: the forecast's standard error, in nats a token: what is not linear by less than half of it does no harm.
+    """
+    too_large = "not to be trusted: the step is too large to be linear"
+    harmless = max(_NO_CHANGE, 0.0 if math.isnan(se) else _HARMLESS * se)
+    if fixed is not None and abs(fixed.true - fixed.linear) > harmless:
+        low, high = LINEAR_BETWEEN
+        if not low <= fixed.linear_over_true <= high:
+            return (
+                f"{too_large}: on the same prefixes first order says {fixed.linear:+.2e} nats a token and the truth is "
+                f"{fixed.true:+.2e}"
+            )
+    if importance is not None and importance.ess_fraction < LEAST_ESS_FRACTION:
+        return (
+            f"{too_large}: of the responses {importance.ess_fraction:.0%} stand for what the policy samples after it "
+            f"(effective sample size), and {LEAST_ESS_FRACTION:.0%} are needed"
+        )
+    return ""
+
+
+def shares_of(change: EntropyChange, responses: Responses) -> tuple[Share, ...]:
+    """Each evaluation prompt's part, the one that lowers entropy most first."""
+    n = responses.n_prompts
+    rows = zip(
+        responses.prompts.tolist(), change.per_prompt.tolist(), change.sharpening_per_prompt.tolist(), strict=True
+    )
+    shares = [Share(prompt, each / n, sharp / n, (each - sharp) / n) for prompt, each, sharp in rows]
+    return tuple(sorted(shares, key=lambda share: share.change))
+
+
+def causes_by_prompt(
+    d_log_prob: Tensor, credit: Tensor, responses: Responses, scale: float
+) -> tuple[tuple[Cause, ...], float]:
+    """Each update prompt's part t_p = scale × Σ credit·D s over its responses, and their sum.
+
+    Args:
+        d_log_prob: D_Δ s_k along what the entropy's gradient weighs a gradient by, [responses, tokens].
+        credit: advantage × weight of each token, likewise.
+        responses: which tokens count.
+        scale: nats for one of these.
+
+    Returns:
+        The prompts, the one that lowers entropy most first; and the sum over all.
+    """
+    parts = scale * responses.tokens("credit", credit) * responses.tokens("d_log_prob", d_log_prob)
+
+    def summed(per_token: Tensor) -> list[float]:
+        total: Tensor = responses.per_prompt(per_token.sum(1) / responses.share)
+        return total.tolist()
+
+    zero = torch.zeros_like(parts)
+    rewarded, penalised = (summed(torch.where(which, parts, zero)) for which in (credit > 0, credit < 0))
+    rows = zip(responses.prompts.tolist(), rewarded, penalised, strict=True)
+    causes = sorted((Cause(p, up + down, up, down) for p, up, down in rows), key=lambda cause: cause.change)
+    return tuple(causes), sum(cause.change for cause in causes)
