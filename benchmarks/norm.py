@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -206,6 +206,7 @@ def folded_steps(setup: Setup, case: Case, rounds: int) -> dict[str, list[float]
 def measure(device: str, *, quick: bool) -> dict[str, Any]:
     """Everything, case by case."""
     start = time.monotonic()
+    start_method: Literal["spawn", "forkserver"] = "forkserver" if quick else "spawn"
     results = []
     n_gpus = torch.cuda.device_count() if device == "cuda" else 0
     cases = [case for case in CASES if device == "cpu" or case.ranks <= n_gpus]
@@ -216,15 +217,15 @@ def measure(device: str, *, quick: bool) -> dict[str, Any]:
         for name in contestants([], None):
             _say(start, f"first call of {name}: {case}")
             n = 1 if quick or case.count > 500 else 3  # torch takes minutes at 6,000 DTensors
-            repeats = [on_ranks(setup, first_call, case, name, start="spawn")[0] for _ in range(n)]
+            repeats = [on_ranks(setup, first_call, case, name, start=start_method)[0] for _ in range(n)]
             result.first[name] = statistics.median(repeats)
         _say(start, f"later calls: {case}")
         rounds = 3 if quick else 30 if case.shape == SMALL else 15
-        result.steady, result.read_bytes_per_second = on_ranks(setup, steady_calls, case, rounds, start="spawn")[0]
+        result.steady, result.read_bytes_per_second = on_ranks(setup, steady_calls, case, rounds, start=start_method)[0]
         results.append(result)
     large = cases[-1]
     _say(start, f"folded into a fused step: {large}")
-    folded = on_ranks(large.setup(device), folded_steps, large, 3 if quick else 15, start="spawn")[0]
+    folded = on_ranks(large.setup(device), folded_steps, large, 3 if quick else 15, start=start_method)[0]
     return {
         "machine": describe(device, compared=("torchtitan",)),
         "quick": quick,

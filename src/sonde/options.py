@@ -9,8 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 T = TypeVar("T")
 
 
@@ -25,6 +23,8 @@ def read_yaml(path: Path, example: str) -> dict[str, Any]:
         FileNotFoundError: when there is no such file.
         ValueError: when it is not YAML, or not a mapping.
     """
+    import yaml  # which not everybody who imports sonde needs
+
     if not path.is_file():
         raise FileNotFoundError(f"no config file at {path}: give a YAML file with options such as {example!r}")
     try:

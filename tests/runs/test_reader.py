@@ -150,10 +150,12 @@ def _mutations() -> list[tuple[str, str, object]]:
     ]
 
 
-def _is_refused(folder: Path) -> bool:
+def _is_refused(folder: Path, reported: set[str]) -> bool:
     """Whether the log gives a clear error rather than a report; any other exception fails the test."""
     try:
-        write_report(folder)
+        if (read := repr(read_run(folder))) not in reported:  # what reads the same makes the same report
+            write_report(folder)
+            reported.add(read)
     except ValueError as error:
         return str(folder) in str(error)
     return False
@@ -161,12 +163,10 @@ def _is_refused(folder: Path) -> bool:
 
 def test_a_hostile_log_is_refused_or_reported_without_a_traceback(tmp_path: Path) -> None:
     """Every field of every record replaced by something odd: a report, or a ValueError that names the line."""
-    refused = 0
-    for i, (kind, key, value) in enumerate(_mutations()):
+    refused, reported = 0, set[str]()
+    for kind, key, value in (mutations := _mutations()):
         records: list[dict[str, object]] = [header_record(), reading_record(0, 2), reading_record(1, 2)]
         next(r for r in records if r["kind"] == kind)[key] = value
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        (folder / "records.jsonl").write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in records))
-        refused += _is_refused(folder)
-    assert 40 < refused < i
+        (tmp_path / "records.jsonl").write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in records))
+        refused += _is_refused(tmp_path, reported)
+    assert 40 < refused < len(mutations)
