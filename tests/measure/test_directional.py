@@ -15,9 +15,6 @@ from sonde.measure.directional import Derivatives, derivatives_along
 from tests.ranks import Ranks
 from tests.sharded import VOCABULARY, build, fsdp, tokens
 
-# What forward mode of torch 2.13 does when it is first used.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 
 def token_numbers(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probability of each token given those before it, in this toy, and the entropy there."""

@@ -18,9 +18,6 @@ from sonde.stats.entropy import Coefficients, per_token_coefficients, sequence_c
 from sonde.stats.entropy_forecast import EntropyForecast
 from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, policy, real_step, sample
 
-# What forward mode of torch 2.13 does when it is first used.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 N_E, N_U = 24, 12
 
 

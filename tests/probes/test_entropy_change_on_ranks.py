@@ -20,9 +20,6 @@ from sonde.stats.entropy_forecast import EntropyForecast
 from tests.ranks import Ranks, mesh_of
 from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, policy, sample
 
-# What forward mode of torch 2.13 does when it is first used.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 N_E, N_U = 11, 8
 
 

@@ -7,6 +7,7 @@ gradients, at θ + hΔ and θ − hΔ, which also serves sharded parameters.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -87,7 +88,9 @@ def _forward(
     function: Callable[[Any], Outputs], model: nn.Module, direction: Direction, batches: Sequence[Any]
 ) -> list[Outputs]:
     found = []
-    with forward_ad.dual_level():
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        # Of torch's own making, when its forward mode is first used.
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
         duals = {p: forward_ad.make_dual(p.detach(), step.to(p.dtype)) for p, step in direction.items()}
         with _in_place_of(model, duals):
             for batch in batches:
