@@ -20,7 +20,8 @@ COMMANDS = {
     "accelerate_ddp.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "fsdp2_clip.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
-MEASURES_NOISE = sorted(COMMANDS.keys() - {"fsdp2_clip.py"})
+COMMANDS["trl_grpo.py"] = [sys.executable]
+MEASURES_NOISE = sorted(COMMANDS.keys() - {"fsdp2_clip.py", "trl_grpo.py"})
 
 
 def test_every_example_is_run() -> None:
@@ -48,6 +49,19 @@ def test_sharded_example(tmp_path: Path) -> None:
     assert len(losses) == 3
     assert float(losses[-1]) < float(losses[0])
     assert all(float(norm) > 0 for norm in norms)
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_example(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="the example of TRL needs trl")
+    said = run_example("trl_grpo.py", tmp_path)
+    found = re.findall(
+        r"step (\d+): entropy ([\d.]+) nats a token; forecast ([-+.e\d]+) ± ([.e\d-]+) nats a token", said
+    )
+    assert [int(step) for step, *_ in found] == [1, 11, 21, 31]
+    assert float(found[-1][1]) < float(found[0][1])  # it has become surer of itself
+    assert all(float(se) > 0 for *_, se in found)
+    assert len(re.findall(r"prompt \d+: [-+]", said)) == 4
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from sonde.probes.entropy_change import EntropyChangeProbe
 from sonde.probes.noise_scale import NoiseScaleProbe
 from sonde.probes.policy_entropy import PolicyEntropyProbe
 from sonde.probes.probe import Probe
+from sonde.probes.prompt_noise import PromptNoiseProbe
 from sonde.records import Sink
 from sonde.runs.reader import Run, read_run
 from sonde.runs.report import write_report
@@ -30,6 +31,7 @@ __all__ = [
     "NoiseScaleReading",
     "PolicyEntropyProbe",
     "Probe",
+    "PromptNoiseProbe",
     "Rollouts",
     "Run",
     "RunningNoiseScale",

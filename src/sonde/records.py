@@ -75,6 +75,13 @@ METRICS: dict[str, Metric] = {
     "length/longest": Metric("tokens", "the longest response"),
     "length/at_limit": Metric("fraction", "responses as long as allowed"),
     "cost/entropy_seconds": Metric("seconds", "time that the forecast of the entropy change took"),
+    "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts"),
+    "gns_prompts/b_simple_low": Metric("prompts", "lower end of its 95 % interval"),
+    "gns_prompts/b_simple_high": Metric("prompts", "upper end of its 95 % interval; null when there is none"),
+    "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
+    "gns_prompts/trace_cov": Metric("gradient² · prompts", "variance of one prompt's gradient, tr Σ"),
+    "gns_prompts/completions_share": Metric("fraction", "part of tr Σ that more completions to each would reduce"),
+    "gns_prompts/prompts_per_window": Metric("prompts", "prompts in a window"),
     "grad/norm": Metric(
         "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
     ),

@@ -484,6 +484,11 @@ def test_bad_input(call: Callable[[], EntropyForecast], said: str) -> None:
 
 def test_calls_out_of_order() -> None:
     scene = Scene()
+    with (
+        pytest.raises(ValueError, match="around_step\\(\\) measures the optimizer's own step"),
+        scene.probe(update="gradient").around_step(scene.E),
+    ):
+        pass
     with pytest.raises(RuntimeError, match="needs a sampler"):
         scene.probe().measure(scene.E)
     scene.optimizer.zero_grad()

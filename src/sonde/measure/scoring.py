@@ -76,6 +76,15 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 numpy.random.set_state(of_numpy)
 
 
+def seed_everything(seed: int) -> None:
+    """Every global generator that a sampler may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy:
+        numpy.random.seed(seed % 2**32)
+
+
 class Scorer:
     """Runs a model over responses, a few prompts at a time, on every rank.
 

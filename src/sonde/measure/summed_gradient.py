@@ -64,6 +64,52 @@ def summed_gradient(
     if dtype not in DTYPES:
         raise ValueError(f"the buffer must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if any(map(is_fully_sharded, model.modules())):
+        _check_nobody_takes(parameters)
+        with _set_aside(parameters):
+            return GradientSum(_under_fsdp(function, model, parameters, batches, n_ranks), None)
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
+    views = flat.split([p.numel() for p in parameters])
+    sums: Direction = {p: view.view(p.shape) for p, view in zip(parameters, views, strict=True)}
+
+    def add(parameter: Tensor, grad: Tensor) -> None:
+        sums[parameter].add_(grad)
+
+    with gradients_taken(model, add):
+        for batch in batches:
+            function(batch).backward()
+    return GradientSum(sums, flat)
+
+
+@contextlib.contextmanager
+def gradients_taken(model: nn.Module, take: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Backwards inside give each parameter's gradient to `take`, dense, and leave `.grad` and other ranks alone.
+
+    Args:
+        model: plain or in DDP.
+        take: called with a parameter and what this backward adds to its gradient, which is freed afterwards.
+
+    Raises:
+        ValueError: for parameters that a hook of somebody's own consumes after accumulation.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    _check_nobody_takes(parameters)
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        grad, parameter.grad = parameter.grad, None
+        take(parameter, grad.to_dense() if grad.is_sparse else grad)
+
+    with _set_aside(parameters), contextlib.ExitStack() as stack:
+        for parameter in parameters:
+            stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+        yield
+
+
+def _check_nobody_takes(parameters: Sequence[Tensor]) -> None:
     for parameter in parameters:
         # Private, as there is no public way to ask; what would run is worse.
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -71,10 +117,6 @@ def summed_gradient(
                 "a hook runs after each gradient is accumulated, perhaps an optimizer in the backward: it would take "
                 "this backward for one of the training's; use update='step', which needs none"
             )
-    with _set_aside(parameters):
-        if any(map(is_fully_sharded, model.modules())):
-            return GradientSum(_under_fsdp(function, model, parameters, batches, n_ranks), None)
-        return _by_hooks(function, model, parameters, batches, dtype)
 
 
 @contextlib.contextmanager
@@ -87,40 +129,6 @@ def _set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter, grad in zip(parameters, held, strict=True):
             parameter.grad = grad
-
-
-def _by_hooks(
-    function: Callable[[Any], Tensor],
-    model: nn.Module,
-    parameters: Sequence[Tensor],
-    batches: Sequence[Any],
-    dtype: torch.dtype,
-) -> GradientSum:
-    """Each parameter's gradient goes to the buffer as soon as it is there, and is freed."""
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
-    sums = [view.view(p.shape) for view, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)]
-
-    def hook_for(total: Tensor) -> Callable[[Tensor], None]:
-        def take(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            grad = parameter.grad
-            total.add_(grad.to_dense() if grad.is_sparse else grad)
-            parameter.grad = None
-
-        return take
-
-    handles = [p.register_post_accumulate_grad_hook(hook_for(total)) for p, total in zip(parameters, sums, strict=True)]
-    try:
-        with contextlib.ExitStack() as stack:
-            for module in model.modules():
-                if isinstance(module, DistributedDataParallel):
-                    stack.enter_context(module.no_sync())
-            for batch in batches:
-                function(batch).backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return GradientSum(dict(zip(parameters, sums, strict=True)), flat)
 
 
 def _under_fsdp(

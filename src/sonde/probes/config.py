@@ -93,15 +93,17 @@ class ProbesConfig:
         """
         probes: dict[str, Probe] = {}
         if (gns := self.gns_probe).enabled:
-            probes["gns_probe"] = NoiseScaleProbe(model, optimizer, sinks=sinks, run=run, **_options(gns))
+            probes["gns_probe"] = NoiseScaleProbe(model, optimizer, sinks=sinks, run=run, **options_of(gns))
         if (entropy := self.entropy_probe).enabled:
             statistics = token_statistics or CausalLMStatistics(entropy.temperature)
             probes["entropy_probe"] = EntropyChangeProbe(
-                model, optimizer, token_statistics=statistics, sampler=sampler, **_options(entropy)
+                model, optimizer, token_statistics=statistics, sampler=sampler, **options_of(entropy)
             )
         if (policy := self.policy_entropy_probe).enabled:
             statistics = token_statistics or CausalLMStatistics(policy.temperature)
-            probes["policy_entropy_probe"] = PolicyEntropyProbe(model, token_statistics=statistics, **_options(policy))
+            probes["policy_entropy_probe"] = PolicyEntropyProbe(
+                model, token_statistics=statistics, **options_of(policy)
+            )
         return probes
 
 
@@ -143,5 +145,6 @@ def probes_from_config(config: Mapping[str, Any] | str | Path) -> ProbesConfig:
     return ProbesConfig(**found)
 
 
-def _options(config: Any) -> dict[str, Any]:
+def options_of(config: Any) -> dict[str, Any]:
+    """What a probe takes of its part of the configuration."""
     return {name: value for name, value in vars(config).items() if name not in ("enabled", "temperature")}

@@ -16,11 +16,11 @@ from sonde.measure.checkpointing import can_checkpoint, checkpointing, is_checkp
 from sonde.measure.optimizers import innermost
 from sonde.measure.placements import local_of, reshard
 from sonde.measure.rollouts import Rollouts, TokenStatistics
-from sonde.measure.scoring import Scorer, data_parallel_group, together, undisturbed
+from sonde.measure.scoring import Scorer, data_parallel_group, seed_everything, together, undisturbed
 from sonde.measure.summed_gradient import DTYPES
 from sonde.measure.token_statistics import CausalLMStatistics
 from sonde.measure.update import Direction, StepMeter, StepWitness, forecast_step, taken, why_no_forecast
-from sonde.probes.entropy_measurement import EntropyMeasurement, EntropySettings, Sampler, seed_everything
+from sonde.probes.entropy_measurement import EntropyMeasurement, EntropySettings, Sampler
 from sonde.probes.expense import Expense
 from sonde.stats.entropy_forecast import EntropyForecast, Objective, Update, unknown
 from sonde.stats.importance import Weighting
@@ -185,7 +185,9 @@ class EntropyChangeProbe:
         return self._run(evaluation, update, float(gradient_scale), causes, sampler=self._sampler)
 
     @contextlib.contextmanager
-    def around_step(self, evaluation: Rollouts) -> Iterator[AroundStep]:
+    def around_step(
+        self, evaluation: Rollouts, update: Rollouts | None = None, *, causes: bool = False
+    ) -> Iterator[AroundStep]:
         """Around the optimizer's real step: the forecast along it, and its truths.
 
         The step of an optimizer that can be forecast is, when the block begins, and a sample of its elements tells
@@ -193,6 +195,12 @@ class EntropyChangeProbe:
 
         Args:
             evaluation: E, this rank's, sampled before.
+            update: U, this rank's, with advantages, for causes by prompt.
+            causes: as for `forecast`; only where the step can be forecast.
+
+        Raises:
+            ValueError: for responses that do not serve, or a probe made with update="gradient".
+            RuntimeError: when there is no gradient yet.
 
         Example:
             >>> def trained(probe: EntropyChangeProbe, evaluation: Rollouts, optimizer: torch.optim.Optimizer) -> None:
@@ -200,8 +208,10 @@ class EntropyChangeProbe:
             ...         optimizer.step()
             ...     print(around.forecast)
         """
+        if self._settings.update == "gradient":
+            raise ValueError("around_step() measures the optimizer's own step: make the probe with update='step'")
         around = AroundStep()
-        self._check(evaluation, None)
+        self._check(evaluation, update)
         can_forecast = not why_no_forecast(self._optimizer)
         with self._working(evaluation) as (work, seed):
             sampled = self._sampler and work.sample(self._sampler, self._model, seed)
@@ -212,6 +222,8 @@ class EntropyChangeProbe:
                 if not problem:
                     work.along(step)
                 del step
+                if causes and not problem:
+                    work.tell_causes(self._optimizer, update, 1.0)
             else:
                 witness, meter, problem = None, StepMeter(self._parameters), ""
         yield around

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sonde.measure.rollouts import Rollouts
-from sonde.measure.scoring import Scored, Scorer
+from sonde.measure.scoring import Scored, Scorer, seed_everything
 from sonde.measure.update import Direction, dot, forecast_step, precondition_
 from sonde.probes.expense import Expense
 from sonde.stats.entropy import Coefficients, Responses, entropy_rate, per_token_coefficients, sequence_coefficients
@@ -306,11 +304,3 @@ def _halves(responses: Responses) -> list[Tensor]:
     """Responses to every second prompt, and those to the others; one half where there is one prompt."""
     is_even = responses.index % 2 == 0
     return [half for half in (is_even, ~is_even) if bool(half.any())]
-
-
-def seed_everything(seed: int) -> None:
-    """Every global generator that a sampler may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)

@@ -1,0 +1,1 @@
+"""One file for each trainer; nothing else of sonde imports them."""

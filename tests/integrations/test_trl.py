@@ -1,0 +1,218 @@
+"""A real GRPO run with and without probes: the same weights, and numbers that are what they say."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl", reason="needs trl: pip install 'sonde[trl]'")
+# Imports and runs of packages that are not ours warn of this and that, version by version.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+
+from transformers import Trainer, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from sonde.demos.arithmetic import task  # noqa: E402
+from sonde.integrations import trl as integration  # noqa: E402
+from sonde.measure.update import StepMeter  # noqa: E402
+
+
+def trainer_of(folder: Path, *, steps: int = 20, callbacks: Any = None, **options: Any) -> GRPOTrainer:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 8,
+        "max_completion_length": 6,
+        "learning_rate": 3e-3,
+        "max_steps": steps,
+        "logging_steps": 5,
+        "loss_type": "dr_grpo",
+        "scale_rewards": "none",
+        "beta": 0.0,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "lr_scheduler_type": "constant",
+        "seed": 0,
+        "disable_tqdm": True,
+    }
+    return GRPOTrainer(
+        model=task.model(),
+        reward_funcs=task.reward,
+        args=GRPOConfig(**(settings | options)),
+        train_dataset=task.dataset(),
+        processing_class=task.tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+def weights(trainer: GRPOTrainer) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("loss_type", ["dr_grpo", "grpo", "dapo"])
+def test_twenty_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) -> None:
+    plain = trainer_of(tmp_path / "plain", loss_type=loss_type)
+    plain.train()
+    watched = trainer_of(tmp_path / "watched", loss_type=loss_type)
+    config = {
+        "gns_probe": {"enabled": True, "log_every": 2},
+        "entropy_probe": {"enabled": True, "every": 5},
+        "policy_entropy_probe": {"enabled": True},
+    }
+    probes = integration.attach(watched, config, causes=True)
+    watched.train()
+    assert torch.equal(weights(plain), weights(watched))
+    assert [step for step, _ in probes.forecasts] == [1, 6, 11, 16]
+    logged = {name for entry in watched.state.log_history for name in entry}
+    assert {"entropy/delta_forecast", "entropy/delta_importance", "entropy/token_weighted"} <= logged
+    assert {"gns_prompts/trace_cov", "gns_prompts/completions_share"} <= logged
+    for _, forecast in probes.forecasts:
+        assert forecast.n_evaluation == 16
+        assert forecast.se > 0
+        assert forecast.causes is not None
+        assert len(forecast.causes.prompts) == 4  # 32 completions of a window, 8 to a prompt
+        # On policy, without KL: the loss is what causes are told by.
+        assert forecast.causes.explained == pytest.approx(1.0, abs=0.05)
+    probes.close()
+
+
+class Watching(TrainerCallback):  # type: ignore[misc]
+    """Measures the steps that are taken, and the order of events."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.sizes: list[float] = []
+
+    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
+        self.events.append("step_begin")
+
+    def on_substep_end(self, *_: Any, **kwargs: Any) -> None:
+        self.events.append("substep_end")
+
+    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
+        self.events.append("pre_optimizer_step")
+        self.meter = StepMeter(kwargs["model"].parameters())
+
+    def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
+        self.events.append("optimizer_step")
+        self.sizes.append(float(sum(s.square().sum() for s in self.meter.step().values())))
+
+    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+        self.events.append("step_end")
+
+
+def test_what_is_leaned_on_upstream_is_there(tmp_path: Path) -> None:
+    """Fails when TRL or transformers rename a method or change the order of callbacks."""
+    for name in (*integration.WRAPPED, *integration.USED):
+        assert callable(getattr(GRPOTrainer, name)), name
+    assert list(inspect.signature(GRPOTrainer._generate_and_score_completions).parameters) == ["self", "inputs"]
+    assert list(inspect.signature(GRPOTrainer._compute_loss).parameters) == ["self", "model", "inputs"]
+    turn = list(inspect.signature(GRPOTrainer._generate_single_turn).parameters)
+    assert turn[:5] == ["self", "prompt_ids", "images", "multimodal_fields", "num_generations"]
+    assert issubclass(GRPOTrainer, Trainer)
+    watching = Watching()
+    trainer_of(tmp_path, steps=2, callbacks=[watching]).train()
+    one = ["step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end"]
+    assert watching.events == 2 * one
+    assert all(size > 0 for size in watching.sizes)
+
+
+def test_each_completion_keeps_its_prompt_through_shuffle_and_split(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, steps=3)
+    integration.attach(trainer, {"entropy_probe": {"enabled": True}})
+    tokens = trainer.processing_class
+    seen: dict[int, set[str]] = {}
+    counted: dict[int, int] = {}
+    compute_loss = trainer._compute_loss
+
+    def look(model: Any, inputs: Any) -> Any:
+        for number, ids, mask in zip(
+            inputs[integration.GROUP].tolist(), inputs["prompt_ids"], inputs["prompt_mask"], strict=True
+        ):
+            seen.setdefault(number, set()).add(tokens.decode(ids[mask.bool()]))
+            counted[number] = counted.get(number, 0) + 1
+        return compute_loss(model, inputs)
+
+    trainer._compute_loss = look
+    trainer.train()
+    assert len(seen) == 3 * 4
+    assert all(len(prompts) == 1 for prompts in seen.values())
+    assert set(counted.values()) == {8}
+
+
+def test_scores_are_those_of_the_trainers_own_loss(tmp_path: Path) -> None:
+    """With padding on both sides: log-probabilities and entropies beside TRL's fused head."""
+    trainer = trainer_of(tmp_path, steps=1, temperature=0.7)
+    probes = integration.attach(trainer, {"policy_entropy_probe": {"enabled": True}})
+    trainer.train()
+    rollouts = probes._update_rollouts()
+    with torch.no_grad():
+        s, h = probes._statistics(trainer.model, rollouts)
+        of_trl, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            rollouts.inputs["input_ids"],
+            rollouts.inputs["attention_mask"],
+            rollouts.mask.shape[1],
+            compute_entropy=True,
+        )
+    mask = rollouts.mask.bool()
+    assert torch.allclose(s[mask], of_trl[mask], atol=1e-4)
+    assert torch.allclose(h[mask], entropies[mask], atol=1e-4)
+
+
+@pytest.mark.parametrize("evaluation", ["fresh", "same"])
+def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, evaluation: Any) -> None:
+    trainer = trainer_of(tmp_path, steps=2)
+    probes = integration.attach(
+        trainer, {"entropy_probe": {"enabled": True, "every": 1}}, evaluation=evaluation, evaluation_prompts=6
+    )
+    trainer.train()
+    for _, forecast in probes.forecasts:
+        numbers = [share.prompt for share in forecast.shares]
+        if evaluation == "fresh":
+            assert len(numbers) == 6
+            assert all(number < 0 for number in numbers)
+        else:
+            assert len(numbers) == 4
+            assert all(number >= 0 for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "said"),
+    [
+        ({"top_p": 0.9}, {}, "samples with top_p=0.9"),
+        ({"top_k": 5}, {}, "top_k=5"),
+        ({}, {"evaluation": "other"}, "evaluation must be 'fresh' or 'same'"),
+        ({}, {"evaluation_prompts": 1}, "evaluation_prompts must be a multiple of 1 ranks, 2 for each, got 1"),
+        ({}, {"config": {"entropy": {}}}, "did you mean 'entropy_probe'"),
+    ],
+)
+def test_bad_input(tmp_path: Path, options: dict[str, Any], arguments: dict[str, Any], said: str) -> None:
+    trainer = trainer_of(tmp_path, **options)
+    before = trainer._compute_loss
+    with pytest.raises(ValueError, match=said):
+        integration.attach(trainer, **arguments)
+    assert trainer._compute_loss == before
+
+
+def test_closing_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, steps=1)
+    n = len(trainer.callback_handler.callbacks)
+    before = (trainer._compute_loss, trainer._generate_and_score_completions)
+    probes = integration.attach(trainer)
+    assert trainer._compute_loss != before[0]
+    probes.close()
+    probes.close()
+    assert (trainer._compute_loss, trainer._generate_and_score_completions) == before
+    assert len(trainer.callback_handler.callbacks) == n
+    trainer.train()
+    assert probes.forecasts == []
