@@ -362,6 +362,27 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks2: Ranks, what: str, ma
         assert before == after
 
 
+def _bad_two_hops_away() -> str:
+    """Gradients over rows and over columns of a 2 × 2 mesh: the last rank shares no sum with the first."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    parameters = [placed(torch.ones(2), mesh[axis], [Shard(0)], (4,)) for axis in ("dp", "tp")]
+    if dist.get_rank() == 0:
+        stray = nn.Parameter(torch.ones(3))
+        stray.grad = torch.ones(3).to_sparse()
+        parameters.append(stray)
+    try:
+        sonde.clip_grad_norm_(parameters, 1.0, 7.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_above_the_sixth_order_nobody_waits_for_who_has_raised(ranks4: Ranks) -> None:
+    first, *others = ranks4(_bad_two_hops_away)
+    assert "it is sparse" in first
+    assert all("another rank found a gradient that cannot be counted" in said for said in others)
+
+
 def test_a_mesh_that_does_not_contain_the_gradients_is_refused(ranks2: Ranks) -> None:
     for said, before, after in ranks2(_bad, "mesh"):
         assert "lies on ranks 0, 1, which mesh= (" in said

@@ -194,3 +194,44 @@ def test_what_is_no_optimizer_is_refused_before_anything_is_done(wrong: Any) -> 
     with pytest.raises(ValueError, match="fold_into must be one optimizer"):
         sonde.clip_grad_norm_(made, 0.5, fold_into=wrong)
     assert all(torch.equal(p.grad, g) for p, g in zip(made, before, strict=True))  # type: ignore[arg-type]
+
+
+def one_parameter(kind: Any, grad: float, **options: Any) -> tuple[nn.Parameter, Any]:
+    p = nn.Parameter(torch.zeros(100))
+    p.grad = torch.full((100,), grad)
+    return p, kind([p], lr=1.0, fused=True, **options)
+
+
+def test_gradients_near_the_largest_number_are_clipped_and_not_zeroed() -> None:
+    p, optimizer = one_parameter(torch.optim.SGD, 1e38)
+    sonde.clip_grad_norm_([p], 1.0, fold_into=optimizer)
+    optimizer.step()
+    assert float(p.detach().norm()) == pytest.approx(1.0)
+
+
+def test_a_scale_that_somebody_has_set_is_left_to_them() -> None:
+    p, optimizer = one_parameter(torch.optim.SGD, 8.0)
+    optimizer.grad_scale = torch.tensor(8.0)
+    with pytest.warns(UserWarning, match="somebody has set its grad_scale"):
+        sonde.clip_grad_norm_([p], 1e9, fold_into=optimizer)
+    assert float(optimizer.grad_scale) == 8.0
+    optimizer.step()
+    assert p.detach().unique().tolist() == [-1.0]
+
+
+def test_a_first_step_that_is_skipped_leaves_no_momentum_unset() -> None:
+    p, optimizer = one_parameter(torch.optim.SGD, math.inf, momentum=0.9)
+    with pytest.warns(UserWarning, match="would leave its momentum unset"):
+        sonde.clip_grad_norm_([p], 1.0, nonfinite="skip", fold_into=optimizer)
+    optimizer.step()
+    assert optimizer.state[p]["momentum_buffer"].unique().tolist() == [0.0]
+    assert not p.detach().any()
+
+
+def test_a_clip_that_raises_leaves_no_fold_behind() -> None:
+    p, optimizer = one_parameter(torch.optim.SGD, 8.0)
+    sonde.clip_grad_norm_([p], 1e-3, fold_into=optimizer)
+    p.grad = torch.full((100,), math.nan)
+    with pytest.raises(RuntimeError, match="not finite"):
+        sonde.clip_grad_norm_([p], 1.0, nonfinite="raise", fold_into=optimizer)
+    assert getattr(optimizer, "grad_scale", None) is None

@@ -205,8 +205,12 @@ def clip_measured_(
     is_finite = torch.isfinite(measured.norm)
     if norm.device.type != "cpu":  # on the CPU a failure was raised
         norm = torch.where(measured.failed > 0, torch.nan, norm)
-        is_finite |= measured.failed > 0
+        is_finite &= measured.failed == 0
+    if max_norm is not None:
+        unfold(plan.parameters)
     if nonfinite == "raise" and not bool(is_finite):
+        if bool(measured.failed > 0):
+            raise ValueError("another rank found a gradient that cannot be counted, and says which")
         raise RuntimeError(_where_not_finite(plan, measured.collected, norm, max_norm))
     if nonfinite == "assert_async":
         torch._assert_async(is_finite, f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}")
@@ -219,7 +223,6 @@ def clip_measured_(
     if norm.device.type != "cpu":
         coefficient = torch.where(measured.failed > 0, 1.0, coefficient)
     skip = ~is_finite if nonfinite == "skip" else None
-    unfold(plan.parameters)
     if fold_into is not None and fold(fold_into, plan.parameters, coefficient, skip):
         return norm
     for one in measured.collected:

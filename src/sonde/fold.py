@@ -18,6 +18,11 @@ _told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _pending: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Fold] = weakref.WeakKeyDictionary()
 
 
+_LEAST = 2.0**-126
+"""What fp32 cannot hold one over: gradients near its largest number are scaled in a pass of their own. (A GPU is not
+waited for to see that; there they come out as 0.)"""
+
+
 def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip: Tensor | None) -> bool:
     """Have the optimizer's next step multiply gradients by `coefficient`, or be skipped.
 
@@ -33,7 +38,9 @@ def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip
         Whether it will. Where it cannot, that and why is warned of once an optimizer, and nothing is changed.
     """
     optimizer = innermost(optimizer)
-    if why := _why_not(optimizer, parameters):
+    if coefficient.device.type == "cpu" and 0 < float(coefficient) < _LEAST:
+        return False
+    if why := _why_not(optimizer, parameters, may_skip=skip is not None):
         if optimizer not in _told:
             _told.add(optimizer)
             warnings.warn(
@@ -96,13 +103,20 @@ def stack_level() -> int:
     return level
 
 
-def _why_not(optimizer: Any, parameters: Sequence[Tensor]) -> str:
+def _why_not(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: bool) -> str:
     """Empty where it can."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or not all(
         group.get("fused") for group in optimizer.param_groups
     ):
         return "it is not fused: build it with fused=True"
+    if getattr(optimizer, "grad_scale", None) is not None:
+        return "somebody has set its grad_scale"
     held = [p for group in optimizer.param_groups for p in group["params"]]
+    has_momentum = isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] for g in optimizer.param_groups)
+    unfilled = [p for p in held if optimizer.state.get(p, {}).get("momentum_buffer") is None and p.grad is not None]
+    if may_skip and has_momentum and unfilled:
+        # torch fills the buffer in the kernel, which does nothing then, and takes it for filled afterwards.
+        return "a first step that is skipped would leave its momentum unset"
     clipped, holds = {id(p) for p in parameters}, {id(p) for p in held}
     if strays := sum(p.grad is not None and id(p) not in clipped for p in held):
         return f"it holds {strays} parameters that are not clipped, and would scale them too"

@@ -63,6 +63,7 @@ METRICS: dict[str, Metric] = {
     "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
     "entropy/delta_rollouts_se": Metric("nats", "its standard error"),
     "entropy/is_valid": Metric("0 or 1", "whether the step is small enough for a first-order forecast"),
+    "entropy/is_of_own_prompts": Metric("0 or 1", "whether the forecast is of the prompts that the step learns from"),
     "entropy/token_weighted": Metric("nats a token", "entropy of what was sampled, all tokens weighing the same"),
     "entropy/sequence_weighted": Metric("nats a token", "the same, all responses weighing the same"),
     "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),

@@ -175,7 +175,20 @@ def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, ev
     probes = integration.attach(
         trainer, {"entropy_probe": {"enabled": True, "every": 1}}, evaluation=evaluation, evaluation_prompts=6
     )
+    fresh, seen = probes._fresh_rollouts, []
+
+    def look(step: int) -> Any:
+        rollouts = fresh(step)
+        learned = {probes._texts[int(n)] for i in probes._window for n in i[integration.GROUP].unique()}
+        seen.append((set(rollouts.texts.values()), learned))
+        return rollouts
+
+    probes._fresh_rollouts = look  # type: ignore[method-assign]
     trainer.train()
+    assert len(seen) == (2 if evaluation == "fresh" else 0)
+    for evaluated, learned in seen:
+        assert (len(evaluated), len(learned)) == (6, 4)
+        assert not evaluated & learned
     for _, forecast in probes.forecasts:
         numbers = [share.prompt for share in forecast.shares]
         if evaluation == "fresh":
@@ -191,6 +204,11 @@ def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, ev
     [
         ({"top_p": 0.9}, {}, "samples with top_p=0.9"),
         ({"top_k": 5}, {}, "top_k=5"),
+        (
+            {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+            {"config": {"gns_probe": {"enabled": True}}},
+            "whole groups on each rank and 2 of them in a window, got 8 completions on each of 1 ranks in groups of 8",
+        ),
         ({}, {"evaluation": "other"}, "evaluation must be 'fresh' or 'same'"),
         ({}, {"evaluation_prompts": 1}, "evaluation_prompts must be a multiple of 1 ranks, 2 for each, got 1"),
         ({}, {"config": {"entropy": {}}}, "did you mean 'entropy_probe'"),
@@ -202,6 +220,30 @@ def test_bad_input(tmp_path: Path, options: dict[str, Any], arguments: dict[str,
     with pytest.raises(ValueError, match=said):
         integration.attach(trainer, **arguments)
     assert trainer._compute_loss == before
+
+
+def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, steps=3, max_completion_length=2, mask_truncated_completions=True)
+    probes = integration.attach(trainer, {"entropy_probe": {"enabled": True, "every": 1}}, causes=True)
+    sizes = []
+    rollouts_of_window = probes._update_rollouts
+
+    def look() -> Any:
+        rollouts = rollouts_of_window()
+        sizes.append(len(rollouts))
+        return rollouts
+
+    probes._update_rollouts = look  # type: ignore[method-assign]
+    trainer.train()
+    assert len(probes.forecasts) == 3
+    assert all(0 < size < 32 for size in sizes)
+
+
+def test_too_few_other_prompts(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, steps=1)
+    integration.attach(trainer, {"entropy_probe": {"enabled": True}}, evaluation_prompts=98)
+    with pytest.raises(ValueError, match="the dataset has 96 prompts that this step does not learn from"):
+        trainer.train()
 
 
 def test_closing_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:

@@ -515,3 +515,15 @@ def test_temperature_is_that_of_the_sampler() -> None:
     log_p = logits.log_softmax(-1)
     assert torch.allclose(h, -(log_p.exp() * log_p).sum(-1), atol=1e-6)
     assert torch.allclose(s, log_p.gather(-1, E.inputs["input_ids"][:, 2:, None])[..., 0], atol=1e-6)
+
+
+def test_an_optimizer_that_holds_others_too() -> None:
+    scene = Scene("sgd")
+    alone = scene.probe().forecast(scene.E, scene.U, causes=True)
+    critic = nn.Linear(3, 1)
+    critic(torch.ones(1, 3)).sum().backward()
+    both = torch.optim.SGD([*scene.model.parameters(), *critic.parameters()], lr=1e-3)
+    found = EntropyChangeProbe(scene.model, both).forecast(scene.E, scene.U, causes=True)
+    assert found.delta == alone.delta
+    assert found.causes is not None
+    assert found.causes.explained == pytest.approx(1.0, rel=2e-2)

@@ -21,6 +21,7 @@ from sonde.probes.prompt_noise import PromptNoiseProbe
 from sonde.stats.entropy_forecast import EntropyForecast
 
 try:
+    from accelerate.utils import gather_object
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 except ImportError as error:
@@ -32,7 +33,7 @@ WRAPPED = ("_generate_and_score_completions", "_compute_loss")
 """Methods of the trainer that are wrapped."""
 USED = ("_tokenize_prompts", "_generate_single_turn")
 """Methods of the trainer that sample evaluation responses."""
-DEFAULT = {name: {"enabled": True} for name in ("gns_probe", "entropy_probe", "policy_entropy_probe")}
+DEFAULT = {name: {"enabled": True} for name in ("entropy_probe", "policy_entropy_probe")}
 DIVIDED_BY_TOKENS = ("bnpo", "dapo", "cispo", "vespo")
 """Losses that are divided by the number of all tokens."""
 MEANS_OVER_TOKENS = ("grpo", "sapo")
@@ -77,6 +78,12 @@ def attach(
             f"evaluation_prompts must be a multiple of {n_ranks} ranks, 2 for each, got {evaluation_prompts}"
         )
     args = trainer.args
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if config.gns_probe.enabled and (rows % trainer.num_generations or rows * n_ranks < 2 * trainer.num_generations):
+        raise ValueError(
+            f"the noise scale in prompts needs whole groups on each rank and 2 of them in a window, got {rows} "
+            f"completions on each of {n_ranks} ranks in groups of {trainer.num_generations}"
+        )
     if args.top_p < 1.0 or args.top_k or args.min_p:
         raise ValueError(
             f"the trainer samples with top_p={args.top_p}, top_k={args.top_k}, min_p={args.min_p}, and the entropy of "
@@ -141,7 +148,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             numbers = self._n_generations * n_groups + rows // trainer.num_generations
             self._n_generations += 1
             output[GROUP] = numbers.to(output["completion_ids"].device)
-            self._texts = {int(n): str(x["prompt"]) for n, x in zip(numbers, inputs, strict=True)}
+            self._texts |= {int(n): str(x["prompt"]) for n, x in zip(numbers, inputs, strict=True)}
         return output
 
     def _micro_batch(self, model: Any, inputs: Mapping[str, Any]) -> Any:
@@ -154,6 +161,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A window begins."""
         self._window = []
+        kept = sorted(self._texts)[-10_000:]  # a generation may serve many windows, but not for ever
+        self._texts = {n: self._texts[n] for n in kept}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gradients are whole, and clipped."""
@@ -187,6 +196,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         stack.close()
         self.forecasts.append((state.global_step + 1, around.forecast))
         self._log(around.forecast.metrics())
+        self._log({"entropy/is_of_own_prompts": float(self._evaluation == "same")})
 
     def _make_probes(self, optimizer: Any) -> None:
         """Of the model that is trained, which is wrapped only once training has begun."""
@@ -223,21 +233,20 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         if "tool_mask" in window[0]:
             sampled = sampled * _padded([(i["tool_mask"], i["tool_mask"]) for i in window], left=False)[1]
         advantage = torch.cat([i["advantages"].reshape(len(i["advantages"]), -1)[:, 0] for i in window])
-        has_tokens = sampled.bool().any(1)
-        whole = Rollouts(
+        # TRL can empty the mask of a completion that did not end.
+        rows = sampled.bool().any(1).nonzero()[:, 0]
+        return Rollouts(
             inputs={
-                "input_ids": torch.cat([prompts[0], completions[0]], 1),
-                "attention_mask": torch.cat([prompts[1], completions[1]], 1),
+                "input_ids": torch.cat([prompts[0], completions[0]], 1)[rows],
+                "attention_mask": torch.cat([prompts[1], completions[1]], 1)[rows],
             },
-            mask=sampled,
-            prompt=torch.cat([i[GROUP] for i in window]),
-            advantage=advantage,
-            weight=self._token_weights(sampled),
+            mask=sampled[rows],
+            prompt=torch.cat([i[GROUP] for i in window])[rows],
+            advantage=advantage[rows],
+            weight=self._token_weights(sampled)[rows],
             temperature=self._trainer.args.temperature,
             texts=self._texts,
         )
-        # TRL can empty the mask of a completion that did not end.
-        return whole if bool(has_tokens.all()) else whole.rows(has_tokens.nonzero()[:, 0])
 
     def _token_weights(self, mask: Tensor) -> Tensor:
         """What the loss multiplies tokens by, up to a number common to all."""
@@ -249,7 +258,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def _fresh_rollouts(self, step: int) -> Rollouts:
         """Responses to prompts that this window does not learn from, by the trainer's own sampler."""
         trainer = self._trainer
-        learned, data = set(self._texts.values()), trainer.train_dataset
+        data, numbers = trainer.train_dataset, {int(n) for i in self._window for n in i[GROUP].unique()}
+        # The same on all ranks, which each choose a part of the same prompts.
+        learned = set(gather_object([self._texts[n] for n in sorted(numbers)]))
         rank = trainer.accelerator.process_index
         generator = torch.Generator().manual_seed(1_000_003 * (step + 1) + trainer.args.seed)
         order = [i for i in torch.randperm(len(data), generator=generator).tolist()]
@@ -260,6 +271,11 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
                 chosen[text] = i
             if len(chosen) == self._n_prompts * trainer.accelerator.num_processes:
                 break
+        if len(chosen) < self._n_prompts * trainer.accelerator.num_processes:
+            raise ValueError(
+                f"the dataset has {len(chosen)} prompts that this step does not learn from, fewer than "
+                "evaluation_prompts=: ask for fewer, or evaluation='same'"
+            )
         own = list(chosen.values())[rank * self._n_prompts : (rank + 1) * self._n_prompts]
         rows = [i for i in own for _ in range(trainer.num_generations)]
         with undisturbed(trainer.model_wrapped), torch.no_grad():

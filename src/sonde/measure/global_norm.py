@@ -72,9 +72,8 @@ def global_norm(plan: NormPlan, order: float, *, problem: ValueError | None = No
         return _measure(plan, found, order, problem)
     try:
         largest = _measure(plan, found, math.inf, problem).norm
-    except ValueError as error:
-        if plan.device.type != "cpu":  # the others have not read that, and wait for the second sum
-            _measure(plan, found, order, error)
+    except ValueError as error:  # not all ranks have heard of it, and those that have not wait for the second sum
+        _measure(plan, found, order, error)
         raise
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     of_multiples = _measure(plan, found, order, None, unit)
@@ -150,7 +149,7 @@ def warm_up(plan: NormPlan) -> None:
 def _read(total: Tensor, order: float, n_parts: int, found: list[Collected]) -> GlobalNorm:
     sums = total[:n_parts]
     if math.isinf(order):
-        norm, by_part = torch.where(total[_IS_NAN] > 0, torch.nan, sums.max()), sums
+        norm, by_part = (torch.where(total[_IS_NAN] > 0, torch.nan, of) for of in (sums.max(), sums))
     else:
         norm, by_part = sums.sum().pow(1.0 / order), sums.pow(1.0 / order)
     return GlobalNorm(norm, by_part, total[_FAILED], total[_IS_DOUBLE], found)

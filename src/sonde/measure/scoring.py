@@ -59,10 +59,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Modules are in evaluation mode meanwhile; then each has its mode back, and every random generator its state."""
     reshard(model)
     modes = [(module, module.training) for module in model.modules()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    # All of them: seeding seeds all.
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     numpy: Any = sys.modules.get("numpy")
     of_numpy, of_python = numpy and numpy.random.get_state(), random.getstate()
-    with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
+    with torch.random.fork_rng(devices=devices):
         try:
             for module, _ in modes:
                 module.training = False  # not eval(), which a module may have made do more
@@ -258,6 +259,8 @@ def data_parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             return module.process_group
+    if any(is_fully_sharded(m) and not hasattr(m, "reshard") for m in model.modules()):
+        raise ValueError("FSDP's first version does not say how it cuts parameters: use fully_shard (FSDP2)")
     meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if is_dtensor(p))  # type: ignore[attr-defined]
     if any(mesh.ndim > 1 for mesh in meshes) or len(meshes) > 1:
         raise ValueError(

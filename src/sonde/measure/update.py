@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,7 @@ def forecast_step(
     gradient_scale: float | Tensor = 1.0,
     part: Part = "all",
     along: Mapping[Tensor, Tensor] | None = None,
+    of: Collection[Tensor] | None = None,
 ) -> Direction:
     """The step that `optimizer.step()` would take now, from its state and the gradients in `.grad`; changes nothing.
 
@@ -45,6 +46,7 @@ def forecast_step(
         part: which part of it.
         along: with part="batch", vectors that take the gradient's place in what is linear in it; the second moment
             stays that of the gradient. This is how the step answers to each prompt's part of the gradient.
+        of: the parameters to tell it of; all that have a gradient by default.
 
     Returns:
         θ⁺ − θ of every parameter that has a gradient, in the parameter's dtype but at least fp32, before the rounding
@@ -57,9 +59,10 @@ def forecast_step(
     if why := why_no_forecast(optimizer):
         raise ValueError(why)
     step: Direction = {}
+    wanted = None if of is None else {id(p) for p in of}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is None:
+            if parameter.grad is None or (wanted is not None and id(parameter) not in wanted):
                 continue
             factor = -gradient_scale if group["maximize"] else gradient_scale
             gradient = _gradient_like(parameter) * factor

@@ -321,7 +321,8 @@ class EntropyChangeProbe:
                 self._scorer.check_repeatable(evaluation)
                 self._is_repeatable = True
             expense = Expense(self._parameters[0].device)
-            yield EntropyMeasurement(self._settings, self._scorer, evaluation, expense), self._seed()
+            measurement = EntropyMeasurement(self._settings, self._scorer, self._parameters, evaluation, expense)
+            yield measurement, self._seed()
 
     def _seed(self) -> int:
         """Another in each call and on each rank."""
@@ -329,9 +330,7 @@ class EntropyChangeProbe:
 
     def _forecast_step(self, gradient_scale: float) -> Direction:
         """Of the model's parameters alone."""
-        own = {id(p) for p in self._parameters}
-        step = forecast_step(self._optimizer, gradient_scale=gradient_scale)
-        step = {p: delta for p, delta in step.items() if id(p) in own}
+        step = forecast_step(self._optimizer, gradient_scale=gradient_scale, of=self._parameters)
         if not step:
             raise RuntimeError("no parameter has a gradient: call this after the backward and before zero_grad()")
         return step

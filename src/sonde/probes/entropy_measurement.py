@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,12 +60,21 @@ class EntropyMeasurement:
     Args:
         settings: as the probe has them.
         scorer: of its model.
+        parameters: those of the model that are trained; the optimizer may hold others.
         evaluation: E, this rank's.
         expense: counts the phases.
     """
 
-    def __init__(self, settings: EntropySettings, scorer: Scorer, evaluation: Rollouts, expense: Expense) -> None:
+    def __init__(
+        self,
+        settings: EntropySettings,
+        scorer: Scorer,
+        parameters: Sequence[Tensor],
+        evaluation: Rollouts,
+        expense: Expense,
+    ) -> None:
         self._settings = settings
+        self._parameters = parameters
         self._scorer = scorer
         self._expense = expense
         with expense.phase("scores"):
@@ -139,7 +148,7 @@ class EntropyMeasurement:
         of_parts = {"momentum": 0.0, "decay": 0.0}
         with self._expense.phase("causes"):
             for part in of_parts:
-                step = forecast_step(optimizer, gradient_scale=gradient_scale, part=part)  # type: ignore[arg-type]
+                step = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part=part)  # type: ignore[arg-type]
                 if any(bool(delta.any()) for delta in step.values()):
                     of_parts[part] = self._change_along(step)[0].delta
             batch = self._change.delta - sum(of_parts.values())
@@ -154,7 +163,7 @@ class EntropyMeasurement:
         credit = self._credit(learned)
         # g = −c ∇ Σ credit·s, where only c is not known: ⟨g, Δ⟩ = −c D_Δ Σ credit·s along this batch's part Δ of the
         # step, and neither can vanish.
-        step = forecast_step(optimizer, gradient_scale=gradient_scale, part="batch")
+        step = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part="batch")
         gradients = {p: p.grad for p in step if p.grad is not None}
         downhill = -gradient_scale * dot(gradients, step)
         d, _ = self._derivatives(update, step)
@@ -164,7 +173,7 @@ class EntropyMeasurement:
             return (), 0.0
         # δH of this batch is X̄·Δ = D·g/scale, D what the step would be with X̄ in the gradient's place.
         x = self._entropy_gradient(None)
-        to_entropy = forecast_step(optimizer, gradient_scale=gradient_scale, part="batch", along=x)
+        to_entropy = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part="batch", along=x)
         del x
         d, _ = self._derivatives(update, to_entropy)
         self._n_update = learned.responses.n_prompts

@@ -97,11 +97,18 @@ class PromptNoiseProbe:
         All completions of a prompt must be on one rank.
 
         Raises:
-            ValueError: without advantages, or when two ranks hold completions of one prompt.
+            ValueError: without advantages, at another temperature than they are scored at, or when two ranks hold
+                completions of one prompt.
         """
         norms = NestedNorms(self._model)
+        temperature = getattr(self._statistics, "temperature", rollouts.temperature)
 
         def work() -> dict[str, Tensor]:
+            if rollouts.temperature != temperature:
+                raise ValueError(
+                    f"responses were sampled at temperature {rollouts.temperature}, and are scored at {temperature}: "
+                    f"token_statistics=CausalLMStatistics(temperature={rollouts.temperature})"
+                )
             credit = rollouts.credit()
             with undisturbed(self._model):
                 rows = [self._one_prompt(norms, rollouts, credit, index) for index in rollouts.order(1)]
