@@ -74,7 +74,7 @@ METRICS: dict[str, Metric] = {
     "length/mean": Metric("tokens", "mean length of a response"),
     "length/sd": Metric("tokens", "its standard deviation over responses"),
     "length/longest": Metric("tokens", "the longest response"),
-    "length/at_limit": Metric("fraction", "responses as long as allowed"),
+    "length/at_limit": Metric("fraction", "responses as long as the mask is wide"),
     "cost/entropy_seconds": Metric("seconds", "time that the forecast of the entropy change took"),
     "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts"),
     "gns_prompts/b_simple_low": Metric("prompts", "lower end of its 95 % interval"),
