@@ -91,12 +91,11 @@ def setups(device: str, *, quick: bool) -> list[Setup]:
         ddp = Setup(n_gpus, 1, micro_batches=1, sequences=8, shape=GPT2_SMALL, device="cuda")
         return [alone, ddp] if n_gpus > 1 else [alone]
     shape = TINY if quick else ABOUT_6M
-    of_each_kind = [
+    return [
         Setup(ranks=1, threads=2, micro_batches=4, sequences=4, shape=shape),
         Setup(ranks=2, threads=1, micro_batches=1, sequences=8, shape=shape),
         Setup(ranks=2, threads=1, micro_batches=4, sequences=2, shape=shape),
     ]
-    return of_each_kind[:2] if quick else of_each_kind
 
 
 def measure(device: str, effort: Effort, *, quick: bool, command: str, only: Sequence[str] = tuple(ENTRIES)) -> Results:

@@ -16,7 +16,7 @@ from sonde.runs.sinks import JsonlSink
 from sonde.runs.tensorboard import TensorBoardSink
 from sonde.stats.critical_batch import judge_batch, steps_and_examples
 from sonde.stats.intervals import fieller_interval
-from sonde.stats.noise_scale import RunningNoiseScale, noise_scale
+from sonde.stats.noise_scale import noise_scale
 from sonde.stats.reading import NoiseScaleReading
 from sonde.version import __version__
 
@@ -34,7 +34,6 @@ __all__ = [
     "PromptNoiseProbe",
     "Rollouts",
     "Run",
-    "RunningNoiseScale",
     "Sink",
     "TensorBoardSink",
     "TokenStatistics",

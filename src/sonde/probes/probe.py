@@ -14,12 +14,15 @@ class Probe(Protocol):
     """
 
     def step(self) -> None:
-        """The window's gradients are whole, and the optimizer has not used them yet. On every rank."""
+        """The window's gradients are whole, and the optimizer has not used them yet. On every rank.
+
+        It does not wait for the device, except where a measurement takes passes of its own, as a forecast does.
+        """
 
     def metrics(self) -> Mapping[str, float | None]:
         """What is known by now, by metric name: letters, digits, `_` and `/`; None where unknown.
 
-        The only call that may wait for the device.
+        This may wait for the device.
         """
 
     def close(self) -> None:

@@ -55,8 +55,8 @@ class PromptNoiseProbe:
     """Measures the noise scale of a policy gradient in prompts, and how much of it is from completions.
 
     Trainers shuffle a prompt's completions over micro-batches, which are no independent samples then. This probe takes
-    a backward of its own for each half of every prompt's group, which costs about as much as the window's training
-    without its sampling: call it in some windows, not in all. It holds two vectors of parameter size meanwhile.
+    a forward and a backward of its own for each half of every prompt's group: call it in some windows, not in all. It
+    holds two vectors of parameter size meanwhile.
 
     Args:
         model: plain or in DDP.
