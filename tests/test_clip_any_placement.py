@@ -24,10 +24,12 @@ Where = int | str | None
 class Case:
     """Gradients by seed, each with its shape and where it goes on each mesh axis: a dim to shard, "sum", "avg", None.
 
-    With `strided`, as FSDP2 places what tensor parallelism has cut along the same dim.
+    With `strided`, as FSDP2 places what tensor parallelism has cut along the same dim. With `is_exact` they have so few
+    bits that no order of adding them up could show.
     """
 
     seed: int
+    is_exact: bool
     mesh: tuple[int, ...]
     order: float
     gradients: tuple[tuple[tuple[int, ...], tuple[Where, ...], bool], ...]
@@ -47,15 +49,24 @@ def cases(n_ranks: int) -> st.SearchStrategy[Case]:
                 shape = tuple(8 if dim == where[0] else n for dim, n in enumerate(shape))
             gradients.append((shape, where, is_strided))
         order = draw(st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0, math.inf]))
-        return Case(draw(st.integers(0, 2**31)), mesh, order, tuple(gradients))
+        return Case(draw(st.integers(0, 2**31)), draw(st.booleans()), mesh, order, tuple(gradients))
 
     return drawn()
 
 
 def dense(case: Case) -> list[Tensor]:
-    """Of few bits, so that sums over ranks of a power of two are exact."""
     generator = torch.Generator().manual_seed(case.seed)
-    return [torch.randint(-512, 513, shape, generator=generator) / 64.0 for shape, *_ in case.gradients]
+    shapes = [shape for shape, *_ in case.gradients]
+    if case.is_exact:
+        return [torch.randint(-512, 513, shape, generator=generator) / 64.0 for shape in shapes]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def part_of(n: int, at: int) -> int:
+    """What rank `at` of n has of a partial sum, in times of it: added up in any order without rounding."""
+    if n == 1:
+        return 1
+    return (2, -1)[at] if n == 2 else (1, -1, 1, *[0] * (n - 3))[at]
 
 
 def _placed(gradient: Tensor, mesh: DeviceMesh, where: tuple[Where, ...], is_strided: bool) -> DTensor:
@@ -65,12 +76,9 @@ def _placed(gradient: Tensor, mesh: DeviceMesh, where: tuple[Where, ...], is_str
         sharding[0] = _StridedShard(where[0], split_factor=mesh.size(1))
     local = distribute_tensor(gradient, mesh, sharding).to_local().clone()
     for axis, w in enumerate(where):
-        if w == "sum":  # a part on each rank, that add up to it
-            n, at = mesh.size(axis), mesh.get_local_rank(axis)
-            local = local * ((at + 1) if at < n - 1 else 1 - n * (n - 1) // 2)
-        elif w == "avg":
-            n, at = mesh.size(axis), mesh.get_local_rank(axis)
-            local = local * ((at + 1) if at < n - 1 else n - n * (n - 1) // 2)
+        if isinstance(w, str):
+            n = mesh.size(axis)
+            local = local * part_of(n, mesh.get_local_rank(axis)) * (n if w == "avg" else 1)
     placements = [Partial(w) if isinstance(w, str) else s for w, s in zip(where, sharding, strict=True)]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=gradient.shape, stride=gradient.stride())
 

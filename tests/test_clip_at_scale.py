@@ -29,4 +29,4 @@ def test_a_plan_for_4096_ranks_and_6000_parameters() -> None:
     n_shards = [64, 512, 64, 8]
     expected = sum(N_PARAMETERS / 4 * 6 * n * 8 / 4096 for n in n_shards)
     assert found["sq_norm"] == pytest.approx(expected, rel=1e-5)
-    assert found["planning_seconds"] < 60  # a bound for a hang; `make bench-norm` says what it takes
+    assert found["planning_seconds"] <= 2  # what was aimed at; `make bench-norm` says what it takes, some 0.1 s

@@ -513,6 +513,36 @@ def test_pipeline_stages_are_remembered_and_wrong_ones_refused(ranks4: Ranks) ->
         assert "pp_mesh is not that of the plan" in said[5]
 
 
+def _planned_for_different_parameters() -> list[str]:
+    """Stages under another name than "pp", a parameter that one rank has only, one declared; and the same on all."""
+    mesh, rank = mesh_of((2,), ("stage",)), dist.get_rank()
+    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4 if rank else 5))
+    said = []
+    calls: list[tuple[list[Any], dict[str, Any]]] = [
+        ([q], {}),
+        ([(f"layers.{rank}", p)], {}),
+        ([p] if rank else [p, q], {}),
+        ([q], {"pp_mesh": mesh}),
+        ([("p", p), (f"expert.{rank}", q)], {"replicas": {f"expert.{rank}": 1}}),
+        ([("p", p)], {}),
+    ]
+    for parameters, options in calls:
+        try:
+            sonde.group_parameters_for_norm(parameters, mesh=mesh, **options)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_stages_that_were_not_named_are_seen_by_their_parameters(ranks2: Ranks) -> None:
+    for said in ranks2(_planned_for_different_parameters):
+        for refused in said[:3]:
+            assert "ranks of mesh= have different parameters" in refused
+            assert "pass pp_mesh= if they are pipeline stages" in refused
+        assert said[3:] == [""] * 3
+
+
 def _elsewhere() -> list[str]:
     """A parameter on ranks 0 and 1 only, and meshes of those ranks given on all four."""
     few, everyone = DeviceMesh("cpu", [0, 1]), mesh_of((4,))

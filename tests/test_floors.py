@@ -15,6 +15,7 @@ FLOORS = {
     "version": 0,
     "wording": 0,
     "options": 0,
+    "call_site": 0,
     "records": 1,
     "stats": 1,
     "measure": 2,

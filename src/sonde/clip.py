@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from sonde.fold import fold, stack_level, unfold
+from sonde.call_site import stack_level
+from sonde.fold import fold, unfold
 from sonde.measure.global_norm import GlobalNorm, global_norm, warm_up
 from sonde.measure.norm_plan import Collected, NormPlan
-from sonde.measure.replicas import check_replicas
+from sonde.measure.plan_memory import Asked, PlanMemory
+from sonde.measure.replicas import check_replicas, check_same_parameters
 from sonde.measure.transfer import to_device
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 Nonfinite = Literal["ignore", "skip", "raise", "assert_async"]
 Parameters = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 """What may be clipped; pairs of a name and a tensor give names to messages."""
+
+_memory = PlanMemory()
 
 _EPS = 1e-6  # torch's: so that clips come out as its do
 _NAMED_AT_MOST = 5
@@ -63,13 +67,14 @@ def clip_grad_norm_(
             same on all ranks of their stage, as experts under expert parallelism are.
         nonfinite: what to do when the norm is infinite or NaN. "ignore" scales all the same, as torch does. "skip" sets
             gradients to 0; a fused optimizer in `fold_into` skips its step instead. "raise" raises on every rank,
-            naming the parameters; it alone waits for the device. "assert_async" has a GPU stop when it gets there.
+            naming the parameters, and waits for the device to do so. "assert_async" has a GPU stop when it gets there.
         fold_into: a fused optimizer of all these parameters, which is to scale gradients as it reads them rather than
             in a pass of their own: `.grad` is scaled only by its next `step()`, which must follow. Another clip of the
             same parameters before it takes this one's place.
 
     Returns:
-        The norm before clipping: 0-dim, fp32, or fp64 if a gradient is; on the mesh's device, or the gradients'.
+        The norm before clipping: 0-dim, fp32, or fp64 if a gradient of this rank is; on the mesh's device, or the
+        gradients'.
 
     Raises:
         ValueError: for `max_norm` < 0 or NaN, `norm_type` ≤ 0, a gradient that cannot be counted (sparse, of an unknown
@@ -83,14 +88,19 @@ def clip_grad_norm_(
         >>> clip_grad_norm_(weight, 1.0), weight.grad
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    return clip_grad_norm_distributed_(
-        _plan(parameters, mesh, pp_mesh, replicas),
+    asked = _asked(parameters, mesh, pp_mesh)
+    plan = (_memory.take(asked) if replicas is None else None) or asked.plan(replicas)
+    norm = clip_grad_norm_distributed_(
+        plan,
         max_norm,
         norm_type,
         nonfinite=nonfinite,
         error_if_nonfinite=error_if_nonfinite,
         fold_into=fold_into,
     )
+    if replicas is None:
+        _memory.keep(asked, plan)
+    return norm
 
 
 def group_parameters_for_norm(
@@ -107,7 +117,7 @@ def group_parameters_for_norm(
 
     Args:
         parameters: as for `clip_grad_norm_`.
-        mesh: as there.
+        mesh: as there. Its ranks are compared: they must have the same parameters, but for pipeline stages.
         pp_mesh: as there; its communicator is opened too.
         replicas: as there.
         verify: compare the values of plain parameters over the mesh's ranks, and their gradients where all have one, to
@@ -117,10 +127,12 @@ def group_parameters_for_norm(
         A plan, good for as long as these are the parameters. Its `groups` have those whose gradients lie alike.
 
     Raises:
-        ValueError: when `mesh` or `replicas` do not fit the parameters, or, with `verify`, their values; on all ranks.
+        ValueError: when `mesh` or `replicas` do not fit the parameters, or, with `verify`, their values, or ranks of
+            `mesh` have different parameters without `pp_mesh` or `replicas` saying so; on all ranks.
     """
-    plan = _plan(parameters, mesh, pp_mesh, replicas)
+    plan = _asked(parameters, mesh, pp_mesh).plan(replicas)
     warm_up(plan)
+    check_same_parameters(plan)
     if verify:
         check_replicas(plan)
     return plan
@@ -281,12 +293,7 @@ def _where_not_finite(plan: NormPlan, collected: Sequence[Collected], norm: Tens
     return f"the gradient norm is {norm:g}{to}: {where}. Find the loss that is not finite, or pass nonfinite='skip'"
 
 
-def _plan(
-    parameters: Parameters,
-    mesh: DeviceMesh | None,
-    pp_mesh: DeviceMesh | None,
-    replicas: Mapping[Any, int] | None,
-) -> NormPlan:
+def _asked(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> Asked:
     listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, Iterator):
         warnings.warn("parameters is an iterator at its end: nothing is clipped", stacklevel=stack_level())
@@ -295,7 +302,7 @@ def _plan(
         names, listed = [str(name) for name, _ in listed], [tensor for _, tensor in listed]
     if strays := [item for item in listed if not isinstance(item, Tensor)]:
         raise ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {strays[0]!r:.60}")
-    return NormPlan(listed, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas)
+    return Asked(listed, names, mesh, pp_mesh)
 
 
 def check_options(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sonde.call_site import stack_level
 from sonde.measure.optimizers import innermost
 from sonde.measure.transfer import to_device
 
@@ -95,14 +95,6 @@ class _Fold:
             del optimizer.grad_scale, optimizer.found_inf
 
 
-def stack_level() -> int:
-    """How far up the caller outside of sonde and torch is, as `warnings.warn` in the calling function counts it."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("sonde", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
 def _why_not(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: bool) -> str:
     """Empty where it can."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or not all(
@@ -113,8 +105,7 @@ def _why_not(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: bool) ->
         return "somebody has set its grad_scale"
     held = [p for group in optimizer.param_groups for p in group["params"]]
     has_momentum = isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] for g in optimizer.param_groups)
-    unfilled = [p for p in held if optimizer.state.get(p, {}).get("momentum_buffer") is None and p.grad is not None]
-    if may_skip and has_momentum and unfilled:
+    if may_skip and has_momentum and any(_lacks_momentum(optimizer, p) for p in held):
         # torch fills the buffer in the kernel, which does nothing then, and takes it for filled afterwards.
         return "a first step that is skipped would leave its momentum unset"
     clipped, holds = {id(p) for p in parameters}, {id(p) for p in held}
@@ -123,3 +114,7 @@ def _why_not(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: bool) ->
     if missing := sum(p.grad is not None and id(p) not in holds for p in parameters):
         return f"{missing} parameters that are clipped are not its"
     return ""
+
+
+def _lacks_momentum(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    return parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None

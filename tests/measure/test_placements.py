@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from sonde.measure.placements import Layout, layout_of, local_of, ranks_of, share
+from sonde.measure.placements import Layout, check_layout, layout_of, local_of, ranks_of, share
 from tests.ranks import Ranks, mesh_of
 
 
@@ -32,6 +33,18 @@ def test_a_plain_tensor_is_whole() -> None:
     assert share(layout, n_ranks=1) == 1.0
     assert share(layout, n_ranks=8) == 1 / 8
     assert share(layout, n_ranks=8, n_stages=2) == 1 / 4
+
+
+def test_a_gradient_elsewhere_than_its_mesh_is_refused_unless_it_is_offloaded() -> None:
+    mesh: Any = SimpleNamespace(device_type="cuda", get_coordinate=lambda: [0])  # no GPU is needed to see that
+    cpu, gpu, other = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
+    for device in (cpu, gpu):
+        check_layout(Layout(mesh, sharded=(0,)), device, None)
+    with pytest.raises(ValueError, match="it is on mps and its mesh on cuda"):
+        check_layout(Layout(mesh, sharded=(0,)), other, None)
+    check_layout(Layout(mesh, partial=((0, "sum"),)), gpu, None)
+    with pytest.raises(ValueError, match="still to be summed on cuda, and lies on cpu: move it there"):
+        check_layout(Layout(mesh, partial=((0, "sum"),)), cpu, None)
 
 
 def _placed() -> dict[str, Any]:

@@ -103,6 +103,7 @@ class NormPlan:
         pp_mesh: the pipeline stages, each with parameters of its own.
         replicas: how many of the mesh's ranks hold the same values, by tensor or name, where that cannot be seen.
         parts: which part of the model each parameter belongs to, from 0; one part for all by default.
+        n_parts: how many the whole model has, where some are on other ranks only.
         allow_sparse: count sparse gradients too, rather than refuse them.
 
     Raises:
@@ -119,16 +120,18 @@ class NormPlan:
         pp_mesh: DeviceMesh | None = None,
         replicas: Mapping[Any, int] | None = None,
         parts: Sequence[int] | None = None,
+        n_parts: int | None = None,
         allow_sparse: bool = False,
     ) -> None:
         if mesh is not None:
             check_mesh("mesh", mesh)
         first = {id(p): i for i, p in reversed(list(enumerate(parameters)))}
         once = sorted(first.values())
+        self._once = once
         self.parameters = [parameters[i] for i in once]
         self.mesh = mesh
         self.allow_sparse = allow_sparse
-        self.n_parts = max(parts, default=0) + 1 if parts else 1
+        self.n_parts = n_parts or max(parts or (), default=0) + 1
         self._names = [names[i] for i in once] if names is not None else None
         self._parts = [parts[i] for i in once] if parts else [0] * len(once)
         self.pp_mesh: DeviceMesh | None = None
@@ -186,11 +189,28 @@ class NormPlan:
             counts[index] = count
         return counts
 
+    def let_go(self) -> None:
+        """Forget the tensors, until `hold`."""
+        self.parameters = []
+
+    def hold(self, parameters: Sequence[Tensor]) -> None:
+        """Take up again, with the parameters that the plan was made for."""
+        self.parameters = [parameters[i] for i in self._once]
+
     def name_of(self, index: int) -> str:
         """What to call a parameter."""
         if self._names is not None:
             return self._names[index]
         return f"parameter {index} of shape {tuple(self.parameters[index].shape)}"
+
+    @property
+    def said_of_each(self) -> list[str]:
+        """Name, if it has one, shape over all ranks, and dtype of each parameter whose replicas were not declared."""
+        return [
+            f"{self._names[i] if self._names is not None else ''}{tuple(p.shape)}{p.dtype}"
+            for i, p in enumerate(self.parameters)
+            if i not in self._replicas
+        ]
 
     @property
     def groups(self) -> tuple[ParameterGroup, ...]:

@@ -156,7 +156,8 @@ def check_layout(
 
     Raises:
         ValueError: when it lies on ranks outside, not on this one, on another kind of device than its mesh (the CPU is
-            allowed, as gradients may be offloaded), or so that no such number of ranks can hold the same.
+            allowed, as gradients may be offloaded, unless they are still to be summed), or so that no such number of
+            ranks can hold the same.
     """
     own = layout.mesh if layout.mesh is not None else mesh
     if own is not None and device.type not in (own.device_type, "cpu"):
@@ -166,6 +167,10 @@ def check_layout(
         )
     if layout.mesh is None:
         return
+    if layout.partial and device.type != layout.mesh.device_type:
+        raise ValueError(
+            f"it is still to be summed on {layout.mesh.device_type}, and lies on {device.type}: move it there"
+        )
     if layout.mesh.get_coordinate() is None and n_replicas is None:
         raise ValueError(
             f"it lies on ranks {_some(ranks_of(layout.mesh))}, and this rank, which is none of them, cannot tell how "

@@ -1,4 +1,7 @@
-"""Σ|x|^p of local tensors in fp64: so exact that, rounded once to fp32, it does not depend on how they were cut."""
+"""Σ|x|^p of local tensors in fp64: so exact that, once the norm is rounded to fp32, how they were cut does not show.
+
+(But with a chance of some 1e-8 a cut, where the exact norm lies between two fp32 numbers.)
+"""
 
 from __future__ import annotations
 

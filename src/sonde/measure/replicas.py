@@ -1,7 +1,8 @@
-"""Are plain tensors on as many ranks as is assumed? Compares values over ranks; for debugging."""
+"""Do the ranks hold what is assumed of them: the same parameters, and plain ones on as many as is said?"""
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from typing import Any
 
@@ -11,9 +12,36 @@ from torch import Tensor
 
 from sonde.measure.global_norm import group_of_mesh, stages_inside
 from sonde.measure.norm_plan import NormPlan
+from sonde.measure.power_sums import accumulation_dtype
 
 Fingerprint = tuple[tuple[int, ...], float, float]
 _CONSTANT = 0.0
+_DIGEST_BITS = 20  # squares of as many add up exactly in fp64, over 8,192 ranks
+
+
+def check_same_parameters(plan: NormPlan) -> None:
+    """Refuse a mesh whose ranks have different parameters, where no pipeline stages were named.
+
+    Each would be counted in part only, as if all ranks had it. Names and shapes are compared, by one all-reduce.
+
+    Args:
+        plan: with a mesh, or nothing is compared; on every rank of it.
+
+    Raises:
+        ValueError: on every rank, when one has others than this one.
+    """
+    group = group_of_mesh(plan.mesh) if plan.mesh is not None and plan.pp_mesh is None else None
+    if group is None:
+        return
+    digest = sum(zlib.crc32(said.encode()) for said in plan.said_of_each) % 2**_DIGEST_BITS
+    mine = torch.tensor([digest, digest**2], dtype=accumulation_dtype(plan.device), device=plan.device)
+    total = mine.clone()
+    dist.all_reduce(total, group=group)
+    if not torch.equal(total, mine * group.size()):
+        raise ValueError(
+            f"ranks of mesh= have different parameters, this one {len(plan.said_of_each)}: pass pp_mesh= if they are "
+            "pipeline stages, replicas= for parameters that some ranks have only, and those without a gradient too"
+        )
 
 
 def check_replicas(plan: NormPlan) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sonde.call_site import stack_level
 from sonde.measure.checkpointing import can_checkpoint, checkpointing, is_checkpointing
 from sonde.measure.optimizers import innermost
 from sonde.measure.placements import local_of, reshard
@@ -382,7 +383,7 @@ class EntropyChangeProbe:
             )
             if self._strict:
                 raise ValueError(said)
-            warnings.warn(said, stacklevel=4)
+            warnings.warn(said, stacklevel=stack_level())
 
 
 def _check_choice(name: str, got: object, choices: Sequence[object]) -> None:

@@ -1,0 +1,106 @@
+"""A mixture of experts whose tokens travel to the rank of their expert, and all of it fully sharded."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.ranks import mesh_of
+from tests.sharded import Cut
+
+WIDTH, N_EXPERTS, VOCABULARY, LENGTH, BATCH = 8, 4, 13, 6, 8
+
+
+class Experts(nn.Module):
+    """One matrix an expert: all of them, or a rank's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(N_EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, tokens: Tensor, counts: list[int]) -> Tensor:
+        """Tokens sorted by expert, so many for each."""
+        w = self.w.to_local() if isinstance(self.w, DTensor) else self.w
+        return torch.cat([torch.relu(part @ w[k]) for k, part in enumerate(tokens.split(counts))])
+
+
+class Mixture(nn.Module):
+    """Each token goes to the expert that its router likes best; some experts get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.router = nn.Linear(WIDTH, N_EXPERTS)
+        self.experts = Experts()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.ep: DeviceMesh | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).flatten(0, 1)
+        weight, chosen = self.router(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=N_EXPERTS)
+        of_experts = self._mine(x[order], counts) if self.ep is None else self._everyones(x[order], counts, self.ep)
+        mixed = x + weight[:, None] * torch.zeros_like(x).index_copy(0, order, of_experts)
+        out: Tensor = self.head(mixed)
+        return out
+
+    def _mine(self, x: Tensor, counts: Tensor) -> Tensor:
+        out: Tensor = self.experts(x, counts.tolist())
+        return out
+
+    def _everyones(self, x: Tensor, counts: Tensor, ep: DeviceMesh) -> Tensor:
+        """Tokens to their experts' ranks, and back."""
+        n, here = ep.size(), N_EXPERTS // ep.size()
+        sent = counts.view(n, here).sum(1).tolist()
+        theirs = all_to_all_single(counts, None, None, ep.get_group()).view(n, here)  # from each rank, for each of mine
+        got = theirs.sum(1).tolist()
+        came = all_to_all_single_autograd(x, got, sent, ep.get_group())
+        whose = torch.arange(here).repeat(n).repeat_interleave(theirs.flatten())
+        order = whose.argsort(stable=True)
+        done = self.experts(came[order], theirs.sum(0).tolist())
+        back = torch.zeros_like(came).index_copy(0, order, done)
+        out: Tensor = all_to_all_single_autograd(back, sent, got, ep.get_group())
+        return out
+
+
+def build() -> Mixture:
+    torch.manual_seed(3)
+    return Mixture()
+
+
+def backward(model: nn.Module, part: int = 0, n_parts: int = 1) -> None:
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(4)).chunk(n_parts)[part]
+    nn.functional.cross_entropy(model(tokens), tokens.flatten()).backward()
+
+
+@functools.cache
+def exact_gradients() -> dict[str, Tensor]:
+    """By one process, in float64."""
+    model = build().double()
+    backward(model)
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def experts_and_fsdp(*, dim: int) -> Cut:
+    """Dense parameters cut over all four ranks; experts over two, and each pair's over the other two along `dim`."""
+    both = mesh_of((2, 2), ("dp", "ep"))
+    everyone = both._flatten("dp_ep")
+    model = build()
+    model.ep = both["ep"]
+    model.experts.w = nn.Parameter(distribute_tensor(model.experts.w.detach(), both["ep"], [Shard(0)]))
+    fully_shard(model.experts, mesh=both["dp"], shard_placement_fn=lambda _: Shard(dim))
+    fsdp: Any = model.experts
+    fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+    fsdp.set_gradient_divide_factor(float(everyone.size()))  # an expert's tokens are of all ranks' data
+    fully_shard(model, mesh=everyone)
+    backward(model, dist.get_rank(), 4)
+    return Cut(dict(model.named_parameters()), both, collectives=1, keep=model)
