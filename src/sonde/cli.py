@@ -1,4 +1,4 @@
-"""The command line: `sonde demo`, `sonde report RUN`."""
+"""The command line: `sonde demo`, `sonde demo entropy`, `sonde report RUN`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
+from sonde.demos.arithmetic.options import EntropyDemoOptions
 from sonde.demos.byte_lm.options import DemoOptions
 from sonde.version import __version__
 
@@ -31,7 +32,7 @@ class ReportOptions:
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: report.html beside the log)")] = None
 
 
-Command = DemoOptions | ReportOptions
+Command = DemoOptions | EntropyDemoOptions | ReportOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(args: Sequence[str]) -> Command:
+    if list(args[:2]) == ["demo", "entropy"]:
+        return _parse_entropy_demo(args[2:])
     command = _parse_with(args, DemoOptions())
     if isinstance(command, DemoOptions) and command.config is not None:
         command = _parse_with(args, DemoOptions.from_file(command.config))  # what the flags do not say, the file does
@@ -75,6 +78,14 @@ def _parse_with(args: Sequence[str], demo: DemoOptions) -> Command:
     )
 
 
+def _parse_entropy_demo(args: Sequence[str]) -> EntropyDemoOptions:
+    def parsed(default: EntropyDemoOptions) -> EntropyDemoOptions:
+        return tyro.cli(EntropyDemoOptions, prog="sonde demo entropy", default=default, args=args)
+
+    options = parsed(EntropyDemoOptions())
+    return options if options.config is None else parsed(EntropyDemoOptions.from_file(options.config))
+
+
 def _run(command: Command) -> int:
     """Carry out a command; what it needs of torch is imported now, so that --help is quick."""
     match command:
@@ -82,6 +93,10 @@ def _run(command: Command) -> int:
             from sonde.demos.byte_lm.run import run_demo
 
             return run_demo(command)
+        case EntropyDemoOptions():
+            from sonde.demos.arithmetic.run import run_entropy_demo
+
+            return run_entropy_demo(command)
         case ReportOptions():
             from sonde.runs.report import write_report
 

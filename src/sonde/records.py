@@ -5,6 +5,9 @@ A run is a sequence of records, each a flat JSON object with a `kind`:
 - `header`, once, first: versions, the set-up that was found, the name of the unit, the user's metadata.
 - `reading`, every `log_every` windows: `metrics` (a number, or null where it is not known), `groups`, `status`,
   `reason`, `dropped`, and `alerts`: what has looked wrong since the reading before it, a message by name.
+- `policy`, around each optimizer step at which a policy's entropy was measured: `window`, `metrics`, `reason`, `per`
+  ("token" or "response": what the forecast is of), `shares` and `causes` (prompts with their parts of the change in
+  nats; `causes` is null where nobody asked), and `alerts`.
 - `alert`, when something looks wrong for the first time, with its `name` and a `message` in plain words.
 - `end`, when the probe was closed; a run without it was cut off.
 """

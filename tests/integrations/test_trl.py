@@ -19,7 +19,10 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from sonde.demos.arithmetic import task  # noqa: E402
 from sonde.integrations import trl as integration  # noqa: E402
+from sonde.integrations.trl_rollouts import GROUP, USED  # noqa: E402
 from sonde.measure.update import StepMeter  # noqa: E402
+from sonde.runs.reader import read_run  # noqa: E402
+from sonde.runs.sinks import JsonlSink  # noqa: E402
 
 
 def trainer_of(folder: Path, *, steps: int = 20, callbacks: Any = None, **options: Any) -> GRPOTrainer:
@@ -112,7 +115,7 @@ class Watching(TrainerCallback):  # type: ignore[misc]
 
 def test_what_is_leaned_on_upstream_is_there(tmp_path: Path) -> None:
     """Fails when TRL or transformers rename a method or change the order of callbacks."""
-    for name in (*integration.WRAPPED, *integration.USED):
+    for name in (*integration.WRAPPED, *USED):
         assert callable(getattr(GRPOTrainer, name)), name
     assert list(inspect.signature(GRPOTrainer._generate_and_score_completions).parameters) == ["self", "inputs"]
     assert list(inspect.signature(GRPOTrainer._compute_loss).parameters) == ["self", "model", "inputs"]
@@ -135,9 +138,7 @@ def test_each_completion_keeps_its_prompt_through_shuffle_and_split(tmp_path: Pa
     compute_loss = trainer._compute_loss
 
     def look(model: Any, inputs: Any) -> Any:
-        for number, ids, mask in zip(
-            inputs[integration.GROUP].tolist(), inputs["prompt_ids"], inputs["prompt_mask"], strict=True
-        ):
+        for number, ids, mask in zip(inputs[GROUP].tolist(), inputs["prompt_ids"], inputs["prompt_mask"], strict=True):
             seen.setdefault(number, set()).add(tokens.decode(ids[mask.bool()]))
             counted[number] = counted.get(number, 0) + 1
         return compute_loss(model, inputs)
@@ -154,7 +155,7 @@ def test_scores_are_those_of_the_trainers_own_loss(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, steps=1, temperature=0.7)
     probes = integration.attach(trainer, {"policy_entropy_probe": {"enabled": True}})
     trainer.train()
-    rollouts = probes._update_rollouts()
+    rollouts = probes._rollouts.of_window()
     with torch.no_grad():
         s, h = probes._statistics(trainer.model, rollouts)
         of_trl, entropies, _ = trainer._get_per_token_logps_and_entropies(
@@ -175,15 +176,16 @@ def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, ev
     probes = integration.attach(
         trainer, {"entropy_probe": {"enabled": True, "every": 1}}, evaluation=evaluation, evaluation_prompts=6
     )
-    fresh, seen = probes._fresh_rollouts, []
+    fresh, seen = probes._rollouts.fresh, []
 
-    def look(step: int) -> Any:
-        rollouts = fresh(step)
-        learned = {probes._texts[int(n)] for i in probes._window for n in i[integration.GROUP].unique()}
+    def look(seed: int) -> Any:
+        rollouts = fresh(seed)
+        window = probes._rollouts
+        learned = {window._texts[int(n)] for i in window._window for n in i[GROUP].unique()}
         seen.append((set(rollouts.texts.values()), learned))
         return rollouts
 
-    probes._fresh_rollouts = look  # type: ignore[method-assign]
+    probes._rollouts.fresh = look  # type: ignore[method-assign]
     trainer.train()
     assert len(seen) == (2 if evaluation == "fresh" else 0)
     for evaluated, learned in seen:
@@ -209,6 +211,13 @@ def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, ev
             {"config": {"gns_probe": {"enabled": True}}},
             "whole groups on each rank and 2 of them in a window, got 8 completions on each of 1 ranks in groups of 8",
         ),
+        ({"repetition_penalty": 1.1}, {}, "repetition_penalty=1.1"),
+        ({"generation_kwargs": {"typical_p": 0.9}}, {}, "generation_kwargs has typical_p"),
+        (
+            {"steps_per_generation": 4},
+            {"config": {"gns_probe": {"enabled": True}}},
+            "needs windows of whole groups, got steps_per_generation=4 and gradient_accumulation_steps=2",
+        ),
         ({}, {"evaluation": "other"}, "evaluation must be 'fresh' or 'same'"),
         ({}, {"evaluation_prompts": 1}, "evaluation_prompts must be a multiple of 1 ranks, 2 for each, got 1"),
         ({}, {"config": {"entropy": {}}}, "did you mean 'entropy_probe'"),
@@ -226,17 +235,46 @@ def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None
     trainer = trainer_of(tmp_path, steps=3, max_completion_length=2, mask_truncated_completions=True)
     probes = integration.attach(trainer, {"entropy_probe": {"enabled": True, "every": 1}}, causes=True)
     sizes = []
-    rollouts_of_window = probes._update_rollouts
+    rollouts_of_window = probes._rollouts.of_window
 
     def look() -> Any:
         rollouts = rollouts_of_window()
         sizes.append(len(rollouts))
         return rollouts
 
-    probes._update_rollouts = look  # type: ignore[method-assign]
+    probes._rollouts.of_window = look  # type: ignore[method-assign]
     trainer.train()
     assert len(probes.forecasts) == 3
     assert all(0 < size < 32 for size in sizes)
+
+
+def test_records_go_to_sinks_and_rollouts_are_a_truth_of_their_own(tmp_path: Path) -> None:
+    """With everything on: the log, a third truth, and weights that are those without any of it."""
+    plain = trainer_of(tmp_path / "plain", steps=4)
+    plain.train()
+    trainer = trainer_of(tmp_path / "watched", steps=4)
+    config = {
+        "gns_probe": {"enabled": True, "log_every": 1},
+        "entropy_probe": {"enabled": True, "every": 2},
+        "policy_entropy_probe": {"enabled": True},
+    }
+    sinks = [JsonlSink(tmp_path / "log")]
+    probes = integration.attach(trainer, config, causes=True, rollouts=True, sinks=sinks, run="mine")
+    trainer.train()
+    assert torch.equal(weights(plain), weights(trainer))
+    run = read_run(tmp_path / "log")
+    assert (run.name, run.header.unit, run.ended) == ("mine", "prompts", "training ended")
+    assert [reading.window for reading in run.policy] == [1, 2, 3, 4]
+    assert [reading.point.is_independent for reading in run.policy] == [True, False, True, False]
+    for (step, forecast), reading in zip(probes.forecasts, run.policy[::2], strict=True):
+        assert (step, forecast.delta) == (reading.window, reading.metrics["entropy/delta_forecast"])
+        assert forecast.rollouts is not None
+        assert forecast.rollouts.delta == reading.metrics["entropy/delta_rollouts"]
+        # Within 5 standard errors of the truth on the forecast's own responses: both are of the same population.
+        assert forecast.importance is not None
+        apart = abs(forecast.rollouts.delta - forecast.importance.delta)
+        assert apart < 5 * (forecast.rollouts.se**2 + forecast.importance.se**2) ** 0.5
+        assert {share.prompt for share in reading.shares} <= set(trainer.train_dataset["prompt"])
 
 
 def test_too_few_other_prompts(tmp_path: Path) -> None:
@@ -244,6 +282,32 @@ def test_too_few_other_prompts(tmp_path: Path) -> None:
     integration.attach(trainer, {"entropy_probe": {"enabled": True}}, evaluation_prompts=98)
     with pytest.raises(ValueError, match="the dataset has 96 prompts that this step does not learn from"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_iterations": 2},
+        {"steps_per_generation": 4},
+        {"bf16": True},
+        {"loss_type": "bnpo"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ],
+    ids=str,
+)
+def test_other_ways_to_train_are_the_same_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain = trainer_of(tmp_path / "plain", steps=6, **options)
+    plain.train()
+    watched = trainer_of(tmp_path / "watched", steps=6, **options)
+    probes = integration.attach(watched, {"entropy_probe": {"enabled": True, "every": 3}}, causes=True)
+    watched.train()
+    assert torch.equal(weights(plain), weights(watched))
+    assert [step for step, _ in probes.forecasts] == [1, 4]
+    for _, forecast in probes.forecasts:
+        assert forecast.se > 0
+        assert forecast.causes is not None
+        if "bf16" not in options:  # on policy in the first pass over a generation
+            assert forecast.causes.explained == pytest.approx(1.0, abs=0.1)
 
 
 def test_closing_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:

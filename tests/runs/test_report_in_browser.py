@@ -13,6 +13,7 @@ import pytest
 
 from sonde.runs.report import write_report
 from sonde.runs.sinks import JsonlSink
+from tests.runs.plausible_policy import policy_header, policy_record, write_policy_run
 from tests.runs.plausible_run import GROUPS, alert_record, end_record, header_record, reading_record, write_run
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -189,3 +190,28 @@ def test_a_restarted_run(browser: Any, tmp_path: Path) -> None:
     sink.close()
     _open(browser, write_report(tmp_path))
     assert "restarted 1 time" in _text(browser)
+
+
+@pytest.mark.parametrize("width", [1200, 500])
+@pytest.mark.parametrize("n", [1, 24])
+def test_a_policys_run_fits_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int, n: int) -> None:
+    _open(browser, write_report(write_policy_run(tmp_path, n)), width=width)
+    # A first step that is not to be trusted has no coverage, and no noise scale yet.
+    assert len(browser.execute_script(DRAWN)) == (8 if n > 1 else 6)
+    overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert browser.execute_script(overflow) <= 0
+    assert len(browser.find_elements("css selector", "table")) == 2
+
+
+def test_a_prompts_words_are_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(policy_header(run=ATTACK))
+    for i in range(3):
+        record = policy_record(i, reason=ATTACK)
+        for part in (*record["shares"], *record["causes"]["prompts"]):
+            part["prompt"] = f"{ATTACK} $$x$$ {part['prompt']}"
+        sink.write(record | {"metrics": record["metrics"] | {ATTACK: float(i)}})
+    sink.close()
+    _open(browser, write_report(tmp_path))
+    assert _text(browser).count(f"{ATTACK} $$x$$ ") >= 20
+    assert browser.execute_script("return window.attacked === undefined")

@@ -218,13 +218,15 @@ class EntropyMeasurement:
         assert self._change is not None
         change = self._change
         is_sum = self._per == "response" and self._settings.sequence_weights == "one"
-        se = change.se / entropy_rate(self._base.entropy, self._base.responses)[1] if is_sum else change.se
-        reason = problem or why_not_linear(self._fixed, self._importance, se)
+        tokens = entropy_rate(self._base.entropy, self._base.responses)[1] if is_sum else 1.0
+        reason = problem or why_not_linear(self._fixed, self._importance, change.se / tokens)
+        # What is not linear moves the truth to one side: the interval reaches as far, or it would not hold it.
+        bend = tokens * (self._fixed.true - self._fixed.linear) if self._fixed is not None else 0.0
         return EntropyForecast(
             delta=change.delta,
             se=change.se,
-            low=change.low,
-            high=change.high,
+            low=change.low + min(bend, 0.0),
+            high=change.high + max(bend, 0.0),
             reason=change.reason or reason,
             is_valid=not (change.reason or reason),
             objective=self._settings.objective,

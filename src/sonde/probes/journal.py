@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from sonde.records import METRICS, SCHEMA, Sink
+from sonde.probes.record_log import RecordLog, logger
+from sonde.records import Sink
 from sonde.stats.alerts import find_alerts
 from sonde.stats.reading import GroupReading
 from sonde.stats.tracker import NoiseScaleTracker
 from sonde.stats.window_row import Drop
-from sonde.version import __version__
 
-_log = logging.getLogger("sonde")
 _EXPECTED = {"no_second_moment"}
 """Reasons to drop a window that are no cause for alarm."""
 
@@ -103,22 +98,13 @@ class Journal:
         quiet: bool,
     ) -> None:
         self.alerts: dict[str, str] = {}
-        self._tracker, self._sinks, self._log_every, self._quiet = tracker, tuple(sinks), log_every, quiet
+        self._tracker, self._log_every, self._quiet = tracker, log_every, quiet
         self._units_seen = 0.0
         self._pieces: dict[str, object] = {}
         self._window = 0
         self._interval = _Interval(start=time.time())
-        versions = {"sonde": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-        self._write(
-            "header",
-            schema=SCHEMA,
-            run=run,
-            unit=tracker.unit,
-            versions=versions,
-            setup=dict(setup),
-            metrics={n: {"unit": m.unit.format(unit=tracker.unit), "meaning": m.meaning} for n, m in METRICS.items()},
-            metadata=dict(metadata),
-        )
+        self._log = RecordLog(sinks)
+        self._log.begin(run=run, unit=tracker.unit, setup=setup, metadata=metadata)
 
     def window(self, facts: WindowFacts, drop: Drop | None) -> None:
         """Note a window that the tracker has taken; write a reading when one is due."""
@@ -147,8 +133,8 @@ class Journal:
             return
         self.alerts[name] = message
         if not self._quiet:
-            _log.warning("sonde: %s", message)
-        self._write("alert", window=self._window, name=name, message=message)
+            logger.warning("sonde: %s", message)
+        self._log.write("alert", window=self._window, name=name, message=message)
 
     def reading(self, now: float) -> None:
         """Write the present reading with the means since the last one."""
@@ -167,7 +153,7 @@ class Journal:
             "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
         }
         metrics |= {name: _finite(mean.value) for name, mean in interval.scalars.items()}
-        self._write(
+        self._log.write(
             "reading",
             window=self._window,
             status=reading.status,
@@ -183,9 +169,8 @@ class Journal:
     def end(self, reason: str) -> None:
         """Write what is left and close the sinks."""
         self.reading(time.time())
-        self._write("end", window=self._window, reason=reason)
-        _close_all(self._sinks)
-        self._sinks = ()
+        self._log.write("end", window=self._window, reason=reason)
+        self._log.close()
 
     def state_dict(self) -> dict[str, float | int]:
         """How far the run has come."""
@@ -194,27 +179,6 @@ class Journal:
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Go on counting where another run stopped."""
         self._window, self._units_seen = int(state["window"]), float(state["units_seen"])
-
-    def _write(self, kind: str, **content: object) -> None:
-        record = {"kind": kind, "time": time.time(), **content}
-        for sink in self._sinks:
-            try:
-                sink.write(record)
-            except Exception as error:  # a full disk, a tracker that is down: neither may end a run that has begun
-                if kind == "header":
-                    _close_all(self._sinks)
-                    raise
-                _log.error("sonde: %s writes no more: %s", type(sink).__name__, error)
-                self._sinks = tuple(s for s in self._sinks if s is not sink)
-                _close_all([sink])
-
-
-def _close_all(sinks: Sequence[Sink]) -> None:
-    for sink in sinks:
-        try:
-            sink.close()
-        except Exception as error:  # the others are to be closed too, and nothing is lost that was written
-            _log.error("sonde: %s could not be closed: %s", type(sink).__name__, error)
 
 
 def _group_record(group: GroupReading) -> dict[str, object]:

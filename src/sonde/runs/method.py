@@ -13,7 +13,9 @@ MAX_TEXT = 4000
 """Characters shown of any one value of a user's: the page stays small whatever a run carries along."""
 
 _MAX_ITEMS = 20
-_SETUP_SHOWN = ("wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric")
+_SETUP_SHOWN = (
+    "wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric", "evaluation"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,13 @@ class Row:
 
 
 def method_rows(run: Run) -> list[Row]:
-    """The rows about a run that has at least one reading."""
-    return [*_setup_rows(run), *_window_rows(run), *_trust_rows(run), *_record_rows(run)]
+    """The rows about a run in which something was measured."""
+    rows = _setup_rows(run)
+    if run.readings:
+        rows += [*_window_rows(run), *_trust_rows(run)]
+    if run.policy:
+        rows += _policy_rows(run)
+    return [*rows, Row("Alerts", _alerts(run)), *_record_rows(run)]
 
 
 def _setup_rows(run: Run) -> list[Row]:
@@ -90,7 +97,7 @@ def _window_rows(run: Run) -> list[Row]:
 def _trust_rows(run: Run) -> list[Row]:
     last = run.readings[-1]
     dropped = tuple(f"{plural(n, 'window')}: {reason}" for reason, n in last.dropped.items())
-    rows = [Row("Windows left out", dropped[:_MAX_ITEMS] or ("None.",)), Row("Alerts", _alerts(run))]
+    rows = [Row("Windows left out", dropped[:_MAX_ITEMS] or ("None.",))]
     consistency = last.metrics.get("gns/consistency")
     if consistency is not None:
         meaning = "noise seen within ranks over noise seen between them; about 1 if all is well"
@@ -101,6 +108,36 @@ def _trust_rows(run: Run) -> list[Row]:
         ratio = f"The optimizer's gradient was {number(scale)} times the sum of the pieces' gradients."
         rows.append(Row("Scale", (ratio + untouched,)))
     rows.append(Row("Overhead", (_overhead(run.readings),)))
+    return rows
+
+
+def _policy_rows(run: Run) -> list[Row]:
+    """How the entropy and its changes were measured."""
+    policy, setup = run.policy, run.header.setup
+    rows = [
+        Row(
+            "Entropy",
+            (
+                "Exact at each token, from all logits, at the temperature that responses are sampled at; in nats a "
+                "token, the mean of a response's sum over the mean of its length.",
+            ),
+        ),
+        Row(
+            "Forecast",
+            (
+                "The first derivative of the entropy along the optimizer's own step, on responses to evaluation "
+                "prompts; its standard error is by the scatter of these prompts.",
+                f"{plural(sum(r.point.is_valid for r in policy), 'forecast')} of {len(policy)} to be trusted.",
+            ),
+        ),
+    ]
+    if setup.get("evaluation"):
+        rows.append(Row("Evaluated on", (f"{setup['evaluation']}.",)))
+    reasons = dict.fromkeys(f"Step {r.window}: {r.reason}" for r in policy if r.reason)
+    rows.append(Row("Not to be trusted", tuple(cut(said, 300) for said in list(reasons)[:_MAX_ITEMS]) or ("None.",)))
+    seconds = [value for r in policy if (value := r.metrics.get("cost/entropy_seconds")) is not None]
+    if seconds:
+        rows.append(Row("Time", (f"{duration(sum(seconds) / len(seconds))} a forecast with its truths, on average.",)))
     return rows
 
 
@@ -158,7 +195,7 @@ def _mean(readings: Sequence[Reading], metric: str) -> float | None:
 
 
 def _end(run: Run) -> str:
-    last = max([run.header.time, *(reading.time for reading in run.readings[-1:])])
+    last = run.header.time if run.is_empty else max(run.header.time, run.last.time)
     if run.ended is None:
         return f"No end was recorded: the run goes on, or was cut off after {moment(last)}."
     return f"Ended: {run.ended}. Last reading {moment(last)}."

@@ -16,31 +16,28 @@ from bokeh.resources import Resources
 
 from sonde.runs.figures import Key, Mark, Plot
 from sonde.runs.method import Row, cut, method_rows
+from sonde.runs.policy_reading import PolicyReading
+from sonde.runs.policy_topics import policy_topics
 from sonde.runs.reader import Reading, Run
+from sonde.runs.tables import Table
 from sonde.runs.timeline import position_text
-from sonde.runs.topics import Topic, topics
-from sonde.stats.critical_batch import Verdict, judge_batch, steps_and_examples
+from sonde.runs.topics import Topic, noise_scale_topics
+from sonde.runs.verdicts import Judgement, judgements
 from sonde.version import __version__
-from sonde.wording import count, duration, moment, number, plural
+from sonde.wording import count, duration, moment, plural
 
-_BADGES = {
-    "too_small": "Batch too small",
-    "about_right": "Batch about right",
-    "too_large": "Batch too large",
-    "unknown": "No verdict yet",
-}
 _MAX_ALERTS = 5
 
 
 def render_page(run: Run) -> str:
-    """The whole page of a run that has at least one reading."""
-    shown = topics(run)
-    figures = [f for topic in shown for plot in topic.plots if isinstance(plot, Plot) for f in plot.figures]
+    """The whole page of a run in which something was measured."""
+    shown = [*(noise_scale_topics(run) if run.readings else []), *(policy_topics(run) if run.policy else [])]
+    figures = [f for topic in shown for plot in topic.content if isinstance(plot, Plot) for f in plot.figures]
     script, divs = components(figures, wrap_script=False) if figures else ("", ())
     placed = iter(divs)
     body = [
         _head(run),
-        _verdict(run),
+        *map(_verdict, judgements(run)),
         _alerts(run),
         *(_topic(topic, placed) for topic in shown),
         _method(method_rows(run)),
@@ -49,7 +46,7 @@ def render_page(run: Run) -> str:
     here = files("sonde.runs")
     return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
         version=escape(__version__),
-        title=escape(f"{cut(run.name, 200)}: batch size and gradient noise"),
+        title=escape(f"{cut(run.name, 200)}: {_subject(run)}"),
         script_hashes=" ".join(map(_hash, (bokeh, script))),
         style=(here / "page.css").read_text(encoding="utf-8"),
         body="\n".join(filter(None, body)),
@@ -64,94 +61,51 @@ def _hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
+def _subject(run: Run) -> str:
+    both = ("batch size and gradient noise" if run.readings else "", "entropy of the policy" if run.policy else "")
+    return ", ".join(filter(None, both))
+
+
 def _head(run: Run) -> str:
-    header, last = run.header, run.readings[-1]
-    began = run.headers[0].time
+    began, last = run.headers[0].time, run.last
     facts = [f"Started {moment(began)}", f"{duration(max(last.time - began, 0))} up to the last reading"]
-    facts.append(position_text(last, header.unit))
+    facts.append(position_text(last, run.header.unit))
     if len(run.headers) > 1:
         facts.append(f"restarted {plural(len(run.headers) - 1, 'time')}")
     facts.append("ended" if run.ended is not None else "no end recorded: still running, or cut off")
+    subject = _subject(run)
     torn = f'<p class="facts">{escape(run.torn[:1].upper() + run.torn[1:])}.</p>' if run.torn else ""
     return (
-        f'<header>\n<p class="brand">Batch size and gradient noise</p>\n<h1>{escape(cut(run.name, 200))}</h1>\n'
+        f'<header>\n<p class="brand">{subject[:1].upper()}{subject[1:]}</p>\n<h1>{escape(cut(run.name, 200))}</h1>\n'
         f'<p class="facts">{escape(" · ".join(facts))}</p>{torn}\n</header>'
     )
 
 
-def _verdict(run: Run) -> str:
-    unit, last = run.header.unit, run.readings[-1]
-    verdict = _judge(last, unit)
-    basis = f"Judged from the last reading: {position_text(last, unit)}."
-    needed = last.metrics.get("gns/windows_needed")
-    if needed:
-        basis += f" The interval narrows to about ± 20 % after {plural(round(needed), 'more window')}."
+def _verdict(judged: Judgement) -> str:
     tiles = "\n".join(
-        f'<li><span class="name">{escape(name)}</span><span class="value">{escape(value)}</span>'
-        f'<span class="note">{escape(note)}</span></li>'
-        for name, value, note in _tiles(last, unit)
+        f'<li><span class="name">{escape(tile.name)}</span><span class="value">{escape(tile.value)}</span>'
+        f'<span class="note">{escape(tile.note)}</span></li>'
+        for tile in judged.tiles
     )
     return (
-        f'<section class="verdict {verdict.kind}">\n<p class="badge">{_BADGES[verdict.kind]}</p>\n'
-        f"<h2>{_formula(verdict.headline)}</h2>\n<p>{_formula(verdict.detail)}</p>\n"
-        f'<p class="basis">{escape(basis)}</p>\n<ul class="tiles">\n{tiles}\n</ul>\n</section>'
+        f'<section class="verdict {judged.kind}">\n<p class="badge">{judged.badge}</p>\n'
+        f"<h2>{_formula(judged.headline)}</h2>\n<p>{_formula(judged.detail)}</p>\n"
+        f'<p class="basis">{escape(judged.basis)}</p>\n<ul class="tiles">\n{tiles}\n</ul>\n</section>'
     )
-
-
-def _judge(last: Reading, unit: str) -> Verdict:
-    batch, estimate = last.metrics.get("gns/units_per_window"), last.metrics.get("gns/b_simple")
-    if not batch:
-        return Verdict(
-            "unknown", "No verdict yet: the batch size is not known.", f"{last.reason or 'No window was measured'}."
-        )
-    if last.status == "resolved" and not estimate:
-        why = "All pieces of a window gave the same gradient: check that each gets data of its own."
-        return Verdict("unknown", f"No verdict on the batch of {number(batch, 4)} {unit}: no noise was seen.", why)
-    return judge_batch(
-        batch,
-        unit=unit,
-        status=last.status,
-        b_simple=estimate,
-        low=last.metrics.get("gns/b_simple_low"),
-        high=last.high,
-        reason=last.reason,
-    )
-
-
-def _tiles(last: Reading, unit: str) -> Iterator[tuple[str, str, str]]:
-    """Name, value and note of the four numbers behind the verdict."""
-    batch, low = last.metrics.get("gns/units_per_window"), last.metrics.get("gns/b_simple_low")
-    resolved = last.status == "resolved"
-    critical = last.metrics.get("gns/b_simple") if resolved else low
-    used = f"{unit[:1].upper()}{unit[1:]} used"
-    if not batch or not critical:
-        yield "Noise scale", "–", "not known yet"
-        yield "Batch size", number(batch, 4), f"{unit} per step"
-        yield "Steps", "–", "relative to the fewest possible"
-        yield used, "–", "relative to the fewest possible"
-        return
-    cost = steps_and_examples(batch, critical)
-    if resolved:
-        yield "Noise scale", number(critical), f"{unit}; between {number(low)} and {number(last.high)}"
-    else:
-        yield "Noise scale", f"> {number(low)}", f"{unit}; no upper limit known"
-    at_least, at_most = ("", "") if resolved else ("≥ ", "≤ ")
-    yield "Batch size", number(batch, 4), f"{unit} per step"
-    yield "Steps", f"{at_least}{number(cost.steps, 2)}×", "the fewest possible"
-    yield used, f"{at_most}{number(cost.examples, 2)}×", "the fewest possible"
 
 
 def _alerts(run: Run) -> str:
     """What looks wrong now, then what did earlier; a check that keeps failing says so once."""
-    last = run.readings[-1]
+    readings: list[Reading | PolicyReading] = [*run.readings, *run.policy]
+    last, failing = run.last, run.alerts_now
     now: list[tuple[str, str]] = []
     earlier: list[tuple[str, str]] = []
     first = {alert.name: alert for alert in reversed(run.alerts)}
     for name, alert in sorted(first.items(), key=lambda item: item[1].window):
-        if name in last.alerts or alert.window > last.window:
-            now.append((last.alerts.get(name, alert.message), f"since window {count(alert.window)}"))
+        if name in failing or alert.window > last.window:
+            now.append((failing.get(name, alert.message), f"since window {count(alert.window)}"))
         else:
-            until = max((r.window for r in run.readings if name in r.alerts), default=alert.window)
+            until = max((r.window for r in readings if name in r.alerts), default=alert.window)
             when = f"windows {count(alert.window)} to {count(until)}" if until > alert.window else ""
             earlier.append((alert.message, when or f"window {count(alert.window)}"))
     blocks = [_alert_list(*block) for block in (("Something looks wrong", now), ("Looked wrong earlier", earlier))]
@@ -172,8 +126,8 @@ def _alert_list(title: str, alerts: list[tuple[str, str]]) -> str:
 
 def _topic(topic: Topic, divs: Iterator[str]) -> str:
     text = f"<p>{_formula(topic.text)}</p>\n" if topic.text else ""
-    plots = "\n".join(_plot(plot, topic.title, divs) for plot in topic.plots)
-    return f'<section class="topic">\n<h2>{escape(topic.title)}</h2>\n{text}{plots}\n</section>'
+    content = "\n".join(_content(part, topic.title, divs) for part in topic.content)
+    return f'<section class="topic">\n<h2>{escape(topic.title)}</h2>\n{text}{content}\n</section>'
 
 
 def _formula(text: str) -> str:
@@ -181,9 +135,29 @@ def _formula(text: str) -> str:
     return re.sub(r"\b([BSE])_(simple|crit|min)\b", r"\1<sub>\2</sub>", escape(text))
 
 
-def _plot(plot: Plot | str, title: str, divs: Iterator[str]) -> str:
-    if isinstance(plot, str):
-        return f'<p class="absent">{escape(plot)}</p>'
+def _content(part: Plot | Table | str, title: str, divs: Iterator[str]) -> str:
+    match part:
+        case str():
+            return f'<p class="absent">{escape(part)}</p>'
+        case Table():
+            return _table(part)
+        case Plot():
+            return _plot(part, title, divs)
+
+
+def _table(table: Table) -> str:
+    heads = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
+    rows = "\n".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(text)}</td>" for text in others)}</tr>'
+        for first, *others in table.rows
+    )
+    return (
+        f'<div class="table"><table>\n<caption>{escape(table.caption)}</caption>\n<thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody>\n</table></div>"
+    )
+
+
+def _plot(plot: Plot, title: str, divs: Iterator[str]) -> str:
     keys = "".join(f"<li>{_swatch(key)}<span>{_formula(key.text)}</span></li>" for key in plot.keys)
     legend = f'<ul class="keys">{keys}</ul>\n' if keys else ""
     tall = ' class="tall" tabindex="0"' if plot.height > 1000 else ""

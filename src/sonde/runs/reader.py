@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from sonde.records import SCHEMA
+from sonde.runs.json_values import as_count, as_mapping, as_number, as_status
+from sonde.runs.policy_reading import PolicyReading, policy_reading
 from sonde.runs.sinks import RECORDS_NAME, begins_header, parse_record
 from sonde.stats.intervals import Status
 from sonde.stats.reading import GroupReading
-
-_STATUSES = ("resolved", "lower_bound", "unresolved")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class Run:
     Attributes:
         path: the log file.
         headers: one per start of the run, at least one; a restarted run has several.
-        readings: of all starts, in the order written.
+        readings: of the noise scale, of all starts, in the order written.
+        policy: what was measured of a policy, likewise.
         alerts: of all starts, in the order written.
         ended: why the last start ended; None while it goes on, or if it was cut off.
         torn: what a crash cut off, in words; None if nothing.
@@ -104,6 +105,7 @@ class Run:
     path: Path
     headers: tuple[Header, ...]
     readings: tuple[Reading, ...]
+    policy: tuple[PolicyReading, ...]
     alerts: tuple[Alert, ...]
     ended: str | None
     torn: str | None
@@ -112,6 +114,22 @@ class Run:
     def header(self) -> Header:
         """The header of the last start."""
         return self.headers[-1]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was measured yet."""
+        return not self.readings and not self.policy
+
+    @property
+    def last(self) -> Reading | PolicyReading:
+        """The last reading of either kind, of a run that has one."""
+        return max((part[-1] for part in (self.readings, self.policy) if part), key=lambda reading: reading.time)
+
+    @property
+    def alerts_now(self) -> dict[str, str]:
+        """What looks wrong by the last reading of each kind, a message by name."""
+        last: list[Reading | PolicyReading] = [*self.readings[-1:], *self.policy[-1:]]
+        return {name: said for reading in last for name, said in reading.alerts.items()}
 
     @property
     def name(self) -> str:
@@ -203,6 +221,7 @@ class _Content:
         self.file = file
         self.headers: list[Header] = []
         self.readings: list[Reading] = []
+        self.policy: list[PolicyReading] = []
         self.alerts: list[Alert] = []
         self.ended: str | None = None
 
@@ -213,8 +232,10 @@ class _Content:
                     self._add_header(record)
                 case "reading":
                     self.readings.append(_reading(record, segment=len(self.headers) - 1))
+                case "policy":
+                    self.policy.append(policy_reading(record, segment=len(self.headers) - 1))
                 case "alert":
-                    self.alerts.append(Alert(_count(record["window"]), str(record["name"]), str(record["message"])))
+                    self.alerts.append(Alert(as_count(record["window"]), str(record["name"]), str(record["message"])))
                 case "end":
                     self.ended = str(record["reason"])
         except (KeyError, TypeError, OverflowError) as error:
@@ -241,7 +262,15 @@ class _Content:
     def run(self, torn: str | None) -> Run:
         if not self.headers:
             raise ValueError(f"{self.file} holds no whole record yet: its header was cut off; start the run again")
-        return Run(self.file, tuple(self.headers), tuple(self.readings), tuple(self.alerts), self.ended, torn)
+        return Run(
+            self.file,
+            tuple(self.headers),
+            tuple(self.readings),
+            tuple(self.policy),
+            tuple(self.alerts),
+            self.ended,
+            torn,
+        )
 
 
 def _header(record: Mapping[str, Any]) -> Header:
@@ -249,56 +278,30 @@ def _header(record: Mapping[str, Any]) -> Header:
         time=float(record["time"]),
         run=str(record["run"]),
         unit=str(record["unit"]),
-        versions=_mapping(record["versions"]),
-        setup=_mapping(record["setup"]),
-        metrics=_mapping(record["metrics"]),
-        metadata=_mapping(record["metadata"]),
+        versions=as_mapping(record["versions"]),
+        setup=as_mapping(record["setup"]),
+        metrics=as_mapping(record["metrics"]),
+        metadata=as_mapping(record["metadata"]),
     )
 
 
 def _reading(record: Mapping[str, Any], segment: int) -> Reading:
     return Reading(
         segment=segment,
-        window=_count(record["window"]),
+        window=as_count(record["window"]),
         time=float(record["time"]),
-        status=_status(record["status"]),
+        status=as_status(record["status"]),
         reason=str(record["reason"]),
-        metrics={name: _number(value) for name, value in _mapping(record["metrics"]).items()},
-        groups={name: _group(_mapping(group)) for name, group in _mapping(record["groups"]).items()},
-        dropped={reason: _count(count) for reason, count in _mapping(record["dropped"]).items()},
-        alerts={name: str(message) for name, message in _mapping(record["alerts"]).items()},
-        pieces=_mapping(record["pieces"]),
+        metrics={name: as_number(value) for name, value in as_mapping(record["metrics"]).items()},
+        groups={name: _group(as_mapping(group)) for name, group in as_mapping(record["groups"]).items()},
+        dropped={reason: as_count(count) for reason, count in as_mapping(record["dropped"]).items()},
+        alerts={name: str(message) for name, message in as_mapping(record["alerts"]).items()},
+        pieces=as_mapping(record["pieces"]),
     )
 
 
 def _group(group: Mapping[str, Any]) -> GroupReading:
-    status = _status(group["status"])
-    high = math.inf if status == "lower_bound" else _number(group["high"])
-    b_simple, low, grad_sq, trace_cov = (_number(group[key]) for key in ("b_simple", "low", "grad_sq", "trace_cov"))
+    status = as_status(group["status"])
+    high = math.inf if status == "lower_bound" else as_number(group["high"])
+    b_simple, low, grad_sq, trace_cov = (as_number(group[key]) for key in ("b_simple", "low", "grad_sq", "trace_cov"))
     return GroupReading(status, b_simple, low, high, grad_sq, trace_cov)
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.40} where an object is expected")
-    return value
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r:.40} where a count is expected")
-    return value
-
-
-def _number(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise TypeError(f"{value!r:.40} where a finite number or null is expected")
-    return float(value)
-
-
-def _status(status: object) -> Status:
-    if status not in _STATUSES:
-        raise TypeError(f"status {status!r} is none of {', '.join(_STATUSES)}")
-    return cast(Status, status)

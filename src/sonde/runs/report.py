@@ -28,7 +28,7 @@ def write_report(run_path: str | Path, out: str | Path | None = None) -> Path:
         ImportError: without the `bokeh` package.
     """
     run = read_run(run_path)
-    if not run.readings:
+    if run.is_empty:
         every = run.header.setup.get("log_every")
         due = f"one is due every {every} windows" if every else "one is due every few windows"
         raise ValueError(

@@ -1,20 +1,39 @@
-"""A run's readings as columns over units seen, thinned to what a screen can show."""
+"""Readings as columns over units seen, or over optimizer steps, thinned to what a screen can show."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from sonde.runs.reader import Reading, Run
 from sonde.wording import count
+
+
+class Measured(Protocol):
+    """A reading, of whatever."""
+
+    @property
+    def segment(self) -> int:
+        """Index of the start of the run it belongs to."""
+
+    @property
+    def window(self) -> int:
+        """The optimizer step."""
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]:
+        """A number per name, None where it is not known."""
+
+
+R = TypeVar("R", bound=Measured)
 
 MAX_POINTS = 600
 """Readings drawn per curve: a screen shows no more, and the page stays small however long the run."""
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Generic[R]):
     """Columns of equal length, one row per reading drawn.
 
     Attributes:
@@ -27,7 +46,7 @@ class Timeline:
     """
 
     unit: str
-    rows: tuple[Reading | None, ...]
+    rows: tuple[R | None, ...]
     x: tuple[float, ...]
     x_label: str
     restarts: tuple[float, ...]
@@ -42,22 +61,26 @@ class Timeline:
         """One metric; NaN where it is not known."""
         return self.column(lambda reading: reading.metrics.get(name))
 
-    def column(self, value: Callable[[Reading], float | None]) -> list[float]:
+    def column(self, value: Callable[[R], float | None]) -> list[float]:
         """Anything else of a reading; NaN where it is None."""
         values = (None if row is None else value(row) for row in self.rows)
         return [math.nan if v is None else float(v) for v in values]
 
-    def texts(self, text: Callable[[Reading], str]) -> list[str]:
+    def texts(self, text: Callable[[R], str]) -> list[str]:
         """A text per row; empty between two starts."""
         return ["" if row is None else text(row) for row in self.rows]
 
 
-def timeline(run: Run) -> Timeline:
-    """Lay out a run with at least one reading over the units seen, or over windows where those are missing."""
-    every = math.ceil(len(run.readings) / MAX_POINTS)
+def timeline(readings: Sequence[R], unit: str) -> Timeline[R]:
+    """Lay out readings over the units seen, or over windows where those are missing.
+
+    Args:
+        readings: at least one.
+        unit: plural name of the unit.
+    """
+    every = math.ceil(len(readings) / MAX_POINTS)
     # From the last one backwards: the newest reading is always drawn.
-    readings = run.readings[::-1][::every][::-1]
-    unit = run.header.unit
+    readings = readings[::-1][::every][::-1]
     seen = [reading.metrics.get("run/units_seen") for reading in readings]
     if all(value is not None for value in seen):
         largest = max(value for value in seen if value is not None)
@@ -70,10 +93,8 @@ def timeline(run: Run) -> Timeline:
     return _with_breaks(unit, readings, positions, label, every)
 
 
-def _with_breaks(
-    unit: str, readings: Sequence[Reading], positions: Sequence[float], label: str, every: int
-) -> Timeline:
-    rows: list[Reading | None] = []
+def _with_breaks(unit: str, readings: Sequence[R], positions: Sequence[float], label: str, every: int) -> Timeline[R]:
+    rows: list[R | None] = []
     x: list[float] = []
     restarts: list[float] = []
     for reading, position in zip(readings, positions, strict=True):
@@ -87,7 +108,7 @@ def _with_breaks(
     return Timeline(unit, tuple(rows), tuple(x), label[0].upper() + label[1:], tuple(restarts), every)
 
 
-def position_text(reading: Reading, unit: str) -> str:
+def position_text(reading: Measured, unit: str) -> str:
     """Where in the run a reading was taken, in words."""
     seen = reading.metrics.get("run/units_seen")
     after = "" if seen is None else f", after {count(seen)} {unit}"

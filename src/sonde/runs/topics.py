@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sonde.records import METRICS
-from sonde.runs.curves import moments_curve, noise_scale_curve, norm_curve, time_axis, value_curve
+from sonde.runs.curves import moments_curve, noise_scale_curve, norm_curve, value_curve
 from sonde.runs.figures import Plot
 from sonde.runs.groups_plot import MAX_GROUPS, groups_plot
 from sonde.runs.reader import Reading, Run
-from sonde.runs.timeline import Timeline, position_text, timeline
+from sonde.runs.strokes import time_axis
+from sonde.runs.tables import Table
+from sonde.runs.timeline import Measured, Timeline, position_text, timeline
 from sonde.runs.tradeoff_plot import tradeoff_plot
 from sonde.wording import percent, plural, shorten
 
@@ -25,18 +27,18 @@ class Topic:
     Attributes:
         title: what is shown.
         text: how to read it, plain text.
-        plots: what to draw, or the sentence that stands where there is nothing to draw.
+        content: what to draw or to list, or the sentence that stands where there is nothing of that.
     """
 
     title: str
     text: str
-    plots: tuple[Plot | str, ...]
+    content: tuple[Plot | Table | str, ...]
 
 
-def topics(run: Run) -> list[Topic]:
-    """All sections with figures, of a run that has at least one reading."""
+def noise_scale_topics(run: Run) -> list[Topic]:
+    """All sections with figures, of a run that has at least one reading of its noise scale."""
     unit, last = run.header.unit, run.readings[-1]
-    line = timeline(run)
+    line = timeline(run.readings, unit)
     axis = time_axis(line)
     order = [str(name) for name in run.header.setup.get("groups") or ()]
     return [
@@ -66,7 +68,7 @@ def topics(run: Run) -> list[Topic]:
     ]
 
 
-def _noise_scale_text(run: Run, line: Timeline) -> str:
+def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
     text = (
         "The noise scale is the batch size at which the gradient of a batch is as much noise as signal. Batches far "
         f"below it need many more steps; batches far above it use many more {line.unit} and save few steps. "
@@ -105,7 +107,12 @@ def _values_topic(run: Run, plots: list[Plot]) -> Topic:
 
 
 def _logged(run: Run) -> Iterator[str]:
-    """Names of the user's own values that were known at least once, those that name a loss first."""
+    """Names of the user's own values, those that name a loss first."""
+    yield from sorted(own_values(run, run.readings), key=lambda name: "loss" not in name.lower())
+
+
+def own_values(run: Run, readings: Sequence[Measured]) -> list[str]:
+    """Names of the values among the metrics of readings that are not sonde's, and were known at least once."""
     ours = METRICS.keys() | run.header.metrics.keys()
-    known = {name: None for reading in run.readings for name, value in reading.metrics.items() if value is not None}
-    yield from sorted((name for name in known if name not in ours), key=lambda name: "loss" not in name.lower())
+    known = {name: None for reading in readings for name, value in reading.metrics.items() if value is not None}
+    return [name for name in known if name not in ours]

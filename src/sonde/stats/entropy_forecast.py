@@ -107,7 +107,8 @@ class EntropyForecast:
         delta: to first order, in nats: a token with objective="per_token", a response with "sequence". NaN where
             unknown.
         se: its standard error.
-        low: lower end of its interval.
+        low: lower end of its interval: by the standard error, and on to where the step is not linear by what first
+            order misses on the same prefixes.
         high: upper end.
         reason: why something is unknown, or why it is not to be trusted; empty when neither.
         is_valid: whether the step is small enough for a first-order forecast, by the truths that were measured.

@@ -23,7 +23,8 @@ class DemoOptions:
 
     The model reads the sources of Python's standard library byte by byte and learns to predict the next one, on
     several processes under DistributedDataParallel. The noise scale then says whether the batch size suits the
-    training. Ctrl-C stops early and keeps what was measured.
+    training. Ctrl-C stops early and keeps what was measured. Another demo is `sonde demo entropy`: reinforcement
+    learning, and what its updates do to the policy's entropy.
 
     Attributes:
         steps: Optimizer steps.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -17,24 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sonde.demos.byte_lm.options import Setup
+from sonde.demos.console import PANEL_WIDTH
 from sonde.wording import count, number, percent
 
-PANEL_WIDTH = 88
 _SECONDS_BETWEEN_FRAMES = 0.25
 _SECONDS_BETWEEN_LINES = 5.0
 _TREND_WIDTH = 24
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-class LastingConsole(Console):
-    """A console that falls silent when nobody reads on (`sonde demo | head`), where rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        """Called by rich; what is written from now on, at exit too, goes nowhere."""
-        self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 class TrainingDisplay:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.panel import Panel
-from rich.text import Text
 
 from sonde.demos.byte_lm.data import find_sources
 from sonde.demos.byte_lm.interrupt import INTERRUPTED
 from sonde.demos.byte_lm.launch import TrainingFailed, launch
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
-from sonde.demos.byte_lm.progress import PANEL_WIDTH, LastingConsole
+from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
 from sonde.runs.reader import Reading, read_run
-from sonde.runs.report import write_report
 from sonde.runs.sinks import RECORDS_NAME
 from sonde.stats.critical_batch import Verdict, judge_batch
 
@@ -40,7 +36,7 @@ def run_demo(options: DemoOptions) -> int:
     """
     console = LastingConsole(highlight=False)
     sources = find_sources()
-    folder = _choose_folder(options.out)
+    folder = choose_folder(options.out)
     setup = decide(options, folder, n_gpus=torch.cuda.device_count(), n_cores=_n_cores())
     folder.mkdir(parents=True, exist_ok=True)
     _announce(setup, n_bytes=sum(source.stat().st_size for source in sources), console=console)
@@ -56,15 +52,6 @@ def run_demo(options: DemoOptions) -> int:
         console.print(f"Stopped at step {ending.n_steps} of {setup.n_steps}; {what_is_left}.")
     conclude(setup, console)
     return INTERRUPTED if ending.interrupted else 0
-
-
-def _choose_folder(out: Path | None) -> Path:
-    if out is None:
-        return Path("sonde-demo") / time.strftime("%Y%m%d-%H%M%S")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "a folder that is not empty" if out.is_dir() else "a file"
-        raise FileExistsError(f"log and report go to a new or empty folder, got {out}, {what}: choose another --out")
-    return out
 
 
 def _n_cores() -> int:
@@ -102,27 +89,10 @@ def conclude(setup: Setup, console: Console) -> None:
     if not run.readings:
         console.print(f"Nothing was measured. The log is {run.path}.", soft_wrap=True)
         return
-    console.print(_verdict_panel(_judge(run.readings[-1], setup), width=min(console.width, PANEL_WIDTH)))
-    console.print(f"log     {run.path}", soft_wrap=True)
-    try:
-        report = write_report(setup.folder)
-    except ImportError as error:
-        console.print(f"report  {error}, then run: sonde report {setup.folder}", markup=False, soft_wrap=True)
-    else:
-        console.print(f"report  {report}  (open it in a browser)", soft_wrap=True)
-        console.print(f"        sonde report {setup.folder}  writes it again", soft_wrap=True)
-
-
-def _verdict_panel(verdict: Verdict, width: int) -> Panel:
-    unbroken = verdict.headline.replace(" – ", "–")  # an interval stays on one line
-    return Panel(
-        Text.assemble((unbroken, "bold"), "\n\n", verdict.detail),
-        title="verdict",
-        title_align="left",
-        border_style=_VERDICT_STYLES[verdict.kind],
-        width=width,
-        padding=(1, 2),
-    )
+    verdict = _judge(run.readings[-1], setup)
+    style = _VERDICT_STYLES[verdict.kind]
+    console.print(verdict_panel(verdict.headline, verdict.detail, style=style, width=console.width))
+    leave_report(run.path, setup.folder, console)
 
 
 def _judge(last: Reading, setup: Setup) -> Verdict:

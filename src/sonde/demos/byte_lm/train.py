@@ -20,7 +20,8 @@ from sonde.demos.byte_lm.data import draw_windows, find_sources, read_corpus, wi
 from sonde.demos.byte_lm.interrupt import StopRequest
 from sonde.demos.byte_lm.model import ByteTransformer
 from sonde.demos.byte_lm.options import Setup
-from sonde.demos.byte_lm.progress import LastingConsole, TrainingDisplay
+from sonde.demos.byte_lm.progress import TrainingDisplay
+from sonde.demos.console import LastingConsole
 
 MAX_GRAD_NORM = 1.0
 WARMUP_STEPS = 20

@@ -1,0 +1,73 @@
+"""What a newcomer sees of an entropy demo: a line for each forecast, beside what was true."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from sonde.stats.forecast_track import point_of
+from sonde.wording import number
+
+_COLUMNS = f"{'step':>9}  {'reward':>6}  {'entropy':>7}  {'forecast ± SE':>19}  {'truth ± SE':>19}"
+
+
+class ForecastLines:
+    """Prints records of a policy as they are written. It is a sink: its numbers are those of the log.
+
+    Args:
+        n_steps: optimizer steps in all.
+        console: where to.
+    """
+
+    def __init__(self, n_steps: int, console: Console) -> None:
+        self._n_steps, self._console = n_steps, console
+        self._has_head = False
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take a record."""
+        match record["kind"]:
+            case "alert":
+                self._console.print(f"alert: {record['message']}", style="yellow", markup=False, highlight=False)
+            case "policy":
+                if not self._has_head:
+                    self._has_head = True
+                    self._console.print(_COLUMNS, style="dim", soft_wrap=True)
+                self._console.print(line_of(record, self._n_steps), markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """No record follows."""
+
+
+def line_of(record: Mapping[str, Any], n_steps: int) -> str:
+    """One policy record on a line.
+
+    Example:
+        >>> entropy = {"per_token": 1.2, "delta_forecast": -0.0213, "delta_se": 0.001, "is_valid": 1}
+        >>> entropy |= {"delta_rollouts": -0.02, "delta_rollouts_se": 0.0001}
+        >>> metrics = {"reward": 0.5} | {f"entropy/{name}": value for name, value in entropy.items()}
+        >>> line_of({"window": 6, "metrics": metrics}, 120)
+        '    6/120    0.50     1.20  −2.13e-2 ± 1.0e-3  −2.00e-2 ± 1.0e-4'
+    """
+    metrics = record["metrics"]
+    point = point_of(record["window"], metrics)
+    step = f"{record['window']}/{n_steps}"
+    reward = "–" if metrics.get("reward") is None else f"{metrics['reward']:.2f}"
+    entropy = "–" if math.isnan(point.entropy) else number(point.entropy)
+    forecast = _with_error(metrics.get("entropy/delta_forecast"), metrics.get("entropy/delta_se"))
+    truth = _with_error(metrics.get("entropy/delta_rollouts"), metrics.get("entropy/delta_rollouts_se"))
+    doubt = "" if point.is_valid or math.isnan(point.delta) else "  too large a step to be linear"
+    return f"{step:>9}  {reward:>6}  {entropy:>7}  {forecast:>17}  {truth:>17}{doubt}"
+
+
+def _with_error(value: float | None, se: float | None) -> str:
+    if value is None:
+        return "–"
+    return _short(value, 2) + ("" if se is None else f" ± {_short(se, 1)}")
+
+
+def _short(value: float, decimals: int) -> str:
+    mantissa, _, exponent = f"{value:.{decimals}e}".partition("e")
+    return f"{mantissa.replace('-', '−')}e{int(exponent)}"

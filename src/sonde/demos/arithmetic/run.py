@@ -1,0 +1,147 @@
+"""`sonde demo entropy` from beginning to end: the trainer, its probes, the verdict, the report."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
+from sonde.demos.arithmetic.progress import ForecastLines
+from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
+from sonde.runs.reader import read_run
+from sonde.runs.sinks import JsonlSink
+from sonde.stats.forecast_track import judge_entropy
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status that shells expect of a command ended by Ctrl-C."""
+_STYLES = {"holds": "green", "collapses": "yellow", "not_linear": "yellow", "unknown": "cyan"}
+
+
+def run_entropy_demo(options: EntropyDemoOptions) -> int:
+    """Train a policy, forecast what its steps do to its entropy, and leave a log and a report.
+
+    Args:
+        options: what was asked for.
+
+    Returns:
+        The exit status: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ValueError: for options that cannot be met.
+        FileExistsError: when the folder for log and report has something in it.
+        ImportError: without TRL.
+    """
+    console = LastingConsole(highlight=False)
+    options.check()
+    folder = choose_folder(options.out)
+    import sonde.integrations.trl  # before anything is said: it may be missing
+
+    folder.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("sonde").setLevel(logging.ERROR)  # alerts are among the lines below
+    console.print(
+        f"sonde demo entropy: TRL's GRPOTrainer teaches a tiny transformer to add two digits, {options.prompts} sums a "
+        f"step, with {COMPLETIONS} completions each. Every {options.every} steps sonde forecasts what the step will do "
+        "to the policy's entropy, in nats a token, and then measures what it did, on fresh rollouts before and after "
+        "it. Ctrl-C stops early and keeps what was measured.\n",
+        width=min(console.width, PANEL_WIDTH),
+    )
+    is_interrupted = False
+    with tempfile.TemporaryDirectory() as checkpoints:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages that are not ours
+            trainer = make_trainer(options, checkpoints)
+        probes = sonde.integrations.trl.attach(
+            trainer,
+            {
+                "gns_probe": {"enabled": True, "log_every": options.every},
+                "entropy_probe": {"enabled": True, "every": options.every, "micro_batch_prompts": 16},
+                "policy_entropy_probe": {"enabled": True},
+            },
+            evaluation_prompts=options.evaluation_prompts,
+            causes=True,
+            rollouts=True,
+            sinks=[JsonlSink(folder), ForecastLines(options.steps, console)],
+            run="adding by GRPO",
+        )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                trainer.train()
+        except KeyboardInterrupt:
+            is_interrupted = True
+            console.print(f"Stopped at step {trainer.state.global_step} of {options.steps}.")
+        probes.close("interrupted" if is_interrupted else "training ended")
+    conclude(folder, console)
+    return INTERRUPTED if is_interrupted else 0
+
+
+def make_trainer(options: EntropyDemoOptions, folder: str | Path, **more: Any) -> Any:
+    """TRL's own trainer of a model made here.
+
+    Args:
+        options: of the demo.
+        folder: for what the trainer writes.
+        more: of `GRPOConfig`, in place of what the demo has.
+    """
+    import datasets
+    import transformers
+    from trl import GRPOConfig, GRPOTrainer
+
+    from sonde.demos.arithmetic import task
+
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": options.prompts * COMPLETIONS,
+        "num_generations": COMPLETIONS,
+        "max_completion_length": 6,
+        "learning_rate": options.learning_rate,
+        "lr_scheduler_type": "constant",
+        "max_steps": options.steps,
+        "logging_steps": options.every,
+        "loss_type": "dr_grpo",
+        "scale_rewards": "none",
+        "beta": 0.0,
+        "seed": options.seed,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    trainer = GRPOTrainer(
+        model=task.model(options.seed),
+        processing_class=task.tokenizer(),
+        train_dataset=task.dataset(),
+        reward_funcs=task.reward,
+        args=GRPOConfig(**(settings | more)),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def conclude(folder: Path, console: Console) -> None:
+    """Say what came out of a run and where it lies, and write its report.
+
+    Args:
+        folder: of the log.
+        console: where to say it.
+    """
+    run = read_run(folder)
+    if not run.policy:
+        console.print(f"Nothing was measured. The log is {run.path}.", soft_wrap=True)
+        return
+    verdict = judge_entropy([r.point for r in run.policy])
+    console.print()
+    style = _STYLES[verdict.kind]
+    console.print(verdict_panel(verdict.headline, verdict.detail, style=style, width=console.width))
+    leave_report(run.path, folder, console)

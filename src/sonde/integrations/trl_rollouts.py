@@ -1,0 +1,262 @@
+"""TRL's batches as rollouts: what a window learns from, and fresh responses by the trainer's own sampler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from sonde.measure.rollouts import Rollouts
+
+GROUP = "sonde_prompt"
+"""The key under which each completion's prompt travels through TRL's shuffle and split."""
+USED = ("_tokenize_prompts", "_generate_single_turn")
+"""Methods of the trainer that sample evaluation responses."""
+
+_MEANS_OVER_COMPLETIONS = ("grpo", "sapo")
+"""Losses in which each completion is averaged over its own tokens."""
+_MEANS_OVER_MICRO_BATCHES = ("bnpo",)
+"""Those in which each micro-batch is averaged over all its tokens."""
+_HARMLESS = {"use_cache", "cache_implementation", "max_new_tokens", "pad_token_id", "bos_token_id", "eos_token_id"}
+"""Arguments of generation that leave the distribution of each token alone."""
+
+
+def check_sampling(trainer: Any, *, is_fresh: bool) -> None:
+    """Refuse a trainer whose samples are not the policy's, or cannot be drawn without disturbing training.
+
+    Args:
+        trainer: a `GRPOTrainer`.
+        is_fresh: whether fresh responses are to be drawn.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    args = trainer.args
+    cuts = {"top_p": (args.top_p, 1.0), "top_k": (args.top_k, 0), "min_p": (args.min_p, None)}
+    cuts["repetition_penalty"] = (args.repetition_penalty, 1.0)
+    if any(value and value != neutral for value, neutral in cuts.values()):
+        raise ValueError(
+            f"the trainer samples with {', '.join(f'{n}={v}' for n, (v, _) in cuts.items())}, and the entropy of what "
+            "is cut off or made less likely is not the policy's: sample with "
+            f"{', '.join(f'{n}={neutral}' for n, (_, neutral) in cuts.items())}"
+        )
+    if others := sorted(set(args.generation_kwargs or {}) - _HARMLESS):
+        raise ValueError(
+            f"generation_kwargs has {', '.join(others)}, which may change what is sampled, so that its entropy is not "
+            "the policy's: leave them out"
+        )
+    columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
+    if images := sorted(columns & {"image", "images"}):
+        raise ValueError(f"the dataset has {images[0]}, and only text is scored so far: there is no probe for images")
+    if is_fresh and args.use_vllm:
+        raise ValueError(
+            "vLLM samples by random numbers of its own, which fresh responses would move on, so that training would "
+            "not be what it is without them: evaluation='same', without rollouts"
+        )
+    if is_fresh and not hasattr(trainer.train_dataset, "__getitem__"):
+        raise ValueError(
+            "the dataset can only be read in order, and fresh responses need prompts out of it: evaluation='same', "
+            "without rollouts"
+        )
+
+
+class TrlRollouts:
+    """What a trainer samples and learns from, with prompts known by numbers.
+
+    Args:
+        trainer: a `GRPOTrainer`.
+        n_prompts: fresh prompts on each rank.
+    """
+
+    def __init__(self, trainer: Any, n_prompts: int) -> None:
+        self._trainer = trainer
+        self._n_prompts = n_prompts
+        self._window: list[Mapping[str, Any]] = []
+        self._texts: dict[int, str] = {}
+        self._n_generations = 0
+        self._sampled_at: Tensor | None = None
+        """Log-probabilities that the window's tokens were sampled at, where that was by an older policy."""
+
+    # What the trainer does.
+
+    def generated(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> None:
+        """Number the prompts of a batch that was generated."""
+        trainer = self._trainer
+        # Rows of all ranks, one after the other, are whole groups.
+        rows = torch.arange(len(inputs)) + trainer.accelerator.process_index * len(inputs)
+        n_groups = len(inputs) * trainer.accelerator.num_processes // trainer.num_generations
+        numbers = self._n_generations * n_groups + rows // trainer.num_generations
+        self._n_generations += 1
+        output[GROUP] = numbers.to(output["completion_ids"].device)
+        self._texts |= {int(n): str(x["prompt"]) for n, x in zip(numbers, inputs, strict=True)}
+
+    def begin_window(self) -> None:
+        """What follows is learned from by the next optimizer step."""
+        self._window = []
+        kept = sorted(self._texts)[-10_000:]  # a generation may serve many windows, but not for ever
+        self._texts = {n: self._texts[n] for n in kept}
+
+    def learned_from(self, inputs: Mapping[str, Any]) -> None:
+        """Add a micro-batch to the window."""
+        if GROUP in inputs:
+            self._window.append(inputs)
+
+    # What probes ask for.
+
+    def of_window(self) -> Rollouts:
+        """What the window learns from."""
+        window = self._window
+        prompts = _padded([(i["prompt_ids"], i["prompt_mask"]) for i in window], left=True)
+        completions = _padded([(i["completion_ids"], i["completion_mask"]) for i in window], left=False)
+        masks = [_mask_of(i) for i in window]
+        weights = [self._token_weights(mask) for mask in masks]
+        sampled, weight = (_padded([(t, t) for t in of], left=False)[0] for of in (masks, weights))
+        # TRL can empty the mask of a completion that did not end.
+        rows = sampled.bool().any(1).nonzero()[:, 0]
+        self._sampled_at = None
+        if all(i.get("old_per_token_logps") is not None for i in window):
+            old = [(i["old_per_token_logps"], i["old_per_token_logps"]) for i in window]
+            self._sampled_at = _padded(old, left=False)[0][rows]
+        return Rollouts(
+            inputs={
+                "input_ids": torch.cat([prompts[0], completions[0]], 1)[rows],
+                "attention_mask": torch.cat([prompts[1], completions[1]], 1)[rows],
+            },
+            mask=sampled[rows],
+            prompt=torch.cat([i[GROUP] for i in window])[rows],
+            advantage=_advantages(window, sampled.shape[1])[rows],
+            weight=weight[rows],
+            temperature=self._trainer.args.temperature,
+            texts=self._texts,
+        )
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Whether the window that was asked for last may have been sampled by an older policy."""
+        return self._sampled_at is not None
+
+    def reweighed(self, update: Rollouts, log_prob: Tensor) -> Rollouts:
+        """What the loss makes of a window that an older policy has sampled: its ratios, 0 where they are clipped.
+
+        Args:
+            update: what `of_window` gave.
+            log_prob: of its tokens, by the policy as it is; [responses, tokens].
+        """
+        assert self._sampled_at is not None
+        assert update.weight is not None
+        mask, old = update.mask.cpu().bool(), self._sampled_at.cpu().double()
+        log_ratio = torch.where(mask, log_prob.cpu() - old, 0.0)
+        if self._trainer.importance_sampling_level == "sequence":
+            log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(log_ratio)
+        slope = self._slope(log_ratio.exp(), update.of_tokens("advantage").cpu().double())
+        return dataclasses.replace(update, weight=update.weight * slope.to(update.weight.device))
+
+    def _slope(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """The derivative of a token's objective with respect to its log-probability, over its advantage."""
+        trainer, args = self._trainer, self._trainer.args
+        low, high = trainer.epsilon_low, trainer.epsilon_high
+        if trainer.loss_type == "cispo":
+            return ratio.clamp(max=high)
+        if trainer.loss_type == "sapo":
+            warmth = torch.where(advantage > 0, args.sapo_temperature_pos, args.sapo_temperature_neg)
+            soft = torch.sigmoid(warmth * (ratio - 1))
+            return 4 * soft * (1 - soft) * ratio
+        if trainer.loss_type == "vespo":
+            return torch.ones_like(ratio)
+        is_clipped = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
+        if args.delta is not None:
+            is_clipped |= (advantage < 0) & (ratio > args.delta)
+        return torch.where(is_clipped, 0.0, ratio)
+
+    def fresh(self, seed: int) -> Rollouts:
+        """Responses to prompts that this window does not learn from, by the trainer's own sampler.
+
+        The prompts depend on the seed alone; the responses on the global random numbers.
+
+        Raises:
+            ValueError: when the dataset has too few.
+        """
+        trainer = self._trainer
+        data, own = trainer.train_dataset, self._chosen(seed)
+        rows = [i for i in own for _ in range(trainer.num_generations)]
+        with torch.no_grad():
+            prompt_ids, images, fields = trainer._tokenize_prompts([data[i]["prompt"] for i in rows])
+            completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, fields, trainer.num_generations)
+        device = trainer.accelerator.device
+        prompts = _padded([(t, torch.ones_like(t)) for t in _as_rows(prompt_ids, device)], left=True)
+        completions = _padded([(t, torch.ones_like(t)) for t in _as_rows(completion_ids, device)], left=False)
+        return Rollouts(
+            inputs={
+                "input_ids": torch.cat([prompts[0], completions[0]], 1),
+                "attention_mask": torch.cat([prompts[1], completions[1]], 1),
+            },
+            mask=completions[1],
+            prompt=torch.tensor([-1 - i for i in rows], device=device),
+            temperature=trainer.args.temperature,
+            texts={-1 - i: str(data[i]["prompt"]) for i in own},
+        )
+
+    def _chosen(self, seed: int) -> list[int]:
+        """Rows of the dataset for this rank; each rank takes a part of the same choice."""
+        trainer = self._trainer
+        data, numbers = trainer.train_dataset, {int(n) for i in self._window for n in i[GROUP].unique()}
+        learned = set(gather_object([self._texts[n] for n in sorted(numbers)]))
+        n = self._n_prompts * trainer.accelerator.num_processes
+        chosen: dict[str, int] = {}
+        for i in torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist():
+            text = str(data[i]["prompt"])
+            if text not in learned:
+                chosen.setdefault(text, i)
+            if len(chosen) == n:
+                break
+        if len(chosen) < n:
+            raise ValueError(
+                f"the dataset has {len(chosen)} prompts that this step does not learn from, fewer than "
+                "evaluation_prompts=: ask for fewer, or evaluation='same'"
+            )
+        rank = trainer.accelerator.process_index
+        return list(chosen.values())[rank * self._n_prompts : (rank + 1) * self._n_prompts]
+
+    def _token_weights(self, mask: Tensor) -> Tensor:
+        """What the loss multiplies the tokens of a micro-batch by, up to a number common to all."""
+        ones = mask.double()
+        if self._trainer.loss_type in _MEANS_OVER_MICRO_BATCHES:
+            return ones / ones.sum().clamp(min=1.0)
+        is_of_sequences = self._trainer.importance_sampling_level == "sequence" and self._trainer.loss_type != "luspo"
+        if self._trainer.loss_type in _MEANS_OVER_COMPLETIONS or is_of_sequences:
+            return ones / ones.sum(1, keepdim=True).clamp(min=1.0)
+        return ones
+
+
+def _mask_of(inputs: Mapping[str, Any]) -> Tensor:
+    """Tokens that the policy sampled and learns from; not those that a tool answered."""
+    mask: Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def _advantages(window: Sequence[Mapping[str, Any]], width: int) -> Tensor:
+    """Of each completion, or of each of its tokens."""
+    of = [i["advantages"] for i in window]
+    if of[0].dim() == 1 or of[0].shape[1] == 1:
+        return torch.cat([a.reshape(-1) for a in of])
+    return torch.cat([torch.nn.functional.pad(a, (0, width - a.shape[1])) for a in of])
+
+
+def _as_rows(ids: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    return [torch.tensor(row, device=device)[None] for row in ids]
+
+
+def _padded(parts: Sequence[tuple[Tensor, Tensor]], *, left: bool) -> tuple[Tensor, Tensor]:
+    """Ids and masks of all rows, padded to the widest by 0, which the mask hides."""
+    width = max(ids.shape[1] for ids, _ in parts)
+
+    def wide(tensor: Tensor) -> Tensor:
+        missing = width - tensor.shape[1]
+        return torch.nn.functional.pad(tensor, (missing, 0) if left else (0, missing))
+
+    ids, masks = zip(*[(wide(i), wide(m)) for i, m in parts], strict=True)
+    return torch.cat(ids), torch.cat(masks)

@@ -1,0 +1,57 @@
+"""Values of a record, refused where they are not what its schema says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from sonde.stats.intervals import Status
+
+_STATUSES = ("resolved", "lower_bound", "unresolved")
+
+
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """An object.
+
+    Raises:
+        TypeError: when it is none; so in all of these.
+    """
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r:.40} where an object is expected")
+    return value
+
+
+def as_list(value: object) -> list[Any]:
+    """An array."""
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.40} where an array is expected")
+    return value
+
+
+def as_count(value: object) -> int:
+    """A whole number from 0 up."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise TypeError(f"{value!r:.40} where a count is expected")
+    return value
+
+
+def as_number(value: object) -> float | None:
+    """A finite number, or None for null."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TypeError(f"{value!r:.40} where a finite number or null is expected")
+    return float(value)
+
+
+def as_numbers(value: object) -> dict[str, float | None]:
+    """An object of these."""
+    return {name: as_number(each) for name, each in as_mapping(value).items()}
+
+
+def as_status(status: object) -> Status:
+    """How far a noise scale is known."""
+    if status not in _STATUSES:
+        raise TypeError(f"status {status!r} is none of {', '.join(_STATUSES)}")
+    return cast(Status, status)

@@ -1,0 +1,112 @@
+"""What a run's log holds of a policy: a reading for each optimizer step that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers
+from sonde.stats.forecast_track import Point, point_of
+from sonde.stats.importance import Per
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """One prompt's part of a change of entropy.
+
+    Attributes:
+        prompt: its text, or its number in words.
+        change: in nats; None where it is not known, as are the others.
+        parts: what of it comes from what, in nats: "sharpening" and "drift" of an evaluation prompt, "from_rewarded"
+            and "from_penalised" of one that was learned from.
+    """
+
+    prompt: str
+    change: float | None
+    parts: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class CausesReading:
+    """Where a step's change of entropy comes from.
+
+    Attributes:
+        momentum: earlier batches, in nats; None where it is not known, as are the others.
+        batch: this batch.
+        decay: weight decay.
+        explained: the sum of the prompts' parts over that of the batch.
+        prompts: of the batch.
+    """
+
+    momentum: float | None
+    batch: float | None
+    decay: float | None
+    explained: float | None
+    prompts: tuple[PromptPart, ...]
+
+
+@dataclass(frozen=True)
+class PolicyReading:
+    """What was measured of a policy around one optimizer step.
+
+    Attributes:
+        segment: index into `Run.headers` of the start it belongs to.
+        window: the optimizer step, from 1.
+        time: seconds since 1970.
+        metrics: a number per name, None where it is not known.
+        reason: why the forecast is unknown or not to be trusted; empty when it is.
+        per: what the forecast is of, "token" or "response".
+        shares: evaluation prompts with their parts of the forecast.
+        causes: where the change comes from; None where nobody asked.
+        alerts: what looks wrong, a message by name.
+    """
+
+    segment: int
+    window: int
+    time: float
+    metrics: Mapping[str, float | None]
+    reason: str
+    per: Per
+    shares: tuple[PromptPart, ...]
+    causes: CausesReading | None
+    alerts: Mapping[str, str]
+
+    @property
+    def point(self) -> Point:
+        """Forecast and truth."""
+        return point_of(self.window, self.metrics, self.per)
+
+
+def policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:
+    """Read one record.
+
+    Raises:
+        KeyError: when something is missing.
+        TypeError: when something is of another kind than its schema says.
+    """
+    return PolicyReading(
+        segment=segment,
+        window=as_count(record["window"]),
+        time=float(record["time"]),
+        metrics=as_numbers(record["metrics"]),
+        reason=str(record["reason"]),
+        per="response" if record["per"] == "response" else "token",
+        shares=_parts(record["shares"]),
+        causes=None if record["causes"] is None else _causes(as_mapping(record["causes"])),
+        alerts={name: str(message) for name, message in as_mapping(record["alerts"]).items()},
+    )
+
+
+def _parts(value: object) -> tuple[PromptPart, ...]:
+    return tuple(_part(as_mapping(each)) for each in as_list(value))
+
+
+def _part(value: Mapping[str, Any]) -> PromptPart:
+    parts = {name: as_number(each) for name, each in value.items() if name not in ("prompt", "change")}
+    return PromptPart(str(value["prompt"]), as_number(value["change"]), parts)
+
+
+def _causes(value: Mapping[str, Any]) -> CausesReading:
+    momentum, batch, decay, explained = (as_number(value[name]) for name in ("momentum", "batch", "decay", "explained"))
+    return CausesReading(momentum, batch, decay, explained, _parts(value["prompts"]))

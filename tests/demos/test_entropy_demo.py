@@ -1,0 +1,113 @@
+"""`sonde demo entropy` as people start it: TRL's own trainer, a real terminal's signals, a report at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sonde.cli import main
+from sonde.demos.arithmetic.options import EntropyDemoOptions
+from sonde.runs.reader import read_run
+
+pytest.importorskip("trl", reason="needs trl: pip install 'sonde[trl]'")
+pytestmark = pytest.mark.slow
+
+DEADLINE = 120.0  # seconds; a run here takes about 20 on an idle core
+SMALL = ["--steps", "4", "--every", "2", "--prompts", "4", "--evaluation-prompts", "4"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_it_trains_forecasts_and_leaves_log_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert main(["demo", "entropy", *SMALL, "--out", str(folder)]) == 0
+    said = capsys.readouterr().out
+    run = read_run(folder)
+    assert [reading.window for reading in run.policy] == [1, 3]
+    assert run.ended == "training ended"
+    for reading in run.policy:
+        point = reading.point
+        assert point.is_independent
+        assert point.has_truth
+        assert reading.causes is not None
+        assert len(reading.causes.prompts) == 4
+        assert len(reading.shares) == 4
+        assert all(share.prompt.endswith("=") for share in reading.shares)
+        assert reading.metrics["gns_prompts/prompts_per_window"] == 4
+        assert reading.metrics["reward"] is not None
+        assert f"{reading.window}/4" in said
+    assert "verdict" in said
+    assert (folder / "report.html").stat().st_size > 100_000
+    assert "Forecast against truth" in (folder / "report.html").read_text()
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "sonde", "demo", "entropy", "--steps", "100000", "--out", str(folder)]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        deadline = time.monotonic() + DEADLINE
+        while not (folder / "records.jsonl").exists() or '"policy"' not in (folder / "records.jsonl").read_text():
+            assert demo.poll() is None, demo.communicate()
+            assert time.monotonic() < deadline, "nothing was measured"
+            time.sleep(0.1)
+        os.killpg(demo.pid, signal.SIGINT)
+        out, err = demo.communicate(timeout=DEADLINE)
+    finally:
+        if demo.poll() is None:
+            os.killpg(demo.pid, signal.SIGKILL)
+            demo.communicate()
+    assert demo.returncode == 130, (out, err)
+    assert "Stopped at step" in out
+    assert read_run(folder).ended == "interrupted"
+    assert (folder / "report.html").exists()
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--every", "0"], "every must be at least 1, got 0"),
+        (["--prompts", "1"], "prompts must be at least 2, got 1"),
+        (["--prompts", "99"], "there are 100 sums, 2 of them to evaluate on, got --prompts 99"),
+        (["--evaluation-prompts", "95"], "evaluation_prompts must be from 2 to 92"),
+        (["--seed", "-1"], "seed must be at least 0"),
+        (["--learning-rate", "0"], "learning_rate must be positive and finite"),
+        (["--learning-rate", "nan"], "learning_rate must be positive and finite"),
+    ],
+)
+def test_bad_options(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "entropy", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_from_a_file_give_way_to_flags(tmp_path: Path) -> None:
+    from sonde.cli import _parse
+
+    config = tmp_path / "demo.yaml"
+    config.write_text("steps: 7\nlearning-rate: 1e-4\n")
+    options = _parse(["demo", "entropy", "--config", str(config), "--steps", "9"])
+    assert isinstance(options, EntropyDemoOptions)
+    assert (options.steps, options.learning_rate, options.every) == (9, 1e-4, 5)
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").write_text("mine")
+    assert main(["demo", "entropy", *SMALL, "--out", str(tmp_path)]) == 2
+    assert "a folder that is not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "entropy", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "sonde demo entropy" in said
+    assert "forecasts what the optimizer's step will do" in said
+    assert main(["demo", "--help"]) == 0
+    assert "sonde demo entropy" in " ".join(capsys.readouterr().out.split())

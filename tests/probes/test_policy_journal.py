@@ -1,0 +1,111 @@
+"""What a policy's journal writes, and what it says when something looks wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sonde.probes.policy_journal import PolicyJournal
+from sonde.runs.reader import read_run
+from sonde.runs.sinks import JsonlSink
+from sonde.stats.entropy_forecast import Cause, Causes, EntropyForecast, Share, unknown
+
+FORECAST = dataclasses.replace(
+    unknown("", "per_token", "step"),
+    delta=-0.02,
+    se=0.001,
+    low=-0.022,
+    high=-0.018,
+    is_valid=True,
+    entropy=2.0,
+    shares=(Share(1, -0.015, -0.01, -0.005), Share(2, -0.005, -0.004, math.nan)),
+    causes=Causes(-0.01, -0.01, 0.0, (Cause(7, -0.01, -0.02, 0.01),), 0.98),
+)
+
+
+def changed(**changes: Any) -> EntropyForecast:
+    return dataclasses.replace(FORECAST, **changes)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+def test_what_was_measured_is_what_is_read(tmp_path: Path) -> None:
+    journal = PolicyJournal([JsonlSink(tmp_path)], run="r", setup={"loss": "dr_grpo"}, metadata={"note": 1})
+    journal.measured(6, FORECAST.metrics() | {"reward": 0.5}, FORECAST, {1: "1+1=", 7: "7+7="})
+    journal.measured(11, {"gns_prompts/b_simple": 3.0, "reward": math.inf})
+    journal.end("training ended")
+    journal.end("closed")  # says nothing more
+    run = read_run(tmp_path)
+    assert (run.name, run.header.unit, run.ended) == ("r", "prompts", "training ended")
+    first, second = run.policy
+    assert (first.window, first.metrics["reward"], first.point.delta) == (6, 0.5, -0.02)
+    assert [(s.prompt, s.parts["drift"]) for s in first.shares] == [("1+1=", -0.005), ("prompt 2", None)]
+    assert first.causes is not None
+    assert [(c.prompt, c.change) for c in first.causes.prompts] == [("7+7=", -0.01)]
+    assert second.metrics == {"gns_prompts/b_simple": 3.0, "reward": None}
+    assert (second.shares, second.causes) == ((), None)
+    assert len(journal.points) == 1
+    assert [r["kind"] for r in records(tmp_path)] == ["header", "policy", "policy", "end"]
+
+
+def test_only_the_largest_of_many_prompts_are_kept(tmp_path: Path) -> None:
+    shares = tuple(Share(n, (-1) ** n * n * 1e-3, 0.0, 0.0) for n in range(200))
+    journal = PolicyJournal([JsonlSink(tmp_path)])
+    journal.measured(1, {}, changed(shares=shares))
+    journal.end("done")
+    found = [share["change"] for share in records(tmp_path)[1]["shares"]]
+    assert len(found) == 64
+    assert found == sorted(found)
+    assert min(map(abs, found)) == pytest.approx(0.136)
+
+
+def test_a_collapse_is_told_once_and_stays_in_the_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = PolicyJournal([JsonlSink(tmp_path)])
+    with caplog.at_level(logging.WARNING, "sonde"):
+        for step, entropy in enumerate([2.0, 1.0, 0.15, 0.1], start=1):
+            forecast = changed(entropy=entropy)
+            journal.measured(step, forecast.metrics(), forecast)
+    assert sum("collapse" in message for message in caplog.messages) == 1
+    journal.end("done")
+    written = records(tmp_path)
+    assert [r["kind"] for r in written] == ["header", "policy", "policy", "alert", "policy", "policy", "end"]
+    assert [bool(r["alerts"]) for r in written if r["kind"] == "policy"] == [False, False, True, True]
+    assert list(journal.alerts) == ["entropy_collapse"]
+
+
+def test_a_forecast_of_responses_says_so(tmp_path: Path) -> None:
+    journal = PolicyJournal([JsonlSink(tmp_path)])
+    journal.measured(1, {}, changed(objective="sequence", reason="why"))
+    journal.end("done")
+    [_, record, _] = records(tmp_path)
+    assert (record["per"], record["reason"]) == ("response", "why")
+    assert journal.points[0].per == "response"
+
+
+class FullDisk:
+    """Fails after the header."""
+
+    def write(self, record: Mapping[str, object]) -> None:
+        if record["kind"] != "header":
+            raise OSError("no space left")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_a_sink_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = PolicyJournal([FullDisk(), JsonlSink(tmp_path)])
+    journal.measured(1, {}, FORECAST)
+    journal.measured(2, {}, FORECAST)
+    journal.end("done")
+    assert caplog.text.count("FullDisk writes no more: no space left") == 1
+    assert len(records(tmp_path)) == 4
