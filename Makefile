@@ -7,11 +7,12 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Two at a time. Each runs one thread: several that wait for each other on the same cores take many times as long.
 TESTS  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test check bench bench-norm clean
+.PHONY: help demo demo-entropy test check bench bench-norm clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small language model on 2 processes and judge its batch size (about 2 minutes)"
+	@echo "make demo-entropy   train a tiny policy by GRPO and forecast its entropy (about 1 minute)"
 	@echo "make test    run all tests"
 	@echo "make check   lint, type-check, then run all tests (what CI runs)"
 	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/"
@@ -26,6 +27,10 @@ $(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "==> installing sonde and what its report needs (torch is large: a few minutes on a slow line)"
 	@$(PIP) install --constraint constraints.txt --editable '.[report]' && touch $@
 
+$(VENV)/.trl: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "==> installing sonde, TRL and what the report needs (torch is large: a few minutes on a slow line)"
+	@$(PIP) install --constraint constraints.txt --editable '.[report,trl]' && touch $@ $(VENV)/.demo
+
 $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "==> installing sonde with everything its tests and benchmarks need"
 	@$(PIP) install --constraint constraints.txt --editable '.[dev]' && touch $@ $(VENV)/.demo
@@ -36,6 +41,9 @@ $(VENV)/.bench: $(VENV)/.dev benchmarks/requirements.txt
 
 demo: $(VENV)/.demo
 	@$(BIN)/sonde demo
+
+demo-entropy: $(VENV)/.trl
+	@$(BIN)/sonde demo entropy
 
 test: $(VENV)/.dev
 	@echo "==> tests"

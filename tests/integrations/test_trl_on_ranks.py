@@ -1,0 +1,84 @@
+"""A real GRPO run on two ranks under DDP, with and without probes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+
+pytest.importorskip("trl", reason="needs trl: pip install 'sonde[trl]'")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+
+
+def _as_launched(port: int) -> None:
+    """What torchrun tells a process, for accelerate to read."""
+    import torch.distributed as dist
+
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+
+
+def _trained(port: int, folder: str, watched: bool) -> dict[str, Any]:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    _as_launched(port)
+    from accelerate.state import AcceleratorState
+
+    from sonde.integrations import trl as integration
+    from sonde.runs.sinks import JsonlSink
+    from tests.integrations.test_trl import trainer_of, weights
+
+    try:
+        trainer = trainer_of(Path(tempfile.mkdtemp()), steps=4, per_device_train_batch_size=8)
+        probes = None
+        if watched:
+            config = {
+                "gns_probe": {"enabled": True, "log_every": 2},
+                "entropy_probe": {"enabled": True, "every": 2},
+                "policy_entropy_probe": {"enabled": True},
+            }
+            sinks = [JsonlSink(folder)]
+            probes = integration.attach(trainer, config, evaluation_prompts=8, causes=True, rollouts=True, sinks=sinks)
+        trainer.train()
+        forecasts = [] if probes is None else [forecast for _, forecast in probes.forecasts]
+        return {
+            "ranks": trainer.accelerator.num_processes,
+            "weights": weights(trainer),
+            "deltas": [(f.delta, f.se, f.rollouts.delta) for f in forecasts if f.rollouts],
+            "n": [(f.n_evaluation, f.causes and len(f.causes.prompts)) for f in forecasts],
+            "explained": [f.causes.explained for f in forecasts if f.causes],
+        }
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_CPU"):
+            os.environ.pop(name, None)
+
+
+def test_two_ranks_train_as_without_probes_and_agree_on_every_number(ranks2: Ranks, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    plain = ranks2(_trained, port, "", False)
+    first, second = ranks2(_trained, port, str(tmp_path), True)
+    assert first["ranks"] == 2
+    for found in (first, second):
+        assert torch.equal(found["weights"], plain[0]["weights"])
+    assert first["deltas"] == second["deltas"]
+    assert len(first["deltas"]) == 2
+    assert first["n"] == [(8, 4), (8, 4)]  # of all ranks: 2 × 16 completions, 8 to a prompt
+    assert first["explained"] == pytest.approx([1.0, 1.0], abs=0.1)
+    from sonde.runs.reader import read_run
+
+    run = read_run(tmp_path)
+    assert run.header.setup["ranks"] == 2
+    assert [reading.window for reading in run.policy] == [1, 3]
+    assert [len(reading.shares) for reading in run.policy] == [8, 8]
