@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Two at a time. Each runs one thread: several that wait for each other on the same cores take many times as long.
 TESTS  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo demo-entropy test check bench bench-norm clean
+.PHONY: help demo demo-entropy test check bench bench-norm bench-entropy clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make check   lint, type-check, then run all tests (what CI runs)"
 	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/"
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
+	@echo "make bench-entropy   measure how right forecasts of entropy are, and what they cost; writes benchmarks/results/"
 	@echo "make clean   remove the virtual environment and caches"
 
 $(VENV)/.created:
@@ -65,6 +66,10 @@ bench: $(VENV)/.bench
 bench-norm: $(VENV)/.bench
 	@echo "==> benchmarks of the norm (about 10 minutes on 2 cores; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.norm
+
+bench-entropy: $(VENV)/.dev
+	@echo "==> benchmarks of the entropy's forecast (about 15 minutes on 2 cores; leave the machine alone meanwhile)"
+	@$(BIN)/python -m benchmarks.entropy
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

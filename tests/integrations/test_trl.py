@@ -306,7 +306,7 @@ def test_other_ways_to_train_are_the_same_to_the_bit(tmp_path: Path, options: di
     for _, forecast in probes.forecasts:
         assert forecast.se > 0
         assert forecast.causes is not None
-        if "bf16" not in options:  # on policy in the first pass over a generation
+        if "bf16" not in options:  # whose gradients were rounded
             assert forecast.causes.explained == pytest.approx(1.0, abs=0.1)
 
 

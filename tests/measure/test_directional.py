@@ -70,6 +70,48 @@ def test_both_modes_are_jacobian_times_direction(mode: str, dtype: torch.dtype, 
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_differences_are_as_small_as_the_model_is_sensitive(dtype: torch.dtype) -> None:
+    """A parameter of huge norm that does little: by it alone the others would be moved far out of what is linear."""
+    model = build().to(dtype)
+    with torch.no_grad():
+        model.front.embed.weight[VOCABULARY:] = 1e4  # rows of no token
+    direction = random_direction(model)
+    expected = exact(model, direction)
+    before = [p.detach().clone() for p in model.parameters()]
+    found = joined(along(model, direction, "central"))
+    assert float((found - expected).norm() / expected.norm()) < 5e-3
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_outputs_that_are_rounded_too_coarsely_are_refused() -> None:
+    model = build()
+    direction = random_direction(model)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def coarse(batch: Tensor) -> tuple[Tensor, ...]:
+        return tuple((out * 64).round() / 64 for out in token_numbers(model, batch))
+
+    with pytest.raises(ValueError, match="lost in rounding"):
+        derivatives_along(coarse, model, direction, list(tokens().chunk(2)), mode="central")
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_under_autocast_differences_are_refused_or_right() -> None:
+    """bf16 rounds log-probabilities to some 2 digits; what passes must still be near the derivative."""
+    model = build()
+    direction = random_direction(model)
+    expected = exact(model, direction)
+
+    def autocast(batch: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return token_numbers(model, batch)
+
+    with pytest.raises(ValueError, match="without autocast"):
+        derivatives_along(autocast, model, direction, [tokens()], mode="central")
+    assert torch.isfinite(expected).all()
+
+
 def test_the_direction_is_given_back() -> None:
     model = build()
     direction = random_direction(model)

@@ -25,7 +25,7 @@ try:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    from sonde.integrations.trl_rollouts import TrlRollouts, check_sampling
+    from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts, check_sampling
 except ImportError as error:
     raise ImportError("this needs trl: pip install 'sonde[trl]'") from error
 
@@ -85,6 +85,8 @@ def attach(
         )
     if config.gns_probe.enabled:
         _check_whole_groups(trainer)
+    if config.entropy_probe.enabled and config.entropy_probe.derivatives != "forward":
+        _check_dtypes(trainer)
     check_sampling(trainer, is_fresh=config.entropy_probe.enabled and (evaluation == "fresh" or rollouts))
     return TrlProbes(
         trainer,
@@ -96,6 +98,16 @@ def attach(
         sinks=sinks if trainer.accelerator.is_main_process else (),
         run=run,
     )
+
+
+def _check_dtypes(trainer: Any) -> None:
+    narrow = next((p.dtype for p in trainer.model.parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
+    if narrow is not None:
+        raise ValueError(
+            f"the model's parameters are {narrow}, in whose rounding central differences are lost: train fp32 "
+            "parameters in mixed precision (bf16=True), or pass entropy_probe: {derivatives: forward} with a model "
+            "loaded by attn_implementation='eager'"
+        )
 
 
 def _check_whole_groups(trainer: Any) -> None:
@@ -140,7 +152,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._has_causes = causes
         self._has_rollouts = rollouts
         self._sinks, self._run = sinks, run
-        self._statistics = CausalLMStatistics(trainer.args.temperature)
+        self._statistics = FullPrecision(CausalLMStatistics(trainer.args.temperature))
         self._entropy: EntropyChangeProbe | None = None
         self._policy: PolicyEntropyProbe | None = None
         self._noise: PromptNoiseProbe | None = None

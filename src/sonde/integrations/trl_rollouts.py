@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 
 from sonde.measure.rollouts import Rollouts
+from sonde.measure.token_statistics import CausalLMStatistics
 
 GROUP = "sonde_prompt"
 """The key under which each completion's prompt travels through TRL's shuffle and split."""
@@ -62,6 +63,31 @@ def check_sampling(trainer: Any, *, is_fresh: bool) -> None:
             "the dataset can only be read in order, and fresh responses need prompts out of it: evaluation='same', "
             "without rollouts"
         )
+
+
+class FullPrecision:
+    """Scores without the autocast that accelerate wraps a model's forward in: differences are lost in its rounding.
+
+    Args:
+        statistics: what scores.
+    """
+
+    def __init__(self, statistics: CausalLMStatistics) -> None:
+        self.temperature = statistics.temperature
+        self._statistics = statistics
+
+    def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
+        """As `CausalLMStatistics`."""
+        unwrapped_forward = getattr(model, "_original_forward", None)  # accelerate's name for it
+        with torch.autocast(rollouts.mask.device.type, enabled=False):
+            if unwrapped_forward is None:
+                return self._statistics(model, rollouts)
+            wrapped_forward = model.forward
+            model.forward = unwrapped_forward
+            try:
+                return self._statistics(model, rollouts)
+            finally:
+                model.forward = wrapped_forward
 
 
 class TrlRollouts:

@@ -26,6 +26,11 @@ Mode = Literal["forward", "central"]
 
 _RELATIVE_STEP = {torch.float32: 2e-3, torch.float64: 1e-5}
 """‖hΔ‖/‖θ‖ that balances rounding, which grows as it shrinks, with what is not linear, which grows with its square."""
+_MOVED_BY = {torch.float32: 5e-3, torch.float64: 1e-4}
+"""Nats that outputs move by at most, root mean square: a model may be far more sensitive to Δ than its norm tells."""
+_ROUGHEST = 0.5
+"""Part of a difference that may be the same up and down: more is rounding, or nothing that has a derivative."""
+_SHRUNK_AT_MOST = 8  # times
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ def derivatives_along(
     batches: Sequence[Any],
     *,
     mode: Literal["auto", "forward", "central"] = "auto",
+    pilot: Any = None,
 ) -> Derivatives:
     """The derivative of every output along a direction, micro-batch by micro-batch.
 
@@ -61,13 +67,16 @@ def derivatives_along(
             parameters meanwhile, and afterwards what these were moved by: Δ to some 4 digits.
         batches: micro-batches.
         mode: "auto" tries forward mode, and falls back.
+        pilot: a small micro-batch on which central differences are made small enough, and seen to be differences of
+            more than rounding; the first of `batches` by default.
 
     Returns:
         `Derivatives`. Parameters have the bits they had, also when `function` fails.
 
     Raises:
         ValueError: for central differences of parameters of fewer than 32 bits, which would be lost in their rounding,
-            or along a direction of another dtype than theirs.
+            along a direction of another dtype than theirs, or of outputs that are rounded too coarsely, as under bf16
+            autocast.
     """
     why = "parameters are sharded" if any(is_dtensor(p) for p in direction) else ""
     if mode == "forward" or (mode == "auto" and not why):
@@ -77,7 +86,8 @@ def derivatives_along(
             if mode == "forward" or not _has_no_forward_mode(error):
                 raise
             why = str(error).splitlines()[0]
-    return Derivatives(_central(function, model, direction, batches), "central", why or "asked for")
+    pilot = batches[0] if pilot is None else pilot
+    return Derivatives(_central(function, model, direction, batches, pilot), "central", why or "asked for")
 
 
 def _has_no_forward_mode(error: Exception) -> bool:
@@ -120,7 +130,7 @@ def _in_place_of(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> Iterator
 
 
 def _central(
-    function: Callable[[Any], Outputs], model: nn.Module, direction: Direction, batches: Sequence[Any]
+    function: Callable[[Any], Outputs], model: nn.Module, direction: Direction, batches: Sequence[Any], pilot: Any
 ) -> list[Outputs]:
     pairs = [(local_of(p.detach()), local_of(step)) for p, step in direction.items()]
     if narrow := next((p for p, _ in pairs if p.dtype not in _RELATIVE_STEP), None):
@@ -134,6 +144,7 @@ def _central(
             f"{other[1].dtype} for {other[0].dtype}: convert it"
         )
     h = _step_size(direction, pairs)
+    tries = _Pilot(function, pilot, direction)
     moved = 0
     try:
         for theta, step in pairs:
@@ -142,10 +153,12 @@ def _central(
             moved += 1  # from here on `step` holds what is to be restored
             theta.copy_(up)
         reshard(model)
+        h *= _shrink(tries, pairs, model)
         above = [tuple(out.clone() for out in function(batch)) for batch in batches]
         for theta, old in pairs:
             theta.neg_().add_(old, alpha=2.0)  # as far down as it was up, whatever rounding did to that
         reshard(model)
+        tries.check_down()
         below = [function(batch) for batch in batches]
     except BaseException:
         for theta, old in pairs[:moved]:
@@ -163,15 +176,66 @@ def _central(
     ]
 
 
+class _Pilot:
+    """What a few outputs do as parameters move; the same on all ranks that hold a part of a parameter."""
+
+    def __init__(self, function: Callable[[Any], Outputs], batch: Any, direction: Direction) -> None:
+        self._function, self._batch, self._direction = function, batch, direction
+        self._base = self._outputs()
+        self._up = self._base
+
+    def moved_by(self) -> float:
+        """Root mean square of the outputs' change, in nats; parameters are up."""
+        self._up = self._outputs()
+        squares, count = self._sums((self._up - self._base).square().sum(), (self._base != 0).sum())
+        return float((squares / max(count, 1.0)) ** 0.5)
+
+    def check_down(self) -> None:
+        """Refuse differences that are no more than rounding; parameters are down, as far as they were up."""
+        down = self._outputs()
+        same, other = self._sums((self._up + down - 2 * self._base).square().sum(), (self._up - down).square().sum())
+        if same > _ROUGHEST**2 * other > 0:
+            raise ValueError(
+                "central differences are lost in rounding, or the model has no derivative: moved up and down, its "
+                f"log-probabilities and entropies change the same way ({(same / other) ** 0.5:.1f} times as much as in "
+                "opposite ways). Score in fp32, without autocast, or pass derivatives='forward'"
+            )
+
+    def _outputs(self) -> Tensor:
+        return torch.stack([out.detach().double() for out in self._function(self._batch)])
+
+    def _sums(self, *values: Tensor) -> tuple[float, ...]:
+        return tuple(_over_shards(torch.stack([v.double() for v in values]), self._direction).tolist())
+
+
+def _shrink(tries: _Pilot, pairs: Sequence[tuple[Tensor, Tensor]], model: nn.Module) -> float:
+    """Move parameters back towards where they were, which `pairs` hold, until outputs move little; by what factor."""
+    most = max(_MOVED_BY[p.dtype] for p, _ in pairs)
+    factor = 1.0
+    for _ in range(_SHRUNK_AT_MOST):
+        moved_by = tries.moved_by()
+        if moved_by <= 2 * most:
+            break
+        less = max(most / moved_by, 1 / 32) if moved_by < float("inf") else 1 / 32
+        for theta, old in pairs:
+            theta.sub_(old).mul_(less).add_(old)
+        factor *= less
+        reshard(model)
+    return factor
+
+
+def _over_shards(sums: Tensor, direction: Direction) -> Tensor:
+    """Added up over all ranks that hold a part of a parameter. Waits for the device."""
+    for mesh in dict.fromkeys(p.device_mesh for p in direction if is_dtensor(p)):  # type: ignore[attr-defined]
+        sums = sums.to(mesh.device_type)
+        if work := start_reduce(sums, group_of_mesh(mesh)):
+            work.wait()
+    return sums
+
+
 def _step_size(direction: Direction, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     """h, the same on every rank that holds a part of a parameter. Waits for the device."""
     sums = [torch.stack([t.double().square().sum().cpu() for t in side]).sum() for side in zip(*pairs, strict=True)]
-    squares = torch.stack(sums)
-    meshes = dict.fromkeys(p.device_mesh for p in direction if is_dtensor(p))  # type: ignore[attr-defined]
-    for mesh in meshes:  # copies count more than once, in both sums alike
-        squares = squares.to(mesh.device_type)
-        if work := start_reduce(squares, group_of_mesh(mesh)):
-            work.wait()
-    of_theta, of_step = squares.tolist()
+    of_theta, of_step = _over_shards(torch.stack(sums), direction).tolist()  # copies count more often, in both alike
     relative = max(_RELATIVE_STEP[p.dtype] for p, _ in pairs)
     return float(relative * (of_theta / of_step) ** 0.5) if of_step and of_theta else 1.0

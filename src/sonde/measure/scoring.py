@@ -27,6 +27,7 @@ T = TypeVar("T")
 Tokens = dict[str, Tensor]
 """By name, values of each token, [responses, tokens], or of each response, [responses]; on the CPU."""
 
+_PILOT_RESPONSES = 4
 _ROUNDING = 0.01
 """Nats: more than the order of sums changes, bf16's included; less than any dropout does."""
 
@@ -129,10 +130,11 @@ class Scorer:
     ) -> tuple[Tokens, Mode]:
         """`d_log_prob` and `d_entropy` along a direction, of the responses of all ranks; and how they were taken."""
         batches = self._batches(rollouts)
+        pilot = rollouts.rows(torch.arange(min(_PILOT_RESPONSES, len(rollouts))))
         used: list[Mode] = []
 
         def work() -> Tokens:
-            found = derivatives_along(self._outputs, self._model, direction, batches, mode=mode)
+            found = derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot)
             used.append(found.mode)
             return self._in_order(rollouts, found.of_batches, ("d_log_prob", "d_entropy"))
 

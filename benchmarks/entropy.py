@@ -1,0 +1,167 @@
+"""How right forecasts of a policy's entropy are, and what they cost: `python -m benchmarks.entropy`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.entropy_accuracy import Plan, summary, trials
+from benchmarks.entropy_cost import OURS, TINY, Size, costs, peaks
+from benchmarks.machine import describe
+
+QUICK = Plan(steps=(0, 2), batches=2, prompts=6, truths=2, responses=2)
+BY_BACKWARDS = "gradient, a backward for every prompt"
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """Everything."""
+    start = time.monotonic()
+    warnings.simplefilter("ignore")  # of packages that are not ours
+    size = TINY if quick else Size()
+    _say(start, "accuracy, along a GRPO run")
+    accuracy = summary(trials(QUICK if quick else Plan()))
+    _say(start, "cost")
+    cost = costs(size, 1 if quick else 5)
+    _say(start, "memory")
+    memory = peaks(size, [OURS]) if quick else peaks(size)
+    return {
+        "machine": describe("cpu", compared=("trl", "transformers")),
+        "quick": quick,
+        "accuracy": accuracy,
+        "cost": cost,
+        "memory": memory,
+    }
+
+
+def markdown(found: dict[str, Any], command: str) -> str:
+    """The results as a page."""
+    lines = ["# Forecasts of a policy's entropy: how right, at what cost", ""]
+    lines += [f"- {name}: {value}" for name, value in found["machine"].items()]
+    lines += [f"- again: `{command}`", ""]
+    if found["quick"]:
+        lines += ["**Quick: these numbers mean nothing.**", ""]
+    return "\n".join([*lines, *_accuracy(found["accuracy"]), *_cost(found["cost"]), *_memory(found)])
+
+
+def _accuracy(found: dict[str, Any]) -> list[str]:
+    lines = [
+        "## How right",
+        "",
+        "The run of `sonde demo entropy` (TRL's GRPOTrainer, dr_grpo, AdamW at 3e-3). Before steps 20, 25, … 120 the "
+        "step is forecast from 8 independent batches of 32 prompts, drawn with replacement from the hundred sums, with "
+        "8 responses each; as it is, and scaled to a tenth. Truth: fresh rollouts before and after it, to all sums, "
+        "with common random numbers, 8 times 16 responses each. An interval holds the truth up to that one's own 95 %.",
+        "",
+        "| | steps as they are | a tenth of them | goal |",
+        "| --- | --- | --- | --- |",
+    ]
+    whole, tenth = found["by_scale"]["1.0"], found["by_scale"]["0.1"]
+    rows = [
+        ("forecasts", "forecasts", "{:.0f}", ""),
+        ("that say they are to be trusted", "trusted", "{:.0f}", ""),
+        ("change, median size, nats a token", "median_size", "{:.1e}", ""),
+        ("standard error of the forecast, median", "median_se", "{:.1e}", ""),
+        ("standard error of the truth, median", "median_truth_se", "{:.1e}", ""),
+        ("same sign as the truth, where above 2 standard errors", "sign_agreement", "{:.1%}", "≥ 95 %"),
+        ("correlation with the truth", "correlation", "{:.3f}", "≥ 0.95"),
+        ("the same, of those to be trusted", "correlation_of_trusted", "{:.3f}", ""),
+        ("intervals that hold the truth", "coverage", "{:.1%}", "90–98 % at a tenth"),
+        ("the same, of forecasts to be trusted", "coverage_of_trusted", "{:.1%}", ""),
+        ("the same, by the standard error alone", "coverage_by_se_alone", "{:.1%}", ""),
+    ]
+    for title, name, form, goal in rows:
+        cells = ["–" if of[name] is None else form.format(of[name]) for of in (whole, tenth)]
+        lines.append(f"| {title} | {cells[0]} | {cells[1]} | {goal} |")
+    flagged = found["flagged_at_step_0"]
+    lines += [
+        "",
+        f"At step 0, where the policy is nearly uniform, {flagged:.0%} of the forecasts of the whole step say that "
+        "they are not to be trusted (goal: all).",
+        "",
+    ]
+    return lines
+
+
+def _cost(found: dict[str, Any]) -> list[str]:
+    size, said = found["size"], found["said"]
+    lines = [
+        "## At what cost",
+        "",
+        f"A Qwen2 of {found['parameters'] / 1e6:.1f}M parameters with random weights; {size['prompts']} prompts to "
+        "evaluate on and as many to learn from, 8 responses of 48 tokens each. SGD, so that the step is the mean "
+        "gradient and all forecast the same. Contestants in turn in one process; medians. At equal standard error: the "
+        "time times the square of the standard error over that of sonde's step, as twice as many prompts halve a "
+        "variance.",
+        "",
+        "| | seconds | forecast, nats a token | its SE | seconds at equal SE | over sonde's step |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    ours = said[OURS]["se"]
+    at_equal = {n: statistics.median(s) * (said[n]["se"] / ours) ** 2 for n, s in found["seconds"].items()}
+    for name, seconds in found["seconds"].items():
+        lines.append(
+            f"| {name} | {statistics.median(seconds):.2f} | {said[name]['delta']:.4g} | {said[name]['se']:.2g} | "
+            f"{at_equal[name]:.2f} | {at_equal[name] / at_equal[OURS]:.2f} |"
+        )
+    phases = {name: statistics.median([p[name] for p in found["phases"]]) for name in found["phases"][0]}
+    truth = phases.get("truth", 0.0)
+    of_phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
+    without = at_equal[BY_BACKWARDS] / (at_equal[OURS] - truth)
+    lines += [
+        "",
+        f"Goal: 3 times faster than gradients with a backward for every prompt, at equal standard error: "
+        f"{at_equal[BY_BACKWARDS] / at_equal[OURS]:.2f} times; {without:.2f} times without the two truths that sonde "
+        f"measures besides. Its phases: {of_phases}.",
+        "",
+    ]
+    return lines
+
+
+def _memory(found: dict[str, Any]) -> list[str]:
+    memory, direction = found["memory"], 4 * found["cost"]["parameters"]
+    allowed = memory["training micro-batch"] + direction
+    lines = [
+        "## Memory",
+        "",
+        "By how much a process's peak grows, parameters and their gradients being there already; micro-batches of 2 "
+        "prompts.",
+        "",
+        "| | MB |",
+        "| --- | --- |",
+        *(f"| {name} | {size / 1e6:,.0f} |" for name, size in memory.items()),
+        "",
+        f"Goal: a training micro-batch and one direction of {direction / 1e6:,.0f} MB, {allowed / 1e6:,.0f} MB in all; "
+        f"sonde's step takes {memory[OURS] / 1e6:,.0f} MB.",
+        "",
+    ]
+    return lines
+
+
+def _say(start: float, text: str) -> None:
+    print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write `entropy_cpu.json` and `.md`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.entropy", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="half a minute, to see that it works")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
+    options = parser.parse_args(arguments)
+    found = measure(quick=options.quick)
+    page = markdown(found, "python -m benchmarks.entropy" + " --quick" * options.quick)
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / "entropy_cpu"
+    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(page)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

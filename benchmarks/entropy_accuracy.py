@@ -1,0 +1,230 @@
+"""How right forecasts of the entropy's change are, along a real GRPO run: the run of `sonde demo entropy`."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import sonde
+from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
+from sonde.demos.arithmetic.run import make_trainer
+from sonde.measure.scoring import Scored, Scorer, seed_everything, undisturbed
+from sonde.measure.token_statistics import CausalLMStatistics
+from sonde.measure.update import forecast_step, taken
+from sonde.stats.importance import resampled_change
+from sonde.stats.intervals import student_t_quantile
+
+SCALES = (1.0, 0.1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        steps: before which optimizer steps, counted from 0.
+        batches: independent evaluation batches at each.
+        prompts: in each, drawn with replacement from all sums, so that they are the independent prompts that a
+            standard error assumes.
+        truths: independent measurements of what the step does, by fresh rollouts to all sums.
+        responses: to each sum, in each of these.
+    """
+
+    steps: tuple[int, ...] = (0, *range(20, 121, 5))
+    batches: int = 8
+    prompts: int = 32
+    truths: int = 8
+    responses: int = 16
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One forecast and its truth.
+
+    Attributes:
+        step: before which optimizer step.
+        scale: of that step.
+        delta: the forecast, in nats a token.
+        se: its standard error.
+        low: lower end of its interval.
+        high: upper end.
+        t_low: lower end by the standard error alone.
+        t_high: upper end by the standard error alone.
+        is_valid: whether it says that it is to be trusted.
+        linear_over_true: on the same prefixes.
+        truth: by fresh rollouts to all prompts.
+        truth_se: its standard error, by independent repeats.
+    """
+
+    step: int
+    scale: float
+    delta: float
+    se: float
+    low: float
+    high: float
+    t_low: float
+    t_high: float
+    is_valid: bool
+    linear_over_true: float
+    truth: float
+    truth_se: float
+
+    def held(self, low: float, high: float) -> bool:
+        """Whether an interval held the truth, whose own standard error widens it."""
+        end = low if self.truth < self.delta else high
+        return abs(self.truth - self.delta) <= math.hypot(end - self.delta, 1.96 * self.truth_se)
+
+
+def trials(plan: Plan) -> list[Trial]:
+    """Train, and at each of the plan's steps forecast and measure what it would do, whole and scaled down."""
+    from transformers import TrainerCallback
+
+    found: list[Trial] = []
+
+    class Measuring(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in plan.steps:
+                found.extend(_at_step(trainer, kwargs["optimizer"], state.global_step, plan))
+
+    options = EntropyDemoOptions(steps=max(plan.steps) + 1)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer(options, folder)
+        trainer.add_callback(Measuring())
+        trainer.train()
+    return found
+
+
+def _at_step(trainer: Any, optimizer: Any, step: int, plan: Plan) -> list[Trial]:
+    model = trainer.model
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    probe = sonde.EntropyChangeProbe(model, optimizer, micro_batch_prompts=16)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    found = []
+    with undisturbed(model):
+        batches = []
+        for k in range(plan.batches):
+            seed_everything(1000 * step + k)
+            drawn = torch.randint(len(trainer.train_dataset), (plan.prompts,)).tolist()
+            batches.append(_respond(trainer, drawn, COMPLETIONS))
+        before = _everything(trainer, step, plan)
+        for scale in SCALES:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = scale * rate  # which a step of AdamW, decay included, is proportional to
+            forecasts = [probe.forecast(batch) for batch in batches]
+            with taken(forecast_step(optimizer, of=list(model.parameters())), model):
+                after = _everything(trainer, step, plan)
+            truths = [
+                resampled_change(b.entropy, b.responses, a.entropy, a.responses).delta
+                for b, a in zip(before, after, strict=True)
+            ]
+            truth, truth_se = float(np.mean(truths)), float(np.std(truths, ddof=1) / math.sqrt(len(truths)))
+            for f in forecasts:
+                half = student_t_quantile(0.975, f.n_evaluation - 1) * f.se
+                fixed = f.fixed_prefixes
+                assert fixed is not None
+                found.append(
+                    Trial(
+                        step=step,
+                        scale=scale,
+                        delta=f.delta,
+                        se=f.se,
+                        low=f.low,
+                        high=f.high,
+                        t_low=f.delta - half,
+                        t_high=f.delta + half,
+                        is_valid=f.is_valid,
+                        linear_over_true=fixed.linear_over_true,
+                        truth=truth,
+                        truth_se=truth_se,
+                    )
+                )
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+    return found
+
+
+def _everything(trainer: Any, step: int, plan: Plan) -> list[Scored]:
+    """Responses to all sums, several times over; with the same random numbers at each call for one step."""
+    scorer = Scorer(trainer.model, CausalLMStatistics(), 100, None)
+    found = []
+    for k in range(plan.truths):
+        seed_everything(7_000_000 + 1000 * step + k)
+        found.append(scorer.scored(_respond(trainer, list(range(len(trainer.train_dataset))), plan.responses)))
+    return found
+
+
+@torch.no_grad()
+def _respond(trainer: Any, rows: list[int], n_each: int) -> sonde.Rollouts:
+    """By the model's own probabilities and torch's random numbers; each row is a prompt of its own."""
+    tokens = trainer.processing_class
+    texts = [trainer.train_dataset[i]["prompt"] for i in rows for _ in range(n_each)]
+    prompts = tokens(texts, return_tensors="pt", padding=True)
+    ids, attention = prompts["input_ids"], prompts["attention_mask"]
+    mask = []
+    is_over = torch.zeros(len(ids), dtype=torch.bool)
+    width = ids.shape[1]
+    for _ in range(trainer.max_completion_length):
+        logits = _next(trainer.model, ids, attention)
+        # Inverse transform: a small change of the policy changes few tokens.
+        chosen = (logits.double().softmax(-1).cumsum(-1) < torch.rand(len(ids), 1, dtype=torch.float64)).sum(-1)
+        chosen = torch.where(is_over, tokens.pad_token_id, chosen.clamp(max=logits.shape[-1] - 1))
+        mask.append(~is_over)
+        ids = torch.cat([ids, chosen[:, None]], 1)
+        attention = torch.cat([attention, (~is_over).long()[:, None]], 1)
+        is_over = is_over | (chosen == tokens.eos_token_id)
+    assert ids.shape[1] == width + len(mask)
+    numbers = torch.arange(len(rows)).repeat_interleave(n_each)
+    return sonde.Rollouts({"input_ids": ids, "attention_mask": attention}, torch.stack(mask, 1), numbers)
+
+
+def _next(model: nn.Module, ids: Tensor, attention: Tensor) -> Tensor:
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    logits: Tensor = model(input_ids=ids, attention_mask=attention, position_ids=positions).logits[:, -1]
+    return logits
+
+
+def summary(found: list[Trial]) -> dict[str, Any]:
+    """What the trials say, scale by scale; step 0 apart."""
+    of_scale = {}
+    for scale in SCALES:
+        some = [t for t in found if t.scale == scale and t.step > 0]
+        clear = [t for t in some if abs(t.delta) > 2 * t.se]
+        trusted = [t for t in some if t.is_valid]
+        of_scale[str(scale)] = {
+            "forecasts": len(some),
+            "trusted": len(trusted),
+            "clear": len(clear),
+            "sign_agreement": _share([t.delta * t.truth > 0 for t in clear]),
+            "correlation": _correlation(some),
+            "correlation_of_trusted": _correlation(trusted),
+            "coverage": _share([t.held(t.low, t.high) for t in some]),
+            "coverage_of_trusted": _share([t.held(t.low, t.high) for t in trusted]),
+            "coverage_by_se_alone": _share([t.held(t.t_low, t.t_high) for t in some]),
+            "median_size": float(np.median([abs(t.truth) for t in some])),
+            "median_se": float(np.median([t.se for t in some])),
+            "median_truth_se": float(np.median([t.truth_se for t in some])),
+        }
+    first = [t for t in found if t.step == 0 and t.scale == 1.0]
+    return {
+        "by_scale": of_scale,
+        "flagged_at_step_0": _share([not t.is_valid for t in first]),
+        "trials": [asdict(t) for t in found],
+    }
+
+
+def _share(which: list[bool]) -> float | None:
+    return sum(which) / len(which) if which else None
+
+
+def _correlation(some: list[Trial]) -> float | None:
+    if len(some) < 3:
+        return None
+    return float(np.corrcoef([t.delta for t in some], [t.truth for t in some])[0, 1])

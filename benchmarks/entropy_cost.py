@@ -1,0 +1,248 @@
+"""What a forecast of the entropy's change costs, beside a backward for every prompt written straightforwardly."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sonde
+from sonde.measure.token_statistics import CausalLMStatistics
+from sonde.stats.entropy import Responses, per_token_coefficients
+
+PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 16, 48, 8
+STATISTICS = CausalLMStatistics()
+_LOGIT_SCALE = 8.0  # a policy at its random beginning is uniform, and has no gradient of its entropy
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a policy and its batches.
+
+    Attributes:
+        width: of its hidden states.
+        layers: of it.
+        vocabulary: tokens.
+        prompts: to evaluate on, and as many to learn from, each with 8 responses.
+    """
+
+    width: int = 256
+    layers: int = 4
+    vocabulary: int = 2048
+    prompts: int = 16
+
+
+TINY = Size(32, 1, 64, 4)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A policy that is about to be updated by SGD, whose step is η times the mean of the prompts' gradients.
+
+    Attributes:
+        model: of transformers.
+        optimizer: its own.
+        evaluation: E.
+        update: U, with advantages; its mean gradient is in `.grad`, with the sign of a loss.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.SGD
+    evaluation: sonde.Rollouts
+    update: sonde.Rollouts
+
+
+def scene(size: Size) -> Scene:
+    """The same at each call."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=PROMPT_TOKENS + RESPONSE_TOKENS,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(_LOGIT_SCALE)
+    evaluation, update = (_responses(model, size, first) for first in (0, size.prompts))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    _gradient_of(model, update, slice(None)).div(-size.prompts).backward()
+    return Scene(model, optimizer, evaluation, update)
+
+
+@torch.no_grad()
+def _responses(model: Any, size: Size, first: int) -> sonde.Rollouts:
+    prompts = torch.randint(2, size.vocabulary, (size.prompts, PROMPT_TOKENS)).repeat_interleave(RESPONSES, 0)
+    ids = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=RESPONSE_TOKENS
+    )
+    made = ids[:, PROMPT_TOKENS:]
+    mask = torch.cat([torch.ones(len(ids), 1), (made == 1).cumsum(1)[:, :-1] == 0], 1).bool() & (made >= 0)
+    mask[:, 1:] &= (made[:, :-1] == 1).cumsum(1) == 0
+    attention = torch.cat([torch.ones_like(prompts).bool(), mask], 1)
+    advantage = torch.randn(size.prompts, RESPONSES)
+    advantage = (advantage - advantage.mean(1, keepdim=True)).flatten()
+    numbers = first + torch.arange(size.prompts).repeat_interleave(RESPONSES)
+    inputs = {"input_ids": torch.where(attention, ids, 0), "attention_mask": attention.long()}
+    return sonde.Rollouts(inputs, mask, numbers, advantage=advantage)
+
+
+def _gradient_of(model: nn.Module, rollouts: sonde.Rollouts, rows: slice | Tensor) -> Tensor:
+    """A prompt's objective J: what its responses' advantages make of their log-probabilities."""
+    index = torch.arange(len(rollouts))[rows]
+    some = rollouts.rows(index)
+    s, _ = STATISTICS(model, some)
+    return (some.credit().to(s) * torch.where(some.mask, s, 0.0)).sum() / RESPONSES
+
+
+def by_backwards_along_the_step(made: Scene) -> tuple[float, float]:
+    """δH and its standard error, each evaluation prompt's gradient times the step: one backward a prompt."""
+    rate = made.optimizer.param_groups[0]["lr"]
+    step = {p: -rate * p.grad for p in made.model.parameters() if p.grad is not None}
+    products = torch.tensor([_dot(x, step) for x in _entropy_gradients(made)], dtype=torch.float64)
+    return float(products.mean()), float(products.std() / math.sqrt(len(products)))
+
+
+def by_backwards_of_both(made: Scene) -> tuple[float, float]:
+    """The same along η times the mean of the update prompts' gradients, whose scatter counts: three backwards."""
+    rate, n = made.optimizer.param_groups[0]["lr"], made.evaluation.n_prompts
+    y_mean = _mean(_update_gradients(made), n)
+    x_mean: dict[Tensor, Tensor] = {}
+    of_x = []
+    for x in _entropy_gradients(made):
+        of_x.append(_dot(x, y_mean))
+        for p, g in x.items():
+            x_mean[p] = x_mean[p].add_(g, alpha=1 / n) if p in x_mean else g / n
+    of_y = [_dot(y, x_mean) for y in _update_gradients(made)]
+    variances = [float(torch.tensor(of, dtype=torch.float64).var()) / n for of in (of_x, of_y)]
+    return rate * sum(of_x) / n, rate * math.sqrt(sum(variances))
+
+
+def _entropy_gradients(made: Scene) -> Any:
+    """X_n of one evaluation prompt after the other."""
+    e, model = made.evaluation, made.model
+    with torch.no_grad():
+        parts = [STATISTICS(model, e.rows(rows)) for rows in e.order(1)]
+    s, h = (torch.cat(of).double() for of in zip(*parts, strict=True))
+    coefficients = per_token_coefficients(h, Responses(e.mask, e.prompt))
+    for rows in e.order(1):
+        s, h = STATISTICS(model, e.rows(rows))
+        on_s, on_h = coefficients.on_log_prob[rows].to(s), coefficients.on_entropy[rows].to(h)
+        mask = e.mask[rows]
+        yield _backward(model, (torch.where(mask, on_s * s, 0.0) + torch.where(mask, on_h * h, 0.0)).sum())
+
+
+def _update_gradients(made: Scene) -> Any:
+    """Y_p of one update prompt after the other."""
+    for rows in made.update.order(1):
+        yield _backward(made.model, _gradient_of(made.model, made.update, rows))
+
+
+def _backward(model: nn.Module, objective: Tensor) -> dict[Tensor, Tensor]:
+    parameters = list(model.parameters())
+    return dict(zip(parameters, torch.autograd.grad(objective, parameters), strict=True))
+
+
+def _mean(vectors: Any, n: int) -> dict[Tensor, Tensor]:
+    total: dict[Tensor, Tensor] = {}
+    for vector in vectors:
+        for p, v in vector.items():
+            total[p] = total[p].add_(v, alpha=1 / n) if p in total else v / n
+    return total
+
+
+def _dot(a: dict[Tensor, Tensor], b: dict[Tensor, Tensor]) -> float:
+    return float(sum(torch.dot(a[p].flatten(), b[p].flatten()).double() for p in b))
+
+
+def by_sonde(made: Scene, update: Any = "step", derivatives: Any = "auto") -> tuple[float, float, dict[str, float]]:
+    """What sonde forecasts, and the seconds of its phases."""
+    probe = sonde.EntropyChangeProbe(
+        made.model, made.optimizer, update=update, derivatives=derivatives, token_statistics=STATISTICS
+    )
+    found = probe.forecast(made.evaluation, made.update)
+    return found.delta, found.se, dict(found.seconds)
+
+
+CONTESTANTS: dict[str, Callable[[Scene], Any]] = {
+    "gradient, a backward for every prompt": by_backwards_of_both,
+    "step, a backward for every prompt": by_backwards_along_the_step,
+    "sonde, update='gradient'": lambda made: by_sonde(made, "gradient"),
+    "sonde, update='step'": by_sonde,
+}
+OURS = "sonde, update='step'"
+
+
+def costs(size: Size, rounds: int) -> dict[str, Any]:
+    """Contestants in turn on the same batches; those of sonde include the truths on E."""
+    made = scene(size)
+    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    said: dict[str, Any] = {}
+    phases: list[dict[str, float]] = []
+    for k in range(rounds + 1):
+        names = list(CONTESTANTS)
+        for name in names[k % len(names) :] + names[: k % len(names)]:
+            start = time.perf_counter()
+            delta, se, *rest = CONTESTANTS[name](made)
+            if k:  # the first warms up
+                seconds[name].append(time.perf_counter() - start)
+                said[name] = {"delta": delta, "se": se}
+                if name == OURS:
+                    phases += rest
+    parameters = sum(p.numel() for p in made.model.parameters())
+    return {"size": vars(size), "parameters": parameters, "seconds": seconds, "said": said, "phases": phases}
+
+
+def peak_bytes(what: str, size: Size) -> int:
+    """By how much the process's peak memory grows, in a process of its own; `.grad` is there before."""
+    made = scene(size)
+    rows = slice(0, 2 * RESPONSES)  # the micro-batch that sonde has by default
+    work: dict[str, Callable[[], object]] = {
+        "training micro-batch": lambda: _gradient_of(made.model, made.update, rows).backward(),
+        **{name: (lambda name=name: CONTESTANTS[name](made)) for name in CONTESTANTS},
+    }
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+    before = _memory("VmRSS")
+    work[what]()
+    return _memory("VmHWM") - before
+
+
+def _memory(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def peaks(size: Size, names: Sequence[str] = tuple(CONTESTANTS)) -> dict[str, int]:
+    """Of contestants and of a training micro-batch, each in a process of its own."""
+    found = {}
+    for what in ("training micro-batch", *names):
+        command = [sys.executable, "-m", "benchmarks.entropy_cost", what, json.dumps(vars(size))]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[what] = int(done.stdout.splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    print(peak_bytes(sys.argv[1], Size(**json.loads(sys.argv[2]))))

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl", reason="needs trl: pip install 'sonde[trl]'")
+
+
+@pytest.mark.slow
+def test_the_quick_benchmark_of_the_entropy_runs_end_to_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.entropy", "--quick", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, capture_output=True, timeout=280)
+    found = json.loads((tmp_path / "entropy_cpu.json").read_text())
+    assert found["quick"]
+    trials = found["accuracy"]["trials"]
+    assert {(t["step"], t["scale"]) for t in trials} == {(0, 1.0), (0, 0.1), (2, 1.0), (2, 0.1)}
+    for whole, tenth in zip(trials[:2], trials[2:4], strict=True):  # one evaluation batch, one step and a tenth of it
+        assert tenth["delta"] == pytest.approx(0.1 * whole["delta"], rel=0.02)
+    said = found["cost"]["said"]
+    exact = said["step, a backward for every prompt"]["delta"]
+    for name, of in said.items():
+        assert of["delta"] == pytest.approx(exact, rel=0.02), name
+        assert of["se"] > 0
+    assert all(math.isfinite(s) and s > 0 for of in found["cost"]["seconds"].values() for s in of)
+    assert set(found["memory"]) == {"training micro-batch", "sonde, update='step'"}
+    assert "these numbers mean nothing" in (tmp_path / "entropy_cpu.md").read_text()
