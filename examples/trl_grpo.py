@@ -39,8 +39,5 @@ with tempfile.TemporaryDirectory() as folder:
 
 for step, forecast in probes.forecasts:
     print(f"step {step}: {forecast}")
-last = probes.forecasts[-1][1]
-assert last.causes is not None
-print(f"from earlier batches {last.causes.momentum:+.1e}, from this one {last.causes.batch:+.1e}; by prompt:")
-for cause in last.causes.prompts:
-    print(f"  prompt {cause.prompt}: {cause.change:+.1e} nats a token")
+print("\nWhere the last one comes from, in nats a token:")
+print(probes.forecasts[-1][1].table(probes.texts))

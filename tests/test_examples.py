@@ -61,7 +61,8 @@ def test_reinforcement_learning_example(tmp_path: Path) -> None:
     assert [int(step) for step, *_ in found] == [1, 11, 21, 31]
     assert float(found[-1][1]) < float(found[0][1])  # it has become surer of itself
     assert all(float(se) > 0 for *_, se in found)
-    assert len(re.findall(r"prompt \d+: [-+]", said)) == 4
+    learned = said.split("learning from")[1].split("evaluated on")[0]
+    assert len(re.findall(r"^\d\+\d= ", learned, flags=re.M)) == 4
 
 
 @pytest.mark.slow

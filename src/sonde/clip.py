@@ -14,7 +14,8 @@ from torch import Tensor
 from sonde.call_site import stack_level
 from sonde.fold import fold, unfold
 from sonde.measure.global_norm import GlobalNorm, global_norm, warm_up
-from sonde.measure.norm_plan import Collected, NormPlan
+from sonde.measure.gradient_groups import Collected
+from sonde.measure.norm_plan import NormPlan
 from sonde.measure.plan_memory import Asked, PlanMemory
 from sonde.measure.replicas import check_replicas, check_same_parameters
 from sonde.measure.transfer import to_device

@@ -275,6 +275,9 @@ def test_records_go_to_sinks_and_rollouts_are_a_truth_of_their_own(tmp_path: Pat
         apart = abs(forecast.rollouts.delta - forecast.importance.delta)
         assert apart < 5 * (forecast.rollouts.se**2 + forecast.importance.se**2) ** 0.5
         assert {share.prompt for share in reading.shares} <= set(trainer.train_dataset["prompt"])
+    trainer.train()  # once more: the log has ended, and nothing fails
+    assert len(probes.forecasts) > 2
+    assert read_run(tmp_path / "log").policy == run.policy
 
 
 def test_too_few_other_prompts(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_differences_are_as_small_as_the_model_is_sensitive(dtype: torch.dtype) 
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def test_outputs_that_are_rounded_too_coarsely_are_refused() -> None:
+def test_outputs_that_are_rounded_too_coarsely_are_doubted() -> None:
     model = build()
     direction = random_direction(model)
     before = [p.detach().clone() for p in model.parameters()]
@@ -92,24 +92,35 @@ def test_outputs_that_are_rounded_too_coarsely_are_refused() -> None:
     def coarse(batch: Tensor) -> tuple[Tensor, ...]:
         return tuple((out * 64).round() / 64 for out in token_numbers(model, batch))
 
-    with pytest.raises(ValueError, match="lost in rounding"):
-        derivatives_along(coarse, model, direction, list(tokens().chunk(2)), mode="central")
+    found = derivatives_along(coarse, model, direction, list(tokens().chunk(2)), mode="central")
+    assert "lost in rounding" in found.doubt
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def test_under_autocast_differences_are_refused_or_right() -> None:
-    """bf16 rounds log-probabilities to some 2 digits; what passes must still be near the derivative."""
+def test_a_policy_that_is_certain_has_derivatives_of_zero() -> None:
+    """Its log-probabilities are 0 to the last bits, which are all that moves."""
+    model = build()
+    with torch.no_grad():
+        model.back.head.weight.mul_(1e4)
+    direction = random_direction(model)
+    found = along(model, direction, "central")
+    expected = exact(model, direction)
+    assert found.doubt == ""
+    sure = expected.abs() < 1e-6
+    assert sure.float().mean() > 0.2
+    assert float(joined(found)[sure].abs().max()) < 1e-2 * float(expected.abs().max())
+
+
+def test_under_autocast_differences_are_doubted() -> None:
+    """bf16 rounds log-probabilities to some 2 digits."""
     model = build()
     direction = random_direction(model)
-    expected = exact(model, direction)
 
     def autocast(batch: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast("cpu", torch.bfloat16):
             return token_numbers(model, batch)
 
-    with pytest.raises(ValueError, match="without autocast"):
-        derivatives_along(autocast, model, direction, [tokens()], mode="central")
-    assert torch.isfinite(expected).all()
+    assert "without autocast" in derivatives_along(autocast, model, direction, [tokens()], mode="central").doubt
 
 
 def test_the_direction_is_given_back() -> None:

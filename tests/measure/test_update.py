@@ -211,6 +211,20 @@ def test_preconditioning_is_that_of_the_step_before() -> None:
     assert all(bool((v == 1).all()) for v in unchanged.values())
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_what_the_optimizer_does_not_hold_or_has_never_moved(kind: Any) -> None:
+    model, optimizer = trained(kind, {"lr": 0.01})
+    outside, never = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [never]})
+    vector = {outside: torch.ones(2), never: torch.zeros(2), **{p: torch.ones_like(p) for p in model.parameters()}}
+    precondition_(optimizer, vector)
+    assert not vector[outside].any()
+    assert not vector[never].any()
+    if kind is torch.optim.AdamW:
+        with pytest.raises(ValueError, match="no second moment"):
+            precondition_(optimizer, {never: torch.ones(2)})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_a_step_taken_and_given_back(dtype: torch.dtype, is_failing: bool) -> None:

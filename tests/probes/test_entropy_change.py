@@ -418,6 +418,35 @@ def test_gradients_that_are_not_finite() -> None:
     assert (math.isnan(found.delta), found.reason, found.is_valid) == (True, "the step is not finite", False)
 
 
+def test_a_forecast_says_that_it_is_lost_in_rounding() -> None:
+    scene = Scene()
+
+    def rounded(model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
+        """As bf16 would have it."""
+        s, h = STATISTICS(model, rollouts)
+        return (s * 64).round() / 64, (h * 64).round() / 64
+
+    found = scene.probe(derivatives="central", token_statistics=rounded).forecast(scene.E)
+    assert "lost in rounding" in found.reason
+    assert not found.is_valid
+    assert scene.probe(derivatives="central").forecast(scene.E).is_valid
+
+
+def test_scores_that_are_not_finite_before_or_after_the_step() -> None:
+    scene = Scene()
+    with torch.no_grad():
+        next(scene.model.parameters())[1] = torch.nan
+    found = scene.probe().forecast(scene.E)
+    assert (math.isnan(found.delta), found.reason) == (True, "the policy's scores are not finite")
+    scene = Scene()
+    with scene.probe().around_step(scene.E) as around, torch.no_grad():
+        next(scene.model.parameters())[1] = torch.nan
+    assert around.forecast.reason == "the policy's scores are not finite after the step"
+    assert not around.forecast.is_valid
+    assert math.isfinite(around.forecast.delta)
+    assert around.forecast.importance is None
+
+
 def test_evaluation_and_update_that_share_prompts() -> None:
     scene = Scene()
     with pytest.warns(UserWarning, match=r"share 24 prompts, \[0, 1, 2\] among them"):

@@ -15,7 +15,8 @@ import pytest
 from sonde.probes.policy_journal import PolicyJournal
 from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
-from sonde.stats.entropy_forecast import Cause, Causes, EntropyForecast, Share, unknown
+from sonde.stats.attribution import Cause, Causes, Share
+from sonde.stats.entropy_forecast import EntropyForecast, unknown
 
 FORECAST = dataclasses.replace(
     unknown("", "per_token", "step"),
@@ -28,6 +29,19 @@ FORECAST = dataclasses.replace(
     shares=(Share(1, -0.015, -0.01, -0.005), Share(2, -0.005, -0.004, math.nan)),
     causes=Causes(-0.01, -0.01, 0.0, (Cause(7, -0.01, -0.02, 0.01),), 0.98),
 )
+
+
+def test_the_table_of_a_forecast_has_both_ends_and_names() -> None:
+    lines = FORECAST.table({1: "1+1=", 7: "a prompt\nof many words " * 9}).splitlines()
+    assert lines[0] == "-1.00e-02 from this batch, -1.00e-02 from earlier ones"
+    assert lines[2].split() == ["learning", "from", "change", "rewarded", "penalised"]
+    assert lines[3].startswith("a prompt of many words a prompt of many…")
+    assert lines[3].split()[-3:] == ["-1.00e-02", "-2.00e-02", "+1.00e-02"]
+    assert lines[6].split() == ["1+1=", "-1.50e-02", "-1.00e-02", "-5.00e-03"]
+    assert lines[7].split() == ["prompt", "2", "-5.00e-03", "-4.00e-03", "–"]
+    assert len({len(line) for line in lines if line and "batch" not in line}) == 1
+    many = changed(shares=tuple(Share(n, 1.0, 1.0, 0.0) for n in range(30)), causes=None)
+    assert [line.split()[1] for line in many.table(n=2).splitlines()[1:]] == ["0", "1", "28", "29"]
 
 
 def changed(**changes: Any) -> EntropyForecast:

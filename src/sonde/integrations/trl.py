@@ -68,7 +68,8 @@ def attach(
         evaluation_prompts: of all ranks, for "fresh", each with as many responses as the trainer generates.
         causes: also tell momentum from this batch, and which of the step's prompts do what: takes a backward more.
         rollouts: also measure by fresh rollouts what the step did: as many prompts, answered before and after it.
-        sinks: where records go, such as `sonde.JsonlSink(folder)`, of which `sonde report folder` makes a page.
+        sinks: where records go, such as `sonde.JsonlSink(folder)`, of which `sonde report folder` makes a page; closed
+            when training ends.
         run: the run's name in them.
 
     Raises:
@@ -131,6 +132,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     Attributes:
         forecasts: every forecast with the number of the optimizer step it was of, from 1 up.
+        texts: of the prompts of the last one, by their numbers, for its `table`.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._truth_seed = 0
         self._metrics: dict[str, float | None] = {}
         self._forecast: EntropyForecast | None = None
-        self._texts: dict[int, str] = {}
+        self.texts: dict[int, str] = {}
         self._originals: dict[str, Callable[..., Any]] = {}
         for name, wrapper in zip(WRAPPED, (self._generated, self._micro_batch), strict=True):
             self._originals[name] = getattr(trainer, name)
@@ -204,13 +206,14 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     # What it tells its callbacks.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The header is written."""
-        self._journal = PolicyJournal(self._sinks, run=self._run, setup=self._setup())
+        """The header is written, of the first training: its end closes the sinks."""
+        if self._journal is None:
+            self._journal = PolicyJournal(self._sinks, run=self._run, setup=self._setup())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A window begins."""
         self._rollouts.begin_window()
-        self._metrics, self._forecast, self._texts = {}, None, {}
+        self._metrics, self._forecast = {}, None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gradients are whole, and clipped."""
@@ -230,7 +233,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._log(self._policy.metrics())
         if self._entropy is not None:
             evaluation = update if self._evaluation == "same" else self._fresh(state.global_step)
-            self._texts = {**update.texts, **evaluation.texts}
+            self.texts = {**update.texts, **evaluation.texts}
             self._truth_seed = self._seed_of(state.global_step) + 500_000
             stack = ExitStack()
             learned_from = self._learned_from(update) if self._has_causes else None
@@ -254,7 +257,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         if self._metrics and self._journal is not None:
             logged = self._trainer._metrics["train"]
             scalars = {name: float(logged[name][-1]) for name in _SCALARS if logged.get(name)}
-            self._journal.measured(state.global_step, scalars | self._metrics, self._forecast, self._texts)
+            self._journal.measured(state.global_step, scalars | self._metrics, self._forecast, self.texts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Nothing follows."""

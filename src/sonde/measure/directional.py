@@ -29,8 +29,15 @@ _RELATIVE_STEP = {torch.float32: 2e-3, torch.float64: 1e-5}
 _MOVED_BY = {torch.float32: 5e-3, torch.float64: 1e-4}
 """Nats that outputs move by at most, root mean square: a model may be far more sensitive to Δ than its norm tells."""
 _ROUGHEST = 0.5
-"""Part of a difference that may be the same up and down: more is rounding, or nothing that has a derivative."""
+"""Part of a difference that may be the same up and down: more is rounding, or nothing that has a derivative. Unless it
+is far less than outputs are meant to move by: where a policy is certain, nothing moves but the last bits."""
+_HARMLESS = 0.2
 _SHRUNK_AT_MOST = 8  # times
+
+LOST_IN_ROUNDING = (
+    "not to be trusted: central differences are lost in rounding, or the model has no derivative, as its scores change "
+    "the same way whether parameters move up or down. Score in fp32, without autocast, or use derivatives='forward'"
+)
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,13 @@ class Derivatives:
         of_batches: the derivatives of each micro-batch's outputs, in nats, say, per Δ.
         mode: how they were taken.
         why_central: what has no forward mode; empty with "forward".
+        doubt: why they are not to be trusted; empty when they are.
     """
 
     of_batches: list[Outputs]
     mode: Mode
     why_central: str
+    doubt: str = ""
 
 
 @torch.no_grad()
@@ -71,12 +80,12 @@ def derivatives_along(
             more than rounding; the first of `batches` by default.
 
     Returns:
-        `Derivatives`. Parameters have the bits they had, also when `function` fails.
+        `Derivatives`, with a doubt about central differences of outputs that are rounded too coarsely, as under bf16
+        autocast. Parameters have the bits they had, also when `function` fails.
 
     Raises:
         ValueError: for central differences of parameters of fewer than 32 bits, which would be lost in their rounding,
-            along a direction of another dtype than theirs, or of outputs that are rounded too coarsely, as under bf16
-            autocast.
+            or along a direction of another dtype than theirs.
     """
     why = "parameters are sharded" if any(is_dtensor(p) for p in direction) else ""
     if mode == "forward" or (mode == "auto" and not why):
@@ -87,7 +96,8 @@ def derivatives_along(
                 raise
             why = str(error).splitlines()[0]
     pilot = batches[0] if pilot is None else pilot
-    return Derivatives(_central(function, model, direction, batches, pilot), "central", why or "asked for")
+    found, doubt = _central(function, model, direction, batches, pilot)
+    return Derivatives(found, "central", why or "asked for", doubt)
 
 
 def _has_no_forward_mode(error: Exception) -> bool:
@@ -131,7 +141,7 @@ def _in_place_of(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> Iterator
 
 def _central(
     function: Callable[[Any], Outputs], model: nn.Module, direction: Direction, batches: Sequence[Any], pilot: Any
-) -> list[Outputs]:
+) -> tuple[list[Outputs], str]:
     pairs = [(local_of(p.detach()), local_of(step)) for p, step in direction.items()]
     if narrow := next((p for p, _ in pairs if p.dtype not in _RELATIVE_STEP), None):
         raise ValueError(
@@ -158,7 +168,7 @@ def _central(
         for theta, old in pairs:
             theta.neg_().add_(old, alpha=2.0)  # as far down as it was up, whatever rounding did to that
         reshard(model)
-        tries.check_down()
+        doubt = tries.look_down()
         below = [function(batch) for batch in batches]
     except BaseException:
         for theta, old in pairs[:moved]:
@@ -173,7 +183,7 @@ def _central(
     return [
         tuple((a - b).div_(2.0 * h) for a, b in zip(up, down, strict=True))
         for up, down in zip(above, below, strict=True)
-    ]
+    ], doubt
 
 
 class _Pilot:
@@ -190,16 +200,16 @@ class _Pilot:
         squares, count = self._sums((self._up - self._base).square().sum(), (self._base != 0).sum())
         return float((squares / max(count, 1.0)) ** 0.5)
 
-    def check_down(self) -> None:
-        """Refuse differences that are no more than rounding; parameters are down, as far as they were up."""
+    def look_down(self) -> str:
+        """Whether differences are no more than rounding, in words; parameters are down, as far as they were up."""
         down = self._outputs()
-        same, other = self._sums((self._up + down - 2 * self._base).square().sum(), (self._up - down).square().sum())
-        if same > _ROUGHEST**2 * other > 0:
-            raise ValueError(
-                "central differences are lost in rounding, or the model has no derivative: moved up and down, its "
-                f"log-probabilities and entropies change the same way ({(same / other) ** 0.5:.1f} times as much as in "
-                "opposite ways). Score in fp32, without autocast, or pass derivatives='forward'"
-            )
+        same, other, count = self._sums(
+            (self._up + down - 2 * self._base).square().sum(),
+            (self._up - down).square().sum(),
+            (self._base != 0).sum(),
+        )
+        harmless = (_HARMLESS * max(_MOVED_BY[local_of(p).dtype] for p in self._direction)) ** 2 * count
+        return LOST_IN_ROUNDING if same > max(_ROUGHEST**2 * other, harmless) else ""
 
     def _outputs(self) -> Tensor:
         return torch.stack([out.detach().double() for out in self._function(self._batch)])

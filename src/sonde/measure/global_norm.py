@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.measure.norm_plan import Collected, NormPlan
+from sonde.measure.gradient_groups import Collected
+from sonde.measure.norm_plan import NormPlan
 from sonde.measure.partial import reduce_partial
 from sonde.measure.placements import Layout, local_of, ranks_of, share
 from sonde.measure.power_sums import LARGEST_PLAIN_ORDER, accumulation_dtype, power_sum

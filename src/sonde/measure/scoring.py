@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.measure.directional import Mode, derivatives_along
+from sonde.measure.directional import LOST_IN_ROUNDING, Mode, derivatives_along
 from sonde.measure.global_norm import group_of_mesh
 from sonde.measure.placements import is_dtensor, is_fully_sharded, reshard
 from sonde.measure.rollouts import Rollouts, TokenStatistics
@@ -27,7 +27,7 @@ T = TypeVar("T")
 Tokens = dict[str, Tensor]
 """By name, values of each token, [responses, tokens], or of each response, [responses]; on the CPU."""
 
-_PILOT_RESPONSES = 4
+_PILOT_RESPONSES = 8
 _ROUNDING = 0.01
 """Nats: more than the order of sums changes, bf16's included; less than any dropout does."""
 
@@ -49,6 +49,11 @@ class Scored:
     log_prob: Tensor
     entropy: Tensor
     rows: slice
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every token's numbers are."""
+        return bool((self.log_prob.isfinite() & self.entropy.isfinite()).all())
 
     def own(self, values: Tensor) -> Tensor:
         """This rank's part of something of all ranks; [responses, tokens]."""
@@ -127,18 +132,25 @@ class Scorer:
 
     def derivatives(
         self, rollouts: Rollouts, direction: Direction, mode: Literal["auto", "forward", "central"]
-    ) -> tuple[Tokens, Mode]:
-        """`d_log_prob` and `d_entropy` along a direction, of the responses of all ranks; and how they were taken."""
+    ) -> tuple[Tokens, Mode, str]:
+        """`d_log_prob` and `d_entropy` along a direction, of the responses of all ranks.
+
+        Returns:
+            These; how they were taken; and why they are not to be trusted, empty when they are.
+        """
         batches = self._batches(rollouts)
-        pilot = rollouts.rows(torch.arange(min(_PILOT_RESPONSES, len(rollouts))))
+        # Of many prompts: a policy may be certain of its answers to some, which then tell nothing.
+        pilot = rollouts.rows(torch.linspace(0, len(rollouts) - 1, min(_PILOT_RESPONSES, len(rollouts))).round().long())
         used: list[Mode] = []
 
         def work() -> Tokens:
             found = derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot)
             used.append(found.mode)
-            return self._in_order(rollouts, found.of_batches, ("d_log_prob", "d_entropy"))
+            tokens = self._in_order(rollouts, found.of_batches, ("d_log_prob", "d_entropy"))
+            return tokens | {"is_lost": torch.tensor([bool(found.doubt)])}
 
-        return together(self._group, work), used[0]
+        of_all = together(self._group, work)
+        return of_all, used[0], LOST_IN_ROUNDING if bool(of_all["is_lost"].any()) else ""
 
     def everywhere(self, name: str, own: Callable[[], Tensor]) -> Tensor:
         """Something of this rank's tokens, of all ranks; [responses, tokens]."""

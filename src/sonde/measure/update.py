@@ -168,12 +168,18 @@ class _Parts:
 def precondition_(optimizer: Any, vector: Direction) -> None:
     """Multiply a vector by P = 1/(√v̂ + ε), v̂ the second moment of Adam's previous step; SGD's P is 1. In place.
 
+    What the optimizer does not hold, it does not move: P is 0 there.
+
     Raises:
         ValueError: for another optimizer, or Adam before its first step: without v̂, P would be 1/ε.
     """
     optimizer = innermost(optimizer)
     if why := why_no_forecast(optimizer):
         raise ValueError(why)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for parameter, part in vector.items():
+        if id(parameter) not in held:
+            part.zero_()
     if isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
@@ -182,6 +188,8 @@ def precondition_(optimizer: Any, vector: Direction) -> None:
                 continue
             state = optimizer.state.get(parameter, {})
             if "exp_avg_sq" not in state:
+                if not bool(local_of(vector[parameter]).any()):  # never used
+                    continue
                 raise ValueError(
                     f"the optimizer has no second moment of a parameter of shape {list(parameter.shape)}: take a step "
                     "first, or load its state"

@@ -219,19 +219,19 @@ class EntropyChangeProbe:
             if can_forecast:
                 step = self._forecast_step(1.0)
                 witness, meter = StepWitness(step), None
-                problem = self._not_finite(step)
+                problem = work.problem or self._not_finite(step)
                 if not problem:
                     work.along(step)
                 del step
                 if causes and not problem:
                     work.tell_causes(self._optimizer, update, 1.0)
             else:
-                witness, meter, problem = None, StepMeter(self._parameters), ""
+                witness, meter, problem = None, StepMeter(self._parameters), work.problem
         yield around
         with undisturbed(self._model):
             if meter is not None:
                 step, after = meter.step(), StepMeter(self._parameters)
-                problem = self._not_finite(step)
+                problem = problem or self._not_finite(step)
                 if not problem:
                     meter.restore()
                     try:
@@ -294,6 +294,8 @@ class EntropyChangeProbe:
         if not is_step and update is None:
             raise ValueError("update='gradient' forecasts along the update prompts' gradients: pass their rollouts")
         with self._working(evaluation) as (work, seed):
+            if work.problem:
+                return unknown(work.problem, self._settings.objective, self._settings.update)
             if is_step:
                 step = self._forecast_step(gradient_scale)
                 if problem := self._not_finite(step):

@@ -14,18 +14,10 @@ from sonde.measure.rollouts import Rollouts
 from sonde.measure.scoring import Scored, Scorer, seed_everything
 from sonde.measure.update import Direction, dot, forecast_step, precondition_
 from sonde.probes.expense import Expense
+from sonde.stats.attribution import Cause, Causes, causes_by_prompt, shares_of
 from sonde.stats.entropy import Coefficients, Responses, entropy_rate, per_token_coefficients, sequence_coefficients
 from sonde.stats.entropy_change import EntropyChange, change_by_gradients, change_of_sequences, change_per_token
-from sonde.stats.entropy_forecast import (
-    Causes,
-    EntropyForecast,
-    FixedPrefixes,
-    Objective,
-    Update,
-    causes_by_prompt,
-    shares_of,
-    why_not_linear,
-)
+from sonde.stats.entropy_forecast import EntropyForecast, FixedPrefixes, Objective, Update, why_not_linear
 from sonde.stats.importance import (
     MeasuredChange,
     Per,
@@ -79,12 +71,15 @@ class EntropyMeasurement:
         self._expense = expense
         with expense.phase("scores"):
             self._base = scorer.scored(evaluation)
-        self._coefficients = self._coefficients_of(self._base)
+        self.problem = "" if self._base.is_finite else "the policy's scores are not finite"
+        """Why nothing can be told, the same on all ranks; empty where it can."""
+        nothing = torch.zeros_like(self._base.entropy)
+        self._coefficients = Coefficients(nothing, nothing) if self.problem else self._coefficients_of(self._base)
         self._change: EntropyChange | None = None
         self._linear = math.nan
         self._bars_dot = math.nan
         self._n_update = 0
-        self._how = ""
+        self._how = self._doubt = ""
         self._fixed: FixedPrefixes | None = None
         self._importance: MeasuredChange | None = None
         self._rollouts: MeasuredChange | None = None
@@ -152,13 +147,16 @@ class EntropyMeasurement:
                 if any(bool(delta.any()) for delta in step.values()):
                     of_parts[part] = self._change_along(step)[0].delta
             batch = self._change.delta - sum(of_parts.values())
-            prompts, explained = (), math.nan
+            prompts: tuple[Cause, ...] = ()
+            explained = math.nan
             if update is not None:
                 prompts, total = self._causes_by_prompt(optimizer, update, gradient_scale)
                 explained = total / batch if batch else math.nan
         self._causes = Causes(of_parts["momentum"], batch, of_parts["decay"], prompts, explained)
 
-    def _causes_by_prompt(self, optimizer: Any, update: Rollouts, gradient_scale: float) -> tuple[Any, float]:
+    def _causes_by_prompt(
+        self, optimizer: Any, update: Rollouts, gradient_scale: float
+    ) -> tuple[tuple[Cause, ...], float]:
         learned = self._scorer.scored(update)
         credit = self._credit(learned)
         # g = −c ∇ Σ credit·s, where only c is not known: ⟨g, Δ⟩ = −c D_Δ Σ credit·s along this batch's part Δ of the
@@ -184,6 +182,9 @@ class EntropyMeasurement:
         base = self._base
         with self._expense.phase("truth"):
             now = self._scorer.scored(base.rollouts)
+        if not now.is_finite:
+            self.problem = "the policy's scores are not finite after the step"
+            return
         self._fixed = FixedPrefixes(fixed_prefix_change(base.entropy, now.entropy, base.responses), self._linear)
         self._importance = importance_sampled_change(
             self._surprise(base),
@@ -205,6 +206,8 @@ class EntropyMeasurement:
 
     def compare(self, before: Scored, after: Scored) -> None:
         """The third truth, from what θ and θ⁺ sampled."""
+        if self.problem:
+            return
         self._rollouts = resampled_change(
             self._surprise(before), before.responses, self._surprise(after), after.responses, per=self._per
         )
@@ -219,7 +222,8 @@ class EntropyMeasurement:
         change = self._change
         is_sum = self._per == "response" and self._settings.sequence_weights == "one"
         tokens = entropy_rate(self._base.entropy, self._base.responses)[1] if is_sum else 1.0
-        reason = problem or why_not_linear(self._fixed, self._importance, change.se / tokens)
+        doubt = problem or self.problem or self._doubt
+        reason = doubt or why_not_linear(self._fixed, self._importance, change.se / tokens)
         # What is not linear moves the truth to one side: the interval reaches as far, or it would not hold it.
         bend = tokens * (self._fixed.true - self._fixed.linear) if self._fixed is not None else 0.0
         return EntropyForecast(
@@ -280,7 +284,8 @@ class EntropyMeasurement:
 
     def _derivatives(self, rollouts: Rollouts, direction: Direction) -> tuple[Tensor, Tensor]:
         """D s and D H of every token of all ranks; the direction holds something close to it afterwards."""
-        found, self._how = self._scorer.derivatives(rollouts, direction, self._settings.derivatives)
+        found, self._how, doubt = self._scorer.derivatives(rollouts, direction, self._settings.derivatives)
+        self._doubt = self._doubt or doubt
         return found["d_log_prob"], found["d_entropy"]
 
     def _entropy_gradient(self, half: Tensor | None) -> Direction:

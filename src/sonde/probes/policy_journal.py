@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from sonde.probes.record_log import RecordLog, logger
 from sonde.records import Sink
-from sonde.stats.entropy_forecast import Causes, EntropyForecast
+from sonde.stats.attribution import Causes
+from sonde.stats.entropy_forecast import EntropyForecast
 from sonde.stats.forecast_track import Point, find_policy_alerts, point_of
 
 _PROMPTS_AT_MOST = 64

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sonde.measure.prompt_norms import NestedNorms
 from sonde.measure.rollouts import Rollouts, TokenStatistics
-from sonde.measure.scoring import data_parallel_group, together, undisturbed
+from sonde.measure.scoring import Scorer, data_parallel_group, together, undisturbed
 from sonde.measure.token_statistics import CausalLMStatistics
 from sonde.measure.wrapper import unwrapped
 from sonde.stats.intervals import Status
@@ -89,6 +89,8 @@ class PromptNoiseProbe:
         self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._weighs = weighs
         self._group = data_parallel_group(model) if process_group is None else process_group
+        self._scorer = Scorer(model, self._statistics, 1, self._group)
+        self._is_repeatable = False
         self._n_prompts = 0
 
     def measure(self, rollouts: Rollouts) -> PromptNoiseReading:
@@ -97,10 +99,14 @@ class PromptNoiseProbe:
         All completions of a prompt must be on one rank.
 
         Raises:
-            ValueError: without advantages, at another temperature than they are scored at, or when two ranks hold
-                completions of one prompt.
+            ValueError: without advantages, at another temperature than they are scored at, when two ranks hold
+                completions of one prompt, or when two forwards of the model do not agree.
         """
         norms = NestedNorms(self._model)
+        if not self._is_repeatable:
+            with undisturbed(self._model):
+                self._scorer.check_repeatable(rollouts)
+            self._is_repeatable = True
         temperature = getattr(self._statistics, "temperature", rollouts.temperature)
 
         def work() -> dict[str, Tensor]:

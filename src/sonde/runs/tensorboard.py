@@ -48,7 +48,7 @@ class TensorBoardSink:
                 self._add_text("sonde/run", json.dumps(record, indent=2, ensure_ascii=False), record)
             case "alert":
                 self._add_text(f"sonde/alert/{record['name']}", str(record["message"]), record)
-            case "reading":
+            case "reading" | "policy":
                 self._add_reading(record)
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class TensorBoardSink:
 
     def _add_reading(self, record: Mapping[str, object]) -> None:
         metrics = cast(Mapping[str, float | None], record["metrics"])
-        groups = cast(Mapping[str, Mapping[str, float | None]], record["groups"])
+        groups = cast(Mapping[str, Mapping[str, float | None]], record.get("groups", {}))
         by_group = {f"gns_by_group/{name}": group["b_simple"] for name, group in groups.items()}
         for tag, value in {**metrics, **by_group}.items():
             if value is not None:

@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from sonde.stats.entropy import Responses
-from sonde.stats.entropy_change import EntropyChange
+from sonde.stats.attribution import Causes, Share, attribution_table
 from sonde.stats.importance import MeasuredChange
 
 Objective = Literal["per_token", "sequence"]
@@ -43,60 +39,6 @@ class FixedPrefixes:
     def linear_over_true(self) -> float:
         """About 1 where the step is small enough; NaN where nothing changes."""
         return self.linear / self.true if self.true else math.nan
-
-
-@dataclass(frozen=True)
-class Share:
-    """One evaluation prompt's part of the change: δH is the sum of all prompts'.
-
-    Attributes:
-        prompt: its number.
-        change: in nats (a token, for the per-token objective).
-        sharpening: what of it comes from distributions that change where they are; NaN for the sequence objective.
-        drift: what comes from other prefixes, and lengths, becoming likelier.
-    """
-
-    prompt: int
-    change: float
-    sharpening: float
-    drift: float
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One update prompt's part of what this batch's gradient does to the entropy.
-
-    Attributes:
-        prompt: its number.
-        change: in nats (a token, for the per-token objective).
-        from_rewarded: what of it is from tokens of positive advantage.
-        from_penalised: what is from those of negative advantage.
-    """
-
-    prompt: int
-    change: float
-    from_rewarded: float
-    from_penalised: float
-
-
-@dataclass(frozen=True)
-class Causes:
-    """Where the change comes from.
-
-    Attributes:
-        momentum: earlier batches' gradients, in nats; NaN with update="gradient", which has none.
-        batch: this batch's gradient.
-        decay: weight decay.
-        prompts: of the update, each with its part of `batch`; empty without their rollouts.
-        explained: the sum of these parts over `batch`: 1 where the loss is the mean of advantage × log-probability
-            that they are told by; less where clipped ratios or a KL term have a share.
-    """
-
-    momentum: float
-    batch: float
-    decay: float
-    prompts: tuple[Cause, ...]
-    explained: float
 
 
 @dataclass(frozen=True)
@@ -176,6 +118,15 @@ class EntropyForecast:
         }
         return {name: None if math.isnan(value) else value for name, value in numbers.items()}
 
+    def table(self, texts: Mapping[int, str] | None = None, *, n: int = 5) -> str:
+        """The prompts that lower and that raise entropy most, and where the change comes from, as lines of text.
+
+        Args:
+            texts: of prompts, by their numbers, as `Rollouts.texts`.
+            n: prompts at either end.
+        """
+        return attribution_table(self.shares, self.causes, texts or {}, n)
+
     def __str__(self) -> str:
         per = "a token" if self.objective == "per_token" else "a response"
         if math.isnan(self.se):
@@ -239,40 +190,3 @@ def why_not_linear(fixed: FixedPrefixes | None, importance: MeasuredChange | Non
             f"(effective sample size), and {LEAST_ESS_FRACTION:.0%} are needed"
         )
     return ""
-
-
-def shares_of(change: EntropyChange, responses: Responses) -> tuple[Share, ...]:
-    """Each evaluation prompt's part, the one that lowers entropy most first."""
-    n = responses.n_prompts
-    rows = zip(
-        responses.prompts.tolist(), change.per_prompt.tolist(), change.sharpening_per_prompt.tolist(), strict=True
-    )
-    shares = [Share(prompt, each / n, sharp / n, (each - sharp) / n) for prompt, each, sharp in rows]
-    return tuple(sorted(shares, key=lambda share: share.change))
-
-
-def causes_by_prompt(
-    d_log_prob: Tensor, credit: Tensor, responses: Responses, scale: float
-) -> tuple[tuple[Cause, ...], float]:
-    """Each update prompt's part t_p = scale × Σ credit·D s over its responses, and their sum.
-
-    Args:
-        d_log_prob: D_Δ s_k along what the entropy's gradient weighs a gradient by, [responses, tokens].
-        credit: advantage × weight of each token, likewise.
-        responses: which tokens count.
-        scale: nats for one of these.
-
-    Returns:
-        The prompts, the one that lowers entropy most first; and the sum over all.
-    """
-    parts = scale * responses.tokens("credit", credit) * responses.tokens("d_log_prob", d_log_prob)
-
-    def summed(per_token: Tensor) -> list[float]:
-        total: Tensor = responses.per_prompt(per_token.sum(1) / responses.share)
-        return total.tolist()
-
-    zero = torch.zeros_like(parts)
-    rewarded, penalised = (summed(torch.where(which, parts, zero)) for which in (credit > 0, credit < 0))
-    rows = zip(responses.prompts.tolist(), rewarded, penalised, strict=True)
-    causes = sorted((Cause(p, up + down, up, down) for p, up, down in rows), key=lambda cause: cause.change)
-    return tuple(causes), sum(cause.change for cause in causes)
