@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import math
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,13 +235,8 @@ def _memory(name: str) -> int:
 
 def peaks(size: Size, names: Sequence[str] = tuple(CONTESTANTS)) -> dict[str, int]:
     """Of contestants and of a training micro-batch, each in a process of its own."""
-    found = {}
-    for what in ("training micro-batch", *names):
-        command = [sys.executable, "-m", "benchmarks.entropy_cost", what, json.dumps(vars(size))]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[what] = int(done.stdout.splitlines()[-1])
-    return found
-
-
-if __name__ == "__main__":
-    print(peak_bytes(sys.argv[1], Size(**json.loads(sys.argv[2]))))
+    context = multiprocessing.get_context("forkserver")  # what has imported everything once
+    context.set_forkserver_preload(["benchmarks.entropy_cost", "transformers.models.qwen2"])
+    everything = ("training micro-batch", *names)
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as processes:
+        return {what: processes.submit(peak_bytes, what, size).result() for what in everything}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -90,17 +90,27 @@ def exact_gradients() -> dict[str, Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def experts_and_fsdp(*, dim: int) -> Cut:
-    """Dense parameters cut over all four ranks; experts over two, and each pair's over the other two along `dim`."""
+def experts_and_fsdp(*, dim: int | None) -> Cut:
+    """Dense parameters cut over all four ranks; experts over two, and each pair's over the other two along `dim`.
+
+    Without `dim` the other two hold copies of each pair's.
+    """
     both = mesh_of((2, 2), ("dp", "ep"))
     everyone = both._flatten("dp_ep")
     model = build()
     model.ep = both["ep"]
     model.experts.w = nn.Parameter(distribute_tensor(model.experts.w.detach(), both["ep"], [Shard(0)]))
-    fully_shard(model.experts, mesh=both["dp"], shard_placement_fn=lambda _: Shard(dim))
-    fsdp: Any = model.experts
-    fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
-    fsdp.set_gradient_divide_factor(float(everyone.size()))  # an expert's tokens are of all ranks' data
-    fully_shard(model, mesh=everyone)
+    if dim is not None:
+        fully_shard(model.experts, mesh=both["dp"], shard_placement_fn=lambda _: Shard(dim))
+        fsdp: Any = model.experts
+        fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+        fsdp.set_gradient_divide_factor(float(everyone.size()))  # an expert's tokens are of all ranks' data
+        fully_shard(model, mesh=everyone)
+    else:
+        fully_shard(model, mesh=everyone, ignored_params={model.experts.w})
     backward(model, dist.get_rank(), 4)
-    return Cut(dict(model.named_parameters()), both, collectives=1, keep=model)
+    if dim is None:
+        gradient = cast(DTensor, model.experts.w.grad)._local_tensor
+        dist.all_reduce(gradient, group=both.get_group("dp"))
+        gradient /= everyone.size()
+    return Cut(dict(model.named_parameters()), both, collectives=1 if dim is not None else 2, keep=model)

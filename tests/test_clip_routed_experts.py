@@ -15,7 +15,7 @@ from tests.routed_experts import exact_gradients, experts_and_fsdp
 from tests.sharded import ORDERS, norm_of, whole
 
 
-def _clipped(dim: int, with_mesh: bool) -> dict[str, Any]:
+def _clipped(dim: int | None, with_mesh: bool) -> dict[str, Any]:
     cut = experts_and_fsdp(dim=dim)
     mesh = cut.mesh if with_mesh else None
     norms, counts = [], []
@@ -30,8 +30,8 @@ def _clipped(dim: int, with_mesh: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("with_mesh", [True, False])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_fully_sharded_experts_with_routed_tokens(ranks4: Ranks, dim: int, with_mesh: bool) -> None:
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_fully_sharded_experts_with_routed_tokens(ranks4: Ranks, dim: int | None, with_mesh: bool) -> None:
     exact = exact_gradients()
     total = norm_of(exact, 2.0)
     assert total > 0.2
@@ -39,8 +39,8 @@ def test_fully_sharded_experts_with_routed_tokens(ranks4: Ranks, dim: int, with_
     assert all(r["norms"] == results[0]["norms"] for r in results)
     for found, order in zip(results[0]["norms"], ORDERS, strict=True):
         assert found == pytest.approx(norm_of(exact, order), rel=1e-6)
-    assert results[0]["counts"] == [1] * len(ORDERS)
-    assert results[0]["meshes"] == {(4,), (2, 2)}  # what torch's own function refuses
+    assert results[0]["counts"] == [1 if with_mesh or dim is not None else 2] * len(ORDERS)
+    assert results[0]["meshes"] == {(4,), (2,) if dim is None else (2, 2)}  # what torch's own function refuses
     for name, gradient in results[0]["clipped"].items():
         torch.testing.assert_close(gradient.double(), exact[name] * 0.05 / total, rtol=1e-4, atol=1e-8)
     assert set(results[0]["clipped"]) == set(exact)

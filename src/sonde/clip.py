@@ -50,8 +50,8 @@ def clip_grad_norm_(
 
     A drop-in for `torch.nn.utils.clip_grad_norm_`, right however the model is cut over ranks: DDP, FSDP2, HSDP, tensor,
     sequence, context, expert and pipeline parallelism, and mixes of them. Call it on every rank that holds a part of
-    the model. The norm is accumulated in fp64 and rounded once, so it is the same to the last bit on all ranks, and
-    however the model is cut.
+    the model. The norm is accumulated in fp64 and rounded once: it is the same to the last bit on all ranks of `mesh`,
+    and that of fp32 gradients does not depend on how the model is cut (but once in some 1e8 times).
 
     Args:
         parameters: a tensor, tensors, or (name, tensor) pairs as of `model.named_parameters()`, whose names then appear
@@ -65,7 +65,8 @@ def clip_grad_norm_(
             each such set of ranks, and counts plain tensors as whole.
         pp_mesh: the pipeline stages, each with parameters of its own.
         replicas: how many ranks of `mesh` hold the same values, by tensor or name: for plain tensors that are not the
-            same on all ranks of their stage, as experts under expert parallelism are.
+            same on all ranks of their stage, as experts under expert parallelism are, and DTensors on a part of `mesh`
+            that are others elsewhere. With it each call plans anew: group the parameters once instead.
         nonfinite: what to do when the norm is infinite or NaN. "ignore" scales all the same, as torch does. "skip" sets
             gradients to 0; a fused optimizer in `fold_into` skips its step instead. "raise" raises on every rank,
             naming the parameters, and waits for the device to do so. "assert_async" has a GPU stop when it gets there.
@@ -90,7 +91,8 @@ def clip_grad_norm_(
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
     asked = _asked(parameters, mesh, pp_mesh)
-    plan = (_memory.take(asked) if replicas is None else None) or asked.plan(replicas)
+    may_remember = replicas is None and asked.problem is None
+    plan = (_memory.take(asked) if may_remember else None) or asked.plan(replicas)
     norm = clip_grad_norm_distributed_(
         plan,
         max_norm,
@@ -99,7 +101,7 @@ def clip_grad_norm_(
         error_if_nonfinite=error_if_nonfinite,
         fold_into=fold_into,
     )
-    if replicas is None:
+    if may_remember:
         _memory.keep(asked, plan)
     return norm
 
@@ -301,9 +303,11 @@ def _asked(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: DeviceMesh 
     names = None
     if listed and all(isinstance(item, tuple) and len(item) == 2 for item in listed):
         names, listed = [str(name) for name, _ in listed], [tensor for _, tensor in listed]
+    problem = None
     if strays := [item for item in listed if not isinstance(item, Tensor)]:
-        raise ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {strays[0]!r:.60}")
-    return Asked(listed, names, mesh, pp_mesh)
+        problem = ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {strays[0]!r:.60}")
+        names, listed = None, [item for item in listed if isinstance(item, Tensor)]
+    return Asked(listed, names, mesh, pp_mesh, problem)
 
 
 def check_options(

@@ -35,8 +35,8 @@ _HARMLESS = 0.2
 _SHRUNK_AT_MOST = 8  # times
 
 LOST_IN_ROUNDING = (
-    "not to be trusted: central differences are lost in rounding, or the model has no derivative, as its scores change "
-    "the same way whether parameters move up or down. Score in fp32, without autocast, or use derivatives='forward'"
+    "not to be trusted: derivatives are lost in rounding, or the model has none: scores change the same way whether "
+    "parameters move up or down, or are not finite there. Score in fp32, without autocast, or use derivatives='forward'"
 )
 
 

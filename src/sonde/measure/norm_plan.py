@@ -41,13 +41,13 @@ class NormPlan:
         mesh: all ranks that hold any of the model; None to sum gradients over the ranks of their own meshes.
         pp_mesh: the pipeline stages, each with parameters of its own.
         replicas: how many of the mesh's ranks hold the same values, by tensor or name, where that cannot be seen.
-        parts: which part of the model each parameter belongs to, from 0; one part for all by default.
-        n_parts: how many the whole model has, where some are on other ranks only.
+        parts: which part of the model each parameter belongs to, from 0; as many parts on every rank; one part for all
+            by default.
         allow_sparse: count sparse gradients too, rather than refuse them.
 
     Raises:
-        ValueError: when `mesh` or `pp_mesh` is none, or does not hold this rank. What else is wrong on this rank is
-            kept as the `problem`, for all ranks to hear of it by the next sum.
+        ValueError: when `mesh` is none, or does not hold this rank. What else is wrong on this rank is kept as the
+            `problem`, for all ranks to hear of it by the next sum.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class NormPlan:
         pp_mesh: DeviceMesh | None = None,
         replicas: Mapping[Any, int] | None = None,
         parts: Sequence[int] | None = None,
-        n_parts: int | None = None,
         allow_sparse: bool = False,
     ) -> None:
         if mesh is not None:
@@ -70,7 +69,7 @@ class NormPlan:
         self.parameters = [parameters[i] for i in once]
         self.mesh = mesh
         self.allow_sparse = allow_sparse
-        self.n_parts = n_parts or max(parts or (), default=0) + 1
+        self.n_parts = max(parts or (), default=0) + 1
         self._names = [names[i] for i in once] if names is not None else None
         self._parts = [parts[i] for i in once] if parts else [0] * len(once)
         self.pp_mesh: DeviceMesh | None = None
@@ -87,9 +86,14 @@ class NormPlan:
         self._specs: list[Any] = [None] * len(self.parameters)
         self._partial: dict[int, Any] = {}
         """How gradients that were seen partial lay then: their ranks take part with zeros where they are missing."""
-        if pp_mesh is not None:
+        self.bad_request: ValueError | None = None
+        """What was wrong with what it was asked for."""
+        self._bad_stages: ValueError | None = None
+        try:
             self.use_stages(pp_mesh)
-        else:
+        except ValueError as error:
+            self._bad_stages = error
+        if self.pp_mesh is None:
             self._regroup()
 
     def use_stages(self, pp_mesh: DeviceMesh | None) -> None:
@@ -129,12 +133,12 @@ class NormPlan:
         return counts
 
     def let_go(self) -> None:
-        """Forget the tensors, until `hold`."""
-        self.parameters = []
+        """Forget the tensors and meshes, until `hold`."""
+        self.parameters, self.mesh, self.pp_mesh = [], None, None
 
-    def hold(self, parameters: Sequence[Tensor]) -> None:
-        """Take up again, with the parameters that the plan was made for."""
-        self.parameters = [parameters[i] for i in self._once]
+    def hold(self, parameters: Sequence[Tensor], mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> None:
+        """Take up again, with parameters and meshes like those that the plan was made for."""
+        self.parameters, self.mesh, self.pp_mesh = [parameters[i] for i in self._once], mesh, pp_mesh
 
     def name_of(self, index: int) -> str:
         """What to call a parameter."""
@@ -193,7 +197,9 @@ class NormPlan:
     @property
     def problem(self) -> ValueError | None:
         """What is wrong on this rank."""
-        return self._bad_replicas or self._unknown_stages() or self._bad_gradient
+        return (
+            self.bad_request or self._bad_replicas or self._bad_stages or self._unknown_stages() or self._bad_gradient
+        )
 
     def _unknown_stages(self) -> ValueError | None:
         if self.mesh is None or self.pp_mesh is not None:

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from sonde.measure.global_norm import group_of_mesh, stages_inside
 from sonde.measure.norm_plan import NormPlan
+from sonde.measure.placements import is_dtensor, layout_of, local_of
 from sonde.measure.power_sums import accumulation_dtype
 
 Fingerprint = tuple[tuple[int, ...], float, float]
+Held = tuple[str, tuple[Fingerprint, Fingerprint | None], int]
+"""A parameter's name, its values and gradient, and on how many ranks it is counted as being."""
 _CONSTANT = 0.0
-_DIGEST_BITS = 20  # squares of as many add up exactly in fp64, over 8,192 ranks
+_DIGEST_BITS = 18  # squares of as many add up exactly in fp64, over 100,000 ranks
 
 
 def check_same_parameters(plan: NormPlan) -> None:
@@ -28,16 +31,18 @@ def check_same_parameters(plan: NormPlan) -> None:
         plan: with a mesh, or nothing is compared; on every rank of it.
 
     Raises:
-        ValueError: on every rank, when one has others than this one.
+        ValueError: on every rank, when one has others than another. Those without names are the same if their shapes
+            are.
     """
     group = group_of_mesh(plan.mesh) if plan.mesh is not None and plan.pp_mesh is None else None
     if group is None:
         return
     digest = sum(zlib.crc32(said.encode()) for said in plan.said_of_each) % 2**_DIGEST_BITS
-    mine = torch.tensor([digest, digest**2], dtype=accumulation_dtype(plan.device), device=plan.device)
-    total = mine.clone()
+    has_any = bool(plan.said_of_each)  # a rank without parameters takes part, and has no others
+    total = torch.tensor([has_any, digest, digest**2], dtype=accumulation_dtype(plan.device), device=plan.device)
     dist.all_reduce(total, group=group)
-    if not torch.equal(total, mine * group.size()):
+    n, of_digests, of_squares = map(int, total.tolist())
+    if n * of_squares != of_digests**2:
         raise ValueError(
             f"ranks of mesh= have different parameters, this one {len(plan.said_of_each)}: pass pp_mesh= if they are "
             "pipeline stages, replicas= for parameters that some ranks have only, and those without a gradient too"
@@ -45,11 +50,11 @@ def check_same_parameters(plan: NormPlan) -> None:
 
 
 def check_replicas(plan: NormPlan) -> None:
-    """Compare plain parameters, by their values and gradients, over the ranks of a plan's mesh.
+    """Compare what ranks hold of parameters, by values and gradients, over a plan's mesh.
 
     What is counted as the same on more ranks than have it is an error. What is counted as the same on fewer is one only
-    where gradients are there to tell: experts that were built under one seed begin with the same values. Parameters
-    that hold one value only, as zeros at initialisation, say nothing and are passed over.
+    for plain tensors whose gradients are there to tell: experts that were built under one seed begin with the same
+    values. Parameters that hold one value only, as zeros at initialisation, say nothing and are passed over.
 
     Args:
         plan: with a mesh; on every rank of it.
@@ -63,16 +68,19 @@ def check_replicas(plan: NormPlan) -> None:
     if group is None:
         return
     n_same = group.size() // stages_inside(plan)
-    mine = [
-        (plan.name_of(i), _of_parameter(plan.parameters[i]), one.key.n_replicas or n_same)
-        for one in plan.groups
-        if one.layout.mesh is None
-        for i in one.indices
-    ]
+    plain: list[Held] = []
+    cut: list[Held] = []
+    for one in plan.groups:
+        for i in one.indices:
+            parameter = plan.parameters[i]
+            is_cut = is_dtensor(parameter)  # whose gradient may lie otherwise, or be a part of a sum
+            counted = one.key.n_replicas or n_same // layout_of(parameter).n_shards
+            (cut if is_cut else plain).append((plan.name_of(i), _of_parameter(parameter, is_cut), counted))
     everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, mine, group=group)
-    if any(gradient is None for of_rank in everyones for _, (_, gradient), _ in of_rank):  # some would compare less
-        everyones = [[(name, (value, None), counted) for name, (value, _), counted in rank] for rank in everyones]
+    dist.all_gather_object(everyones, (plain, cut), group=group)
+    if any(gradient is None for of_rank, _ in everyones for _, (_, gradient), _ in of_rank):  # some would compare less
+        everyones = [([(n, (value, None), counted) for n, (value, _), counted in p], c) for p, c in everyones]
+    everyones = [[*plain, *cut] for plain, cut in everyones]
     # Weights that are tied over pipeline stages have the same values under other names, and so have experts that began
     # as copies of one another: it is for the declaration to say which.
     of_name = Counter(key for of_rank in everyones for key in {(name, values) for name, values, _ in of_rank})
@@ -85,13 +93,14 @@ def check_replicas(plan: NormPlan) -> None:
             if tells and (counted > at_most or (counted < found and gradient is not None)):
                 raise ValueError(
                     f"{name} of rank {rank} has the same values on {found} of {group.size()} ranks, and is counted as "
-                    f"being on {counted}: pass replicas={{{name!r}: {found}}}, or make it a DTensor "
-                    f"(sum of its values {value[1]:g})"
+                    f"being on {counted}: pass replicas={{{name!r}: {found}}}, or make it a DTensor on all of the mesh "
+                    f"(sum of its values there {value[1]:g})"
                 )
 
 
-def _of_parameter(parameter: Tensor) -> tuple[Fingerprint, Fingerprint | None]:
-    return _fingerprint(parameter), None if parameter.grad is None else _fingerprint(parameter.grad)
+def _of_parameter(parameter: Tensor, is_cut: bool) -> tuple[Fingerprint, Fingerprint | None]:
+    gradient = None if is_cut or parameter.grad is None else _fingerprint(parameter.grad)
+    return _fingerprint(local_of(parameter)), gradient
 
 
 @torch.no_grad()

@@ -147,7 +147,9 @@ class Scorer:
             found = derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot)
             used.append(found.mode)
             tokens = self._in_order(rollouts, found.of_batches, ("d_log_prob", "d_entropy"))
-            return tokens | {"is_lost": torch.tensor([bool(found.doubt)])}
+            is_finite = all(bool(of.isfinite().all()) for of in tokens.values())
+            tokens = {name: of.nan_to_num(0.0, 0.0, 0.0) for name, of in tokens.items()}
+            return tokens | {"is_lost": torch.tensor([bool(found.doubt) or not is_finite])}
 
         of_all = together(self._group, work)
         return of_all, used[0], LOST_IN_ROUNDING if bool(of_all["is_lost"].any()) else ""
