@@ -123,7 +123,10 @@ def by_backwards_along_the_step(made: Scene) -> tuple[float, float]:
 
 
 def by_backwards_of_both(made: Scene) -> tuple[float, float]:
-    """The same along η times the mean of the update prompts' gradients, whose scatter counts: three backwards."""
+    """The same along η times the mean of the update prompts' gradients, whose scatter counts, as V_X + V_Y.
+
+    Two backwards for every update prompt and one for every evaluation prompt, and no gradient is kept.
+    """
     rate, n = made.optimizer.param_groups[0]["lr"], made.evaluation.n_prompts
     y_mean = _mean(_update_gradients(made), n)
     x_mean: dict[Tensor, Tensor] = {}
@@ -184,7 +187,7 @@ def by_sonde(made: Scene, update: Any = "step", derivatives: Any = "auto") -> tu
 
 
 CONTESTANTS: dict[str, Callable[[Scene], Any]] = {
-    "gradient, a backward for every prompt": by_backwards_of_both,
+    "gradient, three backwards for every prompt": by_backwards_of_both,
     "step, a backward for every prompt": by_backwards_along_the_step,
     "sonde, update='gradient'": lambda made: by_sonde(made, "gradient"),
     "sonde, update='step'": by_sonde,

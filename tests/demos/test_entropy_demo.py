@@ -46,6 +46,20 @@ def test_it_trains_forecasts_and_leaves_log_and_report(tmp_path: Path, capsys: p
     assert "Forecast against truth" in (folder / "report.html").read_text()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_that_fails_says_so_and_keeps_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert main(["demo", "entropy", *SMALL, "--learning-rate", "1e30", "--out", str(folder)]) == 1
+    err = capsys.readouterr().err
+    assert "training failed at step" in err
+    assert "was the learning rate of 1e+30 too large?" in err
+    run = read_run(folder)
+    assert str(run.ended).startswith("training failed")
+    assert run.policy[0].reason == "the policy's scores are not finite after the step"
+
+
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "sonde", "demo", "entropy", "--steps", "100000", "--out", str(folder)]

@@ -211,6 +211,15 @@ def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, ev
             {"config": {"gns_probe": {"enabled": True}}},
             "whole groups on each rank and 2 of them in a window, got 8 completions on each of 1 ranks in groups of 8",
         ),
+        ({}, {"config": {"gns_probe": {"enabled": True, "metric": "adam"}}}, "gns_probe: metric does nothing with TRL"),
+        ({}, {"config": {"entropy_probe": {"temperature": 3.0}}}, "entropy_probe: temperature does nothing"),
+        ({}, {"config": {"entropy_probe": {"enabled": True, "update": "gradient"}}}, "is not TRL's step"),
+        (
+            {},
+            {"config": {"entropy_probe": {"strict": True}}, "evaluation": "same", "causes": True},
+            "refuses evaluation='same'",
+        ),
+        ({"top_entropy_quantile": 0.2}, {"causes": True}, "causes=True cannot tell what top_entropy_quantile"),
         ({"repetition_penalty": 1.1}, {}, "repetition_penalty=1.1"),
         ({"generation_kwargs": {"typical_p": 0.9}}, {}, "generation_kwargs has typical_p"),
         (
@@ -239,6 +248,7 @@ def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None
 
     def look() -> Any:
         rollouts = rollouts_of_window()
+        assert rollouts is not None
         sizes.append(len(rollouts))
         return rollouts
 
@@ -246,6 +256,25 @@ def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None
     trainer.train()
     assert len(probes.forecasts) == 3
     assert all(0 < size < 32 for size in sizes)
+
+
+def test_a_window_of_which_nothing_is_left_is_passed_over(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, steps=2, max_completion_length=1, mask_truncated_completions=True)
+    with torch.no_grad():
+        trainer.model.lm_head.weight[trainer.processing_class.eos_token_id] = -10.0  # no completion ever ends
+        trainer.model.model.norm.weight.mul_(3.0)
+    generate = trainer._generate_and_score_completions
+
+    def emptied(inputs: Any) -> Any:
+        output = generate(inputs)
+        output["completion_mask"] = torch.zeros_like(output["completion_mask"])
+        return output
+
+    trainer._generate_and_score_completions = emptied
+    config = {"entropy_probe": {"enabled": True, "every": 1}, "policy_entropy_probe": {"enabled": True}}
+    probes = integration.attach(trainer, config, causes=True)
+    trainer.train()
+    assert probes.forecasts == []
 
 
 def test_records_go_to_sinks_and_rollouts_are_a_truth_of_their_own(tmp_path: Path) -> None:
@@ -278,6 +307,42 @@ def test_records_go_to_sinks_and_rollouts_are_a_truth_of_their_own(tmp_path: Pat
     trainer.train()  # once more: the log has ended, and nothing fails
     assert len(probes.forecasts) > 2
     assert read_run(tmp_path / "log").policy == run.policy
+
+
+def test_other_things_that_cannot_be_measured_are_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    for name, value, said in (
+        ("use_vllm", True, "vLLM samples by random numbers of its own"),
+        ("use_transformers_continuous_batching", True, "continuous batching moves the model"),
+    ):
+        setattr(trainer.args, name, value)
+        with pytest.raises(ValueError, match=said):
+            integration.attach(trainer)
+        setattr(trainer.args, name, False)
+    trainer.rollout_func = lambda *_: None
+    with pytest.raises(ValueError, match="with tools or a rollout_func"):
+        integration.attach(trainer)
+    integration.attach(trainer, evaluation="same").close()
+    trainer.rollout_func = None
+    data = trainer.train_dataset
+    trainer.train_dataset = data.add_column("image", [0] * len(data))
+    with pytest.raises(ValueError, match="the dataset has image"):
+        integration.attach(trainer)
+    trainer.train_dataset = data.to_iterable_dataset()
+    with pytest.raises(ValueError, match="can only be read in order"):
+        integration.attach(trainer)
+    trainer.train_dataset = data
+    trainer.model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="in whose rounding central differences are lost"):
+        integration.attach(trainer)
+
+
+def test_two_that_are_attached_can_be_closed_in_either_order(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    first, second = integration.attach(trainer), integration.attach(trainer)
+    second.close()
+    first.close()
+    assert not set(vars(trainer)) & set(integration.WRAPPED)
 
 
 def test_too_few_other_prompts(tmp_path: Path) -> None:

@@ -100,13 +100,16 @@ def test_outputs_that_are_rounded_too_coarsely_are_doubted() -> None:
 def test_a_policy_that_is_certain_has_derivatives_of_zero() -> None:
     """Its log-probabilities are 0 to the last bits, which are all that moves."""
     model = build()
-    with torch.no_grad():
-        model.back.head.weight.mul_(1e4)
-    direction = random_direction(model)
-    found = along(model, direction, "central")
-    expected = exact(model, direction)
+
+    def certain(batch: Tensor) -> tuple[Tensor, ...]:
+        log_p = (3000.0 * model(batch)).log_softmax(-1)
+        return log_p.amax(-1), -(log_p.exp() * log_p).sum(-1)
+
+    batches = list(tokens().chunk(2))
+    expected = joined(derivatives_along(certain, model, random_direction(model), batches, mode="forward"))
+    found = derivatives_along(certain, model, random_direction(model), batches, mode="central")
     assert found.doubt == ""
-    sure = expected.abs() < 1e-6
+    sure = expected.abs() < 1e-6 * expected.abs().max()
     assert sure.float().mean() > 0.2
     assert float(joined(found)[sure].abs().max()) < 1e-2 * float(expected.abs().max())
 
@@ -248,3 +251,36 @@ def _alone() -> Tensor:
     model = build().double()
     direction = {p: d.double() for p, d in zip(model.parameters(), random_direction(build()).values(), strict=True)}
     return exact(model, direction)
+
+
+def test_parameters_too_large_to_move_by_so_little_are_doubted() -> None:
+    """Half of what moves the output is in elements of 1e4, which steps as small as the other half needs do not move."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Parameter(torch.full((1000,), 1e4)), nn.Parameter(torch.ones(1000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (self.large.sum() - 1e7 + 100.0 * self.small.sum())
+
+    model = Scaled()
+    direction = {p: torch.ones_like(p) for p in model.parameters()}
+    before = [p.detach().clone() for p in model.parameters()]
+    found = derivatives_along(lambda x: (model(x),), model, direction, [torch.ones(2)], mode="central")
+    assert "too large to move by so little" in found.doubt
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_outputs_that_the_pilot_does_not_stand_for_are_doubted() -> None:
+    model = build()
+    direction = random_direction(model)
+    batches = list(tokens().chunk(2))
+
+    def far(batch: Tensor) -> tuple[Tensor, ...]:
+        """1,000 times as sensitive on the second batch."""
+        s, h = token_numbers(model, batch)
+        return (s, h) if batch is batches[0] else (1e3 * s, h)
+
+    found = derivatives_along(far, model, direction, batches, mode="central", pilot=batches[0])
+    assert "by far too much" in found.doubt

@@ -105,6 +105,24 @@ def test_a_forecast_of_responses_says_so(tmp_path: Path) -> None:
     assert journal.points[0].per == "response"
 
 
+def test_an_alert_stays_while_only_the_noise_is_measured(tmp_path: Path) -> None:
+    journal = PolicyJournal([JsonlSink(tmp_path)])
+    for step, entropy in enumerate([2.0, 0.1], start=1):
+        forecast = changed(entropy=entropy, objective="sequence")
+        journal.measured(step, forecast.metrics(), forecast, {1: "x" * 1000})
+    journal.measured(3, {"gns_prompts/b_simple": 3.0})
+    journal.end("done")
+    last = read_run(tmp_path).policy[-1]
+    assert list(last.alerts) == ["entropy_collapse"]
+    assert last.per == "response"
+    assert max(len(share["prompt"]) for share in records(tmp_path)[1]["shares"]) == 201
+
+
+def test_intervals_of_another_level_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="logs are of 95% intervals, got a forecast with one of 80%"):
+        PolicyJournal([]).measured(1, {}, changed(level=0.8))
+
+
 class FullDisk:
     """Fails after the header."""
 

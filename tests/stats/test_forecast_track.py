@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from sonde.stats.entropy_forecast import TOO_LARGE
 from sonde.stats.forecast_track import Coverage, Point, coverage, find_policy_alerts, judge_entropy, point_of
 
 GOOD = Point(
@@ -89,7 +90,8 @@ def test_a_collapse_is_told_when_it_has_come_and_when_it_is_near() -> None:
 
 
 def test_steps_that_are_too_large_and_intervals_that_miss() -> None:
-    large = [{"is_valid": False}] * 3
+    large = [{"is_valid": False, "reason": f"{TOO_LARGE}: so"}] * 3
+    assert not find_policy_alerts(points(*[{"is_valid": False, "reason": "not to be trusted: lost in rounding"}] * 3))
     assert "steps_too_large" not in find_policy_alerts(points({}, *large[:2]))
     assert "steps_too_large" in find_policy_alerts(points({}, *large))
     misses = [{"truth": 0.0}] * 4
@@ -104,7 +106,7 @@ def test_steps_that_are_too_large_and_intervals_that_miss() -> None:
         ([{}], "unknown", "One measurement makes no course"),
         ([{"entropy": 2.0}, {"entropy": 1.5}], "holds", "1.50 nats a token at step 2, and was 2 at step 1"),
         ([{"entropy": 2.0}, {"entropy": 0.1}], "collapses", "has collapsed to 0.1"),
-        ([{"is_valid": False}] * 3, "not_linear", "Steps are too large to forecast"),
+        ([{"is_valid": False, "reason": TOO_LARGE}] * 3, "not_linear", "Steps are too large to forecast"),
     ],
 )
 def test_verdicts(changes: list[dict[str, object]], kind: str, said: str) -> None:

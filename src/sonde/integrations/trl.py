@@ -18,10 +18,12 @@ from sonde.probes.entropy_change import AroundStep, EntropyChangeProbe
 from sonde.probes.policy_entropy import PolicyEntropyProbe
 from sonde.probes.policy_journal import PolicyJournal
 from sonde.probes.prompt_noise import PromptNoiseProbe
+from sonde.probes.record_log import logger
 from sonde.records import Sink
 from sonde.stats.entropy_forecast import EntropyForecast
 
 try:
+    from accelerate.utils import gather_object
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
@@ -88,6 +90,9 @@ def attach(
         _check_whole_groups(trainer)
     if config.entropy_probe.enabled and config.entropy_probe.derivatives != "forward":
         _check_dtypes(trainer)
+    _check_config(config, evaluation, causes=causes)
+    if causes:
+        _check_loss(trainer)
     check_sampling(trainer, is_fresh=config.entropy_probe.enabled and (evaluation == "fresh" or rollouts))
     return TrlProbes(
         trainer,
@@ -99,6 +104,39 @@ def attach(
         sinks=sinks if trainer.accelerator.is_main_process else (),
         run=run,
     )
+
+
+def _check_config(config: ProbesConfig, evaluation: str, *, causes: bool) -> None:
+    """Refuse what would do nothing here, or fail at the first step."""
+    used = {
+        "gns_probe": ("enabled", "horizon", "log_every"),
+        "entropy_probe": tuple(name for name in vars(config.entropy_probe) if name != "temperature"),
+        "policy_entropy_probe": ("enabled", "micro_batch_prompts"),
+    }
+    for probe, names in used.items():
+        of = getattr(config, probe)
+        idle = [n for n, value in vars(of).items() if n not in names and value != getattr(type(of)(), n)]
+        if idle:
+            raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out (temperatures are the trainer's)")
+    if config.entropy_probe.update == "gradient":
+        raise ValueError("entropy_probe: {update: gradient} is not TRL's step, which is what is forecast: leave it out")
+    if config.entropy_probe.strict and evaluation == "same" and causes:
+        raise ValueError(
+            "entropy_probe: {strict: true} refuses evaluation='same', whose prompts are the update's: pass 'fresh'"
+        )
+
+
+def _check_loss(trainer: Any) -> None:
+    """Refuse to tell causes of a loss in which tokens weigh what is not known here."""
+    args = trainer.args
+    what = {
+        "top_entropy_quantile": args.top_entropy_quantile < 1.0,
+        "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
+        "vllm_importance_sampling_correction": args.use_vllm and args.vllm_importance_sampling_correction,
+        "loss_type='vespo'": trainer.loss_type == "vespo",
+    }
+    if named := [name for name, is_on in what.items() if is_on]:
+        raise ValueError(f"causes=True cannot tell what {named[0]} makes of tokens' weights: leave out one of the two")
 
 
 def _check_dtypes(trainer: Any) -> None:
@@ -167,7 +205,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._forecast: EntropyForecast | None = None
         self.texts: dict[int, str] = {}
         self._originals: dict[str, Callable[..., Any]] = {}
-        for name, wrapper in zip(WRAPPED, (self._generated, self._micro_batch), strict=True):
+        self._wrappers = dict(zip(WRAPPED, (self._generated, self._micro_batch), strict=True))
+        for name, wrapper in self._wrappers.items():
             self._originals[name] = getattr(trainer, name)
             setattr(trainer, name, wrapper)
         trainer.add_callback(self)
@@ -186,7 +225,11 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         if self._journal is not None:
             self._journal.end(reason)
         for name, original in self._originals.items():
-            setattr(self._trainer, name, original)
+            if vars(self._trainer).get(name) != self._wrappers[name]:  # somebody has wrapped it since, and goes on
+                continue
+            delattr(self._trainer, name)
+            if getattr(self._trainer, name) != original:  # it was wrapped before
+                setattr(self._trainer, name, original)
         if self._originals:
             self._trainer.remove_callback(self)
         self._originals = {}
@@ -209,6 +252,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         """The header is written, of the first training: its end closes the sinks."""
         if self._journal is None:
             self._journal = PolicyJournal(self._sinks, run=self._run, setup=self._setup())
+        elif self._sinks:
+            logger.warning("sonde: the log ended with the first training: attach again to log another")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A window begins."""
@@ -223,6 +268,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             return
         self._make_probes(kwargs["optimizer"])
         update = self._rollouts.of_window()
+        if update is None:  # there is nothing to learn from
+            return
         if measures_noise and self._noise is not None:
             self._noise.measure(update)
             self._log(self._noise.metrics())
@@ -233,7 +280,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._log(self._policy.metrics())
         if self._entropy is not None:
             evaluation = update if self._evaluation == "same" else self._fresh(state.global_step)
-            self.texts = {**update.texts, **evaluation.texts}
+            own = {**update.texts, **evaluation.texts}
+            self.texts = {n: text for texts in gather_object([own]) for n, text in texts.items()}
             self._truth_seed = self._seed_of(state.global_step) + 500_000
             stack = ExitStack()
             learned_from = self._learned_from(update) if self._has_causes else None

@@ -53,12 +53,21 @@ def check_sampling(trainer: Any, *, is_fresh: bool) -> None:
     columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
     if images := sorted(columns & {"image", "images"}):
         raise ValueError(f"the dataset has {images[0]}, and only text is scored so far: there is no probe for images")
+    if trainer.is_deepspeed_enabled:
+        raise ValueError("DeepSpeed keeps gradients to itself, where no step can be told from them: use DDP or FSDP2")
+    if is_fresh and (getattr(trainer, "tools", None) or getattr(trainer, "rollout_func", None)):
+        raise ValueError(
+            "the trainer samples with tools or a rollout_func, which fresh responses would not go through: "
+            "evaluation='same', without rollouts"
+        )
+    if is_fresh and getattr(args, "use_transformers_continuous_batching", False):
+        raise ValueError("continuous batching moves the model while it samples: evaluation='same', without rollouts")
     if is_fresh and args.use_vllm:
         raise ValueError(
             "vLLM samples by random numbers of its own, which fresh responses would move on, so that training would "
             "not be what it is without them: evaluation='same', without rollouts"
         )
-    if is_fresh and not hasattr(trainer.train_dataset, "__getitem__"):
+    if is_fresh and not hasattr(trainer.train_dataset, "__len__"):
         raise ValueError(
             "the dataset can only be read in order, and fresh responses need prompts out of it: evaluation='same', "
             "without rollouts"
@@ -133,8 +142,8 @@ class TrlRollouts:
 
     # What probes ask for.
 
-    def of_window(self) -> Rollouts:
-        """What the window learns from."""
+    def of_window(self) -> Rollouts | None:
+        """What the window learns from; None where TRL has emptied all masks, on this rank or another."""
         window = self._window
         prompts = _padded([(i["prompt_ids"], i["prompt_mask"]) for i in window], left=True)
         completions = _padded([(i["completion_ids"], i["completion_mask"]) for i in window], left=False)
@@ -143,6 +152,8 @@ class TrlRollouts:
         sampled, weight = (_padded([(t, t) for t in of], left=False)[0] for of in (masks, weights))
         # TRL can empty the mask of a completion that did not end.
         rows = sampled.bool().any(1).nonzero()[:, 0]
+        if min(gather_object([len(rows)])) == 0:
+            return None
         self._sampled_at = None
         if all(i.get("old_per_token_logps") is not None for i in window):
             old = [(i["old_per_token_logps"], i["old_per_token_logps"]) for i in window]

@@ -33,10 +33,15 @@ _ROUGHEST = 0.5
 is far less than outputs are meant to move by: where a policy is certain, nothing moves but the last bits."""
 _HARMLESS = 0.2
 _SHRUNK_AT_MOST = 8  # times
+_LOST_AT_MOST = 0.1
+"""Part of a direction that may be lost where elements are too large to move by so little."""
+_TOO_FAR = 0.3
+"""Nats, root mean square, by which outputs have moved too far for a derivative."""
 
 LOST_IN_ROUNDING = (
     "not to be trusted: derivatives are lost in rounding, or the model has none: scores change the same way whether "
-    "parameters move up or down, or are not finite there. Score in fp32, without autocast, or use derivatives='forward'"
+    "parameters move up or down, or by far too much, or are not finite, or parameters are too large to move by so "
+    "little. Score in fp32, without autocast, or use derivatives='forward'"
 )
 
 
@@ -73,7 +78,7 @@ def derivatives_along(
         function: a micro-batch's outputs, by calling `model`; two calls must give the same.
         model: plain or wrapped; with sharded parameters on every rank, with as many micro-batches.
         direction: Δ for some of its parameters, of their shapes; the others stay. With "central" its tensors hold the
-            parameters meanwhile, and afterwards what these were moved by: Δ to some 4 digits.
+            parameters meanwhile, and afterwards what these were moved by: something close to Δ.
         batches: micro-batches.
         mode: "auto" tries forward mode, and falls back.
         pilot: a small micro-batch on which central differences are made small enough, and seen to be differences of
@@ -153,22 +158,24 @@ def _central(
             f"with central differences a direction holds its parameters meanwhile, so it must have their dtype, got "
             f"{other[1].dtype} for {other[0].dtype}: convert it"
         )
-    h = _step_size(direction, pairs)
+    h, size = _step_size(direction, pairs)
     tries = _Pilot(function, pilot, direction)
+    lost = _Lost(h * size, direction)
     moved = 0
     try:
         for theta, step in pairs:
             up = torch.add(theta, step, alpha=h)
+            lost.add(up - theta, step, h)
             step.copy_(theta)
             moved += 1  # from here on `step` holds what is to be restored
             theta.copy_(up)
         reshard(model)
-        h *= _shrink(tries, pairs, model)
+        h *= _shrink(tries, pairs, model, lost)
         above = [tuple(out.clone() for out in function(batch)) for batch in batches]
         for theta, old in pairs:
             theta.neg_().add_(old, alpha=2.0)  # as far down as it was up, whatever rounding did to that
         reshard(model)
-        doubt = tries.look_down()
+        doubt = tries.look_down() or lost.doubt()
         below = [function(batch) for batch in batches]
     except BaseException:
         for theta, old in pairs[:moved]:
@@ -180,10 +187,12 @@ def _central(
         theta.copy_(old)
         old.copy_(up)
     reshard(model)
-    return [
-        tuple((a - b).div_(2.0 * h) for a, b in zip(up, down, strict=True))
-        for up, down in zip(above, below, strict=True)
-    ], doubt
+    differences = [
+        tuple((a - b).div_(2.0) for a, b in zip(up, down, strict=True)) for up, down in zip(above, below, strict=True)
+    ]
+    if not doubt and _root_mean_square(differences) > _TOO_FAR:
+        doubt = LOST_IN_ROUNDING  # the pilot was not like the others
+    return [tuple(d.div_(h) for d in of) for of in differences], doubt
 
 
 class _Pilot:
@@ -218,7 +227,34 @@ class _Pilot:
         return tuple(_over_shards(torch.stack([v.double() for v in values]), self._direction).tolist())
 
 
-def _shrink(tries: _Pilot, pairs: Sequence[tuple[Tensor, Tensor]], model: nn.Module) -> float:
+class _Lost:
+    """What rounding has kept parameters from moving by, of all that they were to."""
+
+    def __init__(self, wanted: float, direction: Direction) -> None:
+        self._wanted, self._direction = wanted, direction
+        self._sq_error = 0.0
+
+    def add(self, did: Tensor, direction: Tensor, times: float) -> None:
+        """A parameter has moved by `did`, and was to by `times` the direction."""
+        self._sq_error += float((did - times * direction).double().square().sum())
+
+    def scaled(self, factor: float) -> None:
+        """All that has moved is scaled down; what is lost by that is added apart."""
+        self._wanted *= factor
+        self._sq_error *= factor**2
+
+    def doubt(self) -> str:
+        """Why what is left is not the direction, in words; empty where it is."""
+        sq_error = float(_over_shards(torch.tensor([self._sq_error], dtype=torch.float64), self._direction)[0])
+        return LOST_IN_ROUNDING if sq_error > (_LOST_AT_MOST * self._wanted) ** 2 else ""
+
+
+def _root_mean_square(outputs: Sequence[Outputs]) -> float:
+    flat = torch.cat([out.double().flatten() for of in outputs for out in of])
+    return float(flat.square().sum().div((flat != 0).sum().clamp(min=1)).sqrt())
+
+
+def _shrink(tries: _Pilot, pairs: Sequence[tuple[Tensor, Tensor]], model: nn.Module, lost: _Lost) -> float:
     """Move parameters back towards where they were, which `pairs` hold, until outputs move little; by what factor."""
     most = max(_MOVED_BY[p.dtype] for p, _ in pairs)
     factor = 1.0
@@ -227,8 +263,11 @@ def _shrink(tries: _Pilot, pairs: Sequence[tuple[Tensor, Tensor]], model: nn.Mod
         if moved_by <= 2 * most:
             break
         less = max(most / moved_by, 1 / 32) if moved_by < float("inf") else 1 / 32
+        lost.scaled(less)
         for theta, old in pairs:
-            theta.sub_(old).mul_(less).add_(old)
+            up = theta - old
+            theta.copy_(torch.add(old, up, alpha=less))
+            lost.add(theta - old, up, less)
         factor *= less
         reshard(model)
     return factor
@@ -243,9 +282,10 @@ def _over_shards(sums: Tensor, direction: Direction) -> Tensor:
     return sums
 
 
-def _step_size(direction: Direction, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """h, the same on every rank that holds a part of a parameter. Waits for the device."""
+def _step_size(direction: Direction, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """h and ‖Δ‖, the same on every rank that holds a part of a parameter. Waits for the device."""
     sums = [torch.stack([t.double().square().sum().cpu() for t in side]).sum() for side in zip(*pairs, strict=True)]
     of_theta, of_step = _over_shards(torch.stack(sums), direction).tolist()  # copies count more often, in both alike
     relative = max(_RELATIVE_STEP[p.dtype] for p, _ in pairs)
-    return float(relative * (of_theta / of_step) ** 0.5) if of_step and of_theta else 1.0
+    h = float(relative * (of_theta / of_step) ** 0.5) if of_step and of_theta else 1.0
+    return h, float(of_step**0.5)

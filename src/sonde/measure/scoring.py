@@ -71,8 +71,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     of_numpy, of_python = numpy and numpy.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=devices):
         try:
-            for module, _ in modes:
-                module.training = False  # not eval(), which a module may have made do more
+            to_evaluation(model)  # not eval(), which a module may have made do more
             yield
         finally:
             reshard(model)
@@ -81,6 +80,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             random.setstate(of_python)
             if numpy:
                 numpy.random.set_state(of_numpy)
+
+
+def to_evaluation(model: nn.Module) -> None:
+    """Every module into evaluation mode, inside `undisturbed`: samplers leave a model in the mode that training has."""
+    for module in model.modules():
+        module.training = False
 
 
 def seed_everything(seed: int) -> None:
@@ -140,7 +145,8 @@ class Scorer:
         """
         batches = self._batches(rollouts)
         # Of many prompts: a policy may be certain of its answers to some, which then tell nothing.
-        pilot = rollouts.rows(torch.linspace(0, len(rollouts) - 1, min(_PILOT_RESPONSES, len(rollouts))).round().long())
+        n = min(_PILOT_RESPONSES, min(len(batch) for batch in batches))
+        pilot = rollouts.rows(torch.linspace(0, len(rollouts) - 1, n).round().long())
         used: list[Mode] = []
 
         def work() -> Tokens:

@@ -215,7 +215,9 @@ class EntropyChangeProbe:
         self._check(evaluation, update)
         can_forecast = not why_no_forecast(self._optimizer)
         with self._working(evaluation) as (work, seed):
-            sampled = self._sampler and work.sample(self._sampler, self._model, seed)
+            sampled = None
+            if self._sampler and not work.problem:
+                sampled = work.sample(self._sampler, self._model, seed)
             if can_forecast:
                 step = self._forecast_step(1.0)
                 witness, meter = StepWitness(step), None
@@ -244,7 +246,7 @@ class EntropyChangeProbe:
                 around._forecast = unknown(problem, self._settings.objective, self._settings.update)
                 return
             work.after()
-            if sampled and self._sampler:
+            if sampled and self._sampler and not work.problem:
                 work.compare(sampled, work.sample(self._sampler, self._model, seed))
             departure = max(self._of_all_ranks(witness.departure() if witness else 0.0))
             said = f"the step that was taken differs from the forecast by {departure:.0%}: clip before the block begins"
@@ -301,8 +303,8 @@ class EntropyChangeProbe:
                 if problem := self._not_finite(step):
                     return unknown(problem, self._settings.objective, self._settings.update)
                 work.along(step)
+                del step  # before there is another
                 if causes:
-                    del step
                     work.tell_causes(self._optimizer, update, gradient_scale)
                 step = self._forecast_step(gradient_scale)  # derivatives have left only something close to it
             else:
@@ -311,7 +313,7 @@ class EntropyChangeProbe:
             sampled = sampler and work.sample(sampler, self._model, seed)
             with taken(step, self._model):
                 work.after()
-                if sampler and sampled:
+                if sampler and sampled and not work.problem:
                     work.compare(sampled, work.sample(sampler, self._model, seed))
             return work.result()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sonde.measure.rollouts import Rollouts
-from sonde.measure.scoring import Scored, Scorer, seed_everything
+from sonde.measure.scoring import Scored, Scorer, seed_everything, to_evaluation
 from sonde.measure.update import Direction, dot, forecast_step, precondition_
 from sonde.probes.expense import Expense
 from sonde.stats.attribution import Cause, Causes, causes_by_prompt, shares_of
@@ -202,6 +202,7 @@ class EntropyMeasurement:
         with self._expense.phase("rollouts"):
             seed_everything(seed)
             self._scorer.on_all_ranks(lambda: sampled.append(sampler(model)))
+            to_evaluation(model)
             return self._scorer.scored(sampled[0])
 
     def compare(self, before: Scored, after: Scored) -> None:
@@ -229,6 +230,7 @@ class EntropyMeasurement:
         return EntropyForecast(
             delta=change.delta,
             se=change.se,
+            level=self._settings.level,
             low=change.low + min(bend, 0.0),
             high=change.high + max(bend, 0.0),
             reason=change.reason or reason,

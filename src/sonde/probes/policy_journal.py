@@ -9,9 +9,12 @@ from sonde.probes.record_log import RecordLog, logger
 from sonde.records import Sink
 from sonde.stats.attribution import Causes
 from sonde.stats.entropy_forecast import EntropyForecast
-from sonde.stats.forecast_track import Point, find_policy_alerts, point_of
+from sonde.stats.forecast_track import LEVEL, Point, find_policy_alerts, point_of
+from sonde.stats.importance import Per
 
 _PROMPTS_AT_MOST = 64
+_LONGEST_TEXT = 200
+"""Characters of a prompt: a record holds many."""
 
 
 class PolicyJournal:
@@ -48,6 +51,7 @@ class PolicyJournal:
         self.points: list[Point] = []
         """What forecasts said and what was true, so far."""
         self._step = 0
+        self._per: Per = "token"
         self._log = RecordLog(sinks)
         self._log.begin(run=run, unit="prompts", setup=setup or {}, metadata=metadata or {})
 
@@ -65,13 +69,20 @@ class PolicyJournal:
             metrics: by name; None where not known.
             forecast: that of the entropy's change, whose metrics are among them; its reason and prompts are written.
             texts: of prompts, by their numbers.
+
+        Raises:
+            ValueError: for a forecast whose interval is not one of 95 %.
         """
         self._step = step
-        per = "response" if forecast is not None and forecast.objective == "sequence" else "token"
-        now = {}
         if forecast is not None:
-            self.points.append(point_of(step, metrics, "response" if per == "response" else "token"))
-            now = find_policy_alerts(self.points)
+            if forecast.level != LEVEL:
+                raise ValueError(
+                    f"logs are of {LEVEL:.0%} intervals, got a forecast with one of {forecast.level:.0%}: "
+                    f"EntropyChangeProbe(level={LEVEL})"
+                )
+            self._per = "response" if forecast.objective == "sequence" else "token"
+            self.points.append(point_of(step, metrics, self._per, forecast.reason))
+        now = find_policy_alerts(self.points)
         for name, message in now.items():
             if name not in self.alerts:
                 self.alerts[name] = message
@@ -82,7 +93,7 @@ class PolicyJournal:
             window=step,
             metrics={name: _finite(value) for name, value in metrics.items()},
             reason="" if forecast is None else forecast.reason,
-            per=per,
+            per=self._per,
             shares=[] if forecast is None else _shares(forecast, texts or {}),
             causes=None if forecast is None or forecast.causes is None else _causes(forecast.causes, texts or {}),
             alerts=now,
@@ -127,7 +138,8 @@ def _causes(causes: Causes, texts: Mapping[int, str]) -> dict[str, object]:
 
 
 def _text(prompt: int, texts: Mapping[int, str]) -> str:
-    return texts.get(prompt, f"prompt {prompt}")
+    text = texts.get(prompt, f"prompt {prompt}")
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
 def _finite(value: float | None) -> float | None:

@@ -102,7 +102,8 @@ def scale_for(values: Sequence[float], kind: Literal["linear", "log", "any"] = "
         >>> scale_for([5.0, 5.0], "linear")
         Scale(kind='linear', start=4.5, end=5.5)
     """
-    known = [v for v in values if math.isfinite(v) and (kind != "log" or v > 0)]
+    # Beyond these, a range would leave what floats can hold.
+    known = [v for v in values if abs(v) < 1e150 and (v == 0 or abs(v) > 1e-150) and (kind != "log" or v > 0)]
     low, high = (min(known), max(known)) if known else (1.0, 1.0)
     if kind == "any":
         kind = "log" if low > 0 and high > 20 * low else "linear"

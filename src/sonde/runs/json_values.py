@@ -45,6 +45,14 @@ def as_number(value: object) -> float | None:
     return float(value)
 
 
+def as_time(value: object) -> float:
+    """Seconds since 1970, before the year 9999."""
+    seconds = as_number(value)
+    if seconds is None or not 0 <= seconds < 250e9:
+        raise TypeError(f"{value!r:.40} where a time is expected")
+    return seconds
+
+
 def as_numbers(value: object) -> dict[str, float | None]:
     """An object of these."""
     return {name: as_number(each) for name, each in as_mapping(value).items()}

@@ -114,6 +114,7 @@ def _trust_rows(run: Run) -> list[Row]:
 def _policy_rows(run: Run) -> list[Row]:
     """How the entropy and its changes were measured."""
     policy, setup = run.policy, run.header.setup
+    forecasts = [r for r in policy if r.metrics.get("entropy/is_valid") is not None]
     rows = [
         Row(
             "Entropy",
@@ -127,7 +128,7 @@ def _policy_rows(run: Run) -> list[Row]:
             (
                 "The first derivative of the entropy along the optimizer's own step, on responses to evaluation "
                 "prompts; its standard error is by the scatter of these prompts.",
-                f"{plural(sum(r.point.is_valid for r in policy), 'forecast')} of {len(policy)} to be trusted.",
+                f"{plural(sum(r.point.is_valid for r in forecasts), 'forecast')} of {len(forecasts)} to be trusted.",
             ),
         ),
     ]

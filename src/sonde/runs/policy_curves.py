@@ -24,7 +24,7 @@ from sonde.runs.figures import (
 )
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.strokes import WINDOW, TimeAxis, add_bands, add_curve, add_triangles, new_curve, restart_key
-from sonde.runs.timeline import Timeline, timeline
+from sonde.runs.timeline import MAX_POINTS, Timeline, timeline
 from sonde.stats.entropy_forecast import LEAST_ESS_FRACTION, LINEAR_BETWEEN
 from sonde.stats.forecast_track import Coverage, Point
 from sonde.wording import estimate, number
@@ -88,6 +88,7 @@ def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
 def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
     """A point for each step: on the diagonal, forecast and truth are the same."""
     points = [p for p in (r.point for r in readings) if p.has_truth]
+    points = points[::-1][:: math.ceil(len(points) / MAX_POINTS) or 1][::-1]
     if not points:
         return "No forecast has a truth to stand beside: measure what the step did, by around_step() say."
     ends = [v for p in points for v in (p.delta, p.truth, *((p.low, p.high) if p.is_valid else ()))]
@@ -224,7 +225,7 @@ def _knowing(readings: Sequence[PolicyReading], *names: str) -> Line | None:
 
 
 def _unit(readings: Sequence[PolicyReading]) -> str:
-    return f"nats a {readings[-1].per}"
+    return f"nats a {next(r.per for r in reversed(readings) if r.metrics.get('entropy/delta_forecast') is not None)}"
 
 
 def _forecast(point: Point) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers
+from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers, as_time
 from sonde.stats.forecast_track import Point, point_of
 from sonde.stats.importance import Per
 
@@ -75,7 +75,7 @@ class PolicyReading:
     @property
     def point(self) -> Point:
         """Forecast and truth."""
-        return point_of(self.window, self.metrics, self.per)
+        return point_of(self.window, self.metrics, self.per, self.reason)
 
 
 def policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:
@@ -88,7 +88,7 @@ def policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:
     return PolicyReading(
         segment=segment,
         window=as_count(record["window"]),
-        time=float(record["time"]),
+        time=as_time(record["time"]),
         metrics=as_numbers(record["metrics"]),
         reason=str(record["reason"]),
         per="response" if record["per"] == "response" else "token",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sonde.records import SCHEMA
-from sonde.runs.json_values import as_count, as_mapping, as_number, as_status
+from sonde.runs.json_values import as_count, as_mapping, as_number, as_status, as_time
 from sonde.runs.policy_reading import PolicyReading, policy_reading
 from sonde.runs.sinks import RECORDS_NAME, begins_header, parse_record
 from sonde.stats.intervals import Status
@@ -275,7 +275,7 @@ class _Content:
 
 def _header(record: Mapping[str, Any]) -> Header:
     return Header(
-        time=float(record["time"]),
+        time=as_time(record["time"]),
         run=str(record["run"]),
         unit=str(record["unit"]),
         versions=as_mapping(record["versions"]),
@@ -289,7 +289,7 @@ def _reading(record: Mapping[str, Any], segment: int) -> Reading:
     return Reading(
         segment=segment,
         window=as_count(record["window"]),
-        time=float(record["time"]),
+        time=as_time(record["time"]),
         status=as_status(record["status"]),
         reason=str(record["reason"]),
         metrics={name: as_number(value) for name, value in as_mapping(record["metrics"]).items()},

@@ -17,6 +17,7 @@ LINEAR_BETWEEN = (0.8, 1.25)
 """First-order over true change on fixed prefixes: outside, the step is too large to be linear."""
 LEAST_ESS_FRACTION = 0.5
 """Effective sample size over responses: below, responses to θ no longer stand for those to θ⁺."""
+TOO_LARGE = "not to be trusted: the step is too large to be linear"
 _NO_CHANGE = 1e-6
 """Nats a token: differences below it are within the rounding of fp32 scores."""
 _HARMLESS = 0.5
@@ -49,6 +50,7 @@ class EntropyForecast:
         delta: to first order, in nats: a token with objective="per_token", a response with "sequence". NaN where
             unknown.
         se: its standard error.
+        level: of confidence of its interval.
         low: lower end of its interval: by the standard error, and on to where the step is not linear by what first
             order misses on the same prefixes.
         high: upper end.
@@ -76,6 +78,7 @@ class EntropyForecast:
 
     delta: float
     se: float
+    level: float
     low: float
     high: float
     reason: str
@@ -143,6 +146,7 @@ def unknown(reason: str, objective: Objective, update: Update) -> EntropyForecas
     return EntropyForecast(
         delta=nan,
         se=nan,
+        level=0.95,
         low=nan,
         high=nan,
         reason=reason,
@@ -175,18 +179,17 @@ def why_not_linear(fixed: FixedPrefixes | None, importance: MeasuredChange | Non
         importance: truth by importance sampling.
         se: the forecast's standard error, in nats a token: what is not linear by less than half of it does no harm.
     """
-    too_large = "not to be trusted: the step is too large to be linear"
     harmless = max(_NO_CHANGE, 0.0 if math.isnan(se) else _HARMLESS * se)
     if fixed is not None and abs(fixed.true - fixed.linear) > harmless:
         low, high = LINEAR_BETWEEN
         if not low <= fixed.linear_over_true <= high:
             return (
-                f"{too_large}: on the same prefixes first order says {fixed.linear:+.2e} nats a token and the truth is "
+                f"{TOO_LARGE}: on the same prefixes first order says {fixed.linear:+.2e} nats a token and the truth is "
                 f"{fixed.true:+.2e}"
             )
     if importance is not None and importance.ess_fraction < LEAST_ESS_FRACTION:
         return (
-            f"{too_large}: of the responses {importance.ess_fraction:.0%} stand for what the policy samples after it "
+            f"{TOO_LARGE}: of the responses {importance.ess_fraction:.0%} stand for what the policy samples after it "
             f"(effective sample size), and {LEAST_ESS_FRACTION:.0%} are needed"
         )
     return ""

@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from sonde.stats.entropy_forecast import TOO_LARGE
 from sonde.stats.importance import Per
 from sonde.wording import number, percent, plural
 
+LEVEL = 0.95
+"""Of the intervals that are judged."""
 COLLAPSED_BELOW = 0.1
 """Part of the largest entropy that was measured: below it, a policy hardly explores."""
 _RUNS_OUT_WITHIN = 20
@@ -35,6 +38,7 @@ class Point:
         truth_se: its standard error.
         is_independent: whether truth is of responses of its own, rather than of those that the forecast was made on.
         per: what `delta` and `truth` are of, "token" or "response".
+        reason: why the forecast is unknown or not to be trusted; empty when it is.
     """
 
     step: int
@@ -47,6 +51,12 @@ class Point:
     truth_se: float
     is_independent: bool
     per: Per = "token"
+    reason: str = ""
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the step is too large to be linear, rather than something else being wrong."""
+        return not self.is_valid and self.reason.startswith(TOO_LARGE)
 
     @property
     def has_truth(self) -> bool:
@@ -61,7 +71,7 @@ class Point:
         return abs(self.truth - self.delta) <= math.hypot(end - self.delta, doubt)
 
 
-def point_of(step: int, metrics: Mapping[str, float | None], per: Per = "token") -> Point:
+def point_of(step: int, metrics: Mapping[str, float | None], per: Per = "token", reason: str = "") -> Point:
     """A point from metrics by their names; see `records.METRICS`."""
 
     def known(name: str) -> float:
@@ -80,6 +90,7 @@ def point_of(step: int, metrics: Mapping[str, float | None], per: Per = "token")
         truth_se=known("delta_rollouts_se") if is_independent else 0.0,
         is_independent=is_independent,
         per=per,
+        reason=reason,
     )
 
 
@@ -139,13 +150,13 @@ def find_policy_alerts(points: Sequence[Point]) -> dict[str, str]:
     if collapse := _collapse(points):
         alerts["entropy_collapse"] = collapse
     last = points[-_TOO_LARGE_IN_A_ROW:]
-    if len(last) == _TOO_LARGE_IN_A_ROW and not any(p.is_valid for p in last):
+    if len(last) == _TOO_LARGE_IN_A_ROW and all(p.is_too_large for p in last):
         alerts["steps_too_large"] = (
             f"none of the last {len(last)} forecasts of the entropy's change is to be trusted: steps are too large to "
             "be linear, so a smaller learning rate would do the same more surely"
         )
     so_far = coverage(points)
-    if so_far.n >= _JUDGED_FROM and so_far.high < 0.95 and so_far.fraction < _MISSES_BELOW:
+    if so_far.n >= _JUDGED_FROM and so_far.high < LEVEL and so_far.fraction < _MISSES_BELOW:
         alerts["intervals_miss"] = (
             f"{so_far.n_held} of {so_far.n} intervals held the entropy's change, where 95 % should: "
             "are evaluation responses sampled untruncated, at the policy's own temperature, and independently?"
@@ -196,7 +207,7 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
     Args:
         points: in the order of steps.
     """
-    known = [p for p in points if math.isfinite(p.entropy)]
+    points = known = [p for p in points if math.isfinite(p.entropy)]
     if not known:
         return EntropyVerdict("unknown", "No verdict yet: no entropy was measured.", "The run had no forecast.")
     first, now = known[0], known[-1]
@@ -224,7 +235,7 @@ def _last_step(now: Point) -> str:
     what = "it" if now.per == "token" else "a response's entropy"
     said = f"Step {now.step} was to change {what} by {number(now.delta)} [{number(now.low)} to {number(now.high)}]"
     if not now.is_valid:
-        return f"{said}, which is not to be trusted: the step is too large to be linear."
+        return f"{said}, which is {now.reason or 'not to be trusted'}."
     if not now.has_truth:
         return f"{said}."
     how = "fresh rollouts" if now.is_independent else "importance sampling"

@@ -48,17 +48,19 @@ def line_of(record: Mapping[str, Any], n_steps: int) -> str:
         >>> entropy = {"per_token": 1.2, "delta_forecast": -0.0213, "delta_se": 0.001, "is_valid": 1}
         >>> entropy |= {"delta_rollouts": -0.02, "delta_rollouts_se": 0.0001}
         >>> metrics = {"reward": 0.5} | {f"entropy/{name}": value for name, value in entropy.items()}
-        >>> line_of({"window": 6, "metrics": metrics}, 120)
+        >>> line_of({"window": 6, "metrics": metrics, "reason": ""}, 120)
         '    6/120    0.50     1.20  −2.13e-2 ± 1.0e-3  −2.00e-2 ± 1.0e-4'
     """
     metrics = record["metrics"]
-    point = point_of(record["window"], metrics)
+    point = point_of(record["window"], metrics, reason=record["reason"])
     step = f"{record['window']}/{n_steps}"
     reward = "–" if metrics.get("reward") is None else f"{metrics['reward']:.2f}"
     entropy = "–" if math.isnan(point.entropy) else number(point.entropy)
     forecast = _with_error(metrics.get("entropy/delta_forecast"), metrics.get("entropy/delta_se"))
     truth = _with_error(metrics.get("entropy/delta_rollouts"), metrics.get("entropy/delta_rollouts_se"))
-    doubt = "" if point.is_valid or math.isnan(point.delta) else "  too large a step to be linear"
+    doubt = ""
+    if not point.is_valid and record["reason"]:
+        doubt = "  too large a step to be linear" if point.is_too_large else f"  {record['reason'].split(':')[0]}"
     return f"{step:>9}  {reward:>6}  {entropy:>7}  {forecast:>17}  {truth:>17}{doubt}"
 
 

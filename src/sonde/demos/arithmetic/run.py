@@ -20,6 +20,7 @@ from sonde.stats.forecast_track import judge_entropy
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status that shells expect of a command ended by Ctrl-C."""
+FAILED = 1
 _STYLES = {"holds": "green", "collapses": "yellow", "not_linear": "yellow", "unknown": "cyan"}
 
 
@@ -30,7 +31,7 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
         options: what was asked for.
 
     Returns:
-        The exit status: 0, or 130 after Ctrl-C.
+        The exit status: 0, or 130 after Ctrl-C, or 1 when training failed.
 
     Raises:
         ValueError: for options that cannot be met.
@@ -51,7 +52,7 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
         "it. Ctrl-C stops early and keeps what was measured.\n",
         width=min(console.width, PANEL_WIDTH),
     )
-    is_interrupted = False
+    status, ending = 0, "training ended"
     with tempfile.TemporaryDirectory() as checkpoints:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that are not ours
@@ -74,11 +75,17 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
                 warnings.simplefilter("ignore")
                 trainer.train()
         except KeyboardInterrupt:
-            is_interrupted = True
+            status, ending = INTERRUPTED, "interrupted"
             console.print(f"Stopped at step {trainer.state.global_step} of {options.steps}.")
-        probes.close("interrupted" if is_interrupted else "training ended")
+        except RuntimeError as error:  # of torch, when probabilities are no longer finite
+            status, ending = FAILED, f"training failed: {error}"
+            Console(stderr=True, markup=False, soft_wrap=True).print(
+                f"sonde: error: training failed at step {trainer.state.global_step + 1}: {error}; was the learning "
+                f"rate of {options.learning_rate:g} too large?"
+            )
+        probes.close(ending)
     conclude(folder, console)
-    return INTERRUPTED if is_interrupted else 0
+    return status
 
 
 def make_trainer(options: EntropyDemoOptions, folder: str | Path, **more: Any) -> Any:
