@@ -235,8 +235,8 @@ class _Lost:
         self._sq_error = 0.0
 
     def add(self, did: Tensor, direction: Tensor, times: float) -> None:
-        """A parameter has moved by `did`, and was to by `times` the direction."""
-        self._sq_error += float((did - times * direction).double().square().sum())
+        """A parameter has moved by `did`, which is overwritten, and was to by `times` the direction."""
+        self._sq_error += float(torch.linalg.vector_norm(did.sub_(direction, alpha=times))) ** 2
 
     def scaled(self, factor: float) -> None:
         """All that has moved is scaled down; what is lost by that is added apart."""
@@ -284,7 +284,10 @@ def _over_shards(sums: Tensor, direction: Direction) -> Tensor:
 
 def _step_size(direction: Direction, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """h and ‖Δ‖, the same on every rank that holds a part of a parameter. Waits for the device."""
-    sums = [torch.stack([t.double().square().sum().cpu() for t in side]).sum() for side in zip(*pairs, strict=True)]
+    norms = [
+        torch.stack([torch.linalg.vector_norm(t).double().cpu() for t in side]) for side in zip(*pairs, strict=True)
+    ]
+    sums = [of.square().sum() for of in norms]
     of_theta, of_step = _over_shards(torch.stack(sums), direction).tolist()  # copies count more often, in both alike
     relative = max(_RELATIVE_STEP[p.dtype] for p, _ in pairs)
     h = float(relative * (of_theta / of_step) ** 0.5) if of_step and of_theta else 1.0
