@@ -90,7 +90,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.nn.parallel", "torch.distributed.fsdp"])
+        # What ranks would import each for itself, seconds apiece: torch imports its compiler at the first optimizer.
+        context.set_forkserver_preload(["torch.nn.parallel", "torch.distributed.fsdp", "torch._dynamo", "sonde"])
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.world):
