@@ -356,6 +356,48 @@ def test_nothing_changes_wherever_it_fails(update: str, derivatives: str) -> Non
     assert_untouched(scene, before)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+def test_around_a_step_all_is_as_before_or_as_after_it_wherever_it_fails(kind: str) -> None:
+    """At every single call of the model, before the step and after it; forecast, and measured."""
+    n_failures = n_after = 0
+    while True:
+        scene, twin = Scene(kind), Scene(kind)
+        before = held(scene)
+        twin.optimizer.step()
+        after = held(twin)
+        after[1], after[5] = before[1], before[5]
+        probe = scene.probe(
+            token_statistics=Failing(n_failures), sampler=lambda m: sample(m, list(range(6))), micro_batch_prompts=12
+        )
+        is_taken = has_failed = False
+        try:
+            with probe.around_step(scene.E, scene.U, causes=kind == "adamw"):
+                scene.optimizer.step()
+                is_taken = True
+        except RuntimeError:
+            has_failed = True
+        assert_untouched(scene, after if is_taken else before)
+        if not has_failed:
+            break
+        n_failures += 1
+        n_after += is_taken
+    assert n_failures > n_after >= 3
+
+
+@pytest.mark.parametrize("leaves_training", [False, True])
+def test_a_sampler_may_leave_the_model_in_training_mode(leaves_training: bool) -> None:
+    def sampler(model: nn.Module) -> Rollouts:
+        sampled = sample(model, list(range(6)))
+        model.train(leaves_training)
+        return sampled
+
+    plain, scene = Scene(), Scene()
+    scene.model.dropout.p = 0.3
+    expected = plain.probe().forecast(plain.E)
+    found = scene.probe(sampler=sampler).measure(scene.E)
+    assert (found.delta, found.fixed_prefixes) == (expected.delta, expected.fixed_prefixes)
+
+
 def test_training_goes_on_bit_for_bit() -> None:
     weights = []
     for is_watched in (False, True):

@@ -310,7 +310,10 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Nothing follows."""
         if self._journal is not None:
-            self._journal.end("training ended")
+            is_whole = state.global_step >= state.max_steps
+            self._journal.end(
+                "training ended" if is_whole else f"stopped at step {state.global_step} of {state.max_steps}"
+            )
 
     def _make_probes(self, optimizer: Any) -> None:
         """Of the model that is trained, which is wrapped only once training has begun."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import tempfile
+import threading
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +74,58 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
             run="adding by GRPO",
         )
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), interrupts_noted() as is_interrupted:
                 warnings.simplefilter("ignore")
+                stop_when(trainer, is_interrupted.is_set)
                 trainer.train()
-        except KeyboardInterrupt:
-            status, ending = INTERRUPTED, "interrupted"
-            console.print(f"Stopped at step {trainer.state.global_step} of {options.steps}.")
+        except KeyboardInterrupt:  # the second
+            is_interrupted.set()
         except RuntimeError as error:  # of torch, when probabilities are no longer finite
             status, ending = FAILED, f"training failed: {error}"
             Console(stderr=True, markup=False, soft_wrap=True).print(
                 f"sonde: error: training failed at step {trainer.state.global_step + 1}: {error}; was the learning "
                 f"rate of {options.learning_rate:g} too large?"
             )
+        if is_interrupted.is_set():
+            status, ending = INTERRUPTED, "interrupted"
+            console.print(f"Stopped at step {trainer.state.global_step} of {options.steps}.")
         probes.close(ending)
     conclude(folder, console)
     return status
+
+
+@contextlib.contextmanager
+def interrupts_noted() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event; a second one is raised.
+
+    Raised at once, Python may drop the first: in a destructor, or a callback of C code.
+    """
+    noted = threading.Event()
+
+    def note(*_: object) -> None:
+        if noted.is_set():
+            raise KeyboardInterrupt
+        noted.set()
+
+    if threading.current_thread() is not threading.main_thread():  # where signals do not arrive
+        yield noted
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def stop_when(trainer: Any, is_asked: Callable[[], bool]) -> None:
+    """Have a trainer stop after the step in which it is asked to."""
+    from transformers import TrainerCallback
+
+    class Stopping(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = control.should_training_stop or is_asked()
+
+    trainer.add_callback(Stopping())
 
 
 def make_trainer(options: EntropyDemoOptions, folder: str | Path, **more: Any) -> Any:
