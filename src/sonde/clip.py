@@ -28,6 +28,7 @@ Parameters = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 """What may be clipped; pairs of a name and a tensor give names to messages."""
 
 _memory = PlanMemory()
+"""A drop-in has no object of its own to keep plans in; they are few, and do what new ones would."""
 
 _EPS = 1e-6  # torch's: so that clips come out as its do
 _NAMED_AT_MOST = 5
@@ -120,10 +121,10 @@ def group_parameters_for_norm(
 
     Args:
         parameters: as for `clip_grad_norm_`.
-        mesh: as there. Its ranks are compared: they must have the same parameters, but for pipeline stages.
+        mesh: as there. Without `pp_mesh` its ranks are compared, by the names and shapes of their parameters.
         pp_mesh: as there; its communicator is opened too.
         replicas: as there.
-        verify: compare the values of plain parameters over the mesh's ranks, and their gradients where all have one, to
+        verify: compare what the mesh's ranks hold of parameters, and plain gradients where all have one, to
             see that they are on as many ranks as said; slow, for debugging. Parameters of one value only say nothing.
 
     Returns:
