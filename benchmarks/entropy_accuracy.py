@@ -15,10 +15,11 @@ from torch import Tensor, nn
 import sonde
 from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
 from sonde.demos.arithmetic.run import make_trainer
-from sonde.measure.scoring import Scored, Scorer, seed_everything, undisturbed
-from sonde.measure.token_statistics import CausalLMStatistics
-from sonde.measure.update import forecast_step, taken
-from sonde.stats.importance import resampled_change
+from sonde.policy.scoring.optimizer_step import forecast_step, taken
+from sonde.policy.scoring.scorer import Scored, Scorer
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from sonde.policy.scoring.training_state import seed_everything, undisturbed
+from sonde.policy.stats.importance import resampled_change
 from sonde.stats.intervals import student_t_quantile
 
 SCALES = (1.0, 0.1)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from sonde.measure.token_statistics import CausalLMStatistics
-from sonde.stats.entropy import Responses, per_token_coefficients
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from sonde.policy.stats.entropy_gradient import Responses, per_token_coefficients
 
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 16, 48, 8
 STATISTICS = CausalLMStatistics()

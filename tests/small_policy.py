@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sonde.measure.rollouts import Rollouts
-from sonde.measure.token_statistics import CausalLMStatistics
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
 
 N_TOKENS, END, LONGEST = 7, 0, 6
 """Of the vocabulary; the one that ends a response; tokens in a response at most."""

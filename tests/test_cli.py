@@ -9,7 +9,7 @@ import pytest
 
 import sonde
 from sonde.cli import main
-from tests.runs.plausible_run import write_run
+from tests.runs.report.plausible_run import write_run
 
 
 def _error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

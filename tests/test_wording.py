@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from sonde.runs.figures import Scale, log_ticks, scale_for
+from sonde.runs.report.figures import Scale, log_ticks, scale_for
 from sonde.wording import duration, interval, number
 
 

@@ -1,23 +1,23 @@
 """sonde measures a PyTorch training run while it runs, changes nothing in it, and costs almost nothing."""
 
-from sonde.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
-from sonde.measure.rollouts import Rollouts, TokenStatistics
-from sonde.measure.token_statistics import CausalLMStatistics
-from sonde.probes.config import probes_from_config
-from sonde.probes.entropy_change import EntropyChangeProbe
-from sonde.probes.noise_scale import NoiseScaleProbe
-from sonde.probes.policy_entropy import PolicyEntropyProbe
-from sonde.probes.probe import Probe
-from sonde.probes.prompt_noise import PromptNoiseProbe
+from sonde.batch_size.probe import NoiseScaleProbe
+from sonde.batch_size.stats.critical_batch import judge_batch, steps_and_examples
+from sonde.batch_size.stats.noise_scale import noise_scale
+from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.config import probes_from_config
+from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
+from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.policy_entropy import PolicyEntropyProbe
+from sonde.policy.prompt_noise import PromptNoiseProbe
+from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from sonde.probe import Probe
 from sonde.records import Sink
 from sonde.runs.reader import Run, read_run
-from sonde.runs.report import write_report
+from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from sonde.runs.tensorboard import TensorBoardSink
-from sonde.stats.critical_batch import judge_batch, steps_and_examples
 from sonde.stats.intervals import fieller_interval
-from sonde.stats.noise_scale import noise_scale
-from sonde.stats.reading import NoiseScaleReading
 from sonde.version import __version__
 
 attach = NoiseScaleProbe

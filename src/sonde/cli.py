@@ -98,7 +98,7 @@ def _run(command: Command) -> int:
 
             return run_entropy_demo(command)
         case ReportOptions():
-            from sonde.runs.report import write_report
+            from sonde.runs.report.write import write_report
 
             print(f"report  {write_report(command.run, command.out)}")
             return 0

@@ -8,7 +8,7 @@ import torch
 from sonde.demos.byte_lm.model import N_BYTES, ByteTransformer
 from sonde.demos.byte_lm.options import DemoOptions
 from sonde.demos.byte_lm.train import next_byte_loss, rate_at
-from sonde.measure.wrapper import block_of
+from sonde.parallel.wrappers import block_of
 
 
 @pytest.fixture(scope="module")

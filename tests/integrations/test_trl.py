@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from sonde.demos.arithmetic import task  # noqa: E402
 from sonde.integrations import trl as integration  # noqa: E402
 from sonde.integrations.trl_rollouts import GROUP, USED  # noqa: E402
-from sonde.measure.update import StepMeter  # noqa: E402
+from sonde.policy.scoring.optimizer_step import StepMeter  # noqa: E402
 from sonde.runs.reader import read_run  # noqa: E402
 from sonde.runs.sinks import JsonlSink  # noqa: E402
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sonde.runs.reader import read_run
-from sonde.runs.report import write_report
-from tests.runs.plausible_run import alert_record, end_record, header_record, reading_record, write_run
+from sonde.runs.report.write import write_report
+from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run
 
 
 def _log(folder: Path, *lines: object, end: str = "\n") -> Path:

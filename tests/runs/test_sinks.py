@@ -12,7 +12,7 @@ import pytest
 
 from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
-from tests.runs.plausible_run import end_record, header_record, reading_record, write_run
+from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run
 
 
 def _append(folder: Path, *records: dict[str, object]) -> None:
@@ -69,7 +69,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib\n"
         "from sonde.runs.sinks import JsonlSink\n"
-        "from tests.runs.plausible_run import header_record, reading_record\n"
+        "from tests.runs.report.plausible_run import header_record, reading_record\n"
         "groups = [f'layer {k}' for k in range(300)]\n"  # 40 kB a line: more than any buffer on the way
         "sink = JsonlSink(pathlib.Path(sys.argv[1]))\n"
         "sink.write(header_record())\n"

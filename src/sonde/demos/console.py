@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from sonde.runs.report import write_report
+from sonde.runs.report.write import write_report
 
 PANEL_WIDTH = 88
 

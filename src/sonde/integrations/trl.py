@@ -9,18 +9,19 @@ from typing import Any, Literal
 
 from torch import nn
 
-from sonde.measure.optimizers import innermost
-from sonde.measure.rollouts import Rollouts
-from sonde.measure.scoring import Scorer, data_parallel_group, seed_everything, undisturbed
-from sonde.measure.token_statistics import CausalLMStatistics
-from sonde.probes.config import ProbesConfig, options_of, probes_from_config
-from sonde.probes.entropy_change import AroundStep, EntropyChangeProbe
-from sonde.probes.policy_entropy import PolicyEntropyProbe
-from sonde.probes.policy_journal import PolicyJournal
-from sonde.probes.prompt_noise import PromptNoiseProbe
-from sonde.probes.record_log import logger
-from sonde.records import Sink
-from sonde.stats.entropy_forecast import EntropyForecast
+from sonde.config import ProbesConfig, options_of, probes_from_config
+from sonde.parallel.process_groups import data_parallel_group
+from sonde.parallel.wrappers import innermost
+from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
+from sonde.policy.log import PolicyJournal
+from sonde.policy.policy_entropy import PolicyEntropyProbe
+from sonde.policy.prompt_noise import PromptNoiseProbe
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.scorer import Scorer
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from sonde.policy.scoring.training_state import seed_everything, undisturbed
+from sonde.policy.stats.entropy_forecast import EntropyForecast
+from sonde.records import Sink, logger
 
 try:
     from accelerate.utils import gather_object

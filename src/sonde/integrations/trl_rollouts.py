@@ -10,8 +10,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from sonde.measure.rollouts import Rollouts
-from sonde.measure.token_statistics import CausalLMStatistics
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
 
 GROUP = "sonde_prompt"
 """The key under which each completion's prompt travels through TRL's shuffle and split."""

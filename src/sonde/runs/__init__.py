@@ -1,1 +1,1 @@
-"""What a run leaves behind: where its records go, how they are read back, and the report made from them."""
+"""What a run leaves behind: where its records go, how they are read back, and the report on them."""

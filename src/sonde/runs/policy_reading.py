@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sonde.policy.stats.forecast_history import Point, point_of
+from sonde.policy.stats.importance import Per
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers, as_time
-from sonde.stats.forecast_track import Point, point_of
-from sonde.stats.importance import Per
 
 
 @dataclass(frozen=True)

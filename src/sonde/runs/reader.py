@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sonde.batch_size.stats.reading import GroupReading
 from sonde.records import SCHEMA
 from sonde.runs.json_values import as_count, as_mapping, as_number, as_status, as_time
 from sonde.runs.policy_reading import PolicyReading, policy_reading
 from sonde.runs.sinks import RECORDS_NAME, begins_header, parse_record
 from sonde.stats.intervals import Status
-from sonde.stats.reading import GroupReading
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Equations: numbers and small tensors in, frozen dataclasses out. Nothing here knows of hooks, ranks or steps."""
+"""Equations that two questions need: intervals, and checks of saved states."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sonde.stats.forecast_track import point_of
+from sonde.policy.stats.forecast_history import point_of
 from sonde.wording import number
 
 _COLUMNS = f"{'step':>9}  {'reward':>6}  {'entropy':>7}  {'forecast ± SE':>19}  {'truth ± SE':>19}"

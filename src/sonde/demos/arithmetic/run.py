@@ -17,9 +17,9 @@ from rich.console import Console
 from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
 from sonde.demos.arithmetic.progress import ForecastLines
 from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
+from sonde.policy.stats.forecast_history import judge_entropy
 from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
-from sonde.stats.forecast_track import judge_entropy
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status that shells expect of a command ended by Ctrl-C."""

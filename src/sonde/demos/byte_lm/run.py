@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from sonde.batch_size.stats.critical_batch import Verdict, judge_batch
 from sonde.demos.byte_lm.data import find_sources
 from sonde.demos.byte_lm.interrupt import INTERRUPTED
 from sonde.demos.byte_lm.launch import TrainingFailed, launch
@@ -15,7 +16,6 @@ from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
 from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
 from sonde.runs.reader import Reading, read_run
 from sonde.runs.sinks import RECORDS_NAME
-from sonde.stats.critical_batch import Verdict, judge_batch
 
 _VERDICT_STYLES = {"about_right": "green", "too_small": "yellow", "too_large": "yellow", "unknown": "cyan"}
 

@@ -1,0 +1,1 @@
+"""Is my batch size right? The gradient noise scale, measured while a run trains."""

@@ -1,0 +1,485 @@
+"""Is my batch size right? The gradient noise scale of a run, while it runs."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sonde.batch_size.delivery import Delivery
+from sonde.batch_size.log import Journal
+from sonde.batch_size.rounding import ExpectationWatch
+from sonde.batch_size.saved_state import VERSION, check_state, identity
+from sonde.batch_size.scalars import Scalars
+from sonde.batch_size.setup import check_options, describe, group_names
+from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.batch_size.stats.tracker import NoiseScaleTracker
+from sonde.batch_size.step_watch import StepWatch
+from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
+from sonde.batch_size.taps.metric import AdamMetric, Euclidean, Metric
+from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
+from sonde.batch_size.taps.window_reader import Tap, Window, WindowReader
+from sonde.batch_size.taps.window_sums import piece_counts
+from sonde.gradient_norm.clip import Nonfinite, check_max_norm, clip_measured_
+from sonde.parallel.wrappers import GroupOf, Inventory, clean_name, find_wrapper, innermost
+from sonde.records import Sink
+
+_WINDOWS_HELD = 100  # on the device at most, however rarely a record is written
+
+
+class NoiseScaleProbe:
+    """Measures the gradient noise scale B_simple = tr Σ/|G|² of a plain or DDP model while it trains.
+
+    Nothing of the training changes: gradients are read as backward makes them, one small vector is summed over ranks
+    per window (all pieces of one optimizer step), asynchronously, and nothing waits for the device between attach and
+    `reading()` (or `state_dict()`, or `close()`). Attach on every rank: each takes part in that sum.
+
+    Args:
+        model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
+        optimizer: lets the probe notice a window that was measured never or twice.
+        unit: plural name of the independent sample ("sequences", "images"); results are in it.
+        units_per_piece: units in a micro-batch where `piece(units=...)` does not say. Without `piece()`, each backward
+            is one piece; once `piece()` is used, only what runs inside it counts.
+        horizon: length of the exponential averages in windows; `math.inf` averages all.
+        groups: "blocks" for one group per top-level block, None for one in all, or a function from a parameter's
+            name to its group's.
+        grad_scaler: the `torch.amp.GradScaler` in use; pieces are unscaled by the scale they were taken at.
+        log_every: windows between records.
+        sinks: where records go, on rank 0.
+        run: the run's name in its log.
+        metadata: anything worth remembering with it, JSON values.
+        tap: "leaf" reads each micro-batch by hooks on parameters; "comm_hook" reads each rank's window in DDP's
+            buckets, cheaper but blind to micro-batches; "auto" starts with the first, changes to the second when every
+            rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook of
+            yours, and changes back when buckets do not do.
+        comm_hook: a DDP communication hook of yours, for tap="comm_hook" to wrap.
+        comm_state: the state it is called with.
+        process_group: the ranks over which you reduce the gradients of a plain module yourself.
+        metric: "euclidean" for |g|²; "adam" for Σ g²/(√v̂ + ε) with the second moment of the optimizer's previous
+            step, the noise scale that steps of Adam see.
+        staging_mib: bound of the memory for gradients that wait, in MiB.
+        verbose: print what was found, on rank 0.
+
+    Raises:
+        ValueError: for an argument outside its range, a model that is sharded or has no trainable parameters.
+
+    Reference:
+        McCandlish et al. 2018, arXiv:1812.06162.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> probe = NoiseScaleProbe(model, optimizer, unit="rows", verbose=False)
+        >>> for _ in range(20):
+        ...     for _ in range(4):
+        ...         with probe.piece(units=8):
+        ...             model(torch.randn(8, 4)).square().mean().backward()
+        ...     norm = probe.clip_grad_norm_(1.0)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> probe.reading().windows
+        20
+        >>> probe.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        unit: str,
+        units_per_piece: float | None = None,
+        horizon: float = 100.0,
+        groups: Literal["blocks"] | GroupOf | None = "blocks",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        log_every: int = 10,
+        sinks: Sequence[Sink] = (),
+        run: str = "",
+        metadata: Mapping[str, object] | None = None,
+        tap: Tap = "auto",
+        comm_hook: CommHook | None = None,
+        comm_state: object = None,
+        process_group: dist.ProcessGroup | None = None,
+        metric: Literal["euclidean", "adam"] = "euclidean",
+        staging_mib: float = 8.0,
+        verbose: bool = True,
+    ) -> None:
+        sinks = tuple(sinks) if isinstance(sinks, Iterable) else sinks
+        check_options(
+            unit=unit,
+            units_per_piece=units_per_piece,
+            log_every=log_every,
+            horizon=horizon,
+            tap=tap,
+            metric=metric,
+            optimizer=optimizer,
+            grad_scaler=grad_scaler,
+            sinks=sinks,
+            staging_mib=staging_mib,
+        )
+        self._inventory = Inventory(model)
+        self._wrapper = wrapper = find_wrapper(model, process_group)
+        self._known = {id(p) for p in wrapper.parameters.values()}
+        self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        self._units_per_piece = units_per_piece
+        self._log_every = log_every
+        self._metric: Metric = Euclidean()
+        if metric == "adam":
+            assert optimizer is not None
+            self._metric = AdamMetric(innermost(optimizer), list(wrapper.parameters.values()))
+        self._expectation = ExpectationWatch(
+            wrapper, hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
+        )
+        names = group_names(groups, wrapper.parameters)
+        n_elements = sum(p.numel() for p in wrapper.parameters.values())
+        self._tracker = NoiseScaleTracker(
+            unit=unit,
+            groups=tuple(dict.fromkeys(names)),
+            horizon=horizon,
+            n_ranks=wrapper.n_ranks,
+            # A GradScaler's scale is taken out of the squares afterwards; Adam's weights have a size of their own.
+            least_sq_norm=0.0 if self._grad_scaler or metric == "adam" else LEAST_SQ_NORM * n_elements,
+            expected=self._expectation.now(),
+        )
+        # Last of what may refuse: it installs hooks.
+        self._reader = WindowReader(
+            wrapper,
+            names,
+            self._metric,
+            tap=tap,
+            comm_hook=comm_hook,
+            comm_state=comm_state,
+            grad_scaler=self._grad_scaler,
+            staging_bytes=int(staging_mib * 2**20),
+            on_backward=self._end_backward,
+        )
+        self._scalars = Scalars()
+        self._in_piece = False
+        self._closed = False
+        self._units_unknown = False
+        self._seconds = 0.0
+        self._step_watch = StepWatch(optimizer, self._reader, self._tell_never_ended)
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._verbose = verbose and is_first
+        try:
+            self._journal = Journal(
+                self._tracker,
+                sinks if is_first else (),
+                log_every=log_every,
+                run=run,
+                setup=self._setup(),
+                metadata=metadata or {},
+                quiet=not is_first,
+            )
+        except BaseException:  # a log that cannot be begun: leave no hook behind
+            self._remove_hooks()
+            raise
+        self._delivery = Delivery(
+            self._reader,
+            self._tracker,
+            self._journal,
+            n_ranks=wrapper.n_ranks,
+            knows_norm=isinstance(self._metric, Euclidean),
+            say=self._say,
+        )
+        self._say(describe(self._setup(), self._tracker.unit))
+        self._at_exit = functools.partial(_close_left_open, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    # What the user calls.
+
+    @contextmanager
+    def piece(
+        self,
+        *,
+        units: float | Tensor | None = None,
+        weight: float | Tensor = 1.0,
+        unit_weights: Sequence[float] | Tensor | None = None,
+    ) -> Iterator[None]:
+        """Around the backward, or backwards, of one micro-batch.
+
+        Args:
+            units: units in it, > 0; by default the number of `unit_weights`, or `units_per_piece`.
+            weight: its weight in the loss, > 0: 1 where micro-losses are averaged or added as they are, the number of
+                loss tokens where the loss is normalised by the tokens of the whole window.
+            unit_weights: the weight of each unit within the piece, [units]; unequal ones give a smaller effective
+                number of units (Kish).
+
+        Tensors must be 0-dim (1-dim for `unit_weights`) and are not waited for; what is wrong with them shows as a
+        dropped window.
+
+        Raises:
+            ValueError: for units or weights that are not positive and finite.
+            RuntimeError: inside another piece, or when the number of units is not known.
+        """
+        self._check_open()
+        if self._in_piece:
+            raise RuntimeError("piece() was entered inside another piece: one 'with probe.piece():' per micro-batch")
+        if units is None and unit_weights is None:
+            units = self._known_units()
+        counts = piece_counts(units, weight, unit_weights)
+        self._in_piece = True
+        self._units_unknown = False
+        self._reader.begin_piece()
+        try:
+            yield
+        except BaseException:
+            self._reader.discard_piece()
+            raise
+        finally:
+            self._in_piece = False
+        self._reader.end_piece(counts)
+
+    def step(self) -> None:
+        """End the window: call once per optimizer step, after the last backward and before `optimizer.step()`.
+
+        Gradients may have been unscaled, divided or clipped by norm before; clipped by value they are refused.
+
+        Raises:
+            RuntimeError: inside a piece, or when the number of units is not known.
+        """
+        self._end_window(max_norm=None, error_if_nonfinite=False)
+
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """End the window as `step()` does, and clip the gradients by their joint norm.
+
+        Args:
+            max_norm: the largest norm allowed, ≥ 0; `math.inf` only measures.
+            error_if_nonfinite: raise when the norm is not finite; waits for the device.
+
+        Returns:
+            The norm before clipping, as `torch.nn.utils.clip_grad_norm_`, on every rank: a 0-dim tensor.
+
+        Raises:
+            ValueError: when `max_norm` is negative or NaN.
+            RuntimeError: as `step()`; and when the norm is not finite, if asked for.
+        """
+        max_norm = check_max_norm(max_norm)
+        norm = self._end_window(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite)
+        assert norm is not None
+        return norm
+
+    def log(self, **scalars: float | Tensor) -> None:
+        """Give scalars of the present window (a loss, a learning rate) to be written beside the reading.
+
+        What is given several times in a window, or in several windows between two readings, is averaged. Rank 0's are
+        written; average over ranks first if they differ.
+
+        Args:
+            **scalars: numbers or 0-dim tensors; tensors are not waited for.
+
+        Raises:
+            ValueError: for a tensor of more than one element, another type, a name that sonde itself writes or that not
+                every tracker takes.
+        """
+        self._check_open()
+        for name, value in scalars.items():
+            self._scalars.add(name, value)
+
+    def reading(self) -> NoiseScaleReading:
+        """What is known now, the last ended window included. Waits for the device, as training itself never does."""
+        self._delivery.send()
+        self._receive(wait=True)
+        return self._tracker.reading()
+
+    def metrics(self) -> Mapping[str, float | None]:
+        """The same by metric name; None where unknown or unbounded."""
+        return self.reading().metrics()
+
+    @property
+    def alerts(self) -> Mapping[str, str]:
+        """Messages about what has looked wrong so far, by name; each reading's record has those of its time."""
+        return dict(self._journal.alerts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages so far, to go on from after a restart; JSON values. Waits for the device."""
+        self.reading()
+        return {
+            "version": VERSION,
+            "what": self._identity(),
+            "averages": self._tracker.state_dict(),
+            "run": self._journal.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ValueError: when it is of another version, unit, metric, horizon or of other parameters, has unknown or
+                missing keys, or a value that cannot be what its name says; nothing is changed then.
+        """
+        check_state(state, self._identity())
+        self.reading()  # windows on their way belong to what was before
+        self._tracker.load_state_dict(state["averages"])
+        self._journal.load_state_dict(state["run"])
+        self._delivery.window = state["run"]["window"]
+
+    def _identity(self) -> dict[str, str]:
+        return identity(self._tracker.unit, self._metric.name, self._wrapper.parameters.items())
+
+    def close(self, reason: str = "closed") -> None:
+        """Remove every hook, write what is left and close the sinks. Calling it again does nothing.
+
+        Args:
+            reason: how the run ended, for its log.
+        """
+        self._close(reason, abandon_unfinished=False)
+
+    def _close(self, reason: str, *, abandon_unfinished: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        try:
+            try:
+                self._delivery.send(abandon_unfinished=abandon_unfinished)
+            finally:  # what has arrived of a run whose peers failed
+                self._receive(wait=not abandon_unfinished)
+                self._step_watch.tell()
+        finally:
+            self._remove_hooks()
+            self._journal.end(reason)
+
+    def _remove_hooks(self) -> None:
+        self._reader.close()
+        self._step_watch.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # After an exception, peers may never join a collective that is under way: it is not waited for.
+        reason = "closed" if kind is None else f"stopped by {kind.__name__}"
+        self._close(reason, abandon_unfinished=kind is not None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the probe is closed: attach a new one, or clip with sonde.clip_grad_norm_")
+
+    # Pieces.
+
+    def _known_units(self) -> float:
+        if self._units_per_piece is None:
+            raise RuntimeError(
+                "the number of units in a piece is not known: pass units_per_piece= to attach, or units= to piece()"
+            )
+        return self._units_per_piece
+
+    def _end_backward(self) -> None:
+        """A backward outside piece() has ended: it was a piece."""
+        if self._units_per_piece is None:
+            self._reader.discard_piece()
+            self._units_unknown = True  # said when the user's own code runs, not inside autograd
+        else:
+            self._reader.end_piece(piece_counts(self._units_per_piece, 1.0, None))
+
+    # Windows.
+
+    @torch.no_grad()
+    def _end_window(self, *, max_norm: float | None, error_if_nonfinite: bool = False) -> Tensor | None:
+        self._check_open()
+        if self._in_piece:
+            raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
+        if self._units_unknown:
+            self._known_units()
+        start = time.perf_counter()
+        if max_norm is not None:
+            self._reader.clip_also(self._strangers())
+        self._deliver()
+        self._seconds += time.perf_counter() - start
+        is_late = self._step_watch.window_ends()
+        window = self._reader.end_window(reads_grad=max_norm is not None, is_late=is_late)
+        start = time.perf_counter()
+        norm, failure = None, None
+        if max_norm is not None:
+            try:
+                norm = self._clip(window, max_norm, error_if_nonfinite)
+            except RuntimeError as error:
+                failure = error
+        self._delivery.post(
+            window,
+            self._scalars.take(),
+            norm=norm,
+            max_norm=max_norm,
+            seconds=self._seconds + self._reader.seconds,
+        )
+        if change := self._reader.change_tap_if_due():
+            self._say(change)
+        self._seconds += time.perf_counter() - start
+        if failure is not None:
+            raise failure
+        return norm
+
+    def _clip(self, window: Window, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        assert window.norm is not None
+        nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
+        return clip_measured_(self._reader.plan, window.norm, max_norm, nonfinite=nonfinite)
+
+    def _deliver(self) -> None:
+        """Send what is due, take in what has arrived."""
+        if self._delivery.send_if_due(min(self._log_every, _WINDOWS_HELD)):
+            self._look_for_strangers()
+        self._receive(wait=False)
+
+    def _look_for_strangers(self) -> None:
+        """Parameters that are trainable now and were not when the probe was attached."""
+        if trainable := [name for name, p in self._strangers().items() if p.requires_grad]:
+            self._journal.alert(
+                "not_watched",
+                f"{len(trainable)} parameters became trainable, or came in place of others, after the probe was "
+                f"attached and are not measured ({clean_name(trainable[0])}, …): attach again",
+            )
+
+    def _strangers(self) -> dict[str, nn.Parameter]:
+        """Parameters that the model has now and that are not measured."""
+        return {name: p for name, p in self._inventory.parameters().items() if id(p) not in self._known}
+
+    def _receive(self, *, wait: bool) -> None:
+        if self._expectation.has_changed():
+            self._tracker.expect(self._expectation.now())
+        self._delivery.receive(wait=wait)
+
+    def _tell_never_ended(self) -> None:
+        self._journal.alert(
+            "never_called",
+            "optimizer.step() ran, but the window was not ended: "
+            "call probe.step() or probe.clip_grad_norm_() before it",
+        )
+
+    def _setup(self) -> dict[str, object]:
+        """What was found, for the log and for people."""
+        return {
+            "wrapper": self._wrapper.name,
+            "ranks": self._wrapper.n_ranks,
+            "device": str(self._reader.device),
+            "tap": self._reader.tap_name,
+            "parameters": sum(p.numel() for p in self._reader.parameters),
+            "groups": list(self._reader.groups),
+            "horizon": self._tracker.horizon if math.isfinite(self._tracker.horizon) else None,
+            "level": self._tracker.level,
+            "metric": self._metric.name,
+            "log_every": self._log_every,
+            "grad_scaler": self._grad_scaler is not None,
+            "comm_hook": comm_hook_name(self._wrapper.ddp),
+            "units_per_piece": self._units_per_piece,
+        }
+
+    def _say(self, text: str) -> None:
+        if self._verbose:
+            sys.stderr.write(f"sonde: {text}\n")
+
+
+def _close_left_open(probe: weakref.ref[NoiseScaleProbe]) -> None:
+    """A script that ends without `close()` has a whole log all the same, but for what peers have not summed yet."""
+    if (left_open := probe()) is not None:
+        left_open._close("the process ended without probe.close()", abandon_unfinished=True)

@@ -1,0 +1,136 @@
+"""What one window measured, and whether it can be used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sonde.batch_size.stats.noise_scale import PieceSums
+from sonde.batch_size.stats.scale_witness import ScaleReading
+
+_ROUNDING_OF_SQUARES = 1e-2
+"""Of fp32 squares, and of sums in 16 bits."""
+
+_MIN, _MAX = 1e-100, 1e100
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Why a window was left out: a short name, and the cause with the way out."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class WindowRow:
+    """Everything one window measured. Sums run over all pieces of all ranks.
+
+    Attributes:
+        sq_norm_over_weight: Σ |h_k|²/w_k per parameter group, [groups].
+        weight: Σ w_k.
+        weight_over_units: Σ w_k/n_k.
+        sq_weight_over_units: Σ w_k²/n_k.
+        n_pieces: pieces.
+        n_units: units as counted, not effective.
+        problems: why its pieces cannot be used; empty for a sound window.
+        explanations: what is the cause if its gradient was changed.
+        witness_small: Σ |h_k|²/w_k over the witness's elements only.
+        witness_ranks: Σ_r |R_r|²/W_r over them, R_r and W_r being the sums of h_k and w_k within rank r.
+        rank_sq_weight_over_units: Σ_r (Σ_{k in r} w_k²/n_k)/W_r.
+        witness_sizes: how many elements the witness has of each parameter it reads, by index; zeros follow the last.
+        witness_sum: H = Σ h_k, the witness's elements, float64; [witness].
+        witness_squares: Σ h_k² of each of them; [witness].
+        sq_norm_big: |F|² per parameter group, [groups].
+        witness_final: F, the witness's elements, float64; [witness].
+    """
+
+    sq_norm_over_weight: Sequence[float]
+    weight: float
+    weight_over_units: float
+    sq_weight_over_units: float
+    n_pieces: int
+    n_units: float
+    problems: Sequence[Drop]
+    explanations: Sequence[Drop]
+    witness_small: float
+    witness_ranks: float
+    rank_sq_weight_over_units: float
+    witness_sizes: Mapping[int, int]
+    witness_sum: Tensor
+    witness_squares: Tensor
+    sq_norm_big: Sequence[float]
+    witness_final: Tensor
+
+    def pieces(self, sq_norm_over_weight: float) -> PieceSums:
+        """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""
+        return PieceSums(
+            sq_norm_over_weight, self.weight, self.weight_over_units, self.sq_weight_over_units, self.n_pieces
+        )
+
+
+def why_unusable(row: WindowRow, scale: ScaleReading, *, least_sq_norm: float, blame: str) -> Drop | None:
+    """Judge a window.
+
+    Args:
+        row: what it measured.
+        scale: what its witness says of its gradient.
+        least_sq_norm: below it, squares of gradients have lost digits to underflow.
+        blame: what to name when the gradient was changed by something unknown.
+
+    Returns:
+        Why it cannot be used; None when it can.
+    """
+    return _pieces_unusable(row) or _gradient_unusable(row, scale, least_sq_norm=least_sq_norm, blame=blame)
+
+
+def _pieces_unusable(row: WindowRow) -> Drop | None:
+    if row.problems:
+        return row.problems[0]
+    if row.n_pieces == 0:
+        return Drop(
+            "called_twice",
+            "no backward ran since the window before it, so it was ended twice: "
+            "call probe.step() or probe.clip_grad_norm_() once per optimizer step",
+        )
+    if row.n_pieces < 2:
+        return Drop(
+            "single_piece",
+            "a window held a single piece, from which noise cannot be told from signal: "
+            "accumulate gradients over 2 micro-batches or more, or train on 2 data-parallel ranks or more",
+        )
+    if not all(_MIN < x < _MAX for x in (row.weight, row.weight_over_units, row.sq_weight_over_units)):
+        return Drop("weights", "weights or units are too large or too small to be added up: scale them all alike")
+    pieces = row.pieces(0.0)
+    if not pieces.u - pieces.v > 1e-9 * pieces.u:
+        return Drop("weights", "one piece has all the weight of its window, so there is nothing to compare it with")
+    return None
+
+
+def _gradient_unusable(row: WindowRow, scale: ScaleReading, *, least_sq_norm: float, blame: str) -> Drop | None:
+    big = sum(row.sq_norm_big)
+    if not math.isfinite(big):
+        return Drop("not_finite", "the gradient at the end of the window was not finite")
+    # |Σ h_k|² ≤ Σ w_k · Σ |h_k|²/w_k (Cauchy–Schwarz).
+    at_most = row.weight * sum(row.sq_norm_over_weight)
+    if max(big, at_most) > _MAX or 0 < min(big, at_most) < least_sq_norm:
+        return Drop("out_of_range", "squares of the gradient leave the range of fp32: scale the loss")
+    if scale.kind == "zero" and big and not row.witness_sum.any():
+        return Drop("not_seen", "the few hundred elements that are compared were all 0 in this window")
+    if scale.kind == "zero":
+        return Drop("zero", "the gradient was 0: was it zeroed, or clipped to 0, before probe.step()?")
+    if scale.kind == "clipped by value":
+        return Drop("changed", "the gradient was clipped by value before probe.step(): clip by norm, or later")
+    if scale.kind == "changed" and row.explanations:
+        return row.explanations[0]
+    if scale.kind == "changed":
+        return Drop("changed", f"the gradient is not a multiple of the sum of its pieces: {blame}")
+    assert scale.scale is not None
+    if big / scale.scale**2 > at_most * (1 + _ROUNDING_OF_SQUARES):
+        return Drop(
+            "changed", f"the gradient is larger than its pieces can add up to, outside what is compared: {blame}"
+        )
+    return None

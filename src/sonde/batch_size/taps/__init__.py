@@ -1,0 +1,1 @@
+"""Read gradients, and never change them: one file for each mechanism."""

@@ -1,0 +1,326 @@
+"""Where DDP hides the gradients: its buckets, seen by a communication hook before and after the all-reduce.
+
+Before it, a bucket holds what this rank has accumulated; after it, what the optimizer gets. So one hook per bucket
+gives both norms that a noise scale needs, each rank's whole window being one piece, with no hook per parameter. DDP
+takes a single communication hook and never lets it go: so a relay is registered, once a model, which reduces as DDP or
+the user's own hook does and lets a tap listen while there is one.
+"""
+
+# No `from __future__ import annotations`: DDP checks a hook's annotations, as objects.
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
+from sonde.batch_size.taps.metric import Metric
+from sonde.batch_size.taps.squared_norms import Part, add_squares
+from sonde.batch_size.taps.tap import GradientSummary, Problem
+from sonde.batch_size.taps.witness import Witness
+from sonde.parallel.devices import to_device
+
+CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
+_NO_BACKWARD = -1
+AfterReduction = Callable[[Tensor], None]
+"""Called with a bucket's reduced buffer."""
+
+
+def comm_hook_name(model: DistributedDataParallel | None) -> str | None:
+    """The name of the user's communication hook, registered with DDP or wrapped by a tap; None without one."""
+    for hook, state in getattr(model, "_comm_hooks", None) or []:
+        if not isinstance(state, _Relay):
+            return hook_label(hook)
+        if state.wraps_users_hook:
+            return hook_label(state.comm_hook)
+    return None
+
+
+def is_tapped(model: DistributedDataParallel) -> bool:
+    """Whether a tap reads this model's buckets now."""
+    return any(isinstance(state, _Relay) and state.listener is not None for _, state in model._comm_hooks)
+
+
+def hook_label(hook: object) -> str:
+    """What to call a communication hook."""
+    return getattr(hook, "__name__", type(hook).__name__)
+
+
+@dataclass(frozen=True)
+class _BucketSummary:
+    """Of the parameters in one bucket: the roots of their squared norms, and what the witness reads."""
+
+    parts: list[Part]
+    witness: dict[int, Tensor]
+
+
+class BucketTap:
+    """Reads every bucket before and after DDP's all-reduce.
+
+    Args:
+        model: the wrapped model; must have no communication hook yet, other than one that an earlier tap left.
+        parameters: its trainable parameters, in the order in which results are given.
+        witness: elements to copy besides the norms.
+        metric: how gradients are squared.
+        comm_hook: the user's own hook, which then does the reduction; None for DDP's average.
+        comm_state: the state that the user's hook is called with.
+        on_backward_end: called when a backward outside `expect_piece` … `end_piece` has ended.
+
+    Raises:
+        ValueError: when DDP has a communication hook of the user's, or another tap reads the buckets.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        parameters: Sequence[Tensor],
+        witness: Witness,
+        metric: Metric,
+        *,
+        comm_hook: CommHook | None = None,
+        comm_state: object = None,
+        on_backward_end: Callable[[], None],
+    ) -> None:
+        if is_tapped(model):
+            raise ValueError("another probe reads the buckets of this DDP model already: close it first")
+        self._relay = _relay_of(model)
+        if comm_hook is not None:
+            self._relay.wrap(comm_hook, comm_state)
+        self.name = "DDP's communication hook"
+        self.seconds = 0.0
+        self._witness, self._metric = witness, metric
+        self._index = {id(p): i for i, p in enumerate(parameters)}
+        self._device = parameters[0].device
+        self._size = len(parameters)
+        self._problems = [0] * len(Problem)
+        self._on_backward_end = on_backward_end
+        self._explicit = self._only_explicit = self._has_backward = False
+        self._backward: int | None = None
+        """The backward outside a declared piece that is running."""
+        self._watched = {i: parameters[i] for i in witness.fixed}
+        self._left_over: list[Tensor] = []
+        """Whether something was in `.grad` before the window's first backward, of each watched parameter."""
+        self._start_window()
+        self._handles = [p.register_hook(self._hook(i)) for i, p in self._watched.items()]
+        self._relay.listener = self._read
+
+    def expect_piece(self) -> None:
+        """From here until `end_piece`, all backwards are one piece; from now on, none outside such a piece counts."""
+        self._explicit = self._only_explicit = True
+        self._has_backward = False
+
+    def end_piece(self) -> None:
+        """Note whether a backward ran; buckets do not tell of one that DDP did not reduce."""
+        self._problems[Problem.EMPTY_PIECE] += not self._has_backward
+        self._explicit = self._has_backward = False
+
+    def discard_piece(self) -> None:
+        """An interrupted piece cannot be taken out of the buckets again."""
+        self._problems[Problem.INTERRUPTED_IN_BUCKETS] += self._has_backward
+        self._explicit = self._has_backward = False
+
+    def _hook(self, index: int) -> Callable[[Tensor | None], None]:
+        """On a few parameters, spread over the model: which backwards run, and whether they add to what was there."""
+        parameter = self._watched[index]
+
+        def hook(grad: Tensor | None) -> None:
+            if grad is None or not accumulates(parameter):
+                return
+            if index in self._untouched:
+                self._untouched.discard(index)
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    self._left_over.append(self._witness.read(index, parameter.grad).detach().any())
+            self._saw_backward(grad)
+
+        return hook
+
+    def _saw_backward(self, grad: Tensor) -> None:
+        self._has_backward = True
+        if self._only_explicit:
+            self._problems[Problem.OUTSIDE_PIECES] += not self._explicit
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward in (self._backward, _NO_BACKWARD):  # DDP may reduce after the backward proper
+            return
+        if inside_another_backward(grad):
+            self._problems[Problem.REENTRANT] += 1
+            return
+        if self._backward is not None:  # the one before failed half-way
+            self._problems[Problem.INTERRUPTED_IN_BUCKETS] += 1
+        self._backward = backward
+        Variable._execution_engine.queue_callback(self._close_backward)
+
+    def _close_backward(self) -> None:
+        self._backward = None
+        self._on_backward_end()
+
+    def _start_window(self) -> None:
+        self._untouched = set(self._watched)
+        # One entry a bucket: callbacks of different buckets may run at the same time, on streams of their own.
+        self._before: dict[int, _BucketSummary] = {}
+        self._after: dict[int, _BucketSummary] = {}
+
+    def take(self) -> tuple[GradientSummary, GradientSummary]:
+        """This rank's gradient as one piece, and the reduced gradient, since the last call."""
+        both = self._assemble(self._before), self._assemble(self._after)
+        self._start_window()
+        return both
+
+    def take_problems(self) -> list[float | Tensor]:
+        """Counts per `Problem` since the last call, some of them on the device, and forget them."""
+        problems: list[float | Tensor] = [*self._problems]
+        self._problems = [0] * len(Problem)
+        if self._left_over:
+            problems[Problem.LEFT_OVER] = torch.stack([to_device(n, self._device) for n in self._left_over]).sum()
+            self._left_over = []
+        return problems
+
+    def close(self) -> None:
+        """Read no more. DDP cannot remove a communication hook: the relay stays and only reduces."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._relay.listener == self._read:
+            self._relay.listener = None
+        self._start_window()
+
+    def _read(self, bucket: GradBucket) -> AfterReduction:
+        """Read a bucket before its reduction.
+
+        Returns:
+            What to call with the reduced buffer.
+        """
+        start = time.perf_counter()
+        if bucket.buffer().is_sparse:
+            self._problems[Problem.SPARSE_IN_BUCKETS] += 1
+            return lambda _: None
+        self._saw_backward(bucket.buffer())  # the watched parameters may have had no gradient
+        number = bucket.index()
+        if number in self._before:
+            self._problems[Problem.SEVERAL_REDUCTIONS] += 1
+        # Parameters frozen after DDP was made are in its buckets still, and not among those measured.
+        measured = [
+            (self._index[id(p)], g)
+            for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            if id(p) in self._index
+        ]
+        indices, grads = [i for i, _ in measured], [g for _, g in measured]
+        base = bucket.buffer().storage_offset()
+        layouts = [(g.shape, g.stride(), g.storage_offset() - base) for g in grads]
+        self._before[number] = self._reduce(indices, grads)
+        self.seconds += time.perf_counter() - start
+
+        def after(buffer: Tensor) -> None:
+            start = time.perf_counter()
+            views = [buffer.as_strided(shape, stride, buffer.storage_offset() + at) for shape, stride, at in layouts]
+            self._after[number] = self._reduce(indices, views)
+            self.seconds += time.perf_counter() - start
+
+        return after
+
+    def _reduce(self, indices: list[int], grads: list[Tensor]) -> _BucketSummary:
+        return _BucketSummary(
+            parts=self._metric.parts(indices, grads),
+            witness={
+                i: self._witness.read(i, g).clone() for i, g in zip(indices, grads, strict=True) if i in self._witness
+            },
+        )
+
+    def _assemble(self, buckets: dict[int, _BucketSummary]) -> GradientSummary:
+        """The buckets' results in the parameters' order, zeros for parameters that no bucket held."""
+        parts: list[Part] = []
+        read: dict[int, Tensor] = {}
+        for bucket in buckets.values():
+            parts += bucket.parts
+            read |= bucket.witness
+            for made in (*(roots for _, roots in bucket.parts), *bucket.witness.values()):
+                if made.is_cuda:  # made on the stream of a callback: its memory must outlive the read on this one
+                    made.record_stream(torch.cuda.current_stream(made.device))
+        return GradientSummary(add_squares(self._size, parts, self._device), self._witness.join(read, self._device))
+
+
+class _Relay:
+    """The state of the one hook that DDP keeps: reduces each bucket, and lets a tap read it before and after.
+
+    Copies of a model, by pickle or deepcopy, get a new reducer without communication hooks: a copied relay is
+    therefore `stale`, and makes way for another.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None = None) -> None:
+        self.stale = model is None
+        self.comm_hook: CommHook = _Average(model) if model is not None else _never
+        self.comm_state: object = None
+        self.wraps_users_hook = False
+        self.listener: Callable[[GradBucket], AfterReduction] | None = None
+
+    def wrap(self, comm_hook: CommHook, comm_state: object) -> None:
+        """Reduce by the user's hook from now on."""
+        self.comm_hook, self.comm_state, self.wraps_users_hook = comm_hook, comm_state, True
+
+    def __reduce__(self) -> "tuple[type[_Relay], tuple[()]]":
+        return _Relay, ()
+
+
+def _relay_of(model: DistributedDataParallel) -> _Relay:
+    """The relay that this model has, or a new one.
+
+    Raises:
+        ValueError: when a hook of the user's is registered.
+    """
+    hooks = model._comm_hooks
+    hooks[:] = [(hook, state) for hook, state in hooks if not (isinstance(state, _Relay) and state.stale)]
+    for hook, state in hooks:
+        if not isinstance(state, _Relay):
+            raise ValueError(
+                f"tap='comm_hook' needs DDP's only communication hook, and {hook_label(hook)!r} is registered already: "
+                "pass it to attach(comm_hook=..., comm_state=...) in place of registering it, or use tap='leaf'"
+            )
+        return state
+    relay = _Relay(model)
+    model.register_comm_hook(relay, _relay_bucket)
+    return relay
+
+
+def _relay_bucket(relay: _Relay, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """What is registered with DDP; a function of a module, so that a model can be pickled whole."""
+    if relay.listener is None:
+        return relay.comm_hook(relay.comm_state, bucket)
+    after = relay.listener(bucket)
+
+    def tell(reduced: torch.futures.Future[Tensor]) -> Tensor:
+        value = reduced.value()
+        buffer: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+        after(buffer)
+        return buffer
+
+    return relay.comm_hook(relay.comm_state, bucket).then(tell)
+
+
+def _never(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    raise AssertionError("a stale relay is registered with no reducer")
+
+
+class _Average:
+    """DDP's own reduction as a communication hook, with the same rounding."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._group = model.process_group
+        # DDP multiplies by the rounded reciprocal, which differs from dividing unless the size is a power of two.
+        self._share = 1.0 / self._group.size()
+
+    def __call__(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer().mul_(self._share)
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        assert work is not None
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
+        return averaged
+
+
+def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return future.value()[0]

@@ -1,0 +1,132 @@
+"""Squared norms of local gradients, for averages over windows: in fp32 or better, without copies of gradient size.
+
+Not the norm that clips: that is summed in fp64, by `power_sums.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sonde.parallel.devices import accumulation_dtype, to_device
+
+# torch's fp32 reduction over a flat CPU tensor keeps one running sum per vector lane: 8e-4 off at 16M elements. Norms
+# of rows this long, combined in fp64, are off by 4e-9 and no slower (they vectorise along the row).
+ROW = 4096
+_SHORTEST_ROW, _LONGEST_ROW = 256, 4 * ROW  # a matrix's own rows do as well, and save a kernel
+# A dot product would be cheaper still, but BLAS adds in an order that depends on the memory's alignment: replicas would
+# get norms that differ in the last bit, clip by different factors, and drift apart.
+
+LEAST_SQ_NORM = 1e-30
+"""Per element: below it, squares may have lost digits to underflow in fp32."""
+
+Part = tuple[tuple[int, ...], Tensor]
+"""Roots with whom they belong to: all of them to one owner, or each to its own."""
+
+
+def roots(grad: Tensor) -> Tensor:
+    """Numbers whose squares add up to the squared 2-norm of a gradient, by one kernel where its layout allows.
+
+    Args:
+        grad: any shape; fp16, bf16, fp32 or fp64; strided or sparse COO (duplicates are summed first).
+
+    Returns:
+        Norms of its rows, or its norm: at most one number for 256 elements, fp32 or fp64.
+    """
+    if grad.is_sparse:
+        grad = grad.coalesce().values()
+    dtype = torch.float32 if grad.dtype.itemsize < 4 else None
+    if not grad.is_cpu or grad.numel() <= ROW:
+        return _norm(grad, dtype)
+    shape = grad.shape
+    if len(shape) > 1 and _SHORTEST_ROW <= shape[-1] <= _LONGEST_ROW and grad.is_contiguous():
+        return _norm(grad, dtype, -1)
+    return _roots_by_rows(grad, dtype)
+
+
+def _roots_by_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
+    n, flat = grad.numel(), _flat(grad)
+    if flat is None:
+        return _norm(grad, torch.float64)  # slow but exact; overlapping memory is rare
+    whole = n // ROW * ROW
+    of_rows = _norm(flat[:whole].view(-1, ROW), dtype, -1)
+    return of_rows if whole == n else torch.cat([of_rows, _norm(flat[whole:], dtype).view(1)])
+
+
+def add_squares(n_owners: int, parts: Sequence[Part], device: torch.device) -> Tensor:
+    """Sum the squares of roots by owner.
+
+    Args:
+        n_owners: how many there are.
+        parts: on any devices.
+        device: where the sums go.
+
+    Returns:
+        [owners], 0 for those without a part.
+    """
+    total = torch.zeros(n_owners, dtype=accumulation_dtype(device), device=device)
+    if not parts:
+        return total
+    flat = [r if r.dim() == 1 else r.reshape(-1) for _, r in parts]
+    values = torch.cat([to_device(r, device) for r in flat]).to(total.dtype).square_()
+    owners = _owners(tuple((owners, r.numel()) for owners, r in parts), device)
+    return total.index_add_(0, owners, values)
+
+
+@functools.lru_cache(maxsize=64)  # backward visits parameters in the same order again and again
+def _owners(parts: tuple[tuple[tuple[int, ...], int], ...], device: torch.device) -> Tensor:
+    of_roots = [i for owners, n in parts for i in (owners if len(owners) > 1 else owners * n)]
+    return to_device(torch.tensor(of_roots, device="cpu"), device)
+
+
+def norms(grads: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of each dense gradient, by few kernels; on the CPU of small ones, a row long at most.
+
+    Args:
+        grads: at least one, on one device, of any dtypes.
+
+    Returns:
+        [gradients], fp32, or fp64 if one of them is.
+    """
+    dtypes = {g.dtype for g in grads}
+    dtype = torch.float64 if torch.float64 in dtypes else None if dtypes == {torch.float32} else torch.float32
+    return torch.stack(torch._foreach_norm(list(grads), 2, dtype=dtype))
+
+
+def parts_of(indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
+    """The roots of several gradients, by few kernels where launching them is what costs.
+
+    Args:
+        indices: whose they are.
+        grads: on one device, of any dtypes and layouts that `roots` takes.
+
+    Returns:
+        What `add_squares` takes.
+    """
+    parts: list[Part] = []
+    shared: dict[int, Tensor] = {}
+    for i, grad in zip(indices, grads, strict=True):
+        if grad.is_sparse or (grad.is_cpu and grad.numel() > ROW):
+            parts.append(((i,), roots(grad)))
+        else:
+            shared[i] = grad
+    if shared:
+        parts.append((tuple(shared), norms(list(shared.values()))))
+    return parts
+
+
+def _norm(values: Tensor, dtype: torch.dtype | None, dim: int | None = None) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, 2, dim, dtype=dtype)
+    return norm
+
+
+def _flat(grad: Tensor) -> Tensor | None:
+    """The elements as a 1-D view in memory order, or None if they are not one dense block."""
+    if grad.is_contiguous():
+        return grad.view(-1)
+    by_stride = sorted(range(grad.dim()), key=grad.stride, reverse=True)
+    permuted = grad.permute(by_stride)
+    return permuted.view(-1) if permuted.is_contiguous() else None

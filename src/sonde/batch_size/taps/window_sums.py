@@ -1,0 +1,240 @@
+"""The sums of one window on the device, packed into one vector: one collective, no host synchronisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from sonde.batch_size.stats.noise_scale import effective_units
+from sonde.batch_size.stats.window_row import Drop, WindowRow
+from sonde.batch_size.taps.tap import GradientSummary, Problem
+from sonde.parallel.devices import accumulation_dtype, to_device
+
+Number = float | Tensor
+"""A Python number, or a 0-dim tensor that is never read on the host."""
+
+
+@dataclass(frozen=True)
+class PieceCounts:
+    """A piece's weight w_k, its effective number of units n_k, and its units as counted."""
+
+    weight: Number
+    effective_units: Number
+    units: Number
+
+
+def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[float] | Tensor | None) -> PieceCounts:
+    """Check and complete what a user says of a piece.
+
+    Args:
+        units: units in the piece; None for one per entry of `unit_weights`.
+        weight: the piece's weight in the loss.
+        unit_weights: weights of the units within it, [units].
+
+    Raises:
+        ValueError: for a number that is not positive and finite, or a tensor of the wrong shape.
+    """
+    effective: Number | None = None
+    if isinstance(unit_weights, Tensor) and unit_weights.dim() == 1 and at_hand(unit_weights):
+        unit_weights = unit_weights.tolist()
+    if isinstance(unit_weights, Tensor):
+        if unit_weights.dim() != 1 or not unit_weights.numel():
+            raise ValueError(
+                f"unit_weights must hold one weight a unit, [units], got shape {tuple(unit_weights.shape)}"
+            )
+        of_units = unit_weights.detach().to(accumulation_dtype(unit_weights.device))
+        effective = of_units.sum().square() / of_units.square().sum()
+        effective = torch.where((of_units >= 0).all(), effective, torch.nan)  # shows as a dropped window
+    elif unit_weights is not None:
+        effective = effective_units(unit_weights)
+    if units is None:
+        assert unit_weights is not None
+        units = float(len(unit_weights))
+    elif unit_weights is not None and not isinstance(units, Tensor) and units != len(unit_weights):
+        raise ValueError(
+            f"unit_weights must hold one weight a unit, got {len(unit_weights)} weights for units={units}: "
+            "leave out units="
+        )
+    units = _positive("units", units)
+    return PieceCounts(_positive("weight", weight), units if effective is None else effective, units)
+
+
+def _positive(name: str, value: Number) -> Number:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a 0-dim tensor, got shape {tuple(value.shape)}")
+        if not at_hand(value):
+            return value.detach().reshape(()).to(accumulation_dtype(value.device))
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number or a 0-dim tensor, got {value!r}")
+    value = float(value)
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"{name} must be positive and finite, got {value}: leave out a micro-batch that does not count"
+        )
+    return value
+
+
+def at_hand(value: Tensor) -> bool:
+    """Whether a tensor's value can be read without waiting for a device."""
+    return value.device.type == "cpu"
+
+
+_N_COUNTS = 6
+"""Numbers that a window's pieces are counted by, see `WindowSums.pack`."""
+
+
+class WindowSums:
+    """Adds up the pieces of one window on this rank, then over ranks.
+
+    Args:
+        group_index: the parameter group of each parameter, [parameters].
+        n_groups: number of groups.
+        n_witness: elements of the witness.
+        device: where the sums live.
+    """
+
+    def __init__(self, group_index: Sequence[int], *, n_groups: int, n_witness: int, device: torch.device) -> None:
+        self.dtype = accumulation_dtype(device)
+        self._device = device
+        self._group_index = torch.tensor(group_index, device=device)
+        self._n_groups, self._n_witness = n_groups, n_witness
+        self._small = torch.zeros(len(group_index), dtype=self.dtype, device=device)
+        self._witness = torch.zeros(n_witness, dtype=self.dtype, device=device)
+        self._witness_squares = torch.zeros(n_witness, dtype=self.dtype, device=device)
+        self._witness_small = torch.zeros((), dtype=self.dtype, device=device)
+        self._not_finite = torch.zeros((), dtype=self.dtype, device=device)
+        self._reset_counts()
+
+    def _reset_counts(self) -> None:
+        self.n_pieces = 0
+        self._weight: Number = 0.0
+        self._weight_over_units: Number = 0.0
+        self._sq_weight_over_units: Number = 0.0
+        self._units: Number = 0.0
+
+    def add(self, gradient: GradientSummary, counts: PieceCounts) -> None:
+        """Add one piece's gradient h_k with its weight w_k and its effective number of units n_k."""
+        self._add_gradient(gradient, counts.weight)
+        self.count(counts)
+
+    def count(self, counts: PieceCounts) -> None:
+        """Count a piece whose gradient will be seen only together with the others of this rank."""
+        self.n_pieces += 1
+        self._weight += counts.weight
+        self._weight_over_units += counts.weight / counts.effective_units
+        self._sq_weight_over_units += counts.weight * counts.weight / counts.effective_units
+        self._units += counts.units
+        for number in (counts.weight, counts.effective_units, counts.units):
+            if isinstance(number, Tensor):  # numbers were checked at the door; tensors cannot be without waiting
+                self._not_finite += ~(torch.isfinite(number) & (number > 0))
+
+    def merge(self, gradient: GradientSummary) -> None:
+        """Make the pieces counted so far one piece, with the sum of their gradients."""
+        self._add_gradient(gradient, self._weight)
+        # One piece of weight W_r and n_r = W_r²/Σ w_k²/n_k effective units.
+        self._weight_over_units = self._sq_weight_over_units / self._weight
+        self.n_pieces = 1
+
+    def _add_gradient(self, gradient: GradientSummary, weight: Number) -> None:
+        self._small += gradient.sq_norms / weight
+        squares = gradient.witness.square()
+        self._witness += gradient.witness
+        self._witness_squares += squares
+        self._witness_small += squares.sum() / weight
+        self._not_finite += ~torch.isfinite(gradient.sq_norms.sum())
+
+    def per_group(self, sq_norms: Tensor) -> Tensor:
+        """Sums of [parameters] over parameter groups: [groups]."""
+        return torch.zeros(self._n_groups, dtype=self.dtype, device=self._device).index_add_(
+            0, self._group_index, sq_norms
+        )
+
+    def pack(self, problems: Sequence[Number]) -> Tensor:
+        """This rank's sums as the vector that is summed over ranks; starts the next window.
+
+        Args:
+            problems: count per `Problem` that the tap has seen.
+        """
+        has_pieces = self.n_pieces > 0
+        no_rank_sum = self._witness_small.new_zeros(())
+        counts: list[Number] = [
+            self._weight,
+            self._weight_over_units,
+            self._sq_weight_over_units,
+            float(self.n_pieces),
+            self._units,
+            self._sq_weight_over_units / self._weight if has_pieces else 0.0,
+        ]
+        numbers = as_vector([*counts, *problems], self._device)
+        numbers[_N_COUNTS + Problem.NOT_FINITE] += self._not_finite
+        rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
+        # In the order in which `row` takes it apart.
+        packed = torch.cat(
+            [
+                self.per_group(self._small),
+                numbers,
+                torch.stack([self._witness_small, rank_sum]),
+                self._witness,
+                self._witness_squares,
+            ]
+        )
+        accumulators = (self._small, self._witness, self._witness_squares, self._witness_small, self._not_finite)
+        for accumulator in accumulators:
+            accumulator.zero_()
+        self._reset_counts()
+        return packed
+
+    def row(
+        self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Mapping[int, int]
+    ) -> WindowRow:
+        """Name the parts of a window's vectors, all on the CPU.
+
+        Args:
+            packed: what `pack` returned, summed over ranks.
+            sq_norm_big: squared norms of the final gradient, [groups].
+            witness_final: its witness elements, [witness].
+            witness_sizes: how many of them each parameter has, in order, by index.
+        """
+        small, numbers, problems, (witness_small, witness_ranks), witness, squares = packed.split(
+            [self._n_groups, _N_COUNTS, len(Problem), 2, self._n_witness, self._n_witness]
+        )
+        counts = numbers.tolist()
+        found = {p: Drop(p.name.lower(), p.message) for p in Problem if problems[p] > 0}
+        return WindowRow(
+            sq_norm_over_weight=small.tolist(),
+            weight=counts[0],
+            weight_over_units=counts[1],
+            sq_weight_over_units=counts[2],
+            n_pieces=round(counts[3]),
+            n_units=counts[4],
+            rank_sq_weight_over_units=counts[5],
+            problems=[drop for p, drop in found.items() if not p.only_explains],
+            explanations=[drop for p, drop in found.items() if p.only_explains],
+            witness_small=float(witness_small),
+            witness_ranks=float(witness_ranks),
+            witness_sizes=witness_sizes,
+            witness_sum=witness.double(),
+            witness_squares=squares.double(),
+            sq_norm_big=sq_norm_big.tolist(),
+            witness_final=witness_final.double(),
+        )
+
+
+def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
+    """Numbers, some of them on the device already, as one vector there, without waiting; [numbers]."""
+    dtype = accumulation_dtype(device)
+    there = [isinstance(n, Tensor) and n.device.type == device.type for n in numbers]
+    values = [0.0 if is_there else float(n) for n, is_there in zip(numbers, there, strict=True)]
+    host = torch.tensor(values, dtype=dtype, device="cpu")  # whatever the default device
+    vector = to_device(host, device)
+    for i, n in enumerate(numbers):
+        if there[i]:
+            vector[i] = n
+    return vector

@@ -1,0 +1,113 @@
+"""The scale witness: a few hundred gradient elements, kept piece by piece, that show what became of the gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sonde.parallel.devices import accumulation_dtype, to_device
+
+_VECTORS, _MATRICES = 4, 2
+"""How many stay, and as many move on. Fewer matrices: their gradients are too large to wait, so each costs a read."""
+
+_ELEMENTS_PER_PARAMETER = 32
+
+
+class Witness:
+    """Which elements of which parameters stand for the whole gradient in a window, and how to read them.
+
+    Matrices and vectors are among them, spread over the depth of the model: some communication hooks touch only one
+    kind. From each a strided block of at most 32 elements is read, never the whole gradient. Half of
+    them stay, so that there is always something to compare; the other half, and the block's place in each, move on
+    with every window, so that whatever changes a part of the gradient in every window is met before long.
+
+    Args:
+        parameters: in the model's order.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._shapes = [tuple(p.shape) for p in parameters]
+        vectors = [i for i, p in enumerate(parameters) if p.dim() < 2 and p.numel()]
+        matrices = [i for i, p in enumerate(parameters) if p.dim() >= 2 and p.numel()]
+        self._kinds = [(*_split(vectors, _VECTORS), _VECTORS), (*_split(matrices, _MATRICES), _MATRICES)]
+        n_read = sum(min(len(fixed) + len(moving), 2 * n) for fixed, moving, n in self._kinds)
+        self.size = n_read * _ELEMENTS_PER_PARAMETER
+        """Length of what `join` returns."""
+        self._window = -1
+        self.move()
+
+    def move(self) -> None:
+        """Choose the elements of the next window: the same on every rank, if all end the same windows."""
+        self._window += 1
+        window = self._window
+        chosen: list[int] = []
+        for fixed, moving, n in self._kinds:
+            n_rounds = math.ceil(len(moving) / n)
+            chosen += fixed + (moving[window % n_rounds :: n_rounds] if moving else [])
+        self.indices = sorted(chosen)
+        self._slices = {i: _strided_block(self._shapes[i], window) for i in self.indices}
+        self._shapes_read = {i: _shape_of(self._shapes[i], self._slices[i]) for i in self.indices}
+        self.sizes = {i: math.prod(shape) for i, shape in self._shapes_read.items()}
+
+    @property
+    def fixed(self) -> list[int]:
+        """Parameters that are read in every window, spread over the depth of the model."""
+        return sorted(index for stay, _, _ in self._kinds for index in stay)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._slices
+
+    def read(self, index: int, grad: Tensor) -> Tensor:
+        """The chosen elements of the gradient of parameter `index`, sizes[index] in all; a view if it is dense."""
+        slices = self._slices[index]
+        if grad.is_sparse:
+            grad = grad.coalesce()
+            rows = range(*slices[0].indices(grad.shape[0]))
+            picked = grad.index_select(0, torch.tensor(rows, device=grad.device)).to_dense()
+            return picked[(slice(None), *slices[1:])]
+        # grad[slices] as one view: inside a backward, what costs is the number of operators.
+        if grad.shape != self._shapes[index]:  # `.data` was replaced since attach
+            return grad.new_zeros(self._shapes_read[index])
+        strides = grad.stride()
+        return grad.as_strided(
+            self._shapes_read[index],
+            [s.step * stride for s, stride in zip(slices, strides, strict=True)],
+            grad.storage_offset() + sum(s.start * stride for s, stride in zip(slices, strides, strict=True)),
+        )
+
+    def join(self, read: Mapping[int, Tensor], device: torch.device) -> Tensor:
+        """What was read of each parameter, by index, as one vector as long in every window: [size].
+
+        Parameters that were not read count as 0; zeros fill what is left.
+        """
+        zeros = torch.zeros(self.size, dtype=accumulation_dtype(device), device=device)
+        parts = [to_device(read[i].reshape(-1), device) if i in read else zeros[:n] for i, n in self.sizes.items()]
+        return torch.cat([*parts, zeros[sum(self.sizes.values()) :]]).to(zeros.dtype)
+
+
+def _split(items: list[int], most: int) -> tuple[list[int], list[int]]:
+    """At most so many items, evenly spaced, the ends included; and the others."""
+    if len(items) <= most:
+        return items, []
+    fixed = [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
+    return fixed, [i for i in items if i not in fixed]
+
+
+def _strided_block(shape: tuple[int, ...], window: int) -> tuple[slice, ...]:
+    """Slices that pick at most `_ELEMENTS_PER_PARAMETER` elements spread over the whole shape, others each window."""
+    slices, budget = [], _ELEMENTS_PER_PARAMETER
+    for left, size in zip(range(len(shape) - 1, -1, -1), shape, strict=True):
+        # Share what is left evenly over the dims still to come: its (left + 1)-th root for this one.
+        take = min(size, max(int(budget ** (1 / (left + 1)) + 1e-9), 1))
+        step = -(-size // take)
+        window, start = divmod(window, step)
+        slices.append(slice(start, None, step))
+        budget //= -(-size // step)
+    return tuple(slices)
+
+
+def _shape_of(shape: tuple[int, ...], slices: tuple[slice, ...]) -> list[int]:
+    return [len(range(*s.indices(size))) for s, size in zip(slices, shape, strict=True)]

@@ -1,0 +1,1 @@
+"""Parallelism as data: wrappers, placements, process groups and devices."""

@@ -1,0 +1,1 @@
+"""What will this update do to my policy's entropy? Probes for reinforcement learning."""

@@ -1,0 +1,97 @@
+"""The entropy of what the policy has sampled, exact from its logits, and how it goes with reward and length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import nn
+
+from sonde.parallel.process_groups import data_parallel_group
+from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
+from sonde.policy.scoring.scorer import Scorer
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from sonde.policy.scoring.training_state import undisturbed
+from sonde.policy.stats.policy_entropy import PolicyEntropy, policy_entropy
+
+
+class PolicyEntropyProbe:
+    """Measures the entropy of a policy on responses that it sampled, one forward without gradients.
+
+    Args:
+        model: plain, compiled, in DDP or FSDP2.
+        token_statistics: scores responses; by default that of a causal language model of transformers.
+        micro_batch_prompts: prompts scored at a time.
+        level: of the correlation's interval.
+        process_group: ranks that hold responses of their own; by default DDP's or FSDP2's.
+
+    Raises:
+        ValueError: for an argument outside its range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        token_statistics: TokenStatistics | None = None,
+        micro_batch_prompts: int = 8,
+        level: float = 0.95,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if isinstance(micro_batch_prompts, bool) or not isinstance(micro_batch_prompts, int) or micro_batch_prompts < 1:
+            raise ValueError(f"micro_batch_prompts must be a whole number from 1 up, got {micro_batch_prompts!r}")
+        if not 0 < level < 1:
+            raise ValueError(f"level must be between 0 and 1, got {level!r}")
+        statistics = CausalLMStatistics() if token_statistics is None else token_statistics
+        group = data_parallel_group(model) if process_group is None else process_group
+        self._model = model
+        self._temperature = getattr(statistics, "temperature", None)
+        self._scorer = Scorer(model, statistics, micro_batch_prompts, group)
+        self._level = level
+        self._latest: PolicyEntropy | None = None
+
+    def measure(self, rollouts: Rollouts) -> PolicyEntropy:
+        """What all ranks' responses say; each rank passes its own.
+
+        Raises:
+            ValueError: when they were sampled at another temperature than they are scored at.
+        """
+        if self._temperature not in (None, rollouts.temperature):
+            raise ValueError(
+                f"responses were sampled at temperature {rollouts.temperature}, and are scored at {self._temperature}: "
+                f"token_statistics=CausalLMStatistics(temperature={rollouts.temperature})"
+            )
+        with undisturbed(self._model):
+            scored = self._scorer.scored(rollouts)
+        advantage = None
+        if rollouts.advantage is not None:
+            advantage = self._scorer.everywhere("advantage", lambda: rollouts.of_tokens("advantage").cpu())
+        self._latest = policy_entropy(scored.log_prob, scored.entropy, scored.responses, advantage, level=self._level)
+        return self._latest
+
+    def step(self) -> None:
+        """Nothing: it measures when there are responses."""
+
+    def metrics(self) -> Mapping[str, float | None]:
+        """The latest measurement by metric name; empty before the first."""
+        if (found := self._latest) is None:
+            return {}
+        correlation = found.advantage_correlation
+        numbers = {
+            "entropy/token_weighted": found.token_weighted,
+            "entropy/sequence_weighted": found.sequence_weighted,
+            "entropy/sequence_sum": found.sequence_sum,
+            "entropy/advantage_correlation": correlation.r if correlation else math.nan,
+            "entropy/advantage_correlation_low": correlation.low if correlation else math.nan,
+            "entropy/advantage_correlation_high": correlation.high if correlation else math.nan,
+            "entropy/cov_log_prob_advantage": found.log_prob_advantage,
+            "length/mean": found.mean_length,
+            "length/sd": found.sd_length,
+            "length/longest": float(found.longest),
+            "length/at_limit": found.at_limit,
+        }
+        return {name: None if math.isnan(value) else value for name, value in numbers.items()}
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,99 @@
+"""Log-probability and exact entropy of every sampled token, from the logits of a causal language model."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sonde.parallel.wrappers import unwrapped
+from sonde.policy.scoring.rollouts import Rollouts
+
+_ELEMENTS_AT_ONCE = 2**22
+"""Logits in fp32 at a time where nothing is kept for a backward."""
+
+
+@dataclass(frozen=True)
+class CausalLMStatistics:
+    """Scores responses with a causal language model of transformers, or one that is called like them.
+
+    `Rollouts.inputs` holds `input_ids`, [responses, length], prompt first, of whose last columns the mask tells which
+    were sampled; and `attention_mask`, of the same shape, where there is padding. Everything else in it goes to the
+    model as it is.
+
+    Args:
+        temperature: that of the sampler, which logits are divided by.
+    """
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+
+    def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
+        """s_k and H_k in nats, fp32 or fp64, [responses, tokens]."""
+        inputs: dict[str, Any] = dict(rollouts.inputs)
+        if "input_ids" not in inputs:
+            raise ValueError(f"inputs need 'input_ids' for a causal language model, got {sorted(inputs)}")
+        ids, n_tokens = inputs["input_ids"], rollouts.mask.shape[1]
+        if n_tokens >= ids.shape[1]:
+            raise ValueError(
+                f"the mask is of the last columns of input_ids and the first cannot have been sampled, got {n_tokens} "
+                f"columns in the mask and {ids.shape[1]} in input_ids"
+            )
+        accepted = _parameters(model)
+        if "attention_mask" in inputs and "position_ids" not in inputs and "position_ids" in accepted:
+            # As generation counts them: padding on the left moves nothing.
+            inputs["position_ids"] = (inputs["attention_mask"].long().cumsum(1) - 1).clamp(min=0)
+        if "logits_to_keep" in accepted:
+            inputs["logits_to_keep"] = n_tokens + 1
+        if "use_cache" in accepted:
+            inputs["use_cache"] = False
+        output: Any = model(**inputs)
+        logits = output if isinstance(output, Tensor) else output.logits
+        return statistics_of_logits(
+            logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=self.temperature
+        )  # those before a token tell it
+
+
+def statistics_of_logits(logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """s and H of softmax(logits/temperature), in nats.
+
+    Args:
+        logits: [responses, tokens, vocabulary], any dtype; −inf for tokens that cannot be sampled.
+        tokens: what was sampled, [responses, tokens].
+        temperature: what they were sampled at.
+
+    Returns:
+        The log-probability of each token and the entropy of its distribution, fp32 or fp64, [responses, tokens].
+    """
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _statistics(logits, tokens, temperature)
+    at_once = max(_ELEMENTS_AT_ONCE // (logits.shape[0] * logits.shape[2]), 1)
+    pieces = [
+        _statistics(piece, taken, temperature)
+        for piece, taken in zip(logits.split(at_once, 1), tokens.split(at_once, 1), strict=True)
+    ]
+    s, h = zip(*pieces, strict=True)
+    return torch.cat(s, 1), torch.cat(h, 1)
+
+
+def _statistics(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    z = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    z = z - z.detach().amax(-1, keepdim=True)  # H = log Σe^z − Σ p z loses digits where z is large
+    log_sum = z.logsumexp(-1)
+    s = z.gather(-1, tokens[..., None])[..., 0] - log_sum
+    p = (z - log_sum[..., None]).exp()
+    return s, log_sum - (p * z.masked_fill(z == -torch.inf, 0.0)).sum(-1)  # 0·log 0 = 0
+
+
+def _parameters(model: nn.Module) -> frozenset[str]:
+    """Names that the forward of the model inside any wrappers takes."""
+    model = unwrapped(model)
+    if callable(get_base_model := getattr(model, "get_base_model", None)):  # PEFT's wrapper takes anything
+        model = get_base_model()
+    return frozenset(inspect.signature(model.forward).parameters)

@@ -1,0 +1,116 @@
+"""The gradient noise of reinforcement learning, in prompts: how much is from prompts, how much from completions.
+
+A prompt's completions share what makes the prompt hard, so the independent unit is the prompt with its group. Prompt p
+adds h_p to the gradient F = Σ h_p and weighs w_p in the loss; with a_p = w_p/Σw, g_p = h_p/a_p scatters about G by Σ:
+
+    tr Σ = (variance of a prompt's expected gradient) + (variance of g_p given the prompt).
+
+The second is told by splitting each group: the gradients m₁, m₂ of its halves, of n₁ and n₂ effective completions,
+scatter about the prompt's expectation by q₁ = 1/n₁ and q₂ = 1/n₂ times the variance of one completion, independently;
+g_p by q = (w₁²q₁ + w₂²q₂)/w² times it. So q|m₁ − m₂|²/(q₁ + q₂) estimates it without bias. (Advantages that are centred
+within the group couple its halves: they make that too large, by a part of about 1/n.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sonde.batch_size.stats.noise_scale import PieceSums, RunningNoiseScale, WindowEstimate, estimate_window
+
+
+@dataclass(frozen=True)
+class PromptNorms:
+    """Squared norms of what one prompt's completions add to the gradient.
+
+    Attributes:
+        sq_norm: |h_p|².
+        weight: w_p, in any unit that is the same for all prompts.
+        sq_norm_halves: |h_p1|² and |h_p2|²; None for a prompt with one completion.
+        weight_halves: w_p1 and w_p2, which add up to w_p.
+        completions_halves: n₁ and n₂, effective numbers (Kish).
+    """
+
+    sq_norm: float
+    weight: float
+    sq_norm_halves: tuple[float, float] | None = None
+    weight_halves: tuple[float, float] = (0.0, 0.0)
+    completions_halves: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class PromptWindow:
+    """One window, solved.
+
+    Attributes:
+        noise: tr Σ per prompt, and |G|².
+        from_completions: the part of tr Σ that more completions to the same prompts would reduce; None where no
+            prompt has two.
+    """
+
+    noise: WindowEstimate
+    from_completions: float | None
+
+
+def solve_prompts(prompts: Sequence[PromptNorms], sq_norm_big: float) -> PromptWindow:
+    """tr Σ and |G|² of one window, and the completions' part of the former.
+
+    Args:
+        prompts: of all ranks.
+        sq_norm_big: |F|².
+
+    Raises:
+        ValueError: for fewer than 2 prompts, or one without weight.
+    """
+    if len(prompts) < 2:
+        raise ValueError(f"need at least 2 prompts to tell noise from signal, got {len(prompts)}")
+    if worst := next((p for p in prompts if not p.weight > 0), None):
+        raise ValueError(f"every prompt must weigh something in the loss, got {worst.weight}: leave it out")
+    total = sum(p.weight for p in prompts)
+    pieces = PieceSums(
+        sq_norm_over_weight=sum(p.sq_norm / p.weight for p in prompts),
+        weight=total,
+        weight_over_units=total,
+        sq_weight_over_units=sum(p.weight**2 for p in prompts),
+        n_pieces=len(prompts),
+    )
+    split = [p for p in prompts if p.sq_norm_halves is not None]
+    within = None
+    if split:
+        of_split = sum(p.weight for p in split)
+        within = sum(p.weight / of_split * _within(p) * (total / p.weight) ** 2 for p in split)
+    return PromptWindow(estimate_window(pieces, sq_norm_big), within)
+
+
+def _within(prompt: PromptNorms) -> float:
+    """The variance of h_p given the prompt."""
+    assert prompt.sq_norm_halves is not None
+    (s1, s2), (w1, w2) = prompt.sq_norm_halves, (w / prompt.weight for w in prompt.weight_halves)
+    q1, q2 = (1.0 / n for n in prompt.completions_halves)
+    product = 0.5 * (prompt.sq_norm - s1 - s2)  # ⟨h₁, h₂⟩
+    sq_difference = s1 / w1**2 + s2 / w2**2 - 2.0 * product / (w1 * w2)  # |m₁ − m₂|², times a_p²
+    return (w1**2 * q1 + w2**2 * q2) / (q1 + q2) * sq_difference
+
+
+class RunningPromptNoise:
+    """Averages of windows: the noise scale in prompts, and the share of completions in it.
+
+    Args:
+        horizon: of the exponential average, in windows.
+    """
+
+    def __init__(self, horizon: float = 100.0) -> None:
+        self.noise = RunningNoiseScale(horizon)
+        self._within = RunningNoiseScale(horizon)  # whose numerator is the completions' part, and denominator tr Σ
+
+    def update(self, window: PromptWindow) -> None:
+        """Add one window."""
+        self.noise.update(window.noise)
+        if window.from_completions is not None:
+            self._within.update(WindowEstimate(window.from_completions, window.noise.trace_cov))
+
+    @property
+    def completions_share(self) -> float | None:
+        """The part of tr Σ that comes from completions; None before it is known. Unclamped: it may pass 1."""
+        part, whole = self._within.trace_cov, self._within.grad_sq
+        return part / whole if part is not None and whole else None

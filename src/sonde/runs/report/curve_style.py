@@ -1,0 +1,96 @@
+"""What every curve over the course of a run is drawn with: the shared axis, lines that break, bands, marks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from statistics import median
+from typing import Any
+
+from bokeh.models import ColumnDataSource, Range1d
+from bokeh.plotting import figure
+
+from sonde.runs.report.figures import GREY, Key, Scale, add_line_at, new_figure, scale_for
+from sonde.runs.report.timeline import R, Timeline
+
+_MAX_TRIANGLES = 40
+
+WINDOW = ("window", "@window{0,0}")
+"""A hover text's row."""
+
+
+@dataclass(frozen=True)
+class TimeAxis:
+    """The horizontal axis that all curves of a run share, so that they zoom together.
+
+    Attributes:
+        scale: what it shows.
+        shared: the one range object.
+    """
+
+    scale: Scale
+    shared: Range1d
+
+
+def time_axis(line: Timeline[R]) -> TimeAxis:
+    """The axis for one run."""
+    room = scale_for(line.x, "linear")
+    scale = replace(room, start=max(room.start, 0.0))
+    return TimeAxis(scale, Range1d(start=scale.start, end=scale.end))
+
+
+def new_curve(line: Timeline[R], axis: TimeAxis, y: Scale, *, y_label: str, height: int) -> figure:
+    """An empty figure over the course of a run; restarts are dotted lines."""
+    fig = new_figure(axis.scale, y, x_label=line.x_label, y_label=y_label, height=height, shared=axis.shared)
+    for position in line.restarts:
+        add_line_at(fig, position, "height", GREY, "dotted")
+    return fig
+
+
+def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, dash: str = "solid") -> None:
+    """A line that breaks where y is NaN, with a dot where a value has no neighbour to be joined to."""
+    fig.line(x, y, color=color, line_width=2, line_dash=dash)
+    unknown = [True, *map(math.isnan, y), True]
+    alone = [i for i in range(len(y)) if unknown[i] and not unknown[i + 1] and unknown[i + 2]]
+    fig.scatter([x[i] for i in alone], [y[i] for i in alone], color=color, size=5)
+
+
+def add_bands(
+    fig: figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], axis: Scale, **style: Any
+) -> None:
+    """Fill between two curves, one polygon per unbroken stretch: an area glyph would bridge the gaps."""
+    half = _half_spacing(x)
+    xs, ys = [], []
+    for known, stretch in groupby(range(len(x)), lambda i: not (math.isnan(low[i]) or math.isnan(high[i]))):
+        rows = list(stretch)
+        if not known:
+            continue
+        rows = [rows[0], *rows, rows[-1]]
+        at = [x[i] for i in rows]
+        at[0], at[-1] = at[0] - half, at[-1] + half
+        xs.append([*at, *reversed(at)])
+        ys.append([*(axis.clamp(low[i]) for i in rows), *(axis.clamp(high[i]) for i in reversed(rows))])
+    if xs:
+        fig.patches("xs", "ys", source=ColumnDataSource({"xs": xs, "ys": ys}), line_color=None, **style)
+
+
+def _half_spacing(x: Sequence[float]) -> float:
+    """Half the usual distance between readings: a stretch of one reading still has a width."""
+    steps = [b - a for a, b in pairwise(x) if b > a]
+    return median(steps) / 2 if steps else 0.02 * max(abs(x[0]), 1.0)
+
+
+def add_triangles(
+    fig: figure, x: Sequence[float], y: Sequence[float], marker: str, color: str, limit: int = _MAX_TRIANGLES
+) -> None:
+    """Marks where y is known, thinned to a number that can be told apart."""
+    points = [(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(b)]
+    points = points[:: max(math.ceil(len(points) / limit), 1)]
+    fig.scatter([a for a, _ in points], [b for _, b in points], marker=marker, color=color, size=8)
+
+
+def restart_key(line: Timeline[R]) -> tuple[Key, ...]:
+    """What the dotted lines are, where there are any."""
+    return (Key("dotted", GREY, "the run was restarted here"),) if line.restarts else ()

@@ -1,0 +1,158 @@
+"""The figures over the course of a run: noise scale, its two parts, gradient norm with clipping, logged values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from bokeh.models import NumeralTickFormatter
+from bokeh.plotting import figure
+
+from sonde.runs.reader import Reading
+from sonde.runs.report.curve_style import WINDOW, TimeAxis, add_bands, add_curve, add_triangles, new_curve, restart_key
+from sonde.runs.report.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    Key,
+    Plot,
+    Scale,
+    add_hover,
+    add_line_at,
+    noise_scale_axis,
+    scale_for,
+)
+from sonde.runs.report.timeline import R, Timeline
+from sonde.wording import estimate, number, shorten
+
+
+def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
+    """B_simple with its interval on a log axis, and the batch size across it.
+
+    Where only a lower bound is known, the band is hatched and open to the top. Where nothing is known there is a gap.
+    """
+    low, batch = line.metric("gns/b_simple_low"), line.metric("gns/units_per_window")
+    if all(map(math.isnan, low)):
+        return "No reading has resolved or bounded the noise scale yet: measure more windows."
+    resolved = line.column(lambda r: r.metrics.get("gns/b_simple") if r.status == "resolved" else None)
+    bound = line.column(lambda r: r.metrics.get("gns/b_simple_low") if r.status == "lower_bound" else None)
+    drawn = [a if math.isnan(b) else b for a, b in zip(resolved, bound, strict=True)]
+
+    high = line.column(lambda r: r.high)
+    y = noise_scale_axis([*drawn, *low, *batch, 2 * max((v for v in [*drawn, *batch] if v > 0), default=1.0)], high)
+    fig = new_curve(line, axis, y, y_label=f"Noise scale ({line.unit})", height=380)
+    add_bands(fig, line.x, [v if r >= 0 else math.nan for v, r in zip(low, resolved, strict=True)], high, y,
+               fill_color=BLUE, fill_alpha=0.16)  # fmt: skip
+    add_bands(fig, line.x, bound, high, y, fill_color=GREY, fill_alpha=0.10,
+               hatch_pattern="/", hatch_color=GREY, hatch_alpha=0.2, hatch_scale=10)  # fmt: skip
+    _add_batch_size(fig, line, [y.clamp(b) for b in batch])
+    add_curve(fig, line.x, [y.clamp(v) for v in resolved], BLUE)
+    add_triangles(fig, line.x, [y.clamp(v) for v in bound], "triangle", GREY)
+    columns = {
+        "x": line.x,
+        "y": [y.clamp(v) for v in drawn],
+        "window": line.windows,
+        "seen": line.metric("run/units_seen"),
+        "batch": batch,
+        "known": line.texts(_known),
+    }
+    rows = [("noise scale", "@known"), ("batch size", "@batch{0,0.[0]}"), WINDOW, ("units seen", "@seen{0,0}")]
+    add_hover(fig, columns, rows)
+    return Plot((fig,), (*_noise_scale_keys(line), *restart_key(line)))
+
+
+def moments_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
+    """tr Σ and |G|² on one log axis: their distance is the noise scale. Estimates at or below 0 are marked."""
+    trace, signal = line.metric("gns/trace_cov"), line.metric("gns/grad_sq")
+    if all(map(math.isnan, [*trace, *signal])):
+        return "No reading holds the two parts of the noise scale."
+    y = scale_for([*trace, *signal], "log")
+    fig = new_curve(line, axis, y, y_label="Squared gradient norm", height=340)
+    add_curve(fig, line.x, [v if v > 0 else math.nan for v in trace], ORANGE)
+    add_curve(fig, line.x, [v if v > 0 else math.nan for v in signal], GREEN)
+    below = [y.at(0.025) if v <= 0 else math.nan for v in signal]
+    add_triangles(fig, line.x, below, "inverted_triangle", GREEN, limit=len(below))
+    add_hover(
+        fig,
+        {
+            "x": line.x,
+            "y": [y.clamp(v) for v in signal],
+            "window": line.windows,
+            "trace": line.texts(lambda r: number(r.metrics.get("gns/trace_cov"))),
+            "signal": line.texts(lambda r: number(r.metrics.get("gns/grad_sq"))),
+        },
+        [("noise tr Σ", "@trace"), ("signal |G|²", "@signal"), WINDOW],
+    )
+    keys = [
+        Key("line", ORANGE, "noise: variance of the gradient from one unit alone, tr Σ"),
+        Key("line", GREEN, "signal: squared norm of the true gradient, |G|²"),
+    ]
+    if any(v <= 0 for v in signal):
+        keys.append(Key("down", GREEN, "estimate of |G|² at or below 0: hidden in the noise so far"))
+    return Plot((fig,), (*keys, *restart_key(line)))
+
+
+def norm_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
+    """Gradient norm before clipping, and below it the share of windows that were clipped."""
+    norm, clipped = line.metric("grad/norm"), line.metric("grad/clip_fraction")
+    if all(map(math.isnan, norm)):
+        return "The gradient norm was not measured in this run."
+    fig = new_curve(line, axis, scale_for(norm), y_label="Gradient norm", height=260)
+    add_curve(fig, line.x, norm, BLUE)
+    add_hover(
+        fig,
+        {
+            "x": line.x,
+            "y": norm,
+            "window": line.windows,
+            "norm": line.texts(lambda r: number(r.metrics.get("grad/norm"))),
+        },
+        [("gradient norm", "@norm"), WINDOW],
+    )
+    keys = (Key("line", BLUE, "gradient norm before clipping"), *restart_key(line))
+    if all(map(math.isnan, clipped)):
+        return Plot((fig,), keys)
+    share = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="Clipped", height=170)
+    share.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
+    share.yaxis[0].ticker = [0, 0.5, 1]
+    add_bands(share, line.x, [0.0] * len(clipped), clipped, Scale("linear", 0, 1), fill_color=ORANGE, fill_alpha=0.2)
+    add_curve(share, line.x, clipped, ORANGE)
+    add_hover(share, {"x": line.x, "y": clipped, "window": line.windows}, [("clipped", "@y{0.[0] %}"), WINDOW])
+    fig.xaxis.visible = False
+    return Plot((fig, share), (*keys, Key("line", ORANGE, "share of the windows that were clipped")))
+
+
+def value_curve(line: Timeline[R], axis: TimeAxis, name: str) -> Plot:
+    """One value that the user logged, under its own name."""
+    values = line.metric(name)
+    fig = new_curve(line, axis, scale_for(values), y_label=shorten(name), height=260)
+    add_curve(fig, line.x, values, INK)
+    texts = line.texts(lambda r: number(r.metrics.get(name), 4))
+    add_hover(fig, {"x": line.x, "y": values, "window": line.windows, "value": texts}, [("value", "@value"), WINDOW])
+    return Plot((fig,), restart_key(line))
+
+
+def _known(reading: Reading) -> str:
+    metrics = reading.metrics
+    return estimate(reading.status, metrics.get("gns/b_simple"), metrics.get("gns/b_simple_low"), reading.high)
+
+
+def _noise_scale_keys(line: Timeline[Reading]) -> Iterator[Key]:
+    statuses = {row.status for row in line.rows if row is not None}
+    if "resolved" in statuses:
+        yield Key("line", BLUE, "noise scale")
+        yield Key("band", BLUE, "its confidence interval")
+    yield Key("dashed", ORANGE, f"batch size ({line.unit} per step)")
+    if "lower_bound" in statuses:
+        yield Key("up", GREY, "known only to lie above this")
+        yield Key("hatched", GREY, "no upper limit known")
+
+
+def _add_batch_size(fig: figure, line: Timeline[Reading], batch: Sequence[float]) -> None:
+    sizes = {size for size in batch if not math.isnan(size)}
+    if len(sizes) == 1:
+        add_line_at(fig, sizes.pop(), "width", ORANGE, "dashed")
+    else:
+        add_curve(fig, line.x, batch, ORANGE, dash="dashed")

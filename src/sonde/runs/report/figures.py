@@ -1,0 +1,294 @@
+"""One look for every figure of the report: sizes, colours, axes that fit the numbers, hover texts and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from bokeh.models import (
+    ColumnDataSource,
+    FixedTicker,
+    HoverTool,
+    LinearAxis,
+    LogAxis,
+    NumeralTickFormatter,
+    PlainText,
+    Range1d,
+)
+from bokeh.models.annotations import Label, Span
+from bokeh.models.renderers import GlyphRenderer
+from bokeh.plotting import figure
+
+from sonde.wording import number
+
+BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#c8590f", "#1b7f5c", "#8a94a0", "#26303a"
+"""Told apart by colour-blind readers, and in grey print by their dashes and marks."""
+
+FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
+
+Mark = Literal["line", "dashed", "dotted", "band", "hatched", "bar", "dot", "whisker", "up", "down", "right", "cross"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One entry of the legend, which stands in the page and wraps there, unlike one inside a canvas.
+
+    Attributes:
+        mark: how it is drawn.
+        color: CSS colour.
+        text: what it is.
+    """
+
+    mark: Mark
+    color: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of plain text; a user's words among them are not escaped yet.
+
+    Attributes:
+        caption: what is listed.
+        columns: their heads. The first is text, the others are numbers.
+        rows: as many texts each.
+    """
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Figures that belong together, one above the other.
+
+    Attributes:
+        figures: at least one.
+        keys: their legend; may be empty.
+    """
+
+    figures: tuple[figure, ...]
+    keys: tuple[Key, ...]
+
+    @property
+    def height(self) -> int:
+        """In pixels, of all figures together."""
+        return sum(f.height or 0 for f in self.figures)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis: its kind and the range it shows.
+
+    Attributes:
+        kind: "log" only where everything drawn is positive.
+        start: lower end.
+        end: upper end.
+    """
+
+    kind: Literal["linear", "log"]
+    start: float
+    end: float
+
+    def clamp(self, value: float) -> float:
+        """The value, or the end of the axis beyond which it lies; NaN stays NaN."""
+        return value if math.isnan(value) else min(max(value, self.start), self.end)
+
+    def at(self, fraction: float) -> float:
+        """The value at a fraction of the way along the axis."""
+        if self.kind == "log":
+            return float(self.start * (self.end / self.start) ** fraction)
+        return self.start + fraction * (self.end - self.start)
+
+
+def scale_for(values: Sequence[float], kind: Literal["linear", "log", "any"] = "any") -> Scale:
+    """An axis that shows all values with some room, and does not collapse where they are equal.
+
+    Args:
+        values: what is drawn; NaN is left out, and so are zeros and negatives on a log axis.
+        kind: "any" is logarithmic where all values are positive and span more than a factor of 20.
+
+    Example:
+        >>> scale_for([1.0, 100.0]).kind, scale_for([0.0, 100.0]).kind
+        ('log', 'linear')
+        >>> scale_for([5.0, 5.0], "linear")
+        Scale(kind='linear', start=4.5, end=5.5)
+    """
+    # Beyond these, a range would leave what floats can hold.
+    known = [v for v in values if abs(v) < 1e150 and (v == 0 or abs(v) > 1e-150) and (kind != "log" or v > 0)]
+    low, high = (min(known), max(known)) if known else (1.0, 1.0)
+    if kind == "any":
+        kind = "log" if low > 0 and high > 20 * low else "linear"
+    if kind == "log":
+        room = max((high / low) ** 0.08, 1.25)
+        return Scale("log", low / room, high * room)
+    room = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
+    return Scale("linear", low - room, high + room)
+
+
+def noise_scale_axis(estimates: Sequence[float], high: Sequence[float]) -> Scale:
+    """A log axis for noise scales that shows every estimate and bound.
+
+    Args:
+        estimates: what must be seen.
+        high: upper ends of intervals, seen up to 8 times the largest estimate: a first interval may span decades.
+    """
+    largest = max((v for v in estimates if v > 0), default=1.0)
+    return scale_for([*estimates, *(min(h, 8 * largest) for h in high if math.isfinite(h))], "log")
+
+
+def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, shared: Range1d | None = None) -> figure:
+    """An empty figure as wide as the page.
+
+    Args:
+        x: the horizontal axis.
+        y: the vertical axis.
+        x_label: with the unit.
+        y_label: with the unit.
+        height: in pixels.
+        shared: the range of `x` where figures zoom together; a figure without one does not zoom.
+    """
+    fig = figure(
+        x_axis_type=x.kind,
+        y_axis_type=y.kind,
+        x_range=shared or Range1d(start=x.start, end=x.end),
+        y_range=Range1d(start=y.start, end=y.end),
+        height=height,
+        min_width=240,
+        sizing_mode="stretch_width",
+        tools="xbox_zoom,xpan,reset" if shared else "",
+        active_drag=None,  # dragging a finger over a figure scrolls the page
+        toolbar_location="above" if shared else None,
+    )
+    fig.toolbar.logo = None
+    fig.toolbar.autohide = True
+    fig.outline_line_color = None
+    fig.min_border_left, fig.min_border_right = 76, 14  # figures one above the other line up
+    for axis, scale, label in ((fig.xaxis[0], x, x_label), (fig.yaxis[0], y, y_label)):
+        axis.axis_label = PlainText(text=label)  # plain: "$$" in a unit's name would ask the network for MathJax
+        _style_axis(axis, scale)
+    fig.grid.grid_line_color = "#e9edf0"
+    return fig
+
+
+def add_axis_above(fig: figure, scale: Scale) -> None:
+    """Repeat the horizontal axis on top of a figure too tall to be seen at once."""
+    axis = LogAxis() if scale.kind == "log" else LinearAxis()
+    _style_axis(axis, scale)
+    fig.add_layout(axis, "above")
+
+
+def _style_axis(axis: Any, scale: Scale) -> None:
+    axis.axis_label_text_font = axis.major_label_text_font = FONT
+    axis.axis_label_text_font_style = "normal"
+    axis.axis_label_text_font_size = axis.major_label_text_font_size = "12px"
+    axis.axis_label_text_color = axis.major_label_text_color = INK
+    axis.axis_line_color = axis.major_tick_line_color = "#b8c0c8"
+    axis.minor_tick_line_color = None
+    if scale.kind == "log":
+        ticks = log_ticks(scale)
+        axis.ticker = FixedTicker(ticks=ticks)
+        axis.major_label_overrides = {tick: _tick_label(tick) for tick in ticks}
+    elif scale.end - scale.start >= 0.02 and max(abs(scale.start), abs(scale.end)) < 1e7:
+        axis.formatter = NumeralTickFormatter(format="0,0.[000]")
+
+
+def log_ticks(scale: Scale, most: int = 9) -> list[float]:
+    """Round numbers on a log axis: Bokeh's own ticker spaces them linearly below two decades.
+
+    Args:
+        scale: a log axis.
+        most: how many there may be.
+
+    Example:
+        >>> log_ticks(Scale("log", 3.0, 300.0))
+        [5.0, 10.0, 20.0, 50.0, 100.0, 200.0]
+    """
+    first, last = math.floor(math.log10(scale.start)), math.floor(math.log10(scale.end))
+    for mantissas in ((1, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3)):
+        ticks = [float(f"{m}e{decade}") for decade in range(first, last + 1) for m in mantissas]
+        shown = [tick for tick in ticks if scale.start <= tick <= scale.end]
+        if len(shown) <= most:
+            return shown
+    every = math.ceil((last - first + 1) / most)
+    return [float(f"1e{decade}") for decade in range(last, first, -every)][::-1]
+
+
+def _tick_label(tick: float) -> str:
+    return f"{tick:,.6g}" if 1e-3 <= tick < 1e6 else number(tick, 2).removeprefix("1.0 × ")
+
+
+def add_hover(
+    fig: figure,
+    columns: Mapping[str, Sequence[Any]],
+    rows: Sequence[tuple[str, str]],
+    mode: Literal["vline", "hline"] = "vline",
+) -> None:
+    """Show a text for the nearest reading, wherever the pointer is in the figure.
+
+    Args:
+        fig: the figure.
+        columns: "x", "y" and what the rows name; where only y is NaN the text stands at the bottom.
+        rows: label and Bokeh format of each line, such as ("window", "@window{0,0}"). Labels are our own words: text of
+            a user goes into a column, which Bokeh escapes.
+        mode: "vline" takes the reading nearest in x, "hline" nearest in y.
+    """
+    drawn = [i for i, x in enumerate(columns["x"]) if not math.isnan(x)]
+    data = {name: [values[i] for i in drawn] for name, values in columns.items()}
+    bottom = cast(Range1d, fig.y_range).start
+    data["y"] = [bottom if math.isnan(y) else y for y in data["y"]]
+    source = ColumnDataSource(data)
+    if len(drawn) > 1:  # a line finds its nearest point at any distance, markers only under the pointer
+        target: GlyphRenderer[Any] = fig.line("x", "y", source=source, line_alpha=0)
+    else:
+        target = fig.scatter("x", "y", source=source, alpha=0, size=60)
+    fig.add_tools(
+        HoverTool(
+            renderers=[target],
+            tooltips=list(rows),
+            mode=mode,
+            line_policy="nearest",
+            limit=1,
+            attachment="horizontal",
+            visible=False,
+        )
+    )
+
+
+def add_line_at(fig: figure, value: float, dimension: Literal["width", "height"], color: str, dash: str) -> None:
+    """A straight line across the figure: at height `value` for "width", at x = `value` for "height"."""
+    fig.add_layout(Span(location=value, dimension=dimension, line_color=color, line_dash=dash, line_width=1.5))
+
+
+def add_label(
+    fig: figure, x: float, y: float, text: str, color: str, *, align: Literal["left", "right"] = "left"
+) -> None:
+    """A word beside a line or a point; never read as TeX.
+
+    Args:
+        fig: the figure.
+        x: in data coordinates.
+        y: in data coordinates; the text stands just above.
+        text: plain text.
+        color: CSS colour.
+        align: "left" starts at x, "right" ends there.
+    """
+    offset = 6 if align == "left" else -6
+    fig.add_layout(
+        Label(
+            x=x,
+            y=y,
+            x_offset=offset,
+            y_offset=3,
+            text=PlainText(text=text),
+            text_color=color,
+            text_align=align,
+            text_font=FONT,
+            text_font_size="12px",
+            background_fill_color="white",
+            background_fill_alpha=0.75,
+        )
+    )

@@ -1,0 +1,195 @@
+"""The report as HTML: every word of a user's is escaped, and no script but the page's own two may run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from html import escape
+from importlib.resources import files
+from itertools import chain
+from string import Template
+
+from bokeh.embed import components
+from bokeh.resources import Resources
+
+from sonde.runs.policy_reading import PolicyReading
+from sonde.runs.reader import Reading, Run
+from sonde.runs.report.figures import Key, Mark, Plot, Table
+from sonde.runs.report.how_measured import Row, cut, method_rows
+from sonde.runs.report.policy_sections import policy_topics
+from sonde.runs.report.sections import Topic, noise_scale_topics
+from sonde.runs.report.timeline import position_text
+from sonde.runs.report.verdicts import Judgement, judgements
+from sonde.version import __version__
+from sonde.wording import count, duration, moment, plural
+
+_MAX_ALERTS = 5
+
+
+def render_page(run: Run) -> str:
+    """The whole page of a run in which something was measured."""
+    shown = [*(noise_scale_topics(run) if run.readings else []), *(policy_topics(run) if run.policy else [])]
+    figures = [f for topic in shown for plot in topic.content if isinstance(plot, Plot) for f in plot.figures]
+    script, divs = components(figures, wrap_script=False) if figures else ("", ())
+    placed = iter(divs)
+    body = [
+        _head(run),
+        *map(_verdict, judgements(run)),
+        _alerts(run),
+        *(_topic(topic, placed) for topic in shown),
+        _method(method_rows(run)),
+    ]
+    bokeh = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="warn", minified=True).js_raw)
+    here = files("sonde.runs")
+    return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
+        version=escape(__version__),
+        title=escape(f"{cut(run.name, 200)}: {_subject(run)}"),
+        script_hashes=" ".join(map(_hash, (bokeh, script))),
+        style=(here / "page.css").read_text(encoding="utf-8"),
+        body="\n".join(filter(None, body)),
+        bokeh=bokeh,
+        figures=script,
+    )
+
+
+def _hash(script: str) -> str:
+    """The source expression by which a Content-Security-Policy admits one inline script and no other."""
+    digest = hashlib.sha256(script.encode("utf-8", "replace")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _subject(run: Run) -> str:
+    both = ("batch size and gradient noise" if run.readings else "", "entropy of the policy" if run.policy else "")
+    return ", ".join(filter(None, both))
+
+
+def _head(run: Run) -> str:
+    began, last = run.headers[0].time, run.last
+    facts = [f"Started {moment(began)}", f"{duration(max(last.time - began, 0))} up to the last reading"]
+    facts.append(position_text(last, run.header.unit))
+    if len(run.headers) > 1:
+        facts.append(f"restarted {plural(len(run.headers) - 1, 'time')}")
+    facts.append("ended" if run.ended is not None else "no end recorded: still running, or cut off")
+    subject = _subject(run)
+    torn = f'<p class="facts">{escape(run.torn[:1].upper() + run.torn[1:])}.</p>' if run.torn else ""
+    return (
+        f'<header>\n<p class="brand">{subject[:1].upper()}{subject[1:]}</p>\n<h1>{escape(cut(run.name, 200))}</h1>\n'
+        f'<p class="facts">{escape(" · ".join(facts))}</p>{torn}\n</header>'
+    )
+
+
+def _verdict(judged: Judgement) -> str:
+    tiles = "\n".join(
+        f'<li><span class="name">{escape(tile.name)}</span><span class="value">{escape(tile.value)}</span>'
+        f'<span class="note">{escape(tile.note)}</span></li>'
+        for tile in judged.tiles
+    )
+    return (
+        f'<section class="verdict {judged.kind}">\n<p class="badge">{judged.badge}</p>\n'
+        f"<h2>{_formula(judged.headline)}</h2>\n<p>{_formula(judged.detail)}</p>\n"
+        f'<p class="basis">{escape(judged.basis)}</p>\n<ul class="tiles">\n{tiles}\n</ul>\n</section>'
+    )
+
+
+def _alerts(run: Run) -> str:
+    """What looks wrong now, then what did earlier; a check that keeps failing says so once."""
+    readings: list[Reading | PolicyReading] = [*run.readings, *run.policy]
+    last, failing = run.last, run.alerts_now
+    now: list[tuple[str, str]] = []
+    earlier: list[tuple[str, str]] = []
+    first = {alert.name: alert for alert in reversed(run.alerts)}
+    for name, alert in sorted(first.items(), key=lambda item: item[1].window):
+        if name in failing or alert.window > last.window:
+            now.append((failing.get(name, alert.message), f"since window {count(alert.window)}"))
+        else:
+            until = max((r.window for r in readings if name in r.alerts), default=alert.window)
+            when = f"windows {count(alert.window)} to {count(until)}" if until > alert.window else ""
+            earlier.append((alert.message, when or f"window {count(alert.window)}"))
+    blocks = [_alert_list(*block) for block in (("Something looks wrong", now), ("Looked wrong earlier", earlier))]
+    return "\n".join(filter(None, blocks))
+
+
+def _alert_list(title: str, alerts: list[tuple[str, str]]) -> str:
+    if not alerts:
+        return ""
+    items = "\n".join(
+        f'<li>{escape(cut(message, 500))} <span class="when">({when})</span></li>'
+        for message, when in alerts[:_MAX_ALERTS]
+    )
+    more = f"\n<li>And {len(alerts) - _MAX_ALERTS} more, listed at the end.</li>" if len(alerts) > _MAX_ALERTS else ""
+    kind = "alerts" if title == "Something looks wrong" else "alerts over"
+    return f'<section class="{kind}">\n<h2>{title}</h2>\n<ul>\n{items}{more}\n</ul>\n</section>'
+
+
+def _topic(topic: Topic, divs: Iterator[str]) -> str:
+    text = f"<p>{_formula(topic.text)}</p>\n" if topic.text else ""
+    content = "\n".join(_content(part, topic.title, divs) for part in topic.content)
+    return f'<section class="topic">\n<h2>{escape(topic.title)}</h2>\n{text}{content}\n</section>'
+
+
+def _formula(text: str) -> str:
+    """Escaped text in which B_crit and its like get their subscripts."""
+    return re.sub(r"\b([BSE])_(simple|crit|min)\b", r"\1<sub>\2</sub>", escape(text))
+
+
+def _content(part: Plot | Table | str, title: str, divs: Iterator[str]) -> str:
+    match part:
+        case str():
+            return f'<p class="absent">{escape(part)}</p>'
+        case Table():
+            return _table(part)
+        case Plot():
+            return _plot(part, title, divs)
+
+
+def _table(table: Table) -> str:
+    heads = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
+    rows = "\n".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(text)}</td>" for text in others)}</tr>'
+        for first, *others in table.rows
+    )
+    return (
+        f'<div class="table"><table>\n<caption>{escape(table.caption)}</caption>\n<thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody>\n</table></div>"
+    )
+
+
+def _plot(plot: Plot, title: str, divs: Iterator[str]) -> str:
+    keys = "".join(f"<li>{_swatch(key)}<span>{_formula(key.text)}</span></li>" for key in plot.keys)
+    legend = f'<ul class="keys">{keys}</ul>\n' if keys else ""
+    tall = ' class="tall" tabindex="0"' if plot.height > 1000 else ""
+    drawn = "\n".join(next(divs) for _ in plot.figures)
+    return f'{legend}<figure{tall} aria-label="{escape(title)}">\n{drawn}\n</figure>'
+
+
+_SWATCHES: dict[Mark, str] = {
+    "line": '<path d="M0 7h24" stroke-width="2.5"/>',
+    "dashed": '<path d="M0 7h24" stroke-width="2" stroke-dasharray="6 3"/>',
+    "dotted": '<path d="M0 7h24" stroke-width="2" stroke-dasharray="2 3"/>',
+    "bar": '<path d="M12 0v14" stroke-width="2"/>',
+    "band": '<path d="M0 1h24v12H0z" fill-opacity=".18" stroke="none"/>',
+    "hatched": '<path d="M0 1h24v12H0z" fill-opacity=".1" stroke-opacity=".2"/><path d="M2 13L12 1M10 13L20 1"/>',
+    "dot": '<circle cx="12" cy="7" r="4.5" fill="#fff" stroke-width="2.5"/>',
+    "whisker": '<path d="M0 7h24" stroke-width="4" stroke-opacity=".3"/><circle cx="12" cy="7" r="4.5" stroke="none"/>',
+    "up": '<path d="M12 2l5 9H7z" stroke="none"/>',
+    "down": '<path d="M12 12l5-9H7z" stroke="none"/>',
+    "right": '<path d="M17 7l-9 5V2z" stroke="none"/>',
+    "cross": '<path d="M8 3l8 8M16 3l-8 8" stroke-width="1.5"/>',
+}
+
+
+def _swatch(key: Key) -> str:
+    drawn = _SWATCHES[key.mark]
+    return f'<svg width="24" height="14" fill="{key.color}" stroke="{key.color}" aria-hidden="true">{drawn}</svg>'
+
+
+def _method(rows: Iterable[Row]) -> str:
+    items = "\n".join(f"<div><dt>{escape(row.term)}</dt><dd>{_says(row)}</dd></div>" for row in rows)
+    return f'<section class="topic">\n<h2>How this was measured</h2>\n<dl class="method">\n{items}\n</dl>\n</section>'
+
+
+def _says(row: Row) -> str:
+    tag = "pre" if row.code else "p"
+    return "".join(chain.from_iterable((f"<{tag}>", escape(text), f"</{tag}>") for text in row.says))

@@ -1,0 +1,104 @@
+"""The figure of what a batch size costs: steps against examples, with the run's own place in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bokeh.models.annotations import BoxAnnotation
+from bokeh.plotting import figure
+
+from sonde.batch_size.stats.critical_batch import steps_and_examples
+from sonde.runs.reader import Reading
+from sonde.runs.report.figures import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    Key,
+    Plot,
+    Scale,
+    add_hover,
+    add_label,
+    add_line_at,
+    log_ticks,
+    new_figure,
+)
+from sonde.wording import number
+
+
+def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
+    """Steps and units relative to the least possible, over the batch size.
+
+    Args:
+        reading: the last one.
+        unit: plural name of the unit.
+
+    Returns:
+        The figure, its curves dashed where only a lower bound of the noise scale is known; or why there is none.
+    """
+    batch, low, high = (
+        reading.metrics.get("gns/units_per_window"),
+        reading.metrics.get("gns/b_simple_low"),
+        reading.high,
+    )
+    resolved = reading.status == "resolved"
+    critical = reading.metrics.get("gns/b_simple") if resolved else low
+    if not batch or not critical or low is None or high is None:
+        return "The trade-off needs a noise scale, or a lower bound of it, and the last reading has none."
+
+    extremes = (batch, critical, max(low, critical / 10), min(high, 10 * critical))
+    x = Scale("log", min(extremes) / 8, max(extremes) * 8)
+    here = steps_and_examples(batch, critical)
+    y = Scale("log", 0.92, max(30.0, 2 * max(here.steps, here.examples)))
+    fig = new_figure(
+        x,
+        y,
+        x_label=f"Batch size ({unit} per step)",
+        y_label="Cost, relative to the least",
+        height=360,
+    )
+    fig.yaxis[0].major_label_overrides = {tick: f"{number(tick)}×" for tick in log_ticks(y)}
+
+    fig.add_layout(BoxAnnotation(left=low, right=min(high, x.end), fill_color=BLUE, fill_alpha=0.10, line_color=None))
+    dash = "solid" if resolved else "dashed"
+    add_line_at(fig, critical, "height", BLUE, dash)
+    _add_costs(fig, x, y, critical, dash)
+    add_line_at(fig, batch, "height", INK, "dotted")
+    fig.scatter([batch] * 2, [here.steps, here.examples], size=11, fill_color="white", line_color=INK, line_width=2.5)
+    # The word stands away from the line of the noise scale.
+    add_label(fig, batch, y.at(0.92), "you are here", INK, align="right" if batch < critical else "left")
+    return Plot((fig,), _keys(batch, critical, unit, resolved=resolved))
+
+
+def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> None:
+    sizes = [x.at(i / 200) for i in range(201)]
+    costs = [steps_and_examples(size, critical) for size in sizes]
+    steps, examples = [cost.steps for cost in costs], [cost.examples for cost in costs]
+    fig.line(sizes, steps, color=GREEN, line_width=2.5, line_dash=dash)
+    fig.line(sizes, examples, color=ORANGE, line_width=2.5, line_dash=dash)
+    columns: dict[str, list[Any]] = {
+        "x": sizes,
+        "y": [y.clamp(max(cost.steps, cost.examples)) for cost in costs],
+        "size": [number(size) for size in sizes],
+        "steps": [f"{number(cost)}×" for cost in steps],
+        "examples": [f"{number(cost)}×" for cost in examples],
+    }
+    add_hover(fig, columns, [("batch size", "@size"), ("steps", "@steps"), ("units used", "@examples")])
+
+
+def _keys(batch: float, critical: float, unit: str, *, resolved: bool) -> tuple[Key, ...]:
+    if resolved:
+        return (
+            Key("line", GREEN, "optimizer steps, S/S_min"),
+            Key("line", ORANGE, f"{unit} used, E/E_min"),
+            Key("bar", BLUE, f"noise scale, {number(critical)} {unit}"),
+            Key("band", BLUE, "its confidence interval"),
+            Key("dot", INK, f"this run, {number(batch)} {unit} per step"),
+        )
+    return (
+        Key("dashed", GREEN, "optimizer steps, S/S_min: at least this"),
+        Key("dashed", ORANGE, f"{unit} used, E/E_min: at most this"),
+        Key("bar", BLUE, f"lower bound of the noise scale, {number(critical)} {unit}"),
+        Key("band", BLUE, "where it may lie: no upper limit known"),
+        Key("dot", INK, f"this run, {number(batch)} {unit} per step, at that lower bound"),
+    )

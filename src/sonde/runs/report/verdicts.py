@@ -1,0 +1,168 @@
+"""What the report says first: a judgement, and the few numbers behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sonde.batch_size.stats.critical_batch import Verdict, judge_batch, steps_and_examples
+from sonde.policy.stats.forecast_history import coverage, judge_entropy
+from sonde.runs.reader import Reading, Run
+from sonde.runs.report.timeline import position_text
+from sonde.wording import number, percent, plural
+
+_BATCH_BADGES = {
+    "too_small": "Batch too small",
+    "about_right": "Batch about right",
+    "too_large": "Batch too large",
+    "unknown": "No verdict yet",
+}
+_ENTROPY_BADGES = {
+    "holds": "Entropy holds",
+    "collapses": "Entropy collapses",
+    "not_linear": "Steps too large",
+    "unknown": "No verdict yet",
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number.
+
+    Attributes:
+        name: what it is.
+        value: it, in few characters.
+        note: its unit, and what to make of it.
+    """
+
+    name: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One panel; plain text throughout.
+
+    Attributes:
+        kind: how it is coloured.
+        badge: in two or three words.
+        headline: one sentence.
+        detail: what follows from it, or what it rests on.
+        basis: of when it is.
+        tiles: four numbers.
+    """
+
+    kind: str
+    badge: str
+    headline: str
+    detail: str
+    basis: str
+    tiles: tuple[Tile, ...]
+
+
+def judgements(run: Run) -> list[Judgement]:
+    """Of the batch size where the noise scale was measured, of the entropy where a policy was."""
+    return [*([judge_noise_scale(run)] if run.readings else []), *([judge_policy(run)] if run.policy else [])]
+
+
+def judge_noise_scale(run: Run) -> Judgement:
+    """Of a run that has at least one reading."""
+    unit, last = run.header.unit, run.readings[-1]
+    verdict = _judge_batch(last, unit)
+    basis = f"Judged from the last reading: {position_text(last, unit)}."
+    needed = last.metrics.get("gns/windows_needed")
+    if needed:
+        basis += f" The interval narrows to about ± 20 % after {plural(round(needed), 'more window')}."
+    tiles = tuple(_batch_tiles(last, unit))
+    return Judgement(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)
+
+
+def judge_policy(run: Run) -> Judgement:
+    """Of a run in which a policy was measured at least once."""
+    verdict = judge_entropy([r.point for r in run.policy if r.metrics.get("entropy/per_token") is not None])
+    basis = f"Judged from {plural(len(run.policy), 'measured step')}, up to step {run.policy[-1].window}."
+    return Judgement(
+        verdict.kind,
+        _ENTROPY_BADGES[verdict.kind],
+        verdict.headline,
+        verdict.detail,
+        basis,
+        tuple(_policy_tiles(run)),
+    )
+
+
+def _judge_batch(last: Reading, unit: str) -> Verdict:
+    batch, estimate = last.metrics.get("gns/units_per_window"), last.metrics.get("gns/b_simple")
+    if not batch:
+        return Verdict(
+            "unknown", "No verdict yet: the batch size is not known.", f"{last.reason or 'No window was measured'}."
+        )
+    if last.status == "resolved" and not estimate:
+        why = "All pieces of a window gave the same gradient: check that each gets data of its own."
+        return Verdict("unknown", f"No verdict on the batch of {number(batch, 4)} {unit}: no noise was seen.", why)
+    return judge_batch(
+        batch,
+        unit=unit,
+        status=last.status,
+        b_simple=estimate,
+        low=last.metrics.get("gns/b_simple_low"),
+        high=last.high,
+        reason=last.reason,
+    )
+
+
+def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
+    batch, low = last.metrics.get("gns/units_per_window"), last.metrics.get("gns/b_simple_low")
+    resolved = last.status == "resolved"
+    critical = last.metrics.get("gns/b_simple") if resolved else low
+    used = f"{unit[:1].upper()}{unit[1:]} used"
+    if not batch or not critical:
+        yield Tile("Noise scale", "–", "not known yet")
+        yield Tile("Batch size", number(batch, 4), f"{unit} per step")
+        yield Tile("Steps", "–", "relative to the fewest possible")
+        yield Tile(used, "–", "relative to the fewest possible")
+        return
+    cost = steps_and_examples(batch, critical)
+    if resolved:
+        yield Tile("Noise scale", number(critical), f"{unit}; between {number(low)} and {number(last.high)}")
+    else:
+        yield Tile("Noise scale", f"> {number(low)}", f"{unit}; no upper limit known")
+    at_least, at_most = ("", "") if resolved else ("≥ ", "≤ ")
+    yield Tile("Batch size", number(batch, 4), f"{unit} per step")
+    yield Tile("Steps", f"{at_least}{number(cost.steps, 2)}×", "the fewest possible")
+    yield Tile(used, f"{at_most}{number(cost.examples, 2)}×", "the fewest possible")
+
+
+def _policy_tiles(run: Run) -> Iterator[Tile]:
+    yield from _entropy_tiles(run)
+    so_far = coverage([r.point for r in run.policy])
+    if so_far.n:
+        yield Tile("Coverage", percent(so_far.fraction), f"{so_far.n_held} of {so_far.n} intervals held the truth")
+    else:
+        yield Tile("Coverage", "–", "needs fresh rollouts")
+    noise = [r.metrics for r in run.policy if r.metrics.get("gns_prompts/b_simple_low") is not None]
+    if not noise:
+        yield Tile("Noise scale", "–", "not known in prompts")
+        return
+    value, low, high = (noise[-1].get(f"gns_prompts/{name}") for name in ("b_simple", "b_simple_low", "b_simple_high"))
+    if value is None:
+        yield Tile("Noise scale", f"> {number(low)}", "prompts; no upper limit known")
+    else:
+        yield Tile("Noise scale", number(value), f"prompts; between {number(low)} and {number(high)}")
+
+
+def _entropy_tiles(run: Run) -> Iterator[Tile]:
+    known = [r for r in run.policy if r.metrics.get("entropy/per_token") is not None]
+    if not known:
+        yield Tile("Entropy", "–", "not measured")
+        yield Tile("Last forecast", "–", "none was made")
+        return
+    first, now = (r.metrics["entropy/per_token"] or 0.0 for r in (known[0], known[-1]))
+    yield Tile(
+        "Entropy", number(now), f"nats a token; {percent(now / first)} of the first" if first else "nats a token"
+    )
+    point = known[-1].point
+    doubt = "" if point.is_valid else ", not to be trusted"
+    about = f"[{number(point.low, 2)} to {number(point.high, 2)}] nats by step {point.step}{doubt}"
+    yield Tile("Last forecast", number(point.delta, 2), about)

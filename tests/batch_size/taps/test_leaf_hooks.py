@@ -1,0 +1,211 @@
+"""What the taps promise about memory, and guards on what PyTorch does that they lean on."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+import sonde
+from sonde.batch_size.taps.autograd_internals import accumulates
+from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL, MicrobatchTap
+from sonde.batch_size.taps.metric import Euclidean
+from sonde.batch_size.taps.witness import Witness
+
+
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the largest tensor that any operation creates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.clones = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not func.is_view and not any(out is a for a in args):  # nor in place
+            self.largest = max(self.largest, out.numel())
+            self.clones += func is torch.ops.aten.clone.default and out.numel() > STAGED_NUMEL
+        return out
+
+
+def test_no_copy_of_a_large_gradient_not_even_by_autograd() -> None:
+    """With the tap on, autograd still hands its gradient over as `.grad` instead of cloning it."""
+
+    def storage_kept(tapped: bool) -> bool:
+        weight = nn.Parameter(torch.randn(400, 400))
+        seen: list[int] = []
+        weight.register_hook(lambda g: seen.append(g.data_ptr()))
+        tap = MicrobatchTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None) if tapped else None
+        if tap:
+            tap.expect_piece(is_first=False)
+        (weight * torch.randn(400, 400)).sum().backward()
+        if tap:
+            tap.end_piece()
+            tap.close()
+        assert weight.grad is not None
+        return weight.grad.data_ptr() == seen[0]
+
+    assert storage_kept(tapped=False)
+    assert storage_kept(tapped=True)
+
+
+def test_the_hook_makes_nothing_of_gradient_size() -> None:
+    weight = nn.Parameter(torch.randn(512, 512))
+    weight.grad = torch.zeros(512, 512)  # added to in place: autograd makes nothing of that size either
+    tap = MicrobatchTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None)
+    grad = torch.randn(512, 512)
+    tap.expect_piece(is_first=False)
+    with Watch() as watch:
+        weight.backward(grad)
+        piece = tap.end_piece()
+    assert float(piece.sq_norms[0]) == pytest.approx(float(grad.double().square().sum()))
+    assert 0 < watch.largest <= 1024
+    tap.close()
+
+
+def test_small_gradients_wait_within_a_bound() -> None:
+    parameters = [nn.Parameter(torch.randn(100, 100)) for _ in range(50)]
+    tap = MicrobatchTap(
+        parameters,
+        Witness(parameters),
+        Euclidean(),
+        on_backward_end=lambda: None,
+        staging_bytes=200_000,
+        staged_numel=20_000,
+    )
+    grads = [torch.randn(100, 100) for _ in parameters]
+    alive = [weakref.ref(g) for g in grads]
+    tap.expect_piece(is_first=False)
+    most = 0
+    for index in range(len(parameters)):
+        grad = grads.pop(0)
+        tap._take(index, grad)  # what a hook calls
+        del grad
+        most = max(most, sum(r() is not None for r in alive) - len(grads))
+    assert 2 <= most * 40_000 / 100_000 <= 6
+    tap.end_piece()
+    tap.close()
+
+
+def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
+    """Once backward has ended, writing to `.grad` must not change what waits to be read."""
+    small = nn.Parameter(torch.ones(10))
+    tap = MicrobatchTap([small], Witness([small]), Euclidean(), on_backward_end=lambda: None, staged_numel=100)
+    tap.expect_piece(is_first=False)
+    (small * 3).sum().backward()
+    small.grad.zero_()  # type: ignore[union-attr]
+    assert float(tap.end_piece().sq_norms[0]) == pytest.approx(90)
+    tap.close()
+
+
+@pytest.mark.parametrize("staging_bytes", [0, 3_000, 10**9])
+def test_waiting_changes_no_result(staging_bytes: int) -> None:
+    """What waits for a shared kernel on an accelerator, forced on a CPU: the same numbers, whenever it is flushed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 30), nn.Linear(30, 2))
+    parameters = list(model.parameters())
+    witness = Witness(parameters)
+    inputs = torch.randn(3, 5, 6)
+    pieces = []
+    for staged_numel in (0, 10_000):
+        tap = MicrobatchTap(
+            parameters,
+            witness,
+            Euclidean(),
+            on_backward_end=lambda: None,
+            staging_bytes=staging_bytes,
+            staged_numel=staged_numel,
+        )
+        found = []
+        for x in inputs:  # .grad accumulates beside what waits
+            tap.expect_piece(is_first=False)
+            model(x).square().mean().backward()
+            found.append(tap.end_piece())
+        tap.close()
+        model.zero_grad()
+        pieces.append(found)
+    for direct, waited in zip(*pieces, strict=True):
+        assert torch.equal(direct.sq_norms, waited.sq_norms)
+        assert torch.equal(direct.witness, waited.witness)
+
+
+def test_guard_leaf_hooks_see_the_gradient_before_accumulation() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    seen: list[Tensor] = []
+    weight.register_hook(lambda g: seen.append(g.clone()))
+    for factor in (1.0, 2.0):
+        (factor * weight).sum().backward()
+    assert [float(g[0]) for g in seen] == [1.0, 2.0]
+    assert weight.grad is not None
+    assert float(weight.grad[0]) == 3.0
+
+
+def test_guard_private_end_of_backward_callback() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    order: list[str] = []
+
+    def hook(grad: Tensor) -> None:
+        order.append("hook")
+        Variable._execution_engine.queue_callback(lambda: order.append("end"))
+
+    weight.register_hook(hook)
+    (weight * 2).sum().backward()
+    order.append("after")
+    assert order == ["hook", "end", "after"]
+
+
+def test_guard_graph_task_id_tells_backwards_apart() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    ids: list[int] = []
+    weight.register_hook(lambda _: ids.append(torch._C._current_graph_task_id()))
+    for _ in range(2):
+        (weight * 2).sum().backward()
+    assert len(set(ids)) == 2
+    assert min(ids) >= 0
+
+
+def test_guard_private_question_that_tells_autograd_grad_from_backward() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    answers: list[bool] = []
+    weight.register_hook(lambda _: answers.append(accumulates(weight)))
+    (weight * 2).sum().backward()
+    torch.autograd.grad((weight * 2).sum(), [weight])
+    (weight * 2).sum().backward(inputs=[weight])
+    with torch.enable_grad():
+        torch.autograd.grad((weight * weight).sum(), [weight], create_graph=True)
+    weight.backward(torch.ones(3))
+    assert answers == [True, False, True, False, True]
+
+
+def test_no_host_synchronisation_on_the_training_path() -> None:
+    """No operation between attach and reading() needs a value on the host: `.item()` is one op, and it is counted."""
+
+    class Items(torch.utils._python_dispatch.TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Items.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Linear(8, 200), nn.Linear(200, 200))
+    with sonde.attach(model, unit="rows", units_per_piece=4, verbose=False, log_every=1000) as probe:
+        x = torch.randn(4, 8)
+
+        def train(windows: int) -> None:
+            for _ in range(windows):
+                for _ in range(2):
+                    model(x).square().mean().backward()
+                probe.log(loss=torch.ones(()))
+                probe.clip_grad_norm_(1.0)
+                model.zero_grad()
+
+        train(2)  # the first window's numbers are taken in when the second ends: copies on the host, that have arrived
+        with Items():
+            train(3)
+        assert Items.count == 0
+        assert probe.reading().windows == 5

@@ -1,0 +1,159 @@
+"""Bad input: refused at the door, with the way out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.batch_size.loops import (
+    Recording,
+    attached,
+    piece_losses,
+    small_model,
+)
+
+
+def test_refuses_lazy_parameters_until_they_have_a_shape() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"'1.weight' has no shape yet.*attach after one forward pass"):
+        attached(model)
+    model(torch.randn(1, 4))
+    attached(model).close()
+
+
+def test_refuses_complex_parameters_by_name() -> None:
+    model = nn.Module()
+    model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"gradients must be real, got torch.complex64 for 'phase'"):
+        attached(model)
+
+
+def test_refuses_a_model_without_trainable_parameters() -> None:
+    with pytest.raises(ValueError, match="no trainable parameters: attach after requires_grad is set"):
+        attached(small_model().requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unit": " "}, "unit must name the independent sample"),
+        ({"units_per_piece": 0}, "units_per_piece must be positive"),
+        ({"units_per_piece": math.nan}, "units_per_piece must be positive"),
+        ({"log_every": 0}, "log_every must be a whole number"),
+        ({"log_every": 2.5}, "log_every must be a whole number"),
+        ({"log_every": math.inf}, "log_every must be a whole number"),
+        ({"log_every": "5"}, "log_every must be a whole number"),
+        ({"unit": 5}, "unit must name the independent sample"),
+        ({"units_per_piece": "8"}, "units_per_piece must be positive"),
+        ({"horizon": "x"}, "horizon must be more than 1"),
+        ({"staging_mib": math.inf}, "staging_mib must be"),
+        ({"sinks": "runs/x"}, "sinks must be a list of sinks"),
+        ({"sinks": Recording()}, "sinks must be a list of sinks"),
+        ({"sinks": None}, "sinks must be a list of sinks"),
+        ({"grad_scaler": True}, "grad_scaler must be"),
+        ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer"),
+        ({"horizon": 1.0}, "horizon must be more than 1"),
+        ({"tap": "hooks"}, "tap must be 'auto', 'leaf' or 'comm_hook'"),
+        ({"tap": "comm_hook"}, "got a plain model"),
+        ({"comm_hook": print}, "wrapped by tap='comm_hook' only"),
+        ({"staging_mib": -1}, "staging_mib must be"),
+        ({"groups": "layers"}, "groups must be"),
+        ({"groups": len}, "groups must return a group's name"),
+    ],
+)
+def test_refuses_bad_options_and_leaves_no_hook(options: dict[str, Any], message: str) -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match=message):
+        attached(model, **options)
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"units": 0},
+        {"units": -4},
+        {"units": math.nan},
+        {"units": 4, "weight": math.nan},
+        {"units": 4, "weight": 0.0},
+        {"unit_weights": []},
+        {"unit_weights": [1.0, math.nan]},
+        {"units": "8"},
+        {"units": True},
+        {"units": torch.ones(2)},
+        {"units": torch.tensor(0.0)},
+        {"units": 4, "weight": torch.tensor(math.nan)},
+        {"unit_weights": torch.tensor([1.0, math.nan])},
+        {"unit_weights": torch.tensor([1.0, -1.0])},
+        {"units": 4, "unit_weights": [1.0] * 8},
+        {"unit_weights": torch.ones(2, 2)},
+    ],
+    ids=str,
+)
+def test_refuses_bad_counts_at_the_door(counts: dict[str, Any]) -> None:
+    with attached(small_model()) as probe:
+        with pytest.raises(ValueError, match=r"must be|must hold"), probe.piece(**counts):
+            pytest.fail("the piece was entered")
+        with probe.piece(units=4):  # and the probe goes on
+            pass
+
+
+def test_unknown_units_are_asked_for() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        with pytest.raises(RuntimeError, match="pass units_per_piece="), probe.piece():
+            pass
+        piece_losses(model, [4])[0]().backward()
+        with pytest.raises(RuntimeError, match="pass units_per_piece="):
+            probe.step()
+
+
+def test_wrong_order_of_calls() -> None:
+    with attached(small_model(), units_per_piece=1) as probe, probe.piece():
+        with pytest.raises(RuntimeError, match="inside another piece"), probe.piece():
+            pass
+        with pytest.raises(RuntimeError, match="inside a piece"):
+            probe.step()
+
+
+def test_a_closed_probe_takes_nothing_more() -> None:
+    probe = attached(small_model(), units_per_piece=4)
+    probe.close()
+    with pytest.raises(RuntimeError, match="the probe is closed"), probe.piece():
+        pass
+    with pytest.raises(RuntimeError, match="the probe is closed"):
+        probe.log(loss=1.0)
+
+
+@pytest.mark.parametrize("max_norm", ["1", None, torch.ones(2), True])
+def test_a_threshold_that_is_no_number(max_norm: Any) -> None:
+    with attached(small_model()) as probe, pytest.raises(ValueError, match="max_norm must be a number"):
+        probe.clip_grad_norm_(max_norm)
+
+
+@pytest.mark.parametrize(
+    ("scalars", "message"),
+    [
+        ({"loss": torch.ones(3)}, "0-dim tensor"),
+        ({"loss": "low"}, "takes a number"),
+        ({"gns/b_simple": 7.0}, "is measured by sonde"),
+    ],
+)
+def test_log_refuses(scalars: dict[str, Any], message: str) -> None:
+    with attached(small_model()) as probe, pytest.raises(ValueError, match=message):
+        probe.log(**scalars)
+
+
+def test_negative_unit_weights_on_the_device_drop_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sonde.batch_size.taps.window_sums.at_hand", lambda value: False)  # as if it were on a GPU
+    model = small_model()
+    with attached(model) as probe:
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(unit_weights=torch.tensor([3.0, -1.0, 2.0, -2.0])):
+                loss().backward()
+        probe.step()
+        assert "not finite and positive" in probe.reading().reason

@@ -1,0 +1,73 @@
+"""The norm by parts of the model, and ranks that have nothing to add; whole models are in test_clip_on_ranks.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+
+from sonde.gradient_norm.global_norm import global_norm
+from sonde.gradient_norm.plan import NormPlan
+from tests.ranks import Ranks
+from tests.sharded import ORDERS, exact_gradients, fsdp, fsdp_over_tp, norm_of
+
+
+def _by_part(with_mesh: bool) -> list[tuple[list[float], float, int]]:
+    cut = fsdp_over_tp()
+    parts = [name.startswith("back.") for name in cut.parameters]
+    plan = NormPlan(list(cut.parameters.values()), mesh=cut.mesh if with_mesh else None, parts=list(map(int, parts)))
+    found = []
+    for order in ORDERS:
+        with CommDebugMode() as counted:
+            norm = global_norm(plan, order)
+        found.append((norm.by_part.tolist(), float(norm.norm), counted.get_total_counts()))
+    return found
+
+
+@pytest.mark.parametrize("with_mesh", [True, False])
+def test_parts_of_the_model_come_with_the_whole(ranks4: Ranks, with_mesh: bool) -> None:
+    exact = exact_gradients()
+    parts = [{n: g for n, g in exact.items() if n.startswith(part)} for part in ("front.", "back.")]
+    for found in ranks4(_by_part, with_mesh):
+        for order, (by_part, norm, collectives) in zip(ORDERS, found, strict=True):
+            assert by_part == pytest.approx([norm_of(part, order) for part in parts], rel=1e-6)
+            assert norm == pytest.approx(norm_of(exact, order), rel=1e-6)
+            assert collectives == (1 if with_mesh else 2)
+
+
+def _some_missing(with_mesh: bool) -> tuple[float, float]:
+    """A rank without any gradient, and one parameter without on both: an empty rank takes part."""
+    cut = fsdp()
+    missing = {"back.head.weight"} if dist.get_rank() == 0 else set(cut.parameters)
+    for name in missing:
+        cut.parameters[name].grad = None
+    there = [p.grad.to_local() for p in cut.parameters.values() if p.grad is not None]  # type: ignore[operator]
+    mine = sum(float(t.double().square().sum()) for t in there)
+    plan = NormPlan(list(cut.parameters.values()), mesh=cut.mesh if with_mesh else None)
+    return float(global_norm(plan, 2.0).norm), mine
+
+
+@pytest.mark.parametrize("with_mesh", [True, False])
+def test_an_empty_rank_takes_part(ranks2: Ranks, with_mesh: bool) -> None:
+    (first, mine), (second, nothing) = ranks2(_some_missing, with_mesh)
+    assert first == second == pytest.approx(math.sqrt(mine), rel=1e-6)
+    assert nothing == 0
+
+
+def _no_parameters() -> float:
+    cut = fsdp()
+    mine = cut.parameters if dist.get_rank() == 0 else {}
+    return float(global_norm(NormPlan(list(mine.values()), mesh=cut.mesh), 2.0).norm)
+
+
+def test_a_rank_without_parameters_takes_part(ranks2: Ranks) -> None:
+    first, second = ranks2(_no_parameters)
+    assert first == second > 0
+
+
+def test_nothing_at_all() -> None:
+    norm = global_norm(NormPlan([]), 2.0)
+    assert torch.equal(norm.norm, torch.zeros((), dtype=torch.float64))

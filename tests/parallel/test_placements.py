@@ -1,0 +1,148 @@
+"""How gradients lie, on real ranks: what torch gives each layer's gradient, and what each rank counts of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from sonde.parallel.placements import Layout, check_layout, layout_of, local_of, ranks_of, share
+from tests.ranks import Ranks, mesh_of
+
+
+def _summary(layout: Layout) -> dict[str, Any]:
+    return {
+        "sharded": layout.sharded,
+        "partial": layout.partial,
+        "n_shards": layout.n_shards,
+        "sharding_ranks": layout.sharding_ranks,
+    }
+
+
+def test_a_plain_tensor_is_whole() -> None:
+    layout = layout_of(torch.ones(3))
+    assert _summary(layout) == {"sharded": (), "partial": (), "n_shards": 1, "sharding_ranks": ()}
+    assert share(layout, n_ranks=1) == 1.0
+    assert share(layout, n_ranks=8) == 1 / 8
+    assert share(layout, n_ranks=8, n_stages=2) == 1 / 4
+
+
+def test_a_gradient_elsewhere_than_its_mesh_is_refused_unless_it_is_offloaded() -> None:
+    mesh: Any = SimpleNamespace(device_type="cuda", get_coordinate=lambda: [0])  # no GPU is needed to see that
+    cpu, gpu, other = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
+    for device in (cpu, gpu):
+        check_layout(Layout(mesh, sharded=(0,)), device, None)
+    with pytest.raises(ValueError, match="it is on mps and its mesh on cuda"):
+        check_layout(Layout(mesh, sharded=(0,)), other, None)
+    check_layout(Layout(mesh, partial=((0, "sum"),)), gpu, None)
+    with pytest.raises(ValueError, match="still to be summed on cuda, and lies on cpu: move it there"):
+        check_layout(Layout(mesh, partial=((0, "sum"),)), cpu, None)
+
+
+def _placed() -> dict[str, Any]:
+    mesh = mesh_of((dist.get_world_size(),))
+    whole = torch.arange(10.0).reshape(5, 2)  # uneven over 2 ranks
+    shard = distribute_tensor(whole, mesh, [Shard(0)])
+    total = dist.get_world_size()
+    counted = {}
+    for name, tensor in {
+        "shard": shard,
+        "replicate": distribute_tensor(whole, mesh, [Replicate()]),
+        "plain": whole,
+    }.items():
+        mine = share(layout_of(tensor), n_ranks=total) * local_of(tensor).square().sum()
+        dist.all_reduce(mine)
+        counted[name] = float(mine)
+    return counted | {"exact": float(whole.square().sum())}
+
+
+def test_every_element_counts_once(ranks2: Ranks, ranks3: Ranks) -> None:
+    for ranks in (ranks2, ranks3):
+        for counted in ranks(_placed):
+            exact = counted.pop("exact")
+            assert counted == pytest.approx(dict.fromkeys(counted, exact))
+
+
+def _unknown() -> list[str]:
+    mesh = mesh_of((dist.get_world_size(),))
+    said = []
+    for placement in (Partial("max"),):
+        tensor = DTensor.from_local(torch.ones(2), mesh, [placement], run_check=False)
+        try:
+            layout_of(tensor)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_an_unknown_placement_is_refused_by_name(ranks2: Ranks) -> None:
+    for said in ranks2(_unknown):
+        assert len(said) == 1
+        assert "Partial(max)" in said[0]
+        assert "redistribute the gradient" in said[0]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(self.norm(self.embed(tokens)))))
+
+
+def _tensor_parallel(embedding: str) -> dict[str, dict[str, Any]]:
+    mesh = mesh_of((2,))
+    torch.manual_seed(0)
+    model = _Block()
+    plan: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        if embedding == "rowwise"
+        else ColwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+    model(torch.randint(16, (3, 6))).square().sum().backward()
+    return {name: _summary(layout_of(p.grad)) for name, p in model.named_parameters()}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("embedding", ["rowwise", "colwise"])
+def test_guard_what_tensor_parallel_gradients_are(ranks2: Ranks, embedding: str) -> None:
+    """torch's choice: a row-wise embedding's gradient is whole though its parameter is cut, a norm's is partial."""
+    for layouts in ranks2(_tensor_parallel, embedding):
+        cut = {"sharded": (0,), "partial": (), "n_shards": 2, "sharding_ranks": (0, 1)}
+        whole = {"sharded": (), "partial": (), "n_shards": 1, "sharding_ranks": ()}
+        partial = whole | {"partial": ((0, "sum"),)}
+        assert layouts["embed.weight"] == (whole if embedding == "rowwise" else cut)
+        assert layouts["norm.weight"] == layouts["norm.bias"] == partial
+        assert layouts["up.weight"] == layouts["up.bias"] == layouts["down.weight"] == cut
+        assert layouts["down.bias"] == whole
+
+
+def _fsdp() -> tuple[dict[str, Any], bool]:
+    mesh = mesh_of((2,))
+    model = fully_shard(nn.Linear(4, 5), mesh=mesh)
+    model(torch.randn(3, 4)).sum().backward()
+    grad = model.weight.grad
+    assert grad is not None
+    again = init_device_mesh("cpu", (2,))
+    return _summary(layout_of(grad)), ranks_of(again) == ranks_of(grad.device_mesh)  # type: ignore[attr-defined]
+
+
+def test_fully_sharded_gradients(ranks2: Ranks) -> None:
+    for layout, same in ranks2(_fsdp):
+        assert layout == {"sharded": (0,), "partial": (), "n_shards": 2, "sharding_ranks": (0, 1)}
+        assert same  # meshes made apart are compared by value

@@ -1,0 +1,286 @@
+"""Derivatives along a direction beside Jacobians and each other."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sonde.policy.scoring.directional_derivatives import Derivatives, derivatives_along
+from tests.ranks import Ranks
+from tests.sharded import VOCABULARY, build, fsdp, tokens
+
+
+def token_numbers(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token given those before it, in this toy, and the entropy there."""
+    log_p = model(batch).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, batch[..., None])[..., 0], entropy
+
+
+def random_direction(model: nn.Module, size: float = 1.0) -> dict[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        p: size * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) for p in model.parameters()
+    }
+
+
+def along(model: nn.Module, direction: dict[Tensor, Tensor], mode: Any, n_batches: int = 2) -> Derivatives:
+    batches = list(tokens().chunk(n_batches))
+    return derivatives_along(lambda b: token_numbers(model, b), model, direction, batches, mode=mode)
+
+
+def joined(found: Derivatives) -> Tensor:
+    return torch.cat([torch.stack(outputs).flatten(1) for outputs in found.of_batches], dim=1)
+
+
+def exact(model: nn.Module, direction: dict[Tensor, Tensor]) -> Tensor:
+    """By a backward for every output."""
+    outputs = torch.stack(token_numbers(model, tokens())).flatten()
+    found = []
+    for out in outputs:
+        grads = torch.autograd.grad(out, list(direction), retain_graph=True, allow_unused=True)
+        found.append(sum((g * d).sum() for g, d in zip(grads, direction.values(), strict=True) if g is not None))
+    return torch.stack(found).view(2, -1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "off"),
+    [
+        ("forward", torch.float64, 1e-12),
+        ("forward", torch.float32, 1e-5),
+        ("central", torch.float64, 1e-7),
+        ("central", torch.float32, 2e-3),
+    ],
+)
+@pytest.mark.parametrize("size", [1e-6, 1.0])
+def test_both_modes_are_jacobian_times_direction(mode: str, dtype: torch.dtype, off: float, size: float) -> None:
+    model = build().to(dtype)
+    direction = random_direction(model, size)
+    expected = exact(model, direction)
+    before = [p.detach().clone() for p in model.parameters()]
+    found = along(model, direction, mode)
+    assert (found.mode, found.why_central) == (mode, "" if mode == "forward" else "asked for")
+    assert float((joined(found) - expected).norm() / expected.norm()) < off
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_differences_are_as_small_as_the_model_is_sensitive(dtype: torch.dtype) -> None:
+    """A parameter of huge norm that does little: by it alone the others would be moved far out of what is linear."""
+    model = build().to(dtype)
+    with torch.no_grad():
+        model.front.embed.weight[VOCABULARY:] = 1e4  # rows of no token
+    direction = random_direction(model)
+    expected = exact(model, direction)
+    before = [p.detach().clone() for p in model.parameters()]
+    found = joined(along(model, direction, "central"))
+    assert float((found - expected).norm() / expected.norm()) < 5e-3
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_outputs_that_are_rounded_too_coarsely_are_doubted() -> None:
+    model = build()
+    direction = random_direction(model)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def coarse(batch: Tensor) -> tuple[Tensor, ...]:
+        return tuple((out * 64).round() / 64 for out in token_numbers(model, batch))
+
+    found = derivatives_along(coarse, model, direction, list(tokens().chunk(2)), mode="central")
+    assert "lost in rounding" in found.doubt
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_policy_that_is_certain_has_derivatives_of_zero() -> None:
+    """Its log-probabilities are 0 to the last bits, which are all that moves."""
+    model = build()
+
+    def certain(batch: Tensor) -> tuple[Tensor, ...]:
+        log_p = (3000.0 * model(batch)).log_softmax(-1)
+        return log_p.amax(-1), -(log_p.exp() * log_p).sum(-1)
+
+    batches = list(tokens().chunk(2))
+    expected = joined(derivatives_along(certain, model, random_direction(model), batches, mode="forward"))
+    found = derivatives_along(certain, model, random_direction(model), batches, mode="central")
+    assert found.doubt == ""
+    sure = expected.abs() < 1e-6 * expected.abs().max()
+    assert sure.float().mean() > 0.2
+    assert float(joined(found)[sure].abs().max()) < 1e-2 * float(expected.abs().max())
+
+
+def test_under_autocast_differences_are_doubted() -> None:
+    """bf16 rounds log-probabilities to some 2 digits."""
+    model = build()
+    direction = random_direction(model)
+
+    def autocast(batch: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return token_numbers(model, batch)
+
+    assert "without autocast" in derivatives_along(autocast, model, direction, [tokens()], mode="central").doubt
+
+
+def test_the_direction_is_given_back() -> None:
+    model = build()
+    direction = random_direction(model)
+    before = [d.clone() for d in direction.values()]
+    along(model, direction, "central")
+    for d, b in zip(direction.values(), before, strict=True):
+        torch.testing.assert_close(d, b, rtol=1e-3, atol=1e-3)
+
+
+class NoForwardMode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def test_auto_falls_back_where_a_kernel_has_no_forward_mode_and_says_so() -> None:
+    model = build().double()
+    assert along(model, random_direction(model), "auto").mode == "forward"
+    head = model.back.head
+    model.back.head = nn.Sequential(head)  # type: ignore[assignment]
+    model.back.register_forward_hook(lambda _m, _i, out: NoForwardMode.apply(out))
+    found = along(model, random_direction(model), "auto")
+    assert found.mode == "central"
+    assert "forward mode" in found.why_central or "forward AD" in found.why_central or "jvp" in found.why_central
+    expected = exact(model, random_direction(model))
+    assert float((joined(found) - expected).norm() / expected.norm()) < 1e-7
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", ["forward", "central"])
+def test_parameters_are_as_they_were_when_a_pass_fails(mode: str, call: int) -> None:
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    held = list(model.parameters())
+    calls = 0
+
+    def fails(batch: Tensor) -> tuple[Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyError
+        return token_numbers(model, batch)
+
+    def run() -> None:
+        derivatives_along(fails, model, random_direction(model), list(tokens().chunk(2)), mode=mode)  # type: ignore[arg-type]
+
+    if mode == "forward" and call > 2:
+        run()
+    else:
+        with pytest.raises(KeyError):
+            run()
+    assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_an_error_that_is_not_about_forward_mode_is_not_hidden() -> None:
+    model = build()
+
+    def fails(_: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        derivatives_along(fails, model, random_direction(model), [tokens()])
+
+
+def test_central_differences_of_sixteen_bits_are_refused() -> None:
+    model = build().bfloat16()
+    with pytest.raises(ValueError, match=r"parameters of 32 bits or more, got torch.bfloat16"):
+        along(model, random_direction(model), "central")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_direction_that_cannot_hold_the_parameters_is_refused(dtype: torch.dtype) -> None:
+    model = build()
+    before = [p.detach().clone() for p in model.parameters()]
+    direction = {p: d.to(dtype) for p, d in random_direction(model).items()}
+    with pytest.raises(ValueError, match=rf"must have their dtype, got {dtype} for torch.float32"):
+        along(model, direction, "central")
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_tied_weights_move_together() -> None:
+    model = build().double()
+    model.front.embed = nn.Embedding(VOCABULARY, 8, dtype=torch.float64)
+    model.back.head.weight = model.front.embed.weight
+    direction = random_direction(model)
+    expected = exact(model, direction)
+    for mode in ("forward", "central"):
+        found = joined(along(model, dict(random_direction(model)), mode))
+        assert float((found - expected).norm() / expected.norm()) < 1e-7
+
+
+def _wrapped(how: str) -> Tensor:
+    if how == "FSDP2":
+        cut = fsdp()
+        model, direction = cut.keep, {}
+        for name, whole in zip(cut.parameters, random_direction(build()).values(), strict=True):
+            from torch.distributed.tensor import distribute_tensor
+
+            p = cut.parameters[name]
+            direction[p] = distribute_tensor(whole, p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    else:
+        model = DistributedDataParallel(build())
+        direction = random_direction(model.module)
+    found = derivatives_along(lambda b: token_numbers(model, b), model, direction, list(tokens().chunk(2)))
+    assert found.mode == ("central" if how == "FSDP2" else "forward"), found.why_central
+    assert dist.is_initialized()
+    return joined(found)
+
+
+@pytest.mark.parametrize(("how", "off"), [("DDP", 1e-5), ("FSDP2", 2e-3)])
+def test_wrapped_models(ranks2: Ranks, how: str, off: float) -> None:
+    expected = _alone()
+    for found in ranks2(_wrapped, how):
+        assert float((found - expected).norm() / expected.norm()) < off
+
+
+def _alone() -> Tensor:
+    model = build().double()
+    direction = {p: d.double() for p, d in zip(model.parameters(), random_direction(build()).values(), strict=True)}
+    return exact(model, direction)
+
+
+def test_parameters_too_large_to_move_by_so_little_are_doubted() -> None:
+    """Half of what moves the output is in elements of 1e4, which steps as small as the other half needs do not move."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Parameter(torch.full((1000,), 1e4)), nn.Parameter(torch.ones(1000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (self.large.sum() - 1e7 + 100.0 * self.small.sum())
+
+    model = Scaled()
+    direction = {p: torch.ones_like(p) for p in model.parameters()}
+    before = [p.detach().clone() for p in model.parameters()]
+    found = derivatives_along(lambda x: (model(x),), model, direction, [torch.ones(2)], mode="central")
+    assert "too large to move by so little" in found.doubt
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_outputs_that_the_pilot_does_not_stand_for_are_doubted() -> None:
+    model = build()
+    direction = random_direction(model)
+    batches = list(tokens().chunk(2))
+
+    def far(batch: Tensor) -> tuple[Tensor, ...]:
+        """1,000 times as sensitive on the second batch."""
+        s, h = token_numbers(model, batch)
+        return (s, h) if batch is batches[0] else (1e3 * s, h)
+
+    found = derivatives_along(far, model, direction, batches, mode="central", pilot=batches[0])
+    assert "by far too much" in found.doubt

@@ -1,0 +1,125 @@
+"""The entropy after an update, from responses sampled before it: against the exact change of an enumerable policy."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sonde.policy.stats.entropy_gradient import Responses
+from sonde.policy.stats.importance import (
+    CLIPPED_AT,
+    MeasuredChange,
+    fixed_prefix_change,
+    importance_sampled_change,
+    importance_weights,
+    resampled_change,
+)
+from tests import tiny_policy as tiny
+from tests.policy.stats.test_entropy_change import DIRECTION, THETA, H, S, sampled
+
+AFTER = THETA + 0.2 * DIRECTION
+S_AFTER, H_AFTER = tiny.tokens(AFTER)
+EXACT = float(tiny.rate(AFTER) - tiny.rate(THETA))
+
+
+def measured(n_prompts: int, generator: torch.Generator, **options: str) -> MeasuredChange:
+    responses, prompts, picked = sampled(n_prompts, 4, generator)
+    at = (prompts, picked)
+    return importance_sampled_change(H[at], H_AFTER[at], S[at], S_AFTER[at], responses, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weighting", ["snis", "clip"])
+def test_it_is_the_exact_change_within_its_standard_error(weighting: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    found = [measured(64, generator, weighting=weighting) for _ in range(1000)]
+    # Here no weight comes near 10 times the mean, so that clipping changes none.
+    z = [(m.delta - EXACT) / m.se for m in found]
+    assert abs(sum(z) / len(z)) < 0.25  # ratios of 64 prompts: a bias of some 1/64 of what scatters
+    assert sum(abs(v) < 2.0 for v in z) / len(z) == pytest.approx(0.95, abs=0.025)
+    assert 0.3 < found[0].ess_fraction < 1.0
+    assert found[0].ess == pytest.approx(256 * found[0].ess_fraction)
+
+
+def test_all_responses_weighed_by_their_chance_are_the_exact_change() -> None:
+    """By taking each response as often as it is likely, in 100,000 draws for a prompt."""
+    counts = (tiny.probabilities(THETA) * 100_000).round().long()
+    prompts = [p for p in range(tiny.N_PROMPTS) for i in range(15) for _ in range(int(counts[p, i]))]
+    picked = [i for p in range(tiny.N_PROMPTS) for i in range(15) for _ in range(int(counts[p, i]))]
+    responses, at = Responses(tiny.MASK[picked], torch.tensor(prompts)), (prompts, picked)
+    change = importance_sampled_change(H[at], H_AFTER[at], S[at], S_AFTER[at], responses)
+    assert change.delta == pytest.approx(EXACT, rel=2e-3)  # counts are rounded to 1e-5 each
+
+
+def test_no_update_is_no_change() -> None:
+    responses, prompts, picked = sampled(8, 4, torch.Generator().manual_seed(1))
+    at = (prompts, picked)
+    change = importance_sampled_change(H[at], H[at], S[at], S[at], responses)
+    assert (change.delta, change.se, change.ess_fraction) == (0.0, 0.0, pytest.approx(1.0))
+    assert fixed_prefix_change(H[at], H[at], responses) == 0.0
+
+
+def test_weights_do_not_overflow_and_are_cut() -> None:
+    weights = importance_weights(torch.tensor([0.0, 900.0, 899.0]), "snis")
+    assert weights.tolist() == pytest.approx([0.0, 3 / (1 + math.exp(-1)), 3 * math.exp(-1) / (1 + math.exp(-1))])
+    many = torch.cat([torch.zeros(1000), torch.tensor([8.0])])
+    cut = importance_weights(many, "clip")
+    assert float(cut.mean()) == pytest.approx(1.0)
+    uncut = importance_weights(many, "snis")
+    assert float(uncut.max()) > 500
+    assert float(cut.max() / cut.median()) == pytest.approx(CLIPPED_AT / float(uncut.median()))
+
+
+def test_what_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be finite before and after"):
+        importance_weights(torch.tensor([0.0, math.inf]), "snis")
+
+
+@pytest.mark.parametrize("weighting", ["snis", "clip"])
+def test_the_entropy_of_sequences_after_the_update(weighting: str) -> None:
+    """H = E[−S], which importance sampling estimates from the log-probabilities alone."""
+    ones = torch.ones(len(tiny.RESPONSES), tiny.LONGEST, dtype=torch.float64)
+    exact = float(tiny.weighted_entropy(AFTER, ones) - tiny.weighted_entropy(THETA, ones))
+    generator = torch.Generator().manual_seed(0)
+    z = []
+    for _ in range(600):
+        responses, prompts, picked = sampled(64, 4, generator)
+        at = (prompts, picked)
+        found = importance_sampled_change(
+            -S[at],
+            -S_AFTER[at],
+            S[at],
+            S_AFTER[at],
+            responses,
+            weighting=weighting,
+            per="response",  # type: ignore[arg-type]
+        )
+        z.append((found.delta - exact) / found.se)
+    assert abs(sum(z) / len(z)) < 0.3
+    assert sum(abs(v) < 2.0 for v in z) / len(z) == pytest.approx(0.95, abs=0.03)
+
+
+def drawn_after(prompts: list[int], generator: torch.Generator) -> list[int]:
+    p = tiny.probabilities(AFTER)[prompts]
+    return torch.multinomial(p, 1, generator=generator)[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+def test_fresh_responses_to_the_same_prompts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z = []
+    for _ in range(600):
+        responses, prompts, picked = sampled(64, 4, generator)
+        after = drawn_after(prompts, generator)
+        responses_after = Responses(tiny.MASK[after], torch.arange(64).repeat_interleave(4))
+        found = resampled_change(H[prompts, picked], responses, H_AFTER[prompts, after], responses_after)
+        z.append((found.delta - EXACT) / found.se)
+    assert abs(sum(z) / len(z)) < 0.2
+    assert sum(abs(v) < 2.0 for v in z) / len(z) == pytest.approx(0.95, abs=0.03)
+
+
+def test_other_prompts_cannot_be_compared() -> None:
+    responses, prompts, picked = sampled(4, 4, torch.Generator().manual_seed(0))
+    others = Responses(responses.mask, torch.arange(4).repeat_interleave(4) + 1)
+    with pytest.raises(ValueError, match="must answer the same prompts"):
+        resampled_change(H[prompts, picked], responses, H[prompts, picked], others)

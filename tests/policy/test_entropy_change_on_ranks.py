@@ -1,0 +1,198 @@
+"""The forecast of an entropy change on ranks with uneven batches, beside one process with all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sonde.parallel.wrappers import n_collectives
+from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.stats.entropy_forecast import EntropyForecast
+from tests.ranks import Ranks, mesh_of
+from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, policy, sample
+
+N_E, N_U = 11, 8
+
+
+def batches() -> tuple[Rollouts, Rollouts]:
+    model = policy()
+    return drawn(model, 0, N_E, seed=1), drawn(model, 200, N_U, seed=2)
+
+
+def of_rank(rollouts: Rollouts, n_first: int) -> Rollouts:
+    """The first rank has some prompts, the second the others."""
+    numbers = rollouts.prompt.unique()
+    own = numbers[:n_first] if dist.get_rank() == 0 else numbers[n_first:]
+    return rollouts.rows(torch.isin(rollouts.prompt, own).nonzero()[:, 0])
+
+
+def bare(found: EntropyForecast) -> dict[str, Any]:
+    """Without what a clock or the system says; NaN as text, which equals itself."""
+    fields = {k: v for k, v in dataclasses.asdict(found).items() if k not in ("seconds", "peak_bytes")}
+    return {k: "nan" if v != v else v for k, v in fields.items()}
+
+
+def trained(kind: str) -> tuple[SmallPolicy, torch.optim.Optimizer]:
+    model = policy()
+    return model, optimizer_of(model, kind)
+
+
+def wrapped(kind: str, how: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same policy and optimizer as alone, cut or copied."""
+    model, optimizer = trained(kind)
+    if how == "DDP":
+        return DistributedDataParallel(model, **options), optimizer
+    state = optimizer.state_dict()["state"]
+    mesh = mesh_of((2,))
+    for layer in (model.hidden, model.out):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sharded = type(optimizer)(model.parameters(), **{k: v for k, v in optimizer.defaults.items() if k == "lr"})
+    sharded.param_groups[0].update(optimizer.defaults)
+    from torch.distributed.tensor import distribute_tensor
+
+    for i, p in enumerate(model.parameters()):
+        sharded.state[p] = {
+            k: distribute_tensor(v, mesh, p.placements) if v.shape == p.shape else v  # type: ignore[attr-defined]
+            for k, v in state.get(i, {}).items()
+        }
+    return model, sharded
+
+
+def backward(model: nn.Module, U: Rollouts) -> None:
+    """As training does; DDP and FSDP2 average over ranks."""
+    s, _ = STATISTICS(model, U)
+    (-(U.credit().to(s) * s).sum() / len(U)).backward()
+
+
+def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
+    model, optimizer = wrapped(kind, how)
+    E, U = batches()
+    backward(model, of_rank(U, N_U // 2))
+    before = [p.grad for p in model.parameters()]
+    probe = EntropyChangeProbe(
+        model,
+        optimizer,
+        update=update,  # type: ignore[arg-type]
+        derivatives="central",
+        sampler=lambda m: sample(m, [0 + 10 * dist.get_rank(), 1 + 10 * dist.get_rank()]),
+    )
+    options = {"causes": True} if update == "step" else {}
+    if how == "DDP":
+        found = probe.measure(of_rank(E, 8), of_rank(U, N_U // 2), **options)
+    else:  # sampling with a model whose ranks must run together is the sampler's own affair
+        found = probe.forecast(of_rank(E, 8), of_rank(U, N_U // 2), **options)
+    return bare(found), all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("update", ["step", "gradient"])
+@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+def test_uneven_ranks_say_the_same_as_one_process(ranks2: Ranks, how: str, update: str, kind: str) -> None:
+    (first, is_kept), (second, _) = ranks2(on_rank, how, update, kind)
+    assert is_kept
+    for numbers in (first, second):
+        numbers["causes"] = {k: "nan" if v != v else v for k, v in numbers["causes"].items()}
+    assert first == second  # to the last bit
+    model, optimizer = trained(kind)
+    E, U = batches()
+    loss(model, U).backward()
+    probe = EntropyChangeProbe(model, optimizer, update=update, derivatives="central")  # type: ignore[arg-type]
+    alone = probe.forecast(E, U, **({"causes": True} if update == "step" else {}))
+    assert first["n_evaluation"] == N_E
+    for name in ("delta", "se", "entropy", "v_x", "v_y"):
+        # fp32 scores of changes of 1e-3: central differences keep 3 to 4 digits
+        assert first[name] == pytest.approx(getattr(alone, name), rel=1e-2, abs=1e-12), name
+    assert alone.causes is not None
+    expected = {c.prompt: c.change for c in alone.causes.prompts}
+    scale = max(map(abs, expected.values()))
+    for cause in first["causes"]["prompts"]:
+        assert cause["change"] == pytest.approx(expected[cause["prompt"]], abs=1e-2 * scale)
+
+
+class Watching:
+    """Token statistics that note whether DDP would reduce what comes next."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+        self.would_reduce: list[bool] = []
+
+    def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled():
+            self.would_reduce.append(self.ddp.require_backward_grad_sync)
+        return STATISTICS(model, rollouts)
+
+
+def count_sums(static_graph: bool) -> tuple[int, list[bool], Tensor]:
+    model, optimizer = wrapped("sgd", "DDP", static_graph=static_graph)
+    assert isinstance(model, DistributedDataParallel)
+    E, U = batches()
+    backward(model, of_rank(U, N_U // 2))
+    watching = Watching(model)
+    probe = EntropyChangeProbe(model, optimizer, update="gradient", token_statistics=watching)
+    before = n_collectives(model.process_group)
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathered:
+        probe.forecast(of_rank(E, 8), of_rank(U, N_U // 2))
+    # Each exchange of objects tells sizes first. DDP's own reductions are not seen from Python, but the group counts.
+    n_sums = n_collectives(model.process_group) - before - 2 * gathered.call_count
+    for _ in range(3):  # DDP still works, and reduces
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model, of_rank(U, N_U // 2))
+    return n_sums, watching.would_reduce, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_no_micro_batch_is_reduced_and_each_sum_once(ranks2: Ranks, static_graph: bool) -> None:
+    (n_sums, would_reduce, weights), (_, _, others) = ranks2(count_sums, static_graph)
+    assert n_sums == 3  # the two halves of X̄, and Ȳ
+    assert would_reduce
+    assert not any(would_reduce)
+    assert torch.equal(weights, others)
+
+
+def failing(where: int) -> str:
+    model, optimizer = wrapped("sgd", "DDP")
+    E, U = batches()
+    backward(model, of_rank(U, N_U // 2))
+
+    def statistics(m: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
+        if dist.get_rank() == where:
+            raise MemoryError("no memory left")
+        return STATISTICS(m, rollouts)
+
+    with pytest.raises((RuntimeError, MemoryError)) as raised:
+        EntropyChangeProbe(model, optimizer, token_statistics=statistics).forecast(of_rank(E, 8))
+    return str(raised.value)
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(ranks2: Ranks) -> None:
+    other, own = ranks2(failing, 1)
+    assert other == "rank 1 of the group failed: MemoryError: no memory left"
+    assert own == "no memory left"
+
+
+def bad_on_one_rank() -> str:
+    model, optimizer = wrapped("sgd", "DDP")
+    E, U = batches()
+    backward(model, of_rank(U, N_U // 2))
+    own = of_rank(E, 8)
+    if dist.get_rank() == 0:
+        own = dataclasses.replace(own, is_truncated=True)
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        EntropyChangeProbe(model, optimizer).forecast(own)
+    return str(raised.value)
+
+
+def test_bad_input_on_one_rank_is_refused_on_all(ranks2: Ranks) -> None:
+    for said in ranks2(bad_on_one_rank):
+        assert "sampled with top_p < 1 or the like" in said

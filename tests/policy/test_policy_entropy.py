@@ -1,0 +1,76 @@
+"""The probe of what was sampled, beside torch's own distributions, alone and on ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sonde.policy.policy_entropy import PolicyEntropyProbe
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from tests.ranks import Ranks
+from tests.small_policy import drawn, policy
+
+
+def test_it_is_the_entropy_of_the_policys_own_distributions() -> None:
+    model = policy()
+    model.train()
+    rollouts = drawn(model, 0, 20, seed=1)
+    probe = PolicyEntropyProbe(model)
+    assert probe.metrics() == {}
+    found = probe.measure(rollouts)
+    logits = model(rollouts.inputs["input_ids"])[:, 1:-1].detach().double()
+    h = torch.distributions.Categorical(logits=logits).entropy()[rollouts.mask]
+    assert found.token_weighted == pytest.approx(float(h.mean()), rel=1e-6)
+    assert found.n_prompts == 20
+    assert found.advantage_correlation is not None
+    assert -1 < found.advantage_correlation.low < found.advantage_correlation.r < found.advantage_correlation.high < 1
+    metrics = probe.metrics()
+    assert metrics["entropy/token_weighted"] == found.token_weighted
+    assert metrics["length/mean"] == pytest.approx(float(rollouts.mask.sum(1).float().mean()))
+    assert model.training
+
+
+def of_rank(n_all: int) -> tuple[float, float, int]:
+    """Each rank has its own prompts, more on the first."""
+    model = policy()
+    rank = dist.get_rank()
+    first, n = (0, n_all - 3) if rank == 0 else (n_all - 3, 3)
+    everything = drawn(model, 0, n_all, seed=1)
+    own = (everything.prompt >= first) & (everything.prompt < first + n)
+    probe = PolicyEntropyProbe(DistributedDataParallel(model), micro_batch_prompts=2)
+    found = probe.measure(everything.rows(own.nonzero()[:, 0]))
+    assert found.advantage_correlation is not None
+    return found.sequence_weighted, found.advantage_correlation.r, found.n_prompts
+
+
+def test_uneven_ranks_are_one(ranks2: Ranks) -> None:
+    first, second = ranks2(of_rank, 12)
+    assert first == second
+    model = policy()
+    alone = PolicyEntropyProbe(model).measure(drawn(model, 0, 12, seed=1))
+    assert alone.advantage_correlation is not None
+    assert first[0] == pytest.approx(alone.sequence_weighted, rel=1e-6)
+    assert first[1] == pytest.approx(alone.advantage_correlation.r, rel=1e-4)
+    assert first[2] == 12
+
+
+def test_without_advantages_there_is_no_correlation() -> None:
+    model = policy()
+    rollouts = drawn(model, 0, 4, seed=1)
+    probe = PolicyEntropyProbe(model)
+    probe.measure(type(rollouts)(rollouts.inputs, rollouts.mask, rollouts.prompt))
+    assert probe.metrics()["entropy/advantage_correlation"] is None
+    assert not any(isinstance(v, float) and math.isnan(v) for v in probe.metrics().values())
+
+
+def test_another_temperature_is_refused() -> None:
+    model = policy()
+    probe = PolicyEntropyProbe(model, token_statistics=CausalLMStatistics(temperature=0.5))
+    with pytest.raises(ValueError, match=r"sampled at temperature 1.0, and are scored at 0.5"):
+        probe.measure(drawn(model, 0, 4, seed=1))
+    with pytest.raises(ValueError, match="micro_batch_prompts must be"):
+        PolicyEntropyProbe(model, micro_batch_prompts=0)

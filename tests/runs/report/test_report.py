@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import html
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from sonde.runs.report.write import write_report
+from sonde.runs.sinks import JsonlSink
+from tests.runs.report.plausible_run import alert_record, header_record, reading_record, write_run
+
+MAX_BYTES = 2_000_000
+
+
+def _text(report: Path) -> str:
+    """What a reader sees, without tags and scripts; spaces are single."""
+    body = re.sub(r"<(script|style)>.*?</\1>", "", report.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", "", body)).split())
+
+
+def test_verdict_first_then_every_section(tmp_path: Path) -> None:
+    report = write_report(write_run(tmp_path, alerts=[alert_record("All ranks see the same data.")]))
+    assert report == tmp_path / "report.html"
+    text = _text(report)
+    sections = [
+        "small language model",
+        "The batch of 64 sequences is small",
+        "Judged from the last reading: window 600, after 38,400 sequences",
+        "Looked wrong earlier",
+        "All ranks see the same data. (window 40)",
+        "Noise scale and batch size",
+        "Noise and signal",
+        "Noise scale by part of the model",
+        "Gradient norm and clipping",
+        "Loss",
+        "What the batch size costs",
+        "How this was measured",
+    ]
+    places = [text.index(section) for section in sections]
+    assert places == sorted(places)
+
+
+def test_alerts_of_now_stand_apart_from_those_of_the_past(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())
+    sink.write(alert_record("first cause", window=10) | {"name": "not_finite"})
+    sink.write(alert_record("second cause", window=20) | {"name": "unresolved"})
+    for i in range(5):
+        alerts = {"unresolved": f"second cause, seen at reading {i}"} | ({"not_finite": "first cause"} if i < 3 else {})
+        sink.write(reading_record(i, 5, alerts=alerts))
+    sink.write(alert_record("third cause", window=52))
+    sink.close()
+    text = _text(write_report(tmp_path))
+    now, earlier = text.split("Something looks wrong")[1].split("Looked wrong earlier")
+    assert "second cause, seen at reading 4 (since window 20)" in now
+    assert "third cause (since window 52)" in now  # no reading since
+    assert "first cause" not in now
+    assert "first cause (windows 10 to 30)" in earlier
+
+
+def test_a_name_that_is_not_unicode_still_gets_its_report(tmp_path: Path) -> None:
+    """As a folder's name may be: a byte that is no UTF-8 is a lone surrogate in Python."""
+    text = _text(write_report(write_run(tmp_path, 3, header=header_record(run="run \udce9 7"))))
+    assert "run ? 7" in text
+
+
+def test_how_it_was_measured_is_told_with_its_numbers(tmp_path: Path) -> None:
+    text = _text(write_report(write_run(tmp_path)))
+    for fact in (
+        "DistributedDataParallel, 2 data-parallel ranks, cpu, 1,234,567 parameters",
+        "8 pieces per window.",
+        "All sequences of a window count the same.",
+        "The average reaches back about 100 windows.",
+        "at 95 % confidence",
+        "60 readings, one every 10 windows, up to window 600.",
+        "2 windows: a piece was not finite",
+        "0.40 % of the training time, 2.1 ms per window",
+        "sonde 0.1.0, torch 2.13.0, python 3.11.7",
+        '"learning rate": 0.003',
+        "Started 21 September 2026, 14:13 UTC.",
+        "Ended: closed.",
+    ):
+        assert fact in text, fact
+
+
+def test_whatever_else_the_set_up_holds_is_told(tmp_path: Path) -> None:
+    more = {"horizon": None, "grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
+    header = header_record(setup=header_record()["setup"] | more)
+    text = _text(write_report(write_run(tmp_path, 3, header=header)))
+    assert "The average is over all windows." in text
+    assert "grad scaler: yesunits per piece: 8" in text
+    assert "comm hook" not in text
+    assert "adam: squared norms are weighted as that optimizer weighs them." in text
+
+
+def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) -> None:
+    metrics = reading_record(0, 1, status="resolved")["metrics"]
+    known = {"gns/b_simple": 192.0, "gns/b_simple_low": 150.0, "gns/b_simple_high": 250.0}
+    sink = JsonlSink(tmp_path)
+    for record in (header_record(), reading_record(0, 1, status="resolved", metrics=metrics | known)):
+        sink.write(record)
+    sink.close()
+    text = _text(write_report(tmp_path))
+    assert "Noise scale192sequences; between 150 and 250" in text
+    assert "Steps4×the fewest possible" in text  # 1 + 192/64
+    assert "Sequences used1.3×the fewest possible" in text  # 1 + 64/192
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        (
+            "lower_bound",
+            ["the noise scale is more than", "no upper limit known", "Steps≥", "used, E/Emin: at most this"],
+        ),
+        (
+            "unresolved",
+            [
+                "No verdict yet",
+                "No reading has resolved or bounded the noise scale yet",
+                "The trade-off needs a noise scale",
+            ],
+        ),
+    ],
+)
+def test_what_is_not_known_is_said(tmp_path: Path, status: str, says: list[str]) -> None:
+    text = _text(write_report(write_run(tmp_path, 20, status=status)))
+    for words in says:
+        assert words in text, words
+
+
+def test_another_unit_reads_right(tmp_path: Path) -> None:
+    text = _text(write_report(write_run(tmp_path, header=header_record(unit="prompts"))))
+    assert "The batch of 64 prompts" in text
+    assert "sequence" not in text
+
+
+def test_sections_without_data_say_so(tmp_path: Path) -> None:
+    record = reading_record(0, 1, status="resolved", groups={})
+    absent = dict.fromkeys(("grad/norm", "grad/clip_fraction", "loss", "gns/consistency", "gns/scale", "cost/fraction"))
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record(metadata={}))
+    sink.write(record | {"metrics": record["metrics"] | absent, "groups": {}, "dropped": {}})
+    sink.close()
+    text = _text(write_report(tmp_path))
+    for sentence in (
+        "This run was not measured by groups of parameters.",
+        "The gradient norm was not measured in this run.",
+        "This run logged no loss and no other value of its own.",
+        "Windows left outNone.",
+    ):
+        assert sentence in text, sentence
+
+
+def test_every_value_that_could_break_an_axis_is_drawn(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())
+    for i in range(5):
+        record = reading_record(i, 5, status="resolved")
+        odd = {"gns/b_simple": 0.0, "gns/b_simple_low": 0.0, "gns/b_simple_high": 0.0, "gns/grad_sq": -1.0 - i}
+        logged = {"zero": 0.0, "negative": -3.5, "huge": 1e300 * (i + 1), "tiny": 1e-300, "gns/trace_cov": 0.0}
+        sink.write(record | {"metrics": record["metrics"] | odd | logged})
+    sink.close()
+    text = _text(write_report(tmp_path))
+    assert "at or below 0: hidden in the noise so far" in text
+    assert "no noise was seen. All pieces of a window gave the same gradient" in text.replace("seen.All", "seen. All")
+
+
+def test_a_restart_and_a_tear_are_told(tmp_path: Path) -> None:
+    write_run(tmp_path, 20, end=False)
+    with (tmp_path / "records.jsonl").open("ab") as file:
+        file.write(b'{"kind":"rea')
+    text = _text(write_report(write_run(tmp_path, 20, seed=1, end=False)))
+    assert "restarted 1 time" in text
+    assert "the run was restarted here" in text
+    assert "Line 22 was cut off when the run was interrupted" in text
+    assert "No end was recorded" in text
+
+
+def test_small_however_long_the_run(tmp_path: Path) -> None:
+    groups = [f"model.layers.{i}.self_attn.q_proj" for i in range(600)]
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record(metadata={"notes": "<&>" * 500_000, "name": "x" * 100_000}, run="r" * 50_000))
+    names = [f"metric {k}" for k in range(50)]
+    for i in range(3000):
+        record = reading_record(i, 3000, groups=groups if i == 2999 else groups[:1])
+        sink.write(record | {"metrics": record["metrics"] | dict.fromkeys(names, 0.1 * i)})
+    for i in range(2000):
+        sink.write(alert_record("something is wrong " * 200, window=i))
+    sink.close()
+    report = write_report(tmp_path)
+    assert report.stat().st_size < MAX_BYTES
+    text = _text(report)
+    assert "One in 5 readings is drawn." in text
+    assert "The first 400 are drawn; 200 more are in the log." in text
+    assert "47 more values in the log" in text  # the loss and 3 of 50 are drawn
+
+
+def test_no_address_and_no_foreign_script(tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path)).read_text(encoding="utf-8")
+    outside_scripts = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert "<script" not in outside_scripts
+    assert re.findall(r"""(?:src|href)=["'](?!data:)""", outside_scripts) == []
+    assert "default-src 'none'" in outside_scripts
+
+
+def test_an_older_report_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 3)
+    first = write_report(tmp_path / "run")
+    first.write_text(first.read_text(encoding="utf-8")[:2000], encoding="utf-8")  # an older, shorter one
+    assert write_report(tmp_path / "run").stat().st_size > 1_000_000
+    assert write_report(tmp_path / "run", tmp_path / "new" / "page.html") == tmp_path / "new" / "page.html"
+
+    for name in ("train.py", "records.jsonl"):
+        other = tmp_path / "run" / name
+        if name == "train.py":
+            other.write_text("print()")
+        before = other.read_bytes()
+        with pytest.raises(ValueError, match="exists and is not a report of sonde's, nothing was written"):
+            write_report(tmp_path / "run", other)
+        assert other.read_bytes() == before
+    with pytest.raises(ValueError, match="the report is one file, got the folder"):
+        write_report(tmp_path / "run", tmp_path)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["records.jsonl", "report.html", "train.py"]
+
+
+def test_a_run_without_readings_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    write_run(tmp_path, 0)
+    with pytest.raises(
+        ValueError, match=r"holds no reading yet, expected at least one \(one is due every 10 windows, and at its end\)"
+    ):
+        write_report(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["records.jsonl"]
+    with pytest.raises(FileNotFoundError, match="no run at"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_without_bokeh_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, 1)
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    with pytest.raises(ImportError, match=r"pip install 'sonde\[report\]'"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()

@@ -1,0 +1,123 @@
+"""Probes from a mapping or a YAML file: off by default, and nothing misspelt is passed over."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sonde import NoiseScaleProbe, Probe, probes_from_config
+from sonde.config import EntropyProbeConfig, GnsProbeConfig, PolicyEntropyProbeConfig, ProbesConfig
+from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.policy_entropy import PolicyEntropyProbe
+from tests.small_policy import drawn, loss, optimizer_of, policy
+
+ALL_ON = """
+gns_probe: {enabled: true, unit: prompts, units-per-piece: 4, horizon: 1e2}
+entropy_probe:
+  enabled: true
+  every: 2
+  micro-batch-prompts: 4
+policy_entropy_probe: {enabled: true, temperature: 1}
+"""
+
+
+def attached(config: ProbesConfig, **options: Any) -> dict[str, Probe]:
+    model = policy()
+    return config.attach(model, optimizer_of(model), **options)
+
+
+def test_everything_is_off_by_default() -> None:
+    assert attached(probes_from_config({})) == {}
+    assert attached(probes_from_config({"gns_probe": {}, "entropy_probe": {"every": 3}})) == {}
+
+
+def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
+    file = tmp_path / "probes.yaml"
+    file.write_text(ALL_ON)
+    config = probes_from_config(file)
+    assert probes_from_config(str(file)) == config
+    assert (config.gns_probe.unit, config.gns_probe.horizon, config.entropy_probe.every) == ("prompts", 100.0, 2)
+    model = policy()
+    optimizer = optimizer_of(model)
+    probes = config.attach(model, optimizer, sampler=lambda m: drawn(m, 0, 6, seed=1))
+    assert list(probes) == ["gns_probe", "entropy_probe", "policy_entropy_probe"]
+    assert all(isinstance(probe, Probe) for probe in probes.values())
+    forecasts = []
+    for k in range(4):
+        optimizer.zero_grad()
+        for j in range(2):
+            loss(model, drawn(model, 100 + 10 * k + 4 * j, 4, seed=k)).backward()
+        for probe in probes.values():
+            probe.step()
+        forecasts.append(probes["entropy_probe"].metrics())
+        optimizer.step()
+    assert [bool(f) for f in forecasts] == [True, False, True, False]
+    assert forecasts[0]["entropy/delta_forecast"] != forecasts[2]["entropy/delta_forecast"]
+    assert probes["gns_probe"].metrics()["gns/trace_cov"] is not None
+    for probe in probes.values():
+        probe.close()
+        probe.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"gns_prob": {}}, r"the config holds an unknown option 'gns_prob': did you mean 'gns_probe'\?"),
+        ({"zzz": {}}, "the options are gns_probe, entropy_probe, policy_entropy_probe"),
+        ({"gns_probe": True}, r"gns_probe in the config must map options to values, got True: write gns_probe: \{"),
+        ({"gns_probe": {"horizn": 3}}, "gns_probe of the config holds an unknown option 'horizn': .* 'horizon'"),
+        ({"gns_probe": {"enabled": "yes"}}, "enabled in gns_probe of the config must be true or false, got 'yes'"),
+        ({"gns_probe": {"tap": "hook"}}, "tap in .* must be one of auto, leaf, comm_hook, got 'hook'"),
+        ({"entropy_probe": {"every": 1.5}}, "every in entropy_probe of the config must be a whole number, got 1.5"),
+        ({"entropy_probe": {"step_size": True}}, "step_size in .* must be a number, got True"),
+        ({"policy_entropy_probe": {"temperature": "hot"}}, "temperature in .* must be a number, got 'hot'"),
+    ],
+)
+def test_what_is_misspelt_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        probes_from_config(config)
+
+
+def test_files_that_do_not_serve(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no config file at .*probes\.yaml: give a YAML file"):
+        probes_from_config(tmp_path / "probes.yaml")
+    (tmp_path / "probes.yaml").write_text("- gns_probe")
+    with pytest.raises(ValueError, match="must map options to values, got a list"):
+        probes_from_config(tmp_path / "probes.yaml")
+
+
+def test_values_out_of_range_are_refused_where_probes_are_made() -> None:
+    with pytest.raises(ValueError, match="every must be a whole number from 1 up, got 0"):
+        attached(probes_from_config({"entropy_probe": {"enabled": True, "every": 0}}))
+
+
+@pytest.mark.parametrize(
+    ("config", "probe"),
+    [
+        (GnsProbeConfig, NoiseScaleProbe),
+        (EntropyProbeConfig, EntropyChangeProbe),
+        (PolicyEntropyProbeConfig, PolicyEntropyProbe),
+    ],
+)
+def test_options_are_the_probes_own_with_the_same_defaults(config: type, probe: type) -> None:
+    accepted = inspect.signature(probe).parameters
+    for field in dataclasses.fields(config):
+        if field.name in ("enabled", "temperature"):
+            continue
+        assert field.name in accepted
+        if accepted[field.name].default is not inspect.Parameter.empty and field.name != "every":
+            assert field.default == accepted[field.name].default, field.name
+
+
+def test_a_plain_model_needs_no_language_model() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probes = probes_from_config({"gns_probe": {"enabled": True}}).attach(model, optimizer)
+    for probe in probes.values():
+        probe.close()
