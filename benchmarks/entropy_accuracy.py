@@ -18,7 +18,7 @@ from sonde.demos.arithmetic.run import make_trainer
 from sonde.policy.scoring.optimizer_step import forecast_step, taken
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.scoring.training_state import seed_everything, undisturbed
+from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 from sonde.policy.stats.importance import resampled_change
 from sonde.stats.intervals import student_t_quantile
 
@@ -109,7 +109,7 @@ def _at_step(trainer: Any, optimizer: Any, step: int, plan: Plan) -> list[Trial]
     probe = sonde.EntropyChangeProbe(model, optimizer, micro_batch_prompts=16)
     rates = [group["lr"] for group in optimizer.param_groups]
     found = []
-    with undisturbed(model):
+    with preserve_training_state(model):
         batches = []
         for k in range(plan.batches):
             seed_everything(1000 * step + k)

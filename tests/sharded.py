@@ -135,8 +135,8 @@ def exact_gradients(*, experts: bool = False) -> dict[str, Tensor]:
 
 
 def norm_of(gradients: Mapping[str, Tensor], order: float) -> float:
-    together = torch.cat([g.flatten().double() for g in gradients.values()])
-    return float(torch.linalg.vector_norm(together, order))
+    joined = torch.cat([g.flatten().double() for g in gradients.values()])
+    return float(torch.linalg.vector_norm(joined, order))
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ METRICS: dict[str, Metric] = {
 logger = logging.getLogger("sonde")
 
 
-class RecordLog:
+class RecordWriter:
     """Hands records to sinks. One that fails gets no more of them, and the log says so.
 
     Args:

@@ -185,8 +185,8 @@ def _clip_few_by_value(model: nn.Module) -> Callable[[], None]:
     """Clipping by a value that one element in ten thousand reaches: most windows show nothing where it is compared."""
 
     def clip() -> None:
-        together = torch.cat([p.grad.abs().flatten() for p in model.parameters()])  # type: ignore[union-attr]
-        torch.nn.utils.clip_grad_value_(model.parameters(), float(together.quantile(0.9999)))
+        joined = torch.cat([p.grad.abs().flatten() for p in model.parameters()])  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_value_(model.parameters(), float(joined.quantile(0.9999)))
 
     return clip
 

@@ -42,8 +42,8 @@ class Many(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(n))
 
     def forward(self, x: Tensor) -> Tensor:
-        together: Tensor = sum(layer(x) for layer in self.layers)  # type: ignore[assignment]
-        return together / len(self.layers)
+        joined: Tensor = sum(layer(x) for layer in self.layers)  # type: ignore[assignment]
+        return joined / len(self.layers)
 
 
 @pytest.mark.parametrize("horizon", [100.0, 10.0])

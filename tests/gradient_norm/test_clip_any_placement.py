@@ -94,10 +94,10 @@ def _norms(case: Case) -> tuple[float, float]:
 
 
 def _assert_dense(ranks: Ranks, case: Case) -> None:
-    together = torch.cat([g.flatten().double() for g in dense(case)])
-    exact = together.abs().max() if math.isinf(case.order) and together.numel() else None
+    joined = torch.cat([g.flatten().double() for g in dense(case)])
+    exact = joined.abs().max() if math.isinf(case.order) and joined.numel() else None
     if exact is None:
-        exact = together.abs().pow(case.order).sum().pow(1 / case.order) if together.numel() else torch.zeros(())
+        exact = joined.abs().pow(case.order).sum().pow(1 / case.order) if joined.numel() else torch.zeros(())
     expected = float(exact.float())
     for with_mesh, without in ranks(_norms, case):
         # Rounded once, from fp64: the same bits as the dense gradient's, however it is cut.

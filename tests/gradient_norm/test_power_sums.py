@@ -10,10 +10,10 @@ from sonde.gradient_norm.power_sums import power_sum
 
 
 def exact(tensors: list[Tensor], order: float) -> float:
-    together = torch.cat([t.reshape(-1).double() for t in tensors] or [torch.zeros(0)])
+    joined = torch.cat([t.reshape(-1).double() for t in tensors] or [torch.zeros(0)])
     if math.isinf(order):
-        return float(together.abs().max()) if together.numel() else 0.0
-    return math.fsum((together.abs() ** order).tolist())
+        return float(joined.abs().max()) if joined.numel() else 0.0
+    return math.fsum((joined.abs() ** order).tolist())
 
 
 @pytest.mark.parametrize("order", [0.5, 1.0, 2.0, 3.0, math.inf])

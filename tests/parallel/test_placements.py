@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from sonde.parallel.placements import Layout, check_layout, layout_of, local_of, ranks_of, share
+from sonde.parallel.placements import Layout, check_layout, layout_of, local_tensor, ranks_of, share
 from tests.ranks import Ranks, mesh_of
 
 
@@ -58,7 +58,7 @@ def _placed() -> dict[str, Any]:
         "replicate": distribute_tensor(whole, mesh, [Replicate()]),
         "plain": whole,
     }.items():
-        mine = share(layout_of(tensor), n_ranks=total) * local_of(tensor).square().sum()
+        mine = share(layout_of(tensor), n_ranks=total) * local_tensor(tensor).square().sum()
         dist.all_reduce(mine)
         counted[name] = float(mine)
     return counted | {"exact": float(whole.square().sum())}

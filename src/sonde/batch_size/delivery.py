@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sonde.batch_size.log import Journal, WindowFacts
+from sonde.batch_size.log import NoiseScaleLog, WindowFacts
 from sonde.batch_size.readback import Mailbox
 from sonde.batch_size.setup import describe_window
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
@@ -45,7 +45,7 @@ class Delivery:
         self,
         reader: WindowReader,
         tracker: NoiseScaleTracker,
-        journal: Journal,
+        journal: NoiseScaleLog,
         *,
         n_ranks: int,
         knows_norm: bool,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sonde.batch_size.stats.reading import GroupReading, find_alerts
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop
-from sonde.records import RecordLog, Sink, logger
+from sonde.records import RecordWriter, Sink, logger
 
 _EXPECTED = {"no_second_moment"}
 """Reasons to drop a window that are no cause for alarm."""
@@ -71,7 +71,7 @@ class _Interval:
     alerts: dict[str, str] = field(default_factory=dict)
 
 
-class Journal:
+class NoiseScaleLog:
     """Writes a probe's records to its sinks, on rank 0; keeps its alerts on every rank.
 
     Args:
@@ -101,7 +101,7 @@ class Journal:
         self._pieces: dict[str, object] = {}
         self._window = 0
         self._interval = _Interval(start=time.time())
-        self._log = RecordLog(sinks)
+        self._log = RecordWriter(sinks)
         self._log.begin(run=run, unit=tracker.unit, setup=setup, metadata=metadata)
 
     def window(self, facts: WindowFacts, drop: Drop | None) -> None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.delivery import Delivery
-from sonde.batch_size.log import Journal
-from sonde.batch_size.rounding import ExpectationWatch
+from sonde.batch_size.log import NoiseScaleLog
+from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import check_options, describe, group_names
@@ -31,7 +31,7 @@ from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
 from sonde.batch_size.taps.window_reader import Tap, Window, WindowReader
 from sonde.batch_size.taps.window_sums import piece_counts
 from sonde.gradient_norm.clip import Nonfinite, check_max_norm, clip_measured_
-from sonde.parallel.wrappers import GroupOf, Inventory, clean_name, find_wrapper, innermost
+from sonde.parallel.wrappers import GroupOf, Inventory, clean_name, find_wrapper, unwrap_optimizer
 from sonde.records import Sink
 
 _WINDOWS_HELD = 100  # on the device at most, however rarely a record is written
@@ -136,8 +136,8 @@ class NoiseScaleProbe:
         self._metric: Metric = Euclidean()
         if metric == "adam":
             assert optimizer is not None
-            self._metric = AdamMetric(innermost(optimizer), list(wrapper.parameters.values()))
-        self._expectation = ExpectationWatch(
+            self._metric = AdamMetric(unwrap_optimizer(optimizer), list(wrapper.parameters.values()))
+        self._expectation = RoundingWatch(
             wrapper, hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         )
         names = group_names(groups, wrapper.parameters)
@@ -172,7 +172,7 @@ class NoiseScaleProbe:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._verbose = verbose and is_first
         try:
-            self._journal = Journal(
+            self._journal = NoiseScaleLog(
                 self._tracker,
                 sinks if is_first else (),
                 log_every=log_every,

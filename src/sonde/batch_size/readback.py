@@ -66,17 +66,17 @@ class Mailbox(Generic[Note]):
             raise failure
 
     def _copy(self, finished: list[tuple[list[Tensor], Note]]) -> None:
-        together = torch.cat([part for parts, _ in finished for part in parts])
+        packed = torch.cat([part for parts, _ in finished for part in parts])
         sizes = [[part.numel() for part in parts] for parts, _ in finished]
         notes = [note for _, note in finished]
         copied = None
-        if together.is_cuda:
-            host = torch.empty(together.shape, dtype=together.dtype, device="cpu", pin_memory=True)
-            host.copy_(together, non_blocking=True)
+        if packed.is_cuda:
+            host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
+            host.copy_(packed, non_blocking=True)
             copied = torch.cuda.Event()
-            copied.record(torch.cuda.current_stream(together.device))
+            copied.record(torch.cuda.current_stream(packed.device))
         else:
-            host = together.cpu()
+            host = packed.cpu()
         self._sent.append(_Batch(host, sizes, notes, copied))
 
     def receive(self, *, wait: bool) -> list[tuple[list[Tensor], Note]]:

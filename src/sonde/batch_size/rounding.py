@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from sonde.batch_size.stats.scale_witness import Expectation
+from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.parallel.wrappers import Wrapper, lowest_precision
 
 
-class ExpectationWatch:
+class RoundingWatch:
     """Keeps to what is to be expected: DDP may get a communication hook after attach, or the model another dtype.
 
     Args:
@@ -24,13 +24,13 @@ class ExpectationWatch:
         self._dtype = self._first.dtype
         self._had_gradients = any(p.grad is not None for p in wrapper.parameters.values())
 
-    def now(self) -> Expectation:
+    def now(self) -> RoundingTolerance:
         """As things stand."""
         dtype, comm_hook = lowest_precision(self._wrapper.parameters), self._comm_hook
         is_16_bit = torch.finfo(dtype).bits <= 16
         # The least that fp16 holds is 6e-8; a communication hook may send fp16, unless it says that it sends bf16.
         sends_fp16 = comm_hook is not None and "bf16" not in comm_hook
-        return Expectation(
+        return RoundingTolerance(
             # 16-bit gradients, and communication hooks that send 16 bits, round each element by up to 2⁻⁸ of it; sums
             # of 16 in bf16 are off by 5e-3. Even if it were noise, 1e-2 would move B_simple by less than
             # (1 + B_simple/B)·1e-4 of itself.

@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import TypeIs
 
-from sonde.parallel.wrappers import block_of, innermost
+from sonde.parallel.wrappers import block_of, unwrap_optimizer
 
 
 def check_options(
@@ -44,7 +44,7 @@ def check_options(
         raise ValueError(f"metric must be 'euclidean' or 'adam', got {metric!r}")
     if metric == "adam" and optimizer is None:
         raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass it to attach")
-    if optimizer is not None and not hasattr(innermost(optimizer), "register_step_pre_hook"):
+    if optimizer is not None and not hasattr(unwrap_optimizer(optimizer), "register_step_pre_hook"):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     if grad_scaler is not None and not hasattr(grad_scaler, "is_enabled"):
         raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")

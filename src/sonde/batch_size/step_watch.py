@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.parallel.wrappers import innermost
+from sonde.parallel.wrappers import unwrap_optimizer
 
 
 class StepWatch:
@@ -22,7 +22,9 @@ class StepWatch:
         self._reader, self._on_never_ended = reader, on_never_ended
         self._stepped_unended = False
         self._ended_since_step = False
-        self._handle = innermost(optimizer).register_step_pre_hook(self._before_step) if optimizer is not None else None
+        self._handle = (
+            unwrap_optimizer(optimizer).register_step_pre_hook(self._before_step) if optimizer is not None else None
+        )
 
     def window_ends(self) -> bool:
         """A window is being ended.

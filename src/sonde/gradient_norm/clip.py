@@ -16,7 +16,7 @@ from sonde.gradient_norm.fused_clip import fold, unfold
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, warm_up
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.plan_cache import Asked, PlanMemory
+from sonde.gradient_norm.plan_cache import PlanCache, PlanRequest
 from sonde.gradient_norm.verify import check_replicas, check_same_parameters
 from sonde.parallel.devices import to_device
 
@@ -27,7 +27,7 @@ Nonfinite = Literal["ignore", "skip", "raise", "assert_async"]
 Parameters = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 """What may be clipped; pairs of a name and a tensor give names to messages."""
 
-_memory = PlanMemory()
+_memory = PlanCache()
 """A drop-in has no object of its own to keep plans in; they are few, and do what new ones would."""
 
 _EPS = 1e-6  # torch's: so that clips come out as its do
@@ -297,7 +297,7 @@ def _where_not_finite(plan: NormPlan, collected: Sequence[Collected], norm: Tens
     return f"the gradient norm is {norm:g}{to}: {where}. Find the loss that is not finite, or pass nonfinite='skip'"
 
 
-def _asked(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> Asked:
+def _asked(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> PlanRequest:
     listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, Iterator):
         warnings.warn("parameters is an iterator at its end: nothing is clipped", stacklevel=stack_level())
@@ -308,7 +308,7 @@ def _asked(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: DeviceMesh 
     if strays := [item for item in listed if not isinstance(item, Tensor)]:
         problem = ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {strays[0]!r:.60}")
         names, listed = None, [item for item in listed if isinstance(item, Tensor)]
-    return Asked(listed, names, mesh, pp_mesh, problem)
+    return PlanRequest(listed, names, mesh, pp_mesh, problem)
 
 
 def check_options(

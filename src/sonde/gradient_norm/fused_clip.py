@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sonde.call_site import stack_level
 from sonde.parallel.devices import to_device
-from sonde.parallel.wrappers import innermost
+from sonde.parallel.wrappers import unwrap_optimizer
 
 _told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _pending: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Fold] = weakref.WeakKeyDictionary()
@@ -37,7 +37,7 @@ def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip
     Returns:
         Whether it will. Where it cannot, that and why is warned of once an optimizer, and nothing is changed.
     """
-    optimizer = innermost(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     if coefficient.device.type == "cpu" and 0 < float(coefficient) < _LEAST:
         return False
     if why := _why_not(optimizer, parameters, may_skip=skip is not None):

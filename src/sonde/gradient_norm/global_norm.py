@@ -20,7 +20,7 @@ from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER, power_sum
 from sonde.parallel.devices import accumulation_dtype, to_device
-from sonde.parallel.placements import Layout, local_of, ranks_of, share
+from sonde.parallel.placements import Layout, local_tensor, ranks_of, share
 from sonde.parallel.process_groups import group_of_mesh, group_over, start_reduce
 
 _IS_NAN, _FAILED, _IS_DOUBLE = -3, -2, -1
@@ -166,7 +166,7 @@ def _sum_partial(plan: NormPlan, found: list[Collected]) -> list[Collected]:
         if one.group.key.is_partial:
             indices = list(one.group.indices)
             gradients = [by_index[i] for i in indices]
-            one = Collected(one.group, indices, gradients, [local_of(g) for g in gradients])
+            one = Collected(one.group, indices, gradients, [local_tensor(g) for g in gradients])
         mended.append(one)
     return mended
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.placements import layout_of, local_of
+from sonde.parallel.placements import layout_of, local_tensor
 
 
 def reduce_partial(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -35,12 +35,12 @@ def reduce_partial(gradients: Sequence[Tensor]) -> list[Tensor]:
             bins.setdefault((axis, ranks, gradient.dtype, op), []).append(i)
     for (axis, _ranks, _dtype, op), members in bins.items():
         mesh = cast(DTensor, gradients[members[0]]).device_mesh
-        locals_ = [local_of(reduced[i]) for i in members]
-        together = torch.cat([t.reshape(-1) for t in locals_])
-        dist.all_reduce(together, group=mesh.get_group(axis))
+        locals_ = [local_tensor(reduced[i]) for i in members]
+        packed = torch.cat([t.reshape(-1) for t in locals_])
+        dist.all_reduce(packed, group=mesh.get_group(axis))
         if op == "avg":
-            together /= mesh.size(axis)
-        for i, part, local in zip(members, together.split([t.numel() for t in locals_]), locals_, strict=True):
+            packed /= mesh.size(axis)
+        for i, part, local in zip(members, packed.split([t.numel() for t in locals_]), locals_, strict=True):
             old = cast(DTensor, reduced[i])
             placements = [Replicate() if a == axis else p for a, p in enumerate(old.placements)]
             reduced[i] = DTensor.from_local(

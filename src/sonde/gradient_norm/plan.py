@@ -21,7 +21,7 @@ from sonde.parallel.placements import (
     check_mesh,
     check_stages,
     layout_of_spec,
-    local_of,
+    local_tensor,
     ranks_of,
 )
 
@@ -241,7 +241,7 @@ class NormPlan:
                     specs[i] = spec
                 local = gradient if spec is None else gradient._local_tensor  # type: ignore[attr-defined]
                 if type(local) is not Tensor:
-                    local = local_of(gradient)  # a collective may still be writing to it
+                    local = local_tensor(gradient)  # a collective may still be writing to it
                 if local.device != devices[i] or local.dtype is not dtypes[i]:
                     return None
                 if local.layout is not torch.strided and not self.allow_sparse:
@@ -263,7 +263,7 @@ class NormPlan:
         self._bad_gradient: ValueError | None = None
         self._without: list[int] = []
         self._unusable: set[int] = set()
-        self._devices = [local_of(p if p.grad is None else p.grad).device for p in self.parameters]
+        self._devices = [local_tensor(p if p.grad is None else p.grad).device for p in self.parameters]
         self._dtypes = [(p if p.grad is None else p.grad).dtype for p in self.parameters]
         members: dict[tuple[Any, ...], list[int]] = {}
         for i, parameter in enumerate(self.parameters):

@@ -18,7 +18,7 @@ _REMEMBERED_AT_MOST = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What a plan was asked for; whatever differs makes it another one.
 
     Attributes:
@@ -42,7 +42,7 @@ class Asked:
         return plan
 
 
-class PlanMemory:
+class PlanCache:
     """The last few plans, by what they were asked for.
 
     A plan that is taken out does what a new one would: whatever a new one would look at is compared. So it does not
@@ -54,7 +54,7 @@ class PlanMemory:
     def __init__(self) -> None:
         self._kept: list[_Remembered] = []
 
-    def take(self, asked: Asked) -> NormPlan | None:
+    def take(self, asked: PlanRequest) -> NormPlan | None:
         """The plan of an earlier call for the same, or None. It is taken out, so that no other thread has it."""
         for one in list(self._kept):
             if one.is_of(asked):
@@ -66,7 +66,7 @@ class PlanMemory:
                 return one.plan
         return None
 
-    def keep(self, asked: Asked, plan: NormPlan) -> None:
+    def keep(self, asked: PlanRequest, plan: NormPlan) -> None:
         """Remember a plan that has served."""
         remembered = _Remembered(asked, plan)
         plan.let_go()
@@ -77,13 +77,13 @@ class PlanMemory:
 class _Remembered:
     """A plan without its tensors, and all that it depends on."""
 
-    def __init__(self, asked: Asked, plan: NormPlan) -> None:
+    def __init__(self, asked: PlanRequest, plan: NormPlan) -> None:
         self.plan = plan
         self._addresses = _addresses(asked)
         self._specs, self._flags = _specs(asked), _flags(asked)
         self._names, self._meshes = asked.names, (asked.mesh, asked.pp_mesh)
 
-    def is_of(self, asked: Asked) -> bool:
+    def is_of(self, asked: PlanRequest) -> bool:
         return (
             self._addresses == _addresses(asked)
             and self._meshes == (asked.mesh, asked.pp_mesh)  # by value: mesh["pp"] is another object at every call
@@ -93,15 +93,15 @@ class _Remembered:
         )
 
 
-def _addresses(asked: Asked) -> list[int]:
+def _addresses(asked: PlanRequest) -> list[int]:
     return list(map(id, asked.parameters))
 
 
-def _specs(asked: Asked) -> list[Any]:
+def _specs(asked: PlanRequest) -> list[Any]:
     """How each lies by itself."""
     return [getattr(p, "_spec", None) for p in asked.parameters]
 
 
-def _flags(asked: Asked) -> list[tuple[bool, bool]]:
+def _flags(asked: PlanRequest) -> list[tuple[bool, bool]]:
     """Whether each is trained, and has a gradient: for one without, a plan goes by what it knew of it before."""
     return [(p.requires_grad, p.grad is not None) for p in asked.parameters]

@@ -13,7 +13,7 @@ from torch import Tensor
 from sonde.gradient_norm.global_norm import stages_inside
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import accumulation_dtype
-from sonde.parallel.placements import is_dtensor, layout_of, local_of
+from sonde.parallel.placements import is_dtensor, layout_of, local_tensor
 from sonde.parallel.process_groups import group_of_mesh
 
 Fingerprint = tuple[tuple[int, ...], float, float]
@@ -101,7 +101,7 @@ def check_replicas(plan: NormPlan) -> None:
 
 def _of_parameter(parameter: Tensor, is_cut: bool) -> tuple[Fingerprint, Fingerprint | None]:
     gradient = None if is_cut or parameter.grad is None else _fingerprint(parameter.grad)
-    return _fingerprint(local_of(parameter)), gradient
+    return _fingerprint(local_tensor(parameter)), gradient
 
 
 @torch.no_grad()

@@ -11,15 +11,15 @@ from torch import nn
 
 from sonde.config import ProbesConfig, options_of, probes_from_config
 from sonde.parallel.process_groups import data_parallel_group
-from sonde.parallel.wrappers import innermost
+from sonde.parallel.wrappers import unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
-from sonde.policy.log import PolicyJournal
+from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.scoring.training_state import seed_everything, undisturbed
+from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.records import Sink, logger
 
@@ -198,7 +198,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._policy: PolicyEntropyProbe | None = None
         self._noise: PromptNoiseProbe | None = None
         self._has_probes = False
-        self._journal: PolicyJournal | None = None
+        self._journal: PolicyLog | None = None
         self._rollouts = TrlRollouts(trainer, n_prompts)
         self._around: tuple[ExitStack, AroundStep] | None = None
         self._truth_seed = 0
@@ -252,7 +252,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The header is written, of the first training: its end closes the sinks."""
         if self._journal is None:
-            self._journal = PolicyJournal(self._sinks, run=self._run, setup=self._setup())
+            self._journal = PolicyLog(self._sinks, run=self._run, setup=self._setup())
         elif self._sinks:
             logger.warning("sonde: the log ended with the first training: attach again to log another")
 
@@ -326,7 +326,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             options = options_of(config.entropy_probe)
             if self._has_rollouts:
                 options["sampler"] = self._truth
-            self._entropy = EntropyChangeProbe(model, innermost(optimizer), token_statistics=statistics, **options)
+            self._entropy = EntropyChangeProbe(
+                model, unwrap_optimizer(optimizer), token_statistics=statistics, **options
+            )
         if config.policy_entropy_probe.enabled:
             options = options_of(config.policy_entropy_probe)
             self._policy = PolicyEntropyProbe(model, token_statistics=statistics, **options)
@@ -351,13 +353,13 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             return update
         model = self._trainer.model_wrapped
         scorer = Scorer(model, self._statistics, _PROMPTS_EACH, data_parallel_group(model))
-        with undisturbed(model):
+        with preserve_training_state(model):
             scored = scorer.scored(update)
         return self._rollouts.reweighed(update, scored.own(scored.log_prob))
 
     def _fresh(self, step: int) -> Rollouts:
         """E: responses to prompts that this window does not learn from."""
-        with undisturbed(self._trainer.model_wrapped):
+        with preserve_training_state(self._trainer.model_wrapped):
             seed_everything(self._seed_of(step) + self._trainer.accelerator.process_index)
             return self._rollouts.fresh(self._seed_of(step))
 

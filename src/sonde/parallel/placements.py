@@ -112,7 +112,7 @@ def layout_of_spec(spec: Any) -> Layout:
     return Layout(spec.mesh, tuple(sharded), tuple(partial))
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, without a copy; the tensor itself if it is plain."""
     if not is_dtensor(tensor):
         return tensor
@@ -235,7 +235,7 @@ def check_elements(gradient: Tensor, *, allow_sparse: bool) -> None:
     Raises:
         ValueError: when it is sparse, complex, of another dtype than the common four, or on the meta device.
     """
-    local = local_of(gradient)
+    local = local_tensor(gradient)
     if local.layout is not torch.strided and not (allow_sparse and local.layout is torch.sparse_coo):
         raise ValueError("it is sparse, and only dense ones can be counted: use Embedding(sparse=False)")
     if local.is_complex():

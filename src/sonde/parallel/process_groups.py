@@ -86,7 +86,7 @@ def data_parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
     return group_of_mesh(next(iter(meshes))) if meshes else None
 
 
-def together(group: dist.ProcessGroup | None, work: Callable[[], Tokens]) -> Tokens:
+def gather_from_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], Tokens]) -> Tokens:
     """What every rank made of its responses, on each of them: rows in the order of ranks, as wide as the widest.
 
     Args:
@@ -111,10 +111,10 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], Tokens]) -> Tok
     if failed := [(rank, words) for rank, (words, _) in enumerate(everyone) if words]:
         rank, words = failed[0]
         raise RuntimeError(f"rank {rank} of the group failed: {words}")
-    return _stacked([tokens for _, tokens in everyone])
+    return _stack_rows([tokens for _, tokens in everyone])
 
 
-def _stacked(of_ranks: Sequence[Tokens]) -> Tokens:
+def _stack_rows(of_ranks: Sequence[Tokens]) -> Tokens:
     """Rows of all, 0 where one has fewer columns than another."""
     merged = {}
     for name in of_ranks[0]:

@@ -84,7 +84,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     )
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The module inside DDP and torch.compile, in any nesting; calling it issues no collective of DDP's."""
     while True:
         if isinstance(model, DistributedDataParallel):
@@ -154,7 +154,7 @@ def lowest_precision(parameters: dict[str, nn.Parameter]) -> torch.dtype:
     return max((p.dtype for p in parameters.values()), key=lambda d: torch.finfo(d).eps)
 
 
-def innermost(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """The optimizer inside a wrapper such as Accelerate's, which steps only when it is due."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner

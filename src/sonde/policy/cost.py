@@ -12,7 +12,7 @@ import torch
 _STATUS = Path("/proc/self/status")
 
 
-class Expense:
+class Cost:
     """Counts from when it is made.
 
     Args:

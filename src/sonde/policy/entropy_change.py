@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.call_site import stack_level
-from sonde.parallel.placements import local_of, reshard
-from sonde.parallel.process_groups import data_parallel_group, together
-from sonde.parallel.wrappers import innermost
-from sonde.policy.cost import Expense
+from sonde.parallel.placements import local_tensor, reshard
+from sonde.parallel.process_groups import data_parallel_group, gather_from_all_ranks
+from sonde.parallel.wrappers import unwrap_optimizer
+from sonde.policy.cost import Cost
 from sonde.policy.entropy_measurement import EntropyMeasurement, EntropySettings, Sampler
 from sonde.policy.scoring.checkpointing import can_checkpoint, checkpointing, is_checkpointing
 from sonde.policy.scoring.optimizer_step import Direction, StepMeter, StepWitness, forecast_step, taken, why_no_forecast
@@ -24,7 +24,7 @@ from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.summed_gradient import DTYPES
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.scoring.training_state import seed_everything, undisturbed
+from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 from sonde.policy.stats.entropy_forecast import EntropyForecast, Objective, Update, unknown
 from sonde.policy.stats.importance import Weighting
 
@@ -232,7 +232,7 @@ class EntropyChangeProbe:
             else:
                 witness, meter, problem = None, StepMeter(self._parameters), work.problem
         yield around
-        with undisturbed(self._model):
+        with preserve_training_state(self._model):
             if meter is not None:
                 step, after = meter.step(), StepMeter(self._parameters)
                 problem = problem or self._not_finite(step)
@@ -271,7 +271,7 @@ class EntropyChangeProbe:
         if is_due:
             self._n_calls += 1
             sampled: list[Rollouts] = []
-            with undisturbed(self._model):
+            with preserve_training_state(self._model):
                 seed_everything(self._seed())
                 self._scorer.on_all_ranks(lambda: sampled.append(self._sampler(self._model)))  # type: ignore[misc]
             self._latest = self.forecast(sampled[0])
@@ -323,11 +323,14 @@ class EntropyChangeProbe:
     def _working(self, evaluation: Rollouts) -> Iterator[tuple[EntropyMeasurement, int]]:
         """A measurement and the seed of its rollouts, while nothing of the training notices."""
         self._n_calls += 1
-        with undisturbed(self._model), checkpointing(self._model) if self._checkpoint else contextlib.nullcontext():
+        with (
+            preserve_training_state(self._model),
+            checkpointing(self._model) if self._checkpoint else contextlib.nullcontext(),
+        ):
             if not self._is_repeatable:
                 self._scorer.check_repeatable(evaluation)
                 self._is_repeatable = True
-            expense = Expense(self._parameters[0].device)
+            expense = Cost(self._parameters[0].device)
             measurement = EntropyMeasurement(self._settings, self._scorer, self._parameters, evaluation, expense)
             yield measurement, self._seed()
 
@@ -346,17 +349,17 @@ class EntropyChangeProbe:
         """η: the one that was given, or the optimizer's."""
         if self._step_size is not None:
             return self._step_size
-        rates = {float(group["lr"]) for group in innermost(self._optimizer).param_groups}
+        rates = {float(group["lr"]) for group in unwrap_optimizer(self._optimizer).param_groups}
         if len(rates) > 1:
             raise ValueError(f"the optimizer has learning rates {sorted(rates)}: say which is meant, step_size=")
         return rates.pop()
 
     def _not_finite(self, step: Direction) -> str:
-        is_finite = all(bool(local_of(delta).isfinite().all()) for delta in step.values())
+        is_finite = all(bool(local_tensor(delta).isfinite().all()) for delta in step.values())
         return "" if all(self._of_all_ranks(float(is_finite))) else "the step is not finite"
 
     def _of_all_ranks(self, value: float) -> list[float]:
-        found: list[float] = together(self._group, lambda: {"v": torch.tensor([value])})["v"].tolist()
+        found: list[float] = gather_from_all_ranks(self._group, lambda: {"v": torch.tensor([value])})["v"].tolist()
         return found
 
     def _check(self, evaluation: Rollouts, update: Rollouts | None) -> None:
@@ -380,7 +383,7 @@ class EntropyChangeProbe:
             none = torch.zeros(0, dtype=torch.long)
             return {"E": evaluation.prompt.cpu(), "U": none if update is None else update.prompt.cpu()}
 
-        prompts = together(self._group, check)
+        prompts = gather_from_all_ranks(self._group, check)
         shared = sorted(set(prompts["E"].tolist()) & set(prompts["U"].tolist()))
         if shared:
             said = (

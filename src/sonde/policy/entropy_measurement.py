@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sonde.policy.cost import Expense
+from sonde.policy.cost import Cost
 from sonde.policy.scoring.optimizer_step import Direction, dot, forecast_step, precondition_
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored, Scorer
-from sonde.policy.scoring.training_state import seed_everything, to_evaluation
+from sonde.policy.scoring.training_state import seed_everything, set_evaluation_mode
 from sonde.policy.stats.attribution import Cause, Causes, causes_by_prompt, shares_of
 from sonde.policy.stats.entropy_change import EntropyChange, change_by_gradients, change_of_sequences, change_per_token
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FixedPrefixes, Objective, Update, why_not_linear
@@ -70,7 +70,7 @@ class EntropyMeasurement:
         scorer: Scorer,
         parameters: Sequence[Tensor],
         evaluation: Rollouts,
-        expense: Expense,
+        expense: Cost,
     ) -> None:
         self._settings = settings
         self._parameters = parameters
@@ -209,7 +209,7 @@ class EntropyMeasurement:
         with self._expense.phase("rollouts"):
             seed_everything(seed)
             self._scorer.on_all_ranks(lambda: sampled.append(sampler(model)))
-            to_evaluation(model)
+            set_evaluation_mode(model)
             return self._scorer.scored(sampled[0])
 
     def compare(self, before: Scored, after: Scored) -> None:

@@ -9,14 +9,14 @@ from sonde.policy.stats.attribution import Causes
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.forecast_history import LEVEL, Point, find_policy_alerts, point_of
 from sonde.policy.stats.importance import Per
-from sonde.records import RecordLog, Sink, logger
+from sonde.records import RecordWriter, Sink, logger
 
 _PROMPTS_AT_MOST = 64
 _LONGEST_TEXT = 200
 """Characters of a prompt: a record holds many."""
 
 
-class PolicyJournal:
+class PolicyLog:
     """Writes measurements of a policy to sinks, and says when its entropy collapses.
 
     Args:
@@ -51,7 +51,7 @@ class PolicyJournal:
         """What forecasts said and what was true, so far."""
         self._step = 0
         self._per: Per = "token"
-        self._log = RecordLog(sinks)
+        self._log = RecordWriter(sinks)
         self._log.begin(run=run, unit="prompts", setup=setup or {}, metadata=metadata or {})
 
     def measured(

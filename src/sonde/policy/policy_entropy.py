@@ -12,7 +12,7 @@ from sonde.parallel.process_groups import data_parallel_group
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.scoring.training_state import undisturbed
+from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import PolicyEntropy, policy_entropy
 
 
@@ -62,7 +62,7 @@ class PolicyEntropyProbe:
                 f"responses were sampled at temperature {rollouts.temperature}, and are scored at {self._temperature}: "
                 f"token_statistics=CausalLMStatistics(temperature={rollouts.temperature})"
             )
-        with undisturbed(self._model):
+        with preserve_training_state(self._model):
             scored = self._scorer.scored(rollouts)
         advantage = None
         if rollouts.advantage is not None:

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.stats.noise_scale import effective_units
-from sonde.parallel.process_groups import data_parallel_group, together
-from sonde.parallel.wrappers import unwrapped
+from sonde.parallel.process_groups import data_parallel_group, gather_from_all_ranks
+from sonde.parallel.wrappers import unwrap_model
 from sonde.policy.scoring.prompt_norms import NestedNorms
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.scoring.training_state import undisturbed
+from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
 from sonde.stats.intervals import Status
 
@@ -106,7 +106,7 @@ class PromptNoiseProbe:
         """
         norms = NestedNorms(self._model)
         if not self._is_repeatable:
-            with undisturbed(self._model):
+            with preserve_training_state(self._model):
                 self._scorer.check_repeatable(rollouts)
             self._is_repeatable = True
         temperature = getattr(self._statistics, "temperature", rollouts.temperature)
@@ -118,14 +118,14 @@ class PromptNoiseProbe:
                     f"token_statistics=CausalLMStatistics(temperature={rollouts.temperature})"
                 )
             credit = rollouts.credit()
-            with undisturbed(self._model):
+            with preserve_training_state(self._model):
                 rows = [self._one_prompt(norms, rollouts, credit, index) for index in rollouts.order(1)]
             return {
                 "prompt": torch.tensor([int(rollouts.prompt[index[0]]) for index in rollouts.order(1)]),
                 "norms": torch.tensor(rows, dtype=torch.float64),
             }
 
-        found = together(self._group, work)
+        found = gather_from_all_ranks(self._group, work)
         sq_norm_big = float(norms.of_all(self._group))
         if len(found["prompt"].unique()) < len(found["prompt"]):
             raise ValueError("completions of one prompt are on several ranks: its group must be whole on one of them")
@@ -180,7 +180,7 @@ class PromptNoiseProbe:
         halves = [half for half in (index[::2], index[1::2]) if len(half)]
 
         def objective(half: Tensor) -> Tensor:
-            s, _ = self._statistics(unwrapped(self._model), rollouts.rows(half))
+            s, _ = self._statistics(unwrap_model(self._model), rollouts.rows(half))
             mask = rollouts.mask[half].bool().to(s.device)
             total: Tensor = (credit[half].to(s) * torch.where(mask, s, 0.0)).sum()
             return total

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sonde.batch_size.stats.changed_gradients import Tampering
+from sonde.batch_size.stats.changed_gradients import ChangedGradients
 from sonde.batch_size.stats.scale_witness import ScaleReading
 
 WHY = "noise was added"
@@ -20,21 +20,21 @@ def reading(*, changed: set[int] = set(), sound: set[int] = set(), absent: set[i
 SOUND = reading(sound={0, 1})
 
 
-def take(tampering: Tampering, *readings: ScaleReading, times: int = 1) -> None:
+def take(tampering: ChangedGradients, *readings: ScaleReading, times: int = 1) -> None:
     for _ in range(times):
         for r in readings:
             tampering.update(r, why_changed=WHY if r.changed else None, averaged=not r.changed)
 
 
 def test_sound_windows_raise_no_doubt() -> None:
-    tampering = Tampering(1.0)
+    tampering = ChangedGradients(1.0)
     take(tampering, SOUND, times=50)
     assert tampering.doubt() is None
 
 
 def test_an_accident_is_over_when_what_is_always_compared_is_sound_again() -> None:
     """Parameter 7 was compared in the same window, and will not be again for long."""
-    tampering = Tampering(0.99)
+    tampering = ChangedGradients(0.99)
     take(tampering, SOUND, times=50)
     take(tampering, reading(changed={0, 1, 7}))
     assert WHY in str(tampering.doubt())
@@ -43,7 +43,7 @@ def test_an_accident_is_over_when_what_is_always_compared_is_sound_again() -> No
 
 
 def test_what_was_changed_alone_is_in_doubt_until_it_is_seen_sound() -> None:
-    tampering = Tampering(1.0)
+    tampering = ChangedGradients(1.0)
     take(tampering, SOUND, times=100)
     take(tampering, reading(changed={7}, sound={0, 1}))
     take(tampering, SOUND, times=40)
@@ -53,7 +53,7 @@ def test_what_was_changed_alone_is_in_doubt_until_it_is_seen_sound() -> None:
 
 
 def test_what_was_changed_again_and_again_taints_the_windows_between() -> None:
-    tampering = Tampering(1.0)
+    tampering = ChangedGradients(1.0)
     take(tampering, SOUND, times=10)
     take(tampering, reading(changed={7}, sound={0, 1}), *[SOUND] * 9, times=3)
     take(tampering, reading(sound={0, 1, 7}))
@@ -61,7 +61,7 @@ def test_what_was_changed_again_and_again_taints_the_windows_between() -> None:
 
 
 def test_a_window_whose_pieces_are_of_no_use_acquits_nobody() -> None:
-    tampering = Tampering(1.0)
+    tampering = ChangedGradients(1.0)
     take(tampering, SOUND, times=100)
     take(tampering, reading(changed={7}, sound={0, 1}))
     tampering.update(reading(sound={0, 1, 7}), why_changed=None, averaged=False)
@@ -69,7 +69,7 @@ def test_a_window_whose_pieces_are_of_no_use_acquits_nobody() -> None:
 
 
 def test_a_parameter_without_a_gradient_is_not_sound_but_in_the_end_of_no_account() -> None:
-    tampering = Tampering(1.0)
+    tampering = ChangedGradients(1.0)
     take(tampering, SOUND, times=100)
     take(tampering, reading(changed={7}, sound={0, 1}))
     take(tampering, reading(sound={0, 1}, absent={7}), times=2)
@@ -80,13 +80,13 @@ def test_a_parameter_without_a_gradient_is_not_sound_but_in_the_end_of_no_accoun
 
 def test_the_first_window_makes_no_suspects() -> None:
     """Gradients may have been there when the probe was attached."""
-    tampering = Tampering(1.0)
+    tampering = ChangedGradients(1.0)
     take(tampering, reading(changed={7}, sound={0, 1}))
     assert tampering.doubt() is None
 
 
 def test_the_state_round_trips() -> None:
-    tampering, again = Tampering(0.9), Tampering(0.9)
+    tampering, again = ChangedGradients(0.9), ChangedGradients(0.9)
     take(tampering, SOUND, reading(changed={7}, sound={0, 1}), reading(absent={7}, sound={0}))
     again.load_state_dict(json.loads(json.dumps(tampering.state_dict())))
     assert again.doubt() == tampering.doubt() is not None
@@ -110,7 +110,7 @@ def test_the_state_round_trips() -> None:
     ids=str,
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(change: dict[str, Any], match: str) -> None:
-    tampering = Tampering(0.9)
+    tampering = ChangedGradients(0.9)
     take(tampering, SOUND)
     before = tampering.state_dict()
     with pytest.raises(ValueError, match=match):

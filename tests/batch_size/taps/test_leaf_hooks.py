@@ -12,7 +12,7 @@ from torch.autograd import Variable
 
 import sonde
 from sonde.batch_size.taps.autograd_internals import accumulates
-from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL, MicrobatchTap
+from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL, LeafHookTap
 from sonde.batch_size.taps.metric import Euclidean
 from sonde.batch_size.taps.witness import Witness
 
@@ -40,7 +40,7 @@ def test_no_copy_of_a_large_gradient_not_even_by_autograd() -> None:
         weight = nn.Parameter(torch.randn(400, 400))
         seen: list[int] = []
         weight.register_hook(lambda g: seen.append(g.data_ptr()))
-        tap = MicrobatchTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None) if tapped else None
+        tap = LeafHookTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None) if tapped else None
         if tap:
             tap.expect_piece(is_first=False)
         (weight * torch.randn(400, 400)).sum().backward()
@@ -57,7 +57,7 @@ def test_no_copy_of_a_large_gradient_not_even_by_autograd() -> None:
 def test_the_hook_makes_nothing_of_gradient_size() -> None:
     weight = nn.Parameter(torch.randn(512, 512))
     weight.grad = torch.zeros(512, 512)  # added to in place: autograd makes nothing of that size either
-    tap = MicrobatchTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None)
+    tap = LeafHookTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None)
     grad = torch.randn(512, 512)
     tap.expect_piece(is_first=False)
     with Watch() as watch:
@@ -70,7 +70,7 @@ def test_the_hook_makes_nothing_of_gradient_size() -> None:
 
 def test_small_gradients_wait_within_a_bound() -> None:
     parameters = [nn.Parameter(torch.randn(100, 100)) for _ in range(50)]
-    tap = MicrobatchTap(
+    tap = LeafHookTap(
         parameters,
         Witness(parameters),
         Euclidean(),
@@ -95,7 +95,7 @@ def test_small_gradients_wait_within_a_bound() -> None:
 def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
     """Once backward has ended, writing to `.grad` must not change what waits to be read."""
     small = nn.Parameter(torch.ones(10))
-    tap = MicrobatchTap([small], Witness([small]), Euclidean(), on_backward_end=lambda: None, staged_numel=100)
+    tap = LeafHookTap([small], Witness([small]), Euclidean(), on_backward_end=lambda: None, staged_numel=100)
     tap.expect_piece(is_first=False)
     (small * 3).sum().backward()
     small.grad.zero_()  # type: ignore[union-attr]
@@ -113,7 +113,7 @@ def test_waiting_changes_no_result(staging_bytes: int) -> None:
     inputs = torch.randn(3, 5, 6)
     pieces = []
     for staged_numel in (0, 10_000):
-        tap = MicrobatchTap(
+        tap = LeafHookTap(
             parameters,
             witness,
             Euclidean(),

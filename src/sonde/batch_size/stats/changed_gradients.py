@@ -30,7 +30,7 @@ class _Suspect:
     absences: int = 0
 
 
-class Tampering:
+class ChangedGradients:
     """Remembers windows whose gradient was changed, and parameters that were, until they are seen sound again.
 
     Few elements of few parameters are compared in a window. A window that is found changed is dropped; those before and

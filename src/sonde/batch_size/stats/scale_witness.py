@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Expectation:
+class RoundingTolerance:
     """How far the sum of a window's gradients may be off by rounding, and what to blame for more.
 
     Attributes:

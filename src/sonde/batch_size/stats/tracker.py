@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sonde.batch_size.stats.changed_gradients import Tampering
+from sonde.batch_size.stats.changed_gradients import ChangedGradients
 from sonde.batch_size.stats.consistency import same_data
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate, estimate_window
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
-from sonde.batch_size.stats.scale_witness import Expectation, read_scale, rounding_of_sums
+from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
 from sonde.batch_size.stats.window_row import Drop, WindowRow, why_unusable
 from sonde.stats.intervals import RatioInterval
 from sonde.stats.state import check_count, check_keys, check_number
@@ -40,7 +40,7 @@ class NoiseScaleTracker:
         groups: Sequence[str],
         horizon: float,
         n_ranks: int,
-        expected: Expectation,
+        expected: RoundingTolerance,
         least_sq_norm: float = 0.0,
         level: float = 0.95,
     ) -> None:
@@ -51,7 +51,7 @@ class NoiseScaleTracker:
         self._within_between = RunningNoiseScale(horizon)  # its ratio is the consistency
         self._units = 0.0
         self._units_weight = 0.0
-        self._tampering = Tampering(self._total.decay)
+        self._tampering = ChangedGradients(self._total.decay)
         self.dropped: dict[str, int] = {}
         self._effective_units: float | None = None
         self._squares = self._differences = 0.0
@@ -60,7 +60,7 @@ class NoiseScaleTracker:
         self.norm: float | None = None
         """Norm of the last window's gradient as the rank average, before any clip; None if it was dropped."""
 
-    def expect(self, expected: Expectation) -> None:
+    def expect(self, expected: RoundingTolerance) -> None:
         """From now on, other rounding of sums and another cause of more."""
         self._expected = expected
 
@@ -255,7 +255,7 @@ class NoiseScaleTracker:
         per_group = [RunningNoiseScale(self.horizon) for _ in self.groups]
         for name, running in zip(self.groups, per_group, strict=True):
             running.load_state_dict(state["groups"][name])
-        tampering = Tampering(self._total.decay)
+        tampering = ChangedGradients(self._total.decay)
         tampering.load_state_dict(state["tampering"])
         self._tampering = tampering
         self._total, self._within_between, self._per_group = loaded["total"], loaded["consistency"], per_group

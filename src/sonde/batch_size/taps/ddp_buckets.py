@@ -60,7 +60,7 @@ class _BucketSummary:
     witness: dict[int, Tensor]
 
 
-class BucketTap:
+class DDPBucketTap:
     """Reads every bucket before and after DDP's all-reduce.
 
     Args:

@@ -30,7 +30,7 @@ clones it rather than take it over as `.grad`: cheap only if small.
 """
 
 
-class MicrobatchTap:
+class LeafHookTap:
     """Leaf hooks on parameters that reduce each piece's gradient to its squared norms.
 
     Args:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.stats.window_row import WindowRow
-from sonde.batch_size.taps.ddp_buckets import BucketTap, CommHook, comm_hook_name, is_tapped
-from sonde.batch_size.taps.leaf_hooks import MicrobatchTap
+from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap, comm_hook_name, is_tapped
+from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.taps.metric import Euclidean, Metric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Problem
@@ -102,7 +102,7 @@ class WindowReader:
         )
         self._staging_bytes = staging_bytes
         self._is_auto = tap == "auto"
-        self._tap: MicrobatchTap | BucketTap
+        self._tap: LeafHookTap | DDPBucketTap
         if tap == "comm_hook":
             self._tap = self._bucket_tap(comm_hook, comm_state)
         elif comm_hook is not None:
@@ -139,7 +139,7 @@ class WindowReader:
 
     def begin_piece(self) -> None:
         """From here until `end_piece` all backwards are one piece; from now on, none outside such a piece counts."""
-        if isinstance(self._tap, MicrobatchTap):
+        if isinstance(self._tap, LeafHookTap):
             self._tap.expect_piece(is_first=self._sums.n_pieces == 0)
         else:
             self._tap.expect_piece()
@@ -151,7 +151,7 @@ class WindowReader:
     def end_piece(self, counts: PieceCounts) -> None:
         """Add the piece that ends here to the window."""
         start = time.perf_counter()
-        if isinstance(self._tap, MicrobatchTap):
+        if isinstance(self._tap, LeafHookTap):
             self._sums.add(self._unscaled(self._tap.end_piece()), counts)
             if self._tap.n_backwards > 1:
                 self._may_tap_buckets = False  # each of them may reduce
@@ -202,7 +202,7 @@ class WindowReader:
         witness = self._witness.join(read, self.device)
         if self._may_tap_buckets and any(g is not None and g.is_sparse for g in grads):
             self._may_tap_buckets = False
-        if isinstance(self._tap, BucketTap):
+        if isinstance(self._tap, DDPBucketTap):
             local, reduced = self._tap.take()
             if self._sums.n_pieces:
                 self._sums.merge(self._unscaled(local))
@@ -239,7 +239,7 @@ class WindowReader:
     def forget_window(self) -> None:
         """Drop the pieces seen since the last window ended."""
         self._sums.pack(self._take_problems())
-        if isinstance(self._tap, BucketTap):
+        if isinstance(self._tap, DDPBucketTap):
             self._tap.take()
 
     def row(
@@ -265,7 +265,7 @@ class WindowReader:
         Returns:
             Why the tap has changed, in words; empty when it has not.
         """
-        if self._is_auto and self._buckets_fail and isinstance(self._tap, BucketTap):
+        if self._is_auto and self._buckets_fail and isinstance(self._tap, DDPBucketTap):
             self._change_tap(self._leaf_tap)
             return "several reductions a window: from now on read by leaf hooks"
         if not self._may_tap_buckets or self._one_piece_windows < _WINDOWS_BEFORE_BUCKETS:
@@ -281,14 +281,14 @@ class WindowReader:
             return f"leaf hooks stay, as DDP takes no communication hook: {error}"
         return "one piece a rank: from now on read in DDP's buckets, by its communication hook"
 
-    def _change_tap(self, make: Callable[[], MicrobatchTap | BucketTap]) -> None:
+    def _change_tap(self, make: Callable[[], LeafHookTap | DDPBucketTap]) -> None:
         new = make()
         self._tap.close()
         self._seconds += self._tap.seconds
         self._tap = new
 
-    def _leaf_tap(self) -> MicrobatchTap:
-        return MicrobatchTap(
+    def _leaf_tap(self) -> LeafHookTap:
+        return LeafHookTap(
             self.parameters,
             self._witness,
             self._metric,
@@ -297,7 +297,7 @@ class WindowReader:
             staging_bytes=self._staging_bytes,
         )
 
-    def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> BucketTap:
+    def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> DDPBucketTap:
         if self._wrapper.ddp is None:
             raise ValueError("tap='comm_hook' reads DDP's buckets, got a plain model: use tap='leaf' or 'auto'")
         if not self._wrapper.ddp_holds_all:
@@ -305,7 +305,7 @@ class WindowReader:
                 "tap='comm_hook' reads the buckets of one DDP module, got a model with trainable parameters outside: "
                 "use tap='leaf' or 'auto'"
             )
-        return BucketTap(
+        return DDPBucketTap(
             self._wrapper.ddp,
             self.parameters,
             self._witness,

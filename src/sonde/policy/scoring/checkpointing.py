@@ -8,23 +8,23 @@ from typing import Any
 
 from torch import nn
 
-from sonde.parallel.wrappers import unwrapped
+from sonde.parallel.wrappers import unwrap_model
 
 
 def can_checkpoint(model: nn.Module) -> bool:
     """Whether it can be turned on from outside."""
-    return callable(getattr(unwrapped(model), "gradient_checkpointing_enable", None))
+    return callable(getattr(unwrap_model(model), "gradient_checkpointing_enable", None))
 
 
 def is_checkpointing(model: nn.Module) -> bool:
     """Whether it is on."""
-    return bool(getattr(unwrapped(model), "is_gradient_checkpointing", False))
+    return bool(getattr(unwrap_model(model), "is_gradient_checkpointing", False))
 
 
 @contextlib.contextmanager
 def checkpointing(model: nn.Module) -> Iterator[None]:
     """On meanwhile, also in evaluation mode, in which layers of transformers would not do it."""
-    inner: Any = unwrapped(model)
+    inner: Any = unwrap_model(model)
     was_on = is_checkpointing(model)
     if not was_on:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

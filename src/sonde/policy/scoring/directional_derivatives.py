@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from sonde.parallel.placements import is_dtensor, local_of, reshard
+from sonde.parallel.placements import is_dtensor, local_tensor, reshard
 from sonde.parallel.process_groups import group_of_mesh, start_reduce
 from sonde.policy.scoring.optimizer_step import Direction
 
@@ -146,7 +146,7 @@ def _in_place_of(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> Iterator
 def _central(
     function: Callable[[Any], Outputs], model: nn.Module, direction: Direction, batches: Sequence[Any], pilot: Any
 ) -> tuple[list[Outputs], str]:
-    pairs = [(local_of(p.detach()), local_of(step)) for p, step in direction.items()]
+    pairs = [(local_tensor(p.detach()), local_tensor(step)) for p, step in direction.items()]
     if narrow := next((p for p, _ in pairs if p.dtype not in _RELATIVE_STEP), None):
         raise ValueError(
             f"central differences need parameters of 32 bits or more, got {narrow.dtype}: what they are moved by would "
@@ -216,7 +216,7 @@ class _Pilot:
             (self._up - down).square().sum(),
             (self._base != 0).sum(),
         )
-        harmless = (_HARMLESS * max(_MOVED_BY[local_of(p).dtype] for p in self._direction)) ** 2 * count
+        harmless = (_HARMLESS * max(_MOVED_BY[local_tensor(p).dtype] for p in self._direction)) ** 2 * count
         return LOST_IN_ROUNDING if same > max(_ROUGHEST**2 * other, harmless) else ""
 
     def _outputs(self) -> Tensor:

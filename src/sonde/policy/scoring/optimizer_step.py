@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sonde.parallel.placements import local_of, reshard
-from sonde.parallel.wrappers import innermost
+from sonde.parallel.placements import local_tensor, reshard
+from sonde.parallel.wrappers import unwrap_optimizer
 
 Direction = dict[Tensor, Tensor]
 """A vector in parameter space: for each parameter, by identity, a tensor like it."""
@@ -21,7 +21,7 @@ Part = Literal["all", "momentum", "batch", "decay"]
 
 def why_no_forecast(optimizer: Any) -> str:
     """Why an optimizer's step cannot be told before it is taken; empty when it can."""
-    kind = type(innermost(optimizer))
+    kind = type(unwrap_optimizer(optimizer))
     if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return f"the step of {kind.__name__} is not known before it is taken: measure it, by StepMeter"
     return ""
@@ -55,7 +55,7 @@ def forecast_step(
     Raises:
         ValueError: for another optimizer, a sparse or complex gradient.
     """
-    optimizer = innermost(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     if why := why_no_forecast(optimizer):
         raise ValueError(why)
     step: Direction = {}
@@ -173,7 +173,7 @@ def precondition_(optimizer: Any, vector: Direction) -> None:
     Raises:
         ValueError: for another optimizer, or Adam before its first step: without v̂, P would be 1/ε.
     """
-    optimizer = innermost(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     if why := why_no_forecast(optimizer):
         raise ValueError(why)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -188,7 +188,7 @@ def precondition_(optimizer: Any, vector: Direction) -> None:
                 continue
             state = optimizer.state.get(parameter, {})
             if "exp_avg_sq" not in state:
-                if not bool(local_of(vector[parameter]).any()):  # never used
+                if not bool(local_tensor(vector[parameter]).any()):  # never used
                     continue
                 raise ValueError(
                     f"the optimizer has no second moment of a parameter of shape {list(parameter.shape)}: take a step "
@@ -221,7 +221,7 @@ def taken(step: Direction, model: nn.Module) -> Iterator[None]:
     try:
         with torch.no_grad():
             for parameter, delta in step.items():
-                theta, local = local_of(parameter.detach()), local_of(delta)
+                theta, local = local_tensor(parameter.detach()), local_tensor(delta)
                 after = theta.to(local.dtype) + local
                 local.copy_(theta)
                 moved.append((theta, local))
@@ -262,7 +262,7 @@ class StepWitness:
         return (off / of_step) ** 0.5 if of_step else float("inf") if off else 0.0
 
     def _some(self, tensor: Tensor) -> Tensor:
-        flat = local_of(tensor.detach()).reshape(-1)
+        flat = local_tensor(tensor.detach()).reshape(-1)
         return flat[:: max(flat.numel() // self._EACH, 1)]
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.parallel.placements import is_fully_sharded, reshard
-from sonde.parallel.process_groups import Tokens, together
-from sonde.parallel.wrappers import unwrapped
+from sonde.parallel.process_groups import Tokens, gather_from_all_ranks
+from sonde.parallel.wrappers import unwrap_model
 from sonde.policy.scoring.directional_derivatives import LOST_IN_ROUNDING, Mode, derivatives_along
 from sonde.policy.scoring.optimizer_step import Direction
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
@@ -68,7 +68,7 @@ class Scorer:
         self, model: nn.Module, statistics: TokenStatistics, prompts_each: int, group: dist.ProcessGroup | None
     ) -> None:
         self._wrapped = model
-        self._model = unwrapped(model)  # DDP's forward would issue collectives
+        self._model = unwrap_model(model)  # DDP's forward would issue collectives
         self._statistics = statistics
         self._prompts_each = prompts_each
         self._group = group
@@ -84,7 +84,7 @@ class Scorer:
             n = torch.tensor([len(rollouts)])
             return tokens | {"mask": rollouts.mask.cpu().bool(), "prompt": rollouts.prompt.cpu(), "n": n}
 
-        found = together(self._group, work)
+        found = gather_from_all_ranks(self._group, work)
         reshard(self._wrapped)
         rank = self._group.rank() if self._group is not None else 0
         before = int(found["n"][:rank].sum())
@@ -114,12 +114,12 @@ class Scorer:
             tokens = {name: of.nan_to_num(0.0, 0.0, 0.0) for name, of in tokens.items()}
             return tokens | {"is_lost": torch.tensor([bool(found.doubt) or not is_finite])}
 
-        of_all = together(self._group, work)
+        of_all = gather_from_all_ranks(self._group, work)
         return of_all, used[0], LOST_IN_ROUNDING if bool(of_all["is_lost"].any()) else ""
 
     def everywhere(self, name: str, own: Callable[[], Tensor]) -> Tensor:
         """Something of this rank's tokens, of all ranks; [responses, tokens]."""
-        return together(self._group, lambda: {name: own()})[name]
+        return gather_from_all_ranks(self._group, lambda: {name: own()})[name]
 
     def gradient(
         self,
@@ -171,7 +171,7 @@ class Scorer:
             work()
             return {}
 
-        together(self._group, and_nothing_more)
+        gather_from_all_ranks(self._group, and_nothing_more)
 
     @torch.no_grad()
     def check_repeatable(self, rollouts: Rollouts) -> None:
@@ -203,7 +203,7 @@ class Scorer:
     def _as_many_everywhere(self, batches: list[T], in_place_of_none: Callable[[T], T]) -> list[T]:
         if not self._is_sharded:
             return batches
-        counts = together(self._group, lambda: {"n": torch.tensor([len(batches)])})["n"]
+        counts = gather_from_all_ranks(self._group, lambda: {"n": torch.tensor([len(batches)])})["n"]
         return batches + [in_place_of_none(batches[-1])] * (int(counts.max()) - len(batches))
 
     def _outputs(self, batch: Rollouts) -> tuple[Tensor, Tensor]:

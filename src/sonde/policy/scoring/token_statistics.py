@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sonde.parallel.wrappers import unwrapped
+from sonde.parallel.wrappers import unwrap_model
 from sonde.policy.scoring.rollouts import Rollouts
 
 _ELEMENTS_AT_ONCE = 2**22
@@ -93,7 +93,7 @@ def _statistics(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Ten
 
 def _parameters(model: nn.Module) -> frozenset[str]:
     """Names that the forward of the model inside any wrappers takes."""
-    model = unwrapped(model)
+    model = unwrap_model(model)
     if callable(get_base_model := getattr(model, "get_base_model", None)):  # PEFT's wrapper takes anything
         model = get_base_model()
     return frozenset(inspect.signature(model.forward).parameters)

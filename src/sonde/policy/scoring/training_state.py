@@ -15,7 +15,7 @@ from sonde.parallel.placements import reshard
 
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def preserve_training_state(model: nn.Module) -> Iterator[None]:
     """Modules are in evaluation mode meanwhile; then each has its mode back, and every random generator its state."""
     reshard(model)
     modes = [(module, module.training) for module in model.modules()]
@@ -25,7 +25,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     of_numpy, of_python = numpy and numpy.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=devices):
         try:
-            to_evaluation(model)  # not eval(), which a module may have made do more
+            set_evaluation_mode(model)  # not eval(), which a module may have made do more
             yield
         finally:
             reshard(model)
@@ -36,8 +36,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 numpy.random.set_state(of_numpy)
 
 
-def to_evaluation(model: nn.Module) -> None:
-    """Every module into evaluation mode, inside `undisturbed`: samplers leave a model in the mode that training has."""
+def set_evaluation_mode(model: nn.Module) -> None:
+    """Put every module into evaluation mode, inside `preserve_training_state`: samplers leave it in training mode."""
     for module in model.modules():
         module.training = False
 

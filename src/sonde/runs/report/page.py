@@ -19,7 +19,7 @@ from sonde.runs.reader import Reading, Run
 from sonde.runs.report.figures import Key, Mark, Plot, Table
 from sonde.runs.report.how_measured import Row, cut, method_rows
 from sonde.runs.report.policy_sections import policy_topics
-from sonde.runs.report.sections import Topic, noise_scale_topics
+from sonde.runs.report.sections import Section, noise_scale_topics
 from sonde.runs.report.timeline import position_text
 from sonde.runs.report.verdicts import Judgement, judgements
 from sonde.version import __version__
@@ -123,7 +123,7 @@ def _alert_list(title: str, alerts: list[tuple[str, str]]) -> str:
     return f'<section class="{kind}">\n<h2>{title}</h2>\n<ul>\n{items}{more}\n</ul>\n</section>'
 
 
-def _topic(topic: Topic, divs: Iterator[str]) -> str:
+def _topic(topic: Section, divs: Iterator[str]) -> str:
     text = f"<p>{_formula(topic.text)}</p>\n" if topic.text else ""
     content = "\n".join(_content(part, topic.title, divs) for part in topic.content)
     return f'<section class="topic">\n<h2>{escape(topic.title)}</h2>\n{text}{content}\n</section>'

@@ -18,7 +18,7 @@ from sonde.runs.report.policy_curves import (
     prompt_noise_curve,
     trust_curves,
 )
-from sonde.runs.report.sections import MAX_VALUES, Topic, own_values
+from sonde.runs.report.sections import MAX_VALUES, Section, own_values
 from sonde.runs.report.timeline import timeline
 from sonde.wording import number, percent, plural, shorten
 
@@ -29,38 +29,38 @@ _LISTED = 6
 _LONGEST = 120
 
 
-def policy_topics(run: Run) -> list[Topic]:
+def policy_topics(run: Run) -> list[Section]:
     """All sections of a run in which a policy was measured at least once."""
     policy = run.policy
     axis = time_axis(timeline(policy, run.header.unit))
     found = [
-        Topic(
+        Section(
             "Entropy of the policy",
             "How undecided the policy is about each token, exactly, from all of its logits. One that falls to nothing "
             "early has stopped exploring: what it does not try, it cannot learn.",
             (entropy_curve(policy, axis),),
         ),
-        Topic("What each step was to do, and did", _forecast_text(policy), (forecast_curve(policy, axis),)),
-        Topic(
+        Section("What each step was to do, and did", _forecast_text(policy), (forecast_curve(policy, axis),)),
+        Section(
             "Forecast against truth",
             "Each point is one optimizer step. Where bar and diagonal do not meet, the forecast was wrong.",
             (forecast_against_truth(policy),),
         ),
-        Topic(
+        Section(
             "Coverage so far",
             "Of 95 % intervals, 95 % should hold what the step then did. Counted are forecasts that say they are to be "
             "trusted, beside fresh rollouts, whose own standard error is allowed for.",
             (coverage_curve(policy, axis),),
         ),
-        Topic(
+        Section(
             "Is the step small enough?",
             "A forecast is of first order. It says of itself that it is not to be trusted where first order and truth "
             "part on the same prefixes, or where few of the responses still stand for what the policy samples after "
             "the step.",
             (trust_curves(policy, axis),),
         ),
-        Topic("Prompts that cost most entropy", _causes_text(policy), _tables(policy)),
-        Topic(
+        Section("Prompts that cost most entropy", _causes_text(policy), _tables(policy)),
+        Section(
             "Noise scale in prompts",
             "The number of prompts in a step at which its gradient is as much noise as signal. The part of it that is "
             "from completions would fall with more of them to each prompt, the rest only with more prompts.",
@@ -72,7 +72,7 @@ def policy_topics(run: Run) -> list[Topic]:
     return found
 
 
-def _values_topic(policy: Sequence[PolicyReading], names: Sequence[str], axis: TimeAxis) -> Topic:
+def _values_topic(policy: Sequence[PolicyReading], names: Sequence[str], axis: TimeAxis) -> Section:
     plots = []
     for name in names[:MAX_VALUES]:
         line = timeline([r for r in policy if r.metrics.get(name) is not None], "prompts")
@@ -80,7 +80,7 @@ def _values_topic(policy: Sequence[PolicyReading], names: Sequence[str], axis: T
     hidden = [shorten(name) for name in names[MAX_VALUES:]]
     more = f" {plural(len(hidden), 'more value')} in the log: {', '.join(hidden[:10])}." if hidden else ""
     title = "Reward" if list(names) == ["reward"] else "Reward and other logged values"
-    return Topic(title, f"As the trainer logged it at the steps that were measured.{more}", tuple(plots))
+    return Section(title, f"As the trainer logged it at the steps that were measured.{more}", tuple(plots))
 
 
 def _forecast_text(policy: Sequence[PolicyReading]) -> str:

@@ -20,7 +20,7 @@ MAX_VALUES = 4
 
 
 @dataclass(frozen=True)
-class Topic:
+class Section:
     """One section of the report.
 
     Attributes:
@@ -34,29 +34,29 @@ class Topic:
     content: tuple[Plot | Table | str, ...]
 
 
-def noise_scale_topics(run: Run) -> list[Topic]:
+def noise_scale_topics(run: Run) -> list[Section]:
     """All sections with figures, of a run that has at least one reading of its noise scale."""
     unit, last = run.header.unit, run.readings[-1]
     line = timeline(run.readings, unit)
     axis = time_axis(line)
     order = [str(name) for name in run.header.setup.get("groups") or ()]
     return [
-        Topic("Noise scale and batch size", _noise_scale_text(run, line), (noise_scale_curve(line, axis),)),
-        Topic(
+        Section("Noise scale and batch size", _noise_scale_text(run, line), (noise_scale_curve(line, axis),)),
+        Section(
             "Noise and signal",
             "The noise scale is the ratio of these two, B_simple = tr Σ / |G|²: on this axis, the distance between the "
             "curves. Both are running averages.",
             (moments_curve(line, axis),),
         ),
-        Topic("Noise scale by part of the model", _groups_text(last, unit), (groups_plot(last, order, unit),)),
-        Topic(
+        Section("Noise scale by part of the model", _groups_text(last, unit), (groups_plot(last, order, unit),)),
+        Section(
             "Gradient norm and clipping",
             "The norm of the whole gradient of each optimizer step, over all ranks, before any clipping. "
             "Each point is the mean since the reading before it.",
             (norm_curve(line, axis),),
         ),
         _values_topic(run, [value_curve(line, axis, name) for name in list(_logged(run))[:MAX_VALUES]]),
-        Topic(
+        Section(
             "What the batch size costs",
             f"Training with batch size B takes S/S_min = 1 + B_crit/B times the fewest possible steps, and uses "
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
@@ -93,16 +93,16 @@ def _groups_text(last: Reading, unit: str) -> str:
     return text if hidden <= 0 else f"{text} The first {MAX_GROUPS} are drawn; {hidden:,} more are in the log."
 
 
-def _values_topic(run: Run, plots: list[Plot]) -> Topic:
+def _values_topic(run: Run, plots: list[Plot]) -> Section:
     names = list(_logged(run))
     if not names:
-        return Topic("Loss", "", ("This run logged no loss and no other value of its own.",))
+        return Section("Loss", "", ("This run logged no loss and no other value of its own.",))
     hidden = names[MAX_VALUES:]
     text = "As the run logged it; each point is the mean since the reading before it."
     if hidden:
         text += f" {plural(len(hidden), 'more value')} in the log: {', '.join(shorten(name) for name in hidden[:10])}"
         text += ", …" if len(hidden) > 10 else "."
-    return Topic("Loss" if names == ["loss"] else "Loss and other logged values", text, tuple(plots))
+    return Section("Loss" if names == ["loss"] else "Loss and other logged values", text, tuple(plots))
 
 
 def _logged(run: Run) -> Iterator[str]:
