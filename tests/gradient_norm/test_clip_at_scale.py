@@ -18,7 +18,7 @@ def test_a_plan_for_4096_ranks_and_6000_parameters() -> None:
         text=True,
         timeout=200,
         check=False,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])

@@ -42,7 +42,7 @@ def render_page(run: Run) -> str:
         _method(method_rows(run)),
     ]
     bokeh = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="warn", minified=True).js_raw)
-    here = files("sonde.runs")
+    here = files("sonde.runs.report")
     return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
         version=escape(__version__),
         title=escape(f"{cut(run.name, 200)}: {_subject(run)}"),
