@@ -201,7 +201,7 @@ def test_sparse_gradients_stay_with_leaf_hooks(ranks2: Ranks) -> None:
         assert (tap_name, windows, dropped) == ("leaf hooks", 12, [])
     for _, windows, dropped in ranks2(_sparse_under_ddp, "comm_hook"):
         assert windows == 0
-        assert "DDP reduces a sparse gradient in no bucket" in dropped[0]
+        assert "DDP does not put a sparse gradient into a bucket" in dropped[0]
 
 
 def _odd_pieces(what: str) -> tuple[int, list[str]]:
@@ -226,7 +226,7 @@ def _odd_pieces(what: str) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("what", "windows", "reason"),
     [
-        ("empty", 0, "in a piece no backward reached the parameters"),
+        ("empty", 0, "no backward reached the parameters in a piece"),
         ("interrupted", 0, "a piece was interrupted in or after its backward"),
         ("undeclared", 5, None),
         ("plain", 5, None),
@@ -354,7 +354,7 @@ def test_auto_reads_buckets_without_declared_pieces_too(ranks2: Ranks) -> None:
 @pytest.mark.parametrize(
     ("what", "windows", "reason"),
     [
-        ("left over", 1, "gradients were there before the window's first backward"),
+        ("left over", 1, "gradients from before the window's first backward"),
         ("failed", 11, "a piece was interrupted in or after its backward"),
         ("outside", 1, "a backward outside piece() added to the gradients"),
     ],

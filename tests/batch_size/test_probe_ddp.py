@@ -280,7 +280,7 @@ def test_two_backwards_in_a_ranks_only_piece(ranks2: Ranks) -> None:
 def test_two_backwards_that_both_reduce_are_not_taken_for_one(ranks2: Ranks) -> None:
     for result in ranks2(_two_backwards, True):
         assert result["reading"].windows == 0
-        assert "several backwards needs its gradients summed" in result["reading"].reason
+        assert "several backwards, and their gradients are too large for the staging area" in result["reading"].reason
 
 
 def _summed() -> dict[str, Any]:

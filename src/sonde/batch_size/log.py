@@ -9,37 +9,34 @@ from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.reading import GroupReading, find_alerts
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
-from sonde.batch_size.stats.window_row import Drop
+from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.records import RecordWriter, Sink, logger
+
+NORM, CLIP_FRACTION = "grad/norm", "grad/clip_fraction"
+"""Metrics that reach the log as scalars of a window, and are averaged as the user's own."""
 
 _EXPECTED = {"no_second_moment"}
 """Reasons to drop a window that are no cause for alarm."""
 
 
 @dataclass(frozen=True)
-class WindowFacts:
-    """What the host knows of a window, and scalars that came with it.
+class MeasuredWindow:
+    """One window with all of its numbers on the host.
 
     Attributes:
-        window: its number, from 1.
-        time: when it ended, in seconds since the epoch.
+        row: the numbers that were measured.
+        number: of the window, from 1.
+        time: its end, in seconds since the epoch.
         seconds: host time spent inside the probe for it.
-        units: units it consumed over all ranks; NaN when not finite.
-        n_pieces: its pieces over all ranks.
         tap: where its gradients were read.
-        norm: norm of the gradient before clipping; None when not measured.
-        clipped: whether the probe clipped it; None when it does not clip.
-        scalars: what the user logged.
+        scalars: by name: the user's own, and those of a clip, under their metric names.
     """
 
-    window: int
+    row: WindowRow
+    number: int
     time: float
     seconds: float
-    units: float
-    n_pieces: int
     tap: str
-    norm: float | None
-    clipped: bool | None
     scalars: Mapping[str, float]
 
 
@@ -65,8 +62,6 @@ class _Interval:
     windows: int = 0
     seconds: float = 0.0
     units: float = 0.0
-    norms: _Mean = field(default_factory=lambda: _Mean())
-    clipped: _Mean = field(default_factory=lambda: _Mean())
     scalars: dict[str, _Mean] = field(default_factory=dict)
     alerts: dict[str, str] = field(default_factory=dict)
 
@@ -104,25 +99,33 @@ class NoiseScaleLog:
         self._log = RecordWriter(sinks)
         self._log.begin(run=run, unit=tracker.unit, setup=setup, metadata=metadata)
 
-    def window(self, facts: WindowFacts, drop: Drop | None) -> None:
-        """Note a window that the tracker has taken; write a reading when one is due."""
-        self._window, self._pieces = facts.window, {"per_window": facts.n_pieces, "tap": facts.tap}
-        now = self._interval
-        now.windows += 1
-        now.seconds += facts.seconds
-        if math.isfinite(facts.units):
-            now.units += facts.units
-            self._units_seen += facts.units
-        if facts.norm is not None and math.isfinite(facts.norm):
-            now.norms.add(facts.norm)
-        if facts.clipped is not None:
-            now.clipped.add(facts.clipped)
-        for name, value in facts.scalars.items():
-            now.scalars.setdefault(name, _Mean()).add(value)
+    def window(self, window: MeasuredWindow, drop: Drop | None, norm: float | None) -> None:
+        """Add a window that the tracker has taken; write a reading when one is due.
+
+        Args:
+            window: its numbers.
+            drop: why the tracker left it out; None if it was averaged.
+            norm: the plain norm of its gradient, as the tracker knows it; None if it does not.
+        """
+        n_units = window.row.n_units
+        self._window, self._pieces = window.number, {"per_window": window.row.n_pieces, "tap": window.tap}
+        interval = self._interval
+        interval.windows += 1
+        interval.seconds += window.seconds
+        if math.isfinite(n_units):
+            interval.units += n_units
+            self._units_seen += n_units
+        scalars: dict[str, float | None] = {
+            NORM: norm,
+            **window.scalars,
+        }  # a clip's own norm wins, as it has seen every parameter
+        for name, value in scalars.items():
+            if value is not None and (name != NORM or math.isfinite(value)):
+                interval.scalars.setdefault(name, _Mean()).add(value)
         if drop is not None and drop.kind not in _EXPECTED:
-            self.alert(drop.kind, f"window {facts.window} was dropped: {drop.reason}")
-        if facts.window % self._log_every == 0:
-            self.reading(facts.time)
+            self.alert(drop.kind, f"window {window.number} was dropped: {drop.reason}")
+        if window.number % self._log_every == 0:
+            self.reading(window.time)
 
     def alert(self, name: str, message: str) -> None:
         """Something looks wrong: the reading will say so, and the first time of each name is an alert."""
@@ -143,8 +146,8 @@ class NoiseScaleLog:
             self.alert(name, message)
         elapsed = now - interval.start
         metrics = reading.metrics() | {
-            "grad/norm": interval.norms.value,
-            "grad/clip_fraction": interval.clipped.value,
+            NORM: None,
+            CLIP_FRACTION: None,
             "cost/seconds_per_window": interval.seconds / interval.windows,
             "cost/fraction": interval.seconds / elapsed if elapsed > 0 else None,
             "run/units_seen": self._units_seen,

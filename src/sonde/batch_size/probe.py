@@ -16,20 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.batch_size.delivery import Delivery
-from sonde.batch_size.log import NoiseScaleLog
+from sonde.batch_size.log import CLIP_FRACTION, NORM, MeasuredWindow, NoiseScaleLog
+from sonde.batch_size.readback import Readback
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
 from sonde.batch_size.scalars import Scalars
-from sonde.batch_size.setup import check_options, describe, group_names
+from sonde.batch_size.setup import check_options, describe, describe_window, group_names
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
 from sonde.batch_size.taps.metric import AdamMetric, Euclidean, Metric
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
-from sonde.batch_size.taps.window_reader import Tap, Window, WindowReader
-from sonde.batch_size.taps.window_sums import piece_counts
+from sonde.batch_size.taps.tap_choice import TapChoice, TapName
+from sonde.batch_size.taps.window_reader import WindowReader
+from sonde.batch_size.taps.window_sums import Window, as_vector, piece_counts, read_row
+from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.clip import Nonfinite, check_max_norm, clip_measured_
 from sonde.parallel.wrappers import GroupOf, Inventory, clean_name, find_wrapper, unwrap_optimizer
 from sonde.records import Sink
@@ -106,7 +108,7 @@ class NoiseScaleProbe:
         sinks: Sequence[Sink] = (),
         run: str = "",
         metadata: Mapping[str, object] | None = None,
-        tap: Tap = "auto",
+        tap: TapName = "auto",
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         process_group: dist.ProcessGroup | None = None,
@@ -152,17 +154,24 @@ class NoiseScaleProbe:
             expected=self._expectation.now(),
         )
         # Last of what may refuse: it installs hooks.
-        self._reader = WindowReader(
+        witness = Witness(list(wrapper.parameters.values()))
+        self._taps = TapChoice(
             wrapper,
-            names,
+            witness,
             self._metric,
-            tap=tap,
+            name=tap,
             comm_hook=comm_hook,
             comm_state=comm_state,
-            grad_scaler=self._grad_scaler,
             staging_bytes=int(staging_mib * 2**20),
             on_backward=self._end_backward,
         )
+        self._reader = WindowReader(wrapper, names, self._metric, witness, self._taps, grad_scaler=self._grad_scaler)
+        self._readback: Readback[MeasuredWindow] = Readback()
+        self._n_windows = 0
+        """Windows ended so far, those before a restart included."""
+        self._n_put = 0
+        self._n_arrived = 0
+        self._seconds_put = 0.0
         self._scalars = Scalars()
         self._in_piece = False
         self._closed = False
@@ -172,7 +181,7 @@ class NoiseScaleProbe:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._verbose = verbose and is_first
         try:
-            self._journal = NoiseScaleLog(
+            self._log = NoiseScaleLog(
                 self._tracker,
                 sinks if is_first else (),
                 log_every=log_every,
@@ -184,14 +193,6 @@ class NoiseScaleProbe:
         except BaseException:  # a log that cannot be begun: leave no hook behind
             self._remove_hooks()
             raise
-        self._delivery = Delivery(
-            self._reader,
-            self._tracker,
-            self._journal,
-            n_ranks=wrapper.n_ranks,
-            knows_norm=isinstance(self._metric, Euclidean),
-            say=self._say,
-        )
         self._say(describe(self._setup(), self._tracker.unit))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -288,7 +289,7 @@ class NoiseScaleProbe:
 
     def reading(self) -> NoiseScaleReading:
         """What is known now, the last ended window included. Waits for the device, as training itself never does."""
-        self._delivery.send()
+        self._readback.send()
         self._receive(wait=True)
         return self._tracker.reading()
 
@@ -299,7 +300,7 @@ class NoiseScaleProbe:
     @property
     def alerts(self) -> Mapping[str, str]:
         """Messages about what has looked wrong so far, by name; each reading's record has those of its time."""
-        return dict(self._journal.alerts)
+        return dict(self._log.alerts)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages so far, to go on from after a restart; JSON values. Waits for the device."""
@@ -308,7 +309,7 @@ class NoiseScaleProbe:
             "version": VERSION,
             "what": self._identity(),
             "averages": self._tracker.state_dict(),
-            "run": self._journal.state_dict(),
+            "run": self._log.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -321,8 +322,8 @@ class NoiseScaleProbe:
         check_state(state, self._identity())
         self.reading()  # windows on their way belong to what was before
         self._tracker.load_state_dict(state["averages"])
-        self._journal.load_state_dict(state["run"])
-        self._delivery.window = state["run"]["window"]
+        self._log.load_state_dict(state["run"])
+        self._n_windows = state["run"]["window"]
 
     def _identity(self) -> dict[str, str]:
         return identity(self._tracker.unit, self._metric.name, self._wrapper.parameters.items())
@@ -342,16 +343,16 @@ class NoiseScaleProbe:
         atexit.unregister(self._at_exit)
         try:
             try:
-                self._delivery.send(abandon_unfinished=abandon_unfinished)
+                self._readback.send(abandon_unfinished=abandon_unfinished)
             finally:  # what has arrived of a run whose peers failed
                 self._receive(wait=not abandon_unfinished)
                 self._step_watch.tell()
         finally:
             self._remove_hooks()
-            self._journal.end(reason)
+            self._log.end(reason)
 
     def _remove_hooks(self) -> None:
-        self._reader.close()
+        self._taps.close()
         self._step_watch.close()
 
     def __enter__(self) -> Self:
@@ -398,43 +399,53 @@ class NoiseScaleProbe:
         self._deliver()
         self._seconds += time.perf_counter() - start
         is_late = self._step_watch.window_ends()
-        window = self._reader.end_window(reads_grad=max_norm is not None, is_late=is_late)
+        window, global_norm = self._reader.end_window(reads_grad=max_norm is not None, is_late=is_late)
         start = time.perf_counter()
         norm, failure = None, None
+        clip_scalars: dict[str, float | Tensor] = {}
         if max_norm is not None:
+            assert global_norm is not None
+            nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
             try:
-                norm = self._clip(window, max_norm, error_if_nonfinite)
-            except RuntimeError as error:
+                norm = clip_measured_(self._reader.plan, global_norm, max_norm, nonfinite=nonfinite)
+                clip_scalars = {NORM: norm, CLIP_FRACTION: norm > max_norm}
+            except RuntimeError as error:  # raised below: the window has ended all the same
                 failure = error
-        self._delivery.post(
-            window,
-            self._scalars.take(),
-            norm=norm,
-            max_norm=max_norm,
-            seconds=self._seconds + self._reader.seconds,
-        )
-        if change := self._reader.change_tap_if_due():
+        self._put(window, clip_scalars | self._scalars.take())
+        if change := self._taps.change_if_due():
             self._say(change)
         self._seconds += time.perf_counter() - start
         if failure is not None:
             raise failure
         return norm
 
-    def _clip(self, window: Window, max_norm: float, error_if_nonfinite: bool) -> Tensor:
-        assert window.norm is not None
-        nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
-        return clip_measured_(self._reader.plan, window.norm, max_norm, nonfinite=nonfinite)
+    def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
+        """Put a window's numbers into the readback, with what the host knows of it now."""
+        self._n_windows, self._n_put = self._n_windows + 1, self._n_put + 1
+        seconds = self._seconds + self._reader.seconds
+        number, ended, taken, tap = self._n_windows, time.time(), seconds - self._seconds_put, self._reader.tap_name
+        self._seconds_put = seconds
+        names, sizes = tuple(scalars), window.witness_sizes  # not the window itself, whose memory may go once sent
+
+        def read(vectors: list[Tensor]) -> MeasuredWindow:
+            packed, sq_norm_big, witness_final, values = vectors
+            row = read_row(packed, sq_norm_big, witness_final, sizes)
+            return MeasuredWindow(row, number, ended, taken, tap, dict(zip(names, values.tolist(), strict=True)))
+
+        vectors = [window.packed, window.sq_norm_big, window.witness_final]
+        self._readback.put([*vectors, as_vector(list(scalars.values()), self._reader.device)], read, window.work)
 
     def _deliver(self) -> None:
-        """Send what is due, take in what has arrived."""
-        if self._delivery.send_if_due(min(self._log_every, _WINDOWS_HELD)):
+        """Send the windows that are due (the first at once, so that people soon see it), take in those that arrived."""
+        if self._n_put == 1 or self._n_windows % min(self._log_every, _WINDOWS_HELD) == 0:
+            self._readback.send()
             self._look_for_strangers()
         self._receive(wait=False)
 
     def _look_for_strangers(self) -> None:
         """Parameters that are trainable now and were not when the probe was attached."""
         if trainable := [name for name, p in self._strangers().items() if p.requires_grad]:
-            self._journal.alert(
+            self._log.alert(
                 "not_watched",
                 f"{len(trainable)} parameters became trainable, or came in place of others, after the probe was "
                 f"attached and are not measured ({clean_name(trainable[0])}, …): attach again",
@@ -447,10 +458,14 @@ class NoiseScaleProbe:
     def _receive(self, *, wait: bool) -> None:
         if self._expectation.has_changed():
             self._tracker.expect(self._expectation.now())
-        self._delivery.receive(wait=wait)
+        for window in self._readback.arrived(wait=wait):
+            drop = self._tracker.update(window.row)
+            self._taps.saw_row(window.row, is_sound=drop is None)
+            self._say_first(window)
+            self._log.window(window, drop, self._tracker.norm if isinstance(self._metric, Euclidean) else None)
 
     def _tell_never_ended(self) -> None:
-        self._journal.alert(
+        self._log.alert(
             "never_called",
             "optimizer.step() ran, but the window was not ended: "
             "call probe.step() or probe.clip_grad_norm_() before it",
@@ -473,6 +488,12 @@ class NoiseScaleProbe:
             "comm_hook": comm_hook_name(self._wrapper.ddp),
             "units_per_piece": self._units_per_piece,
         }
+
+    def _say_first(self, window: MeasuredWindow) -> None:
+        self._n_arrived += 1
+        if self._n_arrived == 1:
+            n_pieces, n_units = window.row.n_pieces, window.row.n_units
+            self._say(describe_window(n_pieces, n_units, self._wrapper.n_ranks, self._tracker.unit))
 
     def _say(self, text: str) -> None:
         if self._verbose:

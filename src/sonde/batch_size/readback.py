@@ -1,7 +1,8 @@
-"""Moves small device vectors to the host without making the training path wait."""
+"""Brings small vectors from the device to the host without making the training path wait."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -9,48 +10,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Note = TypeVar("Note")
+T = TypeVar("T")
+Read = Callable[[list[Tensor]], T]
+"""Makes a value of vectors on the CPU."""
 
 
 @dataclass(frozen=True)
-class _Batch(Generic[Note]):
+class _Copy(Generic[T]):
+    """Vectors of several puts in one host tensor, which a copy may still be filling."""
+
     host: Tensor
     sizes: list[list[int]]
-    notes: list[Note]
+    reads: list[Read[T]]
     copied: torch.cuda.Event | None
 
 
-class Mailbox(Generic[Note]):
-    """Vectors are posted on the device, sent together by one asynchronous copy, and received when they have arrived."""
+class Readback(Generic[T]):
+    """Vectors are put in on the device, sent by one asynchronous copy, and yielded as values once they have arrived."""
 
     def __init__(self) -> None:
-        self._posted: list[tuple[dist.Work | None, list[Tensor], Note]] = []
-        self._sent: list[_Batch[Note]] = []
+        self._put: list[tuple[dist.Work | None, list[Tensor], Read[T]]] = []
+        self._copies: list[_Copy[T]] = []
 
-    def post(self, parts: list[Tensor], note: Note, work: dist.Work | None = None) -> None:
-        """Put vectors in, with a note for the receiver.
+    def put(self, vectors: list[Tensor], read: Read[T], work: dist.Work | None = None) -> None:
+        """Put vectors in.
 
         Args:
-            parts: 1-D tensors of one floating dtype on one device; they must not be written to again.
-            note: handed back with them.
+            vectors: 1-D tensors of one floating dtype on one device; they must not be written to again.
+            read: makes the value of them when they have come to the CPU.
             work: a collective that is still writing to them.
         """
-        self._posted.append((work, parts, note))
+        self._put.append((work, vectors, read))
 
     def send(self, *, abandon_unfinished: bool = False) -> None:
-        """Start copying everything posted so far.
+        """Start copying everything that was put in.
 
         Args:
-            abandon_unfinished: leave out what a collective has not finished yet, as one whose peers have failed never
-                will, or has failed to.
+            abandon_unfinished: leave out vectors whose collective has failed or has not finished; if its peers have
+                failed, it never will.
 
         Raises:
-            RuntimeError: when a collective has failed; what the others wrote is sent.
+            RuntimeError: when a collective has failed; the vectors of the others are sent.
         """
-        posted, self._posted = self._posted, []
-        finished: list[tuple[list[Tensor], Note]] = []
+        put, self._put = self._put, []
+        finished: list[tuple[list[Tensor], Read[T]]] = []
         failure: RuntimeError | None = None
-        for work, parts, note in posted:
+        for work, vectors, read in put:
             if abandon_unfinished and work is not None and not work.is_completed():
                 continue
             try:
@@ -59,16 +64,15 @@ class Mailbox(Generic[Note]):
             except RuntimeError as error:
                 failure = error
                 continue
-            finished.append((parts, note))
+            finished.append((vectors, read))
         if finished:
             self._copy(finished)
         if failure is not None and not abandon_unfinished:
             raise failure
 
-    def _copy(self, finished: list[tuple[list[Tensor], Note]]) -> None:
-        packed = torch.cat([part for parts, _ in finished for part in parts])
-        sizes = [[part.numel() for part in parts] for parts, _ in finished]
-        notes = [note for _, note in finished]
+    def _copy(self, finished: list[tuple[list[Tensor], Read[T]]]) -> None:
+        packed = torch.cat([vector for vectors, _ in finished for vector in vectors])
+        sizes = [[vector.numel() for vector in vectors] for vectors, _ in finished]
         copied = None
         if packed.is_cuda:
             host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
@@ -77,25 +81,24 @@ class Mailbox(Generic[Note]):
             copied.record(torch.cuda.current_stream(packed.device))
         else:
             host = packed.cpu()
-        self._sent.append(_Batch(host, sizes, notes, copied))
+        self._copies.append(_Copy(host, sizes, [read for _, read in finished], copied))
 
-    def receive(self, *, wait: bool) -> list[tuple[list[Tensor], Note]]:
-        """What has arrived since the last call, in the order posted: parts on the CPU, and their note.
+    def arrived(self, *, wait: bool) -> list[T]:
+        """The values that have arrived since the last call, in the order in which they were put in.
 
         Args:
-            wait: wait for everything that was sent; the only place that waits for the device.
+            wait: wait for everything that was sent; this is the only place that waits for the device.
         """
-        arrived: list[tuple[list[Tensor], Note]] = []
-        while self._sent:
-            batch = self._sent[0]
-            if batch.copied is not None and not batch.copied.query():
+        values: list[T] = []
+        while self._copies:
+            copy = self._copies[0]
+            if copy.copied is not None and not copy.copied.query():
                 if not wait:
                     break
-                batch.copied.synchronize()
-            offset = 0
-            for sizes, note in zip(batch.sizes, batch.notes, strict=True):
-                vectors = batch.host[offset : offset + sum(sizes)]
-                arrived.append((list(vectors.split(sizes)), note))
-                offset += sum(sizes)
-            del self._sent[0]
-        return arrived
+                copy.copied.synchronize()
+            flat_sizes = [size for sizes in copy.sizes for size in sizes]
+            vectors = iter(copy.host.split(flat_sizes))
+            for sizes, read in zip(copy.sizes, copy.reads, strict=True):
+                values.append(read([next(vectors) for _ in sizes]))
+            del self._copies[0]
+        return values

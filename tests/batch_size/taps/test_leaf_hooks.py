@@ -42,7 +42,7 @@ def test_no_copy_of_a_large_gradient_not_even_by_autograd() -> None:
         weight.register_hook(lambda g: seen.append(g.data_ptr()))
         tap = LeafHookTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None) if tapped else None
         if tap:
-            tap.expect_piece(is_first=False)
+            tap.begin_piece(is_first=False)
         (weight * torch.randn(400, 400)).sum().backward()
         if tap:
             tap.end_piece()
@@ -59,7 +59,7 @@ def test_the_hook_makes_nothing_of_gradient_size() -> None:
     weight.grad = torch.zeros(512, 512)  # added to in place: autograd makes nothing of that size either
     tap = LeafHookTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None)
     grad = torch.randn(512, 512)
-    tap.expect_piece(is_first=False)
+    tap.begin_piece(is_first=False)
     with Watch() as watch:
         weight.backward(grad)
         piece = tap.end_piece()
@@ -80,7 +80,7 @@ def test_small_gradients_wait_within_a_bound() -> None:
     )
     grads = [torch.randn(100, 100) for _ in parameters]
     alive = [weakref.ref(g) for g in grads]
-    tap.expect_piece(is_first=False)
+    tap.begin_piece(is_first=False)
     most = 0
     for index in range(len(parameters)):
         grad = grads.pop(0)
@@ -96,7 +96,7 @@ def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> Non
     """Once backward has ended, writing to `.grad` must not change what waits to be read."""
     small = nn.Parameter(torch.ones(10))
     tap = LeafHookTap([small], Witness([small]), Euclidean(), on_backward_end=lambda: None, staged_numel=100)
-    tap.expect_piece(is_first=False)
+    tap.begin_piece(is_first=False)
     (small * 3).sum().backward()
     small.grad.zero_()  # type: ignore[union-attr]
     assert float(tap.end_piece().sq_norms[0]) == pytest.approx(90)
@@ -123,7 +123,7 @@ def test_waiting_changes_no_result(staging_bytes: int) -> None:
         )
         found = []
         for x in inputs:  # .grad accumulates beside what waits
-            tap.expect_piece(is_first=False)
+            tap.begin_piece(is_first=False)
             model(x).square().mean().backward()
             found.append(tap.end_piece())
         tap.close()

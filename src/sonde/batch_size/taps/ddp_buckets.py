@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
 from sonde.batch_size.taps.metric import Metric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
-from sonde.batch_size.taps.tap import GradientSummary, Problem
+from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import to_device
 
@@ -70,7 +70,7 @@ class DDPBucketTap:
         metric: how gradients are squared.
         comm_hook: the user's own hook, which then does the reduction; None for DDP's average.
         comm_state: the state that the user's hook is called with.
-        on_backward_end: called when a backward outside `expect_piece` … `end_piece` has ended.
+        on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
 
     Raises:
         ValueError: when DDP has a communication hook of the user's, or another tap reads the buckets.
@@ -110,8 +110,8 @@ class DDPBucketTap:
         self._handles = [p.register_hook(self._hook(i)) for i, p in self._watched.items()]
         self._relay.listener = self._read
 
-    def expect_piece(self) -> None:
-        """From here until `end_piece`, all backwards are one piece; from now on, none outside such a piece counts."""
+    def begin_piece(self, *, is_first: bool) -> None:
+        """From here until `end_piece`, all backwards are one piece. From now on, no backward may run outside pieces."""
         self._explicit = self._only_explicit = True
         self._has_backward = False
 
@@ -166,15 +166,15 @@ class DDPBucketTap:
         self._before: dict[int, _BucketSummary] = {}
         self._after: dict[int, _BucketSummary] = {}
 
-    def take(self) -> tuple[GradientSummary, GradientSummary]:
+    def end_window(self) -> RankGradient:
         """This rank's gradient as one piece, and the reduced gradient, since the last call."""
-        both = self._assemble(self._before), self._assemble(self._after)
+        gradient = RankGradient(local=self._assemble(self._before), reduced=self._assemble(self._after))
         self._start_window()
-        return both
+        return gradient
 
-    def take_problems(self) -> list[float | Tensor]:
-        """Counts per `Problem` since the last call, some of them on the device, and forget them."""
-        problems: list[float | Tensor] = [*self._problems]
+    def take_problems(self) -> list[Number]:
+        """Counts per `Problem` since the last call, some of them on the device; the counts start again from 0."""
+        problems: list[Number] = [*self._problems]
         self._problems = [0] * len(Problem)
         if self._left_over:
             problems[Problem.LEFT_OVER] = torch.stack([to_device(n, self._device) for n in self._left_over]).sum()

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
 from sonde.batch_size.taps.metric import Metric
 from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
-from sonde.batch_size.taps.tap import GradientSummary, Problem
+from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import to_device
 
@@ -37,7 +37,7 @@ class LeafHookTap:
         parameters: leaf tensors that require a gradient, each once.
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
-        on_backward_end: called when a backward outside `expect_piece` … `end_piece` has ended.
+        on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
         n_collectives: how many collectives the ranks have issued so far, by which `.grad` may have been reduced.
         staging_bytes: bound of the memory for gradients that wait.
         staged_numel: gradients up to this many elements wait; by default as `STAGED_NUMEL` says.
@@ -56,8 +56,6 @@ class LeafHookTap:
     ) -> None:
         self.name = "leaf hooks"
         self.seconds = 0.0
-        self.n_backwards = 0
-        """Backwards of the piece that ended last."""
         self._parameters = list(parameters)
         self._witness, self._metric = witness, metric
         self._on_backward_end, self._n_collectives = on_backward_end, n_collectives
@@ -86,7 +84,7 @@ class LeafHookTap:
         self._grad_is_piece = False
         self._n_open = 0
 
-    def expect_piece(self, *, is_first: bool) -> None:
+    def begin_piece(self, *, is_first: bool) -> None:
         """From here until `end_piece`, all backwards are one piece; from now on, none outside such a piece counts.
 
         Args:
@@ -105,8 +103,8 @@ class LeafHookTap:
             sq_norms = add_squares(len(self._parameters), self._parts, self._device)
             for index, twice_the_product in self._cross:
                 sq_norms[index] += to_device(twice_the_product, self._device)
-            piece = GradientSummary(sq_norms, self._witness.join(self._witnessed, self._device))
-        self.n_backwards = len(self._backwards)
+            witness = self._witness.join(self._witnessed, self._device)
+        piece = GradientSummary(sq_norms, witness, n_backwards=len(self._backwards))
         self._reset()
         self._explicit = False
         return piece
@@ -117,10 +115,13 @@ class LeafHookTap:
         self._reset()
         self._explicit = False
 
-    def take_problems(self) -> list[int]:
-        """Counts per `Problem` since the last call, and forget them."""
+    def end_window(self) -> None:
+        """Nothing: `end_piece` has given the gradient of every piece."""
+
+    def take_problems(self) -> list[Number]:
+        """Counts per `Problem` since the last call; the counts start again from 0."""
         problems, self._problems = self._problems, [0] * len(Problem)
-        return problems
+        return [*problems]
 
     def close(self) -> None:
         """Remove every hook."""

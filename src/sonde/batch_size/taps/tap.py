@@ -1,34 +1,84 @@
-"""What is kept of a gradient: its squared norm per parameter, and the witness's elements."""
+"""A tap sees the gradients of pieces while backward runs: what every tap does, and what can go wrong in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 from torch import Tensor
+
+Number = float | Tensor
+"""A Python number, or a 0-dim tensor that is never read on the host."""
 
 
 @dataclass(frozen=True)
 class GradientSummary:
-    """What is kept of one gradient.
+    """The part of one gradient that is kept.
 
     Attributes:
-        sq_norms: squared norm per parameter in some `Metric`, 0 where it has none; [parameters].
+        sq_norms: squared norm per parameter in some `Metric`, 0 for a parameter without gradient; [parameters].
         witness: the witness's elements, [witness.size].
+        n_backwards: backwards that added up to this gradient.
     """
 
     sq_norms: Tensor
     witness: Tensor
+    n_backwards: int = 1
 
     def scaled(self, factor: Tensor) -> GradientSummary:
         """The summary of `factor` times the gradient; factor: 0-dim."""
-        return GradientSummary(sq_norms=self.sq_norms * factor.square(), witness=self.witness * factor)
+        return GradientSummary(self.sq_norms * factor.square(), self.witness * factor, self.n_backwards)
+
+
+@dataclass(frozen=True)
+class RankGradient:
+    """One rank's gradient of a whole window, as a tap reads it that cannot see single pieces.
+
+    Attributes:
+        local: the sum of this rank's pieces, before the reduction over ranks.
+        reduced: the gradient after the reduction.
+    """
+
+    local: GradientSummary
+    reduced: GradientSummary
+
+
+class Tap(Protocol):
+    """Reads the gradients of pieces and never changes them. A new way to read gradients is a new class of this kind."""
+
+    name: str
+    """Where gradients are read, for people."""
+    seconds: float
+    """Host time spent reading so far."""
+
+    def begin_piece(self, *, is_first: bool) -> None:
+        """From here until `end_piece` all backwards are one piece. Later backwards outside pieces never count.
+
+        Args:
+            is_first: whether the piece is the first of its window on this rank, so that `.grad` holds nothing else.
+        """
+
+    def end_piece(self) -> GradientSummary | None:
+        """The gradient of the piece that ends here; None from a tap that sees only whole windows."""
+
+    def discard_piece(self) -> None:
+        """Forget the present piece. Its backward may have changed `.grad` already."""
+
+    def end_window(self) -> RankGradient | None:
+        """This rank's whole window; None from a tap that has given the gradient of each piece."""
+
+    def take_problems(self) -> list[Number]:
+        """Counts per `Problem` since the last call, some of them on the device; the counts start again from 0."""
+
+    def close(self) -> None:
+        """Remove every hook."""
 
 
 class Problem(IntEnum):
-    """Why the pieces of a window cannot be used; each rank counts its own and the counts are summed over ranks.
+    """Why the pieces of a window cannot be used. Each rank counts its own problems; the counts are summed over ranks.
 
-    In the order in which they are told: the first is the cause of those after it.
+    The order is that of causes: of several problems in a window, the first causes the others, and is the one reported.
     """
 
     ENDED_LATE = 0
@@ -48,12 +98,12 @@ class Problem(IntEnum):
 
     @property
     def only_explains(self) -> bool:
-        """Whether the window may be sound all the same: it is the cause only if the gradient was changed."""
+        """Whether the window may be sound all the same. The problem then only explains a gradient that was changed."""
         return self is Problem.INTERRUPTED
 
     @property
     def message(self) -> str:
-        """The cause and the way out."""
+        """The cause, and what to do about it."""
         return _MESSAGES[self]
 
 
@@ -62,53 +112,52 @@ _MESSAGES = {
         "the window was ended after optimizer.step(): call probe.step() or probe.clip_grad_norm_() before it"
     ),
     Problem.NO_SECOND_MOMENT: (
-        "the optimizer had no second moment yet, by which metric='adam' weighs gradients: it has after its first step"
+        "metric='adam' weighs gradients by the optimizer's second moment, which exists only after its first step"
     ),
     Problem.NOT_FINITE: (
-        "a piece had a gradient, weight or number of units that is not finite and positive, or a loss scale so large "
-        "that squares of the scaled gradient overflow"
+        "a piece had a gradient that is not finite, a weight or number of units that is not finite and positive, or a "
+        "loss scale so large that squares of the scaled gradient overflow"
     ),
     Problem.INTERRUPTED: (
-        "a piece was interrupted in or after its backward, and what that had added to the gradients may be there "
-        "still: zero them after an error that you catch"
+        "a piece was interrupted in or after its backward, and part of its gradient may still be in .grad: "
+        "zero the gradients after an error that you catch"
     ),
     Problem.EMPTY_PIECE: (
-        "in a piece no backward reached the parameters: leave out micro-batches that are skipped, and run each "
-        "backward inside its own 'with probe.piece():'; gradients set by hand, or got from torch.autograd.grad, cannot "
-        "be seen"
+        "no backward reached the parameters in a piece: leave out skipped micro-batches, and run each backward inside "
+        "its own 'with probe.piece():'; gradients set by hand or returned by torch.autograd.grad cannot be seen"
     ),
     Problem.REENTRANT: (
-        "reentrant checkpointing runs backward inside backward, so pieces cannot be told apart: wrap each micro-batch "
+        "reentrant checkpointing runs backward inside backward, so pieces cannot be separated: wrap each micro-batch "
         "in 'with probe.piece():' or use checkpoint(..., use_reentrant=False)"
     ),
     Problem.SEVERAL_BACKWARDS: (
-        "a piece was found to have several backwards; "
-        "from the next window on their gradients are summed before they are squared"
+        "a piece had several backwards; from the next window on, their gradients are summed before they are squared"
     ),
     Problem.TOO_LARGE_TO_SUM: (
-        "a piece with several backwards needs its gradients summed, and they exceed the staging area: add the losses "
-        "and call backward once, raise staging_mib, or, under DDP, run all but the last backward in model.no_sync()"
+        "a piece had several backwards, and their gradients are too large for the staging area in which they would be "
+        "summed: add the losses and call backward once, raise staging_mib, or, under DDP, run all but the last "
+        "backward in model.no_sync()"
     ),
     Problem.SPARSE_ON_GPU: (
         "a sparse gradient on a GPU cannot be squared without waiting for the device: use Embedding(sparse=False)"
     ),
     Problem.SPARSE_IN_BUCKETS: (
-        "DDP reduces a sparse gradient in no bucket that can be read: use tap='leaf', or Embedding(sparse=False)"
+        "DDP does not put a sparse gradient into a bucket that can be read: use tap='leaf', or Embedding(sparse=False)"
     ),
     Problem.SEVERAL_REDUCTIONS: (
         "DDP reduced more than once in a window, so its buckets no longer hold one rank's gradient: "
         "accumulate under model.no_sync(), or use tap='leaf'"
     ),
     Problem.LEFT_OVER: (
-        "gradients were there before the window's first backward, and DDP's buckets hold them too: "
+        "gradients from before the window's first backward were still in .grad, and DDP's buckets hold them too: "
         "zero them after every step, or use tap='leaf'"
     ),
     Problem.INTERRUPTED_IN_BUCKETS: (
-        "a piece was interrupted in or after its backward, and what that had added to the gradients may be in DDP's "
-        "buckets: zero them after an error that you catch"
+        "a piece was interrupted in or after its backward, and part of its gradient may be in DDP's buckets: "
+        "zero the gradients after an error that you catch"
     ),
     Problem.OUTSIDE_PIECES: (
-        "a backward outside piece() added to the gradients, and DDP's buckets hold that too: "
-        "put it into a piece, or zero the gradients after it"
+        "a backward outside piece() added to the gradients, and DDP's buckets hold its part too: "
+        "put that backward into a piece, or zero the gradients after it"
     ),
 }

@@ -1,4 +1,7 @@
-"""The sums of one window on the device, packed into one vector: one collective, no host synchronisation."""
+"""The sums of one window on the device, packed into one vector: one collective, no host synchronisation.
+
+A window goes down here as `WindowSums` → `Window` on the device, and comes back on the host as a `WindowRow`.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,13 @@ from dataclasses import dataclass
 from numbers import Real
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.batch_size.taps.tap import GradientSummary, Problem
+from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.parallel.devices import accumulation_dtype, to_device
-
-Number = float | Tensor
-"""A Python number, or a 0-dim tensor that is never read on the host."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class PieceCounts:
 
 
 def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[float] | Tensor | None) -> PieceCounts:
-    """Check and complete what a user says of a piece.
+    """Check the counts that a user gives for a piece, and complete them.
 
     Args:
         units: units in the piece; None for one per entry of `unit_weights`.
@@ -45,11 +46,11 @@ def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[fl
     if isinstance(unit_weights, Tensor):
         if unit_weights.dim() != 1 or not unit_weights.numel():
             raise ValueError(
-                f"unit_weights must hold one weight a unit, [units], got shape {tuple(unit_weights.shape)}"
+                f"unit_weights must hold one weight for each unit, [units], got shape {tuple(unit_weights.shape)}"
             )
-        of_units = unit_weights.detach().to(accumulation_dtype(unit_weights.device))
-        effective = of_units.sum().square() / of_units.square().sum()
-        effective = torch.where((of_units >= 0).all(), effective, torch.nan)  # shows as a dropped window
+        weights = unit_weights.detach().to(accumulation_dtype(unit_weights.device))
+        effective = weights.sum().square() / weights.square().sum()  # Kish
+        effective = torch.where((weights >= 0).all(), effective, torch.nan)  # NaN drops the window later
     elif unit_weights is not None:
         effective = effective_units(unit_weights)
     if units is None:
@@ -57,7 +58,7 @@ def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[fl
         units = float(len(unit_weights))
     elif unit_weights is not None and not isinstance(units, Tensor) and units != len(unit_weights):
         raise ValueError(
-            f"unit_weights must hold one weight a unit, got {len(unit_weights)} weights for units={units}: "
+            f"unit_weights must hold one weight for each unit, got {len(unit_weights)} weights for units={units}: "
             "leave out units="
         )
     units = _positive("units", units)
@@ -87,7 +88,26 @@ def at_hand(value: Tensor) -> bool:
 
 
 _N_COUNTS = 6
-"""Numbers that a window's pieces are counted by, see `WindowSums.pack`."""
+"""Length of the counts in `WindowSums.pack`."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window's numbers on the device, on their way to the host.
+
+    Attributes:
+        packed: the pieces' sums, as `WindowSums.pack` returned them; a collective may still be adding other ranks'.
+        sq_norm_big: |F|² of the gradient at the end of the window per parameter group, in the metric; [groups].
+        witness_final: the witness's elements of that gradient; [witness].
+        witness_sizes: elements that the witness read of each parameter, in order, by index.
+        work: the collective that is adding to `packed`; None for one rank.
+    """
+
+    packed: Tensor
+    sq_norm_big: Tensor
+    witness_final: Tensor
+    witness_sizes: Mapping[int, int]
+    work: dist.Work | None
 
 
 class WindowSums:
@@ -175,7 +195,7 @@ class WindowSums:
         numbers = as_vector([*counts, *problems], self._device)
         numbers[_N_COUNTS + Problem.NOT_FINITE] += self._not_finite
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
-        # In the order in which `row` takes it apart.
+        # In the order in which `read_row` takes it apart.
         packed = torch.cat(
             [
                 self.per_group(self._small),
@@ -191,50 +211,49 @@ class WindowSums:
         self._reset_counts()
         return packed
 
-    def row(
-        self, packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Mapping[int, int]
-    ) -> WindowRow:
-        """Name the parts of a window's vectors, all on the CPU.
 
-        Args:
-            packed: what `pack` returned, summed over ranks.
-            sq_norm_big: squared norms of the final gradient, [groups].
-            witness_final: its witness elements, [witness].
-            witness_sizes: how many of them each parameter has, in order, by index.
-        """
-        small, numbers, problems, (witness_small, witness_ranks), witness, squares = packed.split(
-            [self._n_groups, _N_COUNTS, len(Problem), 2, self._n_witness, self._n_witness]
-        )
-        counts = numbers.tolist()
-        found = {p: Drop(p.name.lower(), p.message) for p in Problem if problems[p] > 0}
-        return WindowRow(
-            sq_norm_over_weight=small.tolist(),
-            weight=counts[0],
-            weight_over_units=counts[1],
-            sq_weight_over_units=counts[2],
-            n_pieces=round(counts[3]),
-            n_units=counts[4],
-            rank_sq_weight_over_units=counts[5],
-            problems=[drop for p, drop in found.items() if not p.only_explains],
-            explanations=[drop for p, drop in found.items() if p.only_explains],
-            witness_small=float(witness_small),
-            witness_ranks=float(witness_ranks),
-            witness_sizes=witness_sizes,
-            witness_sum=witness.double(),
-            witness_squares=squares.double(),
-            sq_norm_big=sq_norm_big.tolist(),
-            witness_final=witness_final.double(),
-        )
+def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Mapping[int, int]) -> WindowRow:
+    """Name the numbers of a window that has come to the host.
+
+    Args:
+        packed: as in `Window`, summed over ranks; on the CPU.
+        sq_norm_big: as in `Window`, [groups]; on the CPU.
+        witness_final: as in `Window`, [witness]; on the CPU.
+        witness_sizes: as in `Window`.
+    """
+    n_groups, n_witness = len(sq_norm_big), len(witness_final)
+    small, counts, problems, (witness_small, witness_ranks), witness, squares = packed.split(
+        [n_groups, _N_COUNTS, len(Problem), 2, n_witness, n_witness]
+    )
+    weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units = counts.tolist()
+    drops = {p: Drop(p.name.lower(), p.message) for p in Problem if problems[p] > 0}
+    return WindowRow(
+        sq_norm_over_weight=small.tolist(),
+        weight=weight,
+        weight_over_units=weight_over_units,
+        sq_weight_over_units=sq_weight_over_units,
+        n_pieces=round(n_pieces),
+        n_units=n_units,
+        rank_sq_weight_over_units=rank_sq_weight_over_units,
+        problems=[drop for p, drop in drops.items() if not p.only_explains],
+        explanations=[drop for p, drop in drops.items() if p.only_explains],
+        witness_small=float(witness_small),
+        witness_ranks=float(witness_ranks),
+        witness_sizes=witness_sizes,
+        witness_sum=witness.double(),
+        witness_squares=squares.double(),
+        sq_norm_big=sq_norm_big.tolist(),
+        witness_final=witness_final.double(),
+    )
 
 
 def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
-    """Numbers, some of them on the device already, as one vector there, without waiting; [numbers]."""
+    """Numbers as one vector on the device, without waiting for those that are there already; [numbers]."""
     dtype = accumulation_dtype(device)
-    there = [isinstance(n, Tensor) and n.device.type == device.type for n in numbers]
-    values = [0.0 if is_there else float(n) for n, is_there in zip(numbers, there, strict=True)]
-    host = torch.tensor(values, dtype=dtype, device="cpu")  # whatever the default device
-    vector = to_device(host, device)
-    for i, n in enumerate(numbers):
-        if there[i]:
-            vector[i] = n
+    on_device = {i: n for i, n in enumerate(numbers) if isinstance(n, Tensor) and n.device.type == device.type}
+    values = [0.0 if i in on_device else float(n) for i, n in enumerate(numbers)]
+    # device="cpu" is explicit, since the user may have set another default device.
+    vector = to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
+    for i, n in on_device.items():
+        vector[i] = n
     return vector

@@ -1,0 +1,162 @@
+"""Which tap reads a model's gradients, and when another one takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from sonde.batch_size.stats.window_row import WindowRow
+from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap, comm_hook_name, is_tapped
+from sonde.batch_size.taps.leaf_hooks import LeafHookTap
+from sonde.batch_size.taps.metric import Metric
+from sonde.batch_size.taps.tap import GradientSummary, Problem, Tap
+from sonde.batch_size.taps.witness import Witness
+from sonde.parallel.wrappers import Wrapper, n_collectives
+
+TapName = Literal["auto", "leaf", "comm_hook"]
+
+_WINDOWS_BEFORE_BUCKETS = 3
+_BUCKETS_FAIL = {p.name.lower() for p in (Problem.SEVERAL_REDUCTIONS, Problem.EMPTY_PIECE, Problem.REENTRANT)}
+"""Problems of DDP's buckets that leaf hooks may not have."""
+
+
+class TapChoice:
+    """Holds the tap that reads now. With "auto" it begins with leaf hooks, and reads DDP's buckets where these suffice.
+
+    Args:
+        wrapper: the model.
+        witness: elements to copy besides the norms.
+        metric: how gradients are squared.
+        name: "leaf", "comm_hook" or "auto".
+        comm_hook: the user's DDP communication hook, for "comm_hook" to wrap.
+        comm_state: the state that the hook is called with.
+        staging_bytes: bound of the memory for gradients that wait.
+        on_backward: called when a backward outside a declared piece has ended: it was a piece.
+
+    Raises:
+        ValueError: when the tap does not fit the model.
+    """
+
+    def __init__(
+        self,
+        wrapper: Wrapper,
+        witness: Witness,
+        metric: Metric,
+        *,
+        name: TapName,
+        comm_hook: CommHook | None,
+        comm_state: object,
+        staging_bytes: int,
+        on_backward: Callable[[], None],
+    ) -> None:
+        self._wrapper, self._witness, self._metric = wrapper, witness, metric
+        self._parameters = list(wrapper.parameters.values())
+        self._staging_bytes, self._on_backward = staging_bytes, on_backward
+        self._is_auto = name == "auto"
+        self._seconds_before = 0.0
+        self._one_piece_windows = 0
+        self._buckets_fail = False
+        self._reads_buckets = name == "comm_hook"
+        # Whether DDP divides by the number of ranks, or multiplies by its reciprocal, depends on DDP's options. Both
+        # round alike only for powers of two.
+        self._may_tap_buckets = (
+            self._is_auto
+            and wrapper.ddp_holds_all
+            and comm_hook_name(wrapper.ddp) is None
+            and wrapper.n_ranks >= 2
+            and wrapper.n_ranks & (wrapper.n_ranks - 1) == 0
+        )
+        self.tap: Tap
+        if name == "comm_hook":
+            self.tap = self._bucket_tap(comm_hook, comm_state)
+        elif comm_hook is not None:
+            raise ValueError(f"comm_hook is wrapped by tap='comm_hook' only, got tap={name!r}: or register it with DDP")
+        else:
+            self.tap = self._leaf_tap()
+
+    @property
+    def seconds(self) -> float:
+        """Host time spent reading by all taps so far."""
+        return self._seconds_before + self.tap.seconds
+
+    def saw_piece(self, gradient: GradientSummary) -> None:
+        """A piece has ended. If it had several backwards, each of them may reduce: buckets would not do."""
+        if gradient.n_backwards > 1:
+            self._may_tap_buckets = False
+
+    def saw_final_gradients(self, grads: Sequence[Tensor | None]) -> None:
+        """A window has ended with these gradients. Buckets do not show sparse ones."""
+        if self._may_tap_buckets and any(g is not None and g.is_sparse for g in grads):
+            self._may_tap_buckets = False
+
+    def saw_row(self, row: WindowRow, *, is_sound: bool) -> None:
+        """A window's numbers have come to the host and were judged."""
+        is_fit = is_sound and row.n_pieces == self._wrapper.n_ranks
+        self._one_piece_windows = self._one_piece_windows + 1 if is_fit else 0
+        self._buckets_fail |= any(problem.kind in _BUCKETS_FAIL for problem in row.problems)
+
+    def change_if_due(self) -> str:
+        """With "auto", change the tap where another serves better.
+
+        Once every rank has had one piece in each of a few windows, DDP's buckets show as much as leaf hooks, for less.
+        If the loop comes to reduce several times a window, leaf hooks read again.
+
+        Returns:
+            Why the tap has changed, in words; empty when it has not.
+        """
+        if self._is_auto and self._buckets_fail and self._reads_buckets:
+            self._replace(self._leaf_tap, reads_buckets=False)
+            return "several reductions a window: leaf hooks read from now on"
+        if not self._may_tap_buckets or self._one_piece_windows < _WINDOWS_BEFORE_BUCKETS:
+            return ""
+        self._may_tap_buckets = False
+        ddp = self._wrapper.ddp
+        assert ddp is not None
+        if comm_hook_name(ddp) is not None or is_tapped(ddp):  # registered since attach
+            return ""
+        try:
+            self._replace(lambda: self._bucket_tap(None, None), reads_buckets=True)
+        except (RuntimeError, ValueError) as error:  # DDP may hold a built-in hook, which it does not list
+            return f"leaf hooks stay, since DDP takes no communication hook: {error}"
+        return "one piece a rank: DDP's buckets are read from now on, by its communication hook"
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self.tap.close()
+
+    def _replace(self, make: Callable[[], Tap], *, reads_buckets: bool) -> None:
+        new = make()  # before the old tap is closed: it may raise
+        self._reads_buckets = reads_buckets
+        self.tap.close()
+        self._seconds_before += self.tap.seconds
+        self.tap = new
+
+    def _leaf_tap(self) -> Tap:
+        return LeafHookTap(
+            self._parameters,
+            self._witness,
+            self._metric,
+            on_backward_end=self._on_backward,
+            n_collectives=lambda: n_collectives(self._wrapper.group),
+            staging_bytes=self._staging_bytes,
+        )
+
+    def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> Tap:
+        if self._wrapper.ddp is None:
+            raise ValueError("tap='comm_hook' reads DDP's buckets, got a plain model: use tap='leaf' or 'auto'")
+        if not self._wrapper.ddp_holds_all:
+            raise ValueError(
+                "tap='comm_hook' reads the buckets of one DDP module, got a model with trainable parameters outside: "
+                "use tap='leaf' or 'auto'"
+            )
+        return DDPBucketTap(
+            self._wrapper.ddp,
+            self._parameters,
+            self._witness,
+            self._metric,
+            comm_hook=comm_hook,
+            comm_state=comm_state,
+            on_backward_end=self._on_backward,
+        )
