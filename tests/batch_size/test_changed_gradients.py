@@ -258,7 +258,7 @@ def test_weights_that_cannot_be_added_up(weight: float) -> None:
             with probe.piece(units=4, weight=weight):
                 loss().backward()
         probe.step()
-        assert "too large or too small to be added up" in probe.reading().reason
+        assert "too large or too small to add up" in probe.reading().reason
 
 
 def test_a_change_to_one_layer_of_many_is_met() -> None:
@@ -296,7 +296,7 @@ def test_a_gradient_larger_than_its_pieces_allow_is_dropped() -> None:
         probe._reader._witness.read(index, compared).fill_(1.0)
         grad.view(-1)[int(compared.view(-1).argmin())] += 1e3
         probe.step()
-        assert "larger than its pieces can add up to" in probe.reading().reason
+        assert "larger than the sum of its pieces can be" in probe.reading().reason
 
 
 def test_gradients_present_at_attach_are_noticed_and_zeros_are_fine() -> None:
@@ -312,7 +312,7 @@ def test_gradients_present_at_attach_are_noticed_and_zeros_are_fine() -> None:
             model.zero_grad(set_to_none=False)
         reading = probe.reading()
     assert (reading.windows, sum(reading.dropped.values())) == (1, 1)
-    assert "gradients were there before the probe was attached" in next(iter(reading.dropped))
+    assert "gradients from before attach were still in .grad" in next(iter(reading.dropped))
 
 
 def test_zeroed_gradients_are_named() -> None:

@@ -33,8 +33,8 @@ def test_a_single_piece_gives_no_number_and_both_ways_out() -> None:
     model = small_model()
     reading, _ = _single(model)
     assert (reading.windows, reading.b_simple, reading.low) == (0, None, None)
-    assert "accumulate gradients over 2 micro-batches" in reading.reason
-    assert "2 data-parallel ranks" in reading.reason
+    assert "accumulate gradients over 2 or more micro-batches" in reading.reason
+    assert "2 or more data-parallel ranks" in reading.reason
     assert "not known yet" in str(reading)
 
 
@@ -210,7 +210,7 @@ def test_unresolved_signal_is_said() -> None:
         reading = probe.reading()
         assert reading.status != "resolved"
         assert reading.b_simple is None
-        assert "not told from 0 after 50 windows" in probe.alerts["unresolved"]
+        assert "cannot yet be distinguished from 0 after 50 windows" in probe.alerts["unresolved"]
 
 
 # State and records.

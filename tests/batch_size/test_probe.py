@@ -125,7 +125,7 @@ def test_unbiased_for_the_exact_moments_of_a_population() -> None:
             probe.step()
             model.zero_grad()
         reading = probe.reading()
-        moments = probe._tracker._total._moments()
+        moments = probe._tracker._averages.total._moments()
     squares = sum(SIZES) ** 2  # they are in units of the sum of the pieces
     for got, true, variance in (
         (reading.trace_cov, exact.trace_cov, moments["var_numerator"]),
@@ -336,7 +336,7 @@ def test_many_sixteen_bit_gradients_are_sums_until_they_stop_adding_up(n_pieces:
             model.zero_grad()
         reading = probe.reading()
     assert reading.windows == windows, reading.dropped
-    assert windows or "16-bit gradients lost what is small" in reading.reason
+    assert windows or "16-bit gradients lost small parts" in reading.reason
 
 
 # What a loop may do.

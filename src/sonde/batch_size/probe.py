@@ -139,7 +139,7 @@ class NoiseScaleProbe:
         if metric == "adam":
             assert optimizer is not None
             self._metric = AdamMetric(unwrap_optimizer(optimizer), list(wrapper.parameters.values()))
-        self._expectation = RoundingWatch(
+        self._rounding = RoundingWatch(
             wrapper, hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         )
         names = group_names(groups, wrapper.parameters)
@@ -151,7 +151,7 @@ class NoiseScaleProbe:
             n_ranks=wrapper.n_ranks,
             # A GradScaler's scale is taken out of the squares afterwards; Adam's weights have a size of their own.
             least_sq_norm=0.0 if self._grad_scaler or metric == "adam" else LEAST_SQ_NORM * n_elements,
-            expected=self._expectation.now(),
+            rounding=self._rounding.now(),
         )
         # Last of what may refuse: it installs hooks.
         witness = Witness(list(wrapper.parameters.values()))
@@ -456,8 +456,8 @@ class NoiseScaleProbe:
         return {name: p for name, p in self._inventory.parameters().items() if id(p) not in self._known}
 
     def _receive(self, *, wait: bool) -> None:
-        if self._expectation.has_changed():
-            self._tracker.expect(self._expectation.now())
+        if self._rounding.has_changed():
+            self._tracker.rounding = self._rounding.now()
         for window in self._readback.arrived(wait=wait):
             drop = self._tracker.update(window.row)
             self._taps.saw_row(window.row, is_sound=drop is None)

@@ -57,7 +57,7 @@ def test_what_was_changed_again_and_again_taints_the_windows_between() -> None:
     take(tampering, SOUND, times=10)
     take(tampering, reading(changed={7}, sound={0, 1}), *[SOUND] * 9, times=3)
     take(tampering, reading(sound={0, 1, 7}))
-    assert "where 30 of the last windows were changed" in str(tampering.doubt())
+    assert "30 of the last windows were changed" in str(tampering.doubt())
 
 
 def test_a_window_whose_pieces_are_of_no_use_acquits_nobody() -> None:

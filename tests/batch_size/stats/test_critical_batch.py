@@ -62,10 +62,10 @@ def test_verdict_says_its_numbers() -> None:
 
 def test_verdict_from_a_bound_alone() -> None:
     assert verdict(32, status="lower_bound", low=100.0, high=math.inf, reason="r").kind == "too_small"
-    near = verdict(64, status="lower_bound", low=100.0, high=math.inf, reason="|G|² is not told from 0")
+    near = verdict(64, status="lower_bound", low=100.0, high=math.inf, reason="|G|² cannot yet be distinguished from 0")
     assert near.kind == "unknown"
     assert "above 100 images" in near.headline
-    assert "|G|² is not told from 0" in near.detail
+    assert "|G|² cannot yet be distinguished from 0" in near.detail
 
 
 def test_no_verdict_without_data() -> None:

@@ -89,7 +89,7 @@ def reading_record(
         "time": STARTED + 5.3 * window,
         "window": window,
         "status": status,
-        "reason": "" if status == "resolved" else "the denominator is not told from 0 yet",
+        "reason": "" if status == "resolved" else "the denominator cannot yet be distinguished from 0 yet",
         "metrics": metrics,
         "groups": {name: _group(status, true, width, signal, k, len(groups)) for k, name in enumerate(groups)},
         "dropped": {"a piece was not finite": 2},

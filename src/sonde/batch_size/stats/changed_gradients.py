@@ -9,20 +9,22 @@ from typing import Any
 from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.stats.state import check_count, check_keys, check_number
 
-_BY_CHANCE, _SHARE_BY_CHANCE = 1.5, 0.02
-"""Changed windows, and their share of the average, up to which they are accidents that taint nothing."""
+_ACCIDENTS = 1.5
+"""Changed windows, weighted by age, that are taken for accidents and raise no doubt."""
+_SHARE_OF_ACCIDENTS = 0.02
+"""Share of changed windows in the average that is taken for accidents and raises no doubt."""
 _ABSENCES = 3
-"""Looks in a row that find no gradient, after which a parameter is taken to be used no more."""
+"""Checks in a row without a gradient, after which a parameter counts as no longer used."""
 
 
 @dataclass(frozen=True)
-class _Suspect:
-    """A parameter that was last seen changed.
+class _Pending:
+    """A parameter that was changed when it was last compared.
 
     Attributes:
         times: how often in a row.
         since: windows averaged since the first of them.
-        absences: looks in a row that found no gradient of it.
+        absences: checks in a row that found no gradient of it.
     """
 
     times: int = 0
@@ -31,15 +33,15 @@ class _Suspect:
 
 
 class ChangedGradients:
-    """Remembers windows whose gradient was changed, and parameters that were, until they are seen sound again.
+    """Remembers changed windows, and changed parameters until they are seen sound again.
 
-    Few elements of few parameters are compared in a window. A window that is found changed is dropped; those before and
-    after it, in which the changed parameter was not compared, are in the averages. So there is doubt while a parameter
-    was last seen changed, and while changed windows, seen or likely unseen, weigh noticeably. What was found changed
-    once, together with something that is sound soon after, was an accident.
+    Each window compares few elements of few parameters. A window that is found changed is dropped. Windows before and
+    after it, in which the changed parameter was not compared, are already in the averages. So there is doubt while a
+    parameter was changed when last compared, and while changed windows (seen, or likely unseen) weigh noticeably in
+    the averages. A change that was seen once, and whose parameter is sound at the next comparison, was an accident.
 
     Args:
-        decay: by which a window's weight shrinks with each later one.
+        decay: factor by which a window's weight shrinks with each later window.
     """
 
     def __init__(self, decay: float) -> None:
@@ -47,62 +49,64 @@ class ChangedGradients:
         self._weight = 0.0
         self._changed = 0.0
         self._why = ""
-        self._suspects: dict[int, _Suspect] = {}
+        self._pending: dict[int, _Pending] = {}
 
     def update(self, scale: ScaleReading, *, why_changed: str | None, averaged: bool) -> None:
         """Take one window.
 
         Args:
-            scale: what its witness says.
-            why_changed: why it was dropped, if it was for a changed gradient.
+            scale: how its gradient relates to the sum of its pieces.
+            why_changed: why it was dropped, if it was dropped for a changed gradient.
             averaged: whether it was averaged.
         """
         is_first = self._weight == 0.0
         self._weight = self._decay * self._weight + 1.0
         self._changed *= self._decay
-        if why_changed is None and not averaged:  # its pieces were of no use: nothing was compared
+        if why_changed is None and not averaged:  # its pieces were unusable, so nothing was compared
             return
         if why_changed is not None:
             self._changed, self._why = self._changed + 1.0, why_changed
-            # In the first window gradients may have been there already; what goes on being changed is met again.
+            # In the first window `.grad` may hold gradients from before. A lasting change is met again later.
             for index in scale.changed if not is_first else ():
-                before = self._suspects.get(index, _Suspect())
-                self._suspects[index] = replace(before, times=before.times + 1, absences=0)
-        for index in sorted(scale.sound & self._suspects.keys()):
-            if index in self._suspects:
-                self._acquit(index)
-        for index in sorted(scale.absent & self._suspects.keys()):
-            if (suspect := self._suspects.get(index)) is None:
+                before = self._pending.get(index, _Pending())
+                self._pending[index] = replace(before, times=before.times + 1, absences=0)
+        for index in sorted(scale.sound & self._pending.keys()):
+            if index in self._pending:  # clearing one parameter may clear others
+                self._clear(index)
+        for index in sorted(scale.absent & self._pending.keys()):
+            if (pending := self._pending.get(index)) is None:
                 continue
-            self._suspects[index] = replace(suspect, absences=suspect.absences + 1)
-            if suspect.absences + 1 >= _ABSENCES:
-                self._acquit(index)
+            self._pending[index] = replace(pending, absences=pending.absences + 1)
+            if pending.absences + 1 >= _ABSENCES:
+                self._clear(index)
         if averaged:
-            self._suspects = {index: replace(s, since=s.since + 1) for index, s in self._suspects.items()}
+            self._pending = {index: replace(p, since=p.since + 1) for index, p in self._pending.items()}
 
-    def _acquit(self, index: int) -> None:
-        suspect = self._suspects.pop(index)
-        if suspect.times > 1:  # it was no accident: likely changed in between too
-            self._changed = min(self._changed + suspect.since, self._weight)
+    def _clear(self, index: int) -> None:
+        """The parameter is sound again, or no longer used."""
+        pending = self._pending.pop(index)
+        if pending.times > 1:  # no accident: the windows in between were likely changed too, unseen
+            self._changed = min(self._changed + pending.since, self._weight)
             return
-        # Whatever it was has passed, for those too that were found with it and come round later.
-        self._suspects = {i: s for i, s in self._suspects.items() if (s.times, s.since) != (1, suspect.since)}
+        # The accident has passed. It also clears the parameters found changed in the same window, whose turn to be
+        # compared comes later.
+        self._pending = {i: p for i, p in self._pending.items() if (p.times, p.since) != (1, pending.since)}
 
     def doubt(self) -> str | None:
-        """Why the averages are not to be trusted; None when they are."""
-        if self._changed > max(_BY_CHANCE, _SHARE_BY_CHANCE * self._weight):
+        """Why the averages cannot be trusted; None when they can."""
+        if self._changed > max(_ACCIDENTS, _SHARE_OF_ACCIDENTS * self._weight):
             return (
-                f"{self._why}; where {self._changed:.0f} of the last windows were changed, others may have been "
-                "without its being seen"
+                f"{self._why}; {self._changed:.0f} of the last windows were changed, and others may have been changed "
+                "unseen"
             )
-        if self._suspects:
-            return f"{self._why}; what was changed has not been seen sound since"
+        if self._pending:
+            return f"{self._why}; the changed gradient has not been seen sound since"
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs."""
-        suspects = {str(index): asdict(suspect) for index, suspect in self._suspects.items()}
-        return {"weight": self._weight, "changed": self._changed, "why": self._why, "suspects": suspects}
+        pending = {str(index): asdict(counts) for index, counts in self._pending.items()}
+        return {"weight": self._weight, "changed": self._changed, "why": self._why, "suspects": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned.
@@ -117,7 +121,7 @@ class ChangedGradients:
             check_number(what, state, name, low=0)
         if not isinstance(state["why"], str):
             raise ValueError(f"{what}: 'why' must be text, got {state['why']!r:.60}: is it damaged?")
-        suspects: dict[int, _Suspect] = {}
+        pending: dict[int, _Pending] = {}
         if not isinstance(state["suspects"], Mapping):
             raise ValueError(f"{what}: 'suspects' must map parameters to counts, got {state['suspects']!r:.60}")
         for index, counts in state["suspects"].items():
@@ -126,6 +130,6 @@ class ChangedGradients:
             check_keys(f"{what}, suspect {index}", counts, {"times", "since", "absences"})
             for name in counts:
                 check_count(f"{what}, suspect {index}", counts, name)
-            suspects[int(index)] = _Suspect(**counts)
+            pending[int(index)] = _Pending(**counts)
         self._weight, self._changed, self._why = float(state["weight"]), float(state["changed"]), state["why"]
-        self._suspects = suspects
+        self._pending = pending

@@ -43,10 +43,10 @@ class NoiseScaleReading:
         windows_needed: windows still needed for ± 20 %; None when it cannot be said.
         consistency: tr Σ within ranks over tr Σ between ranks, about 1 when data are sound; None when there is no
             second rank or no second micro-batch to compare.
-        doubts: what makes the numbers untrustworthy, a message by name; empty when nothing does. A reading in doubt is
+        doubts: reasons not to trust the numbers, a message by name; empty when there is none. A reading in doubt is
             unresolved and gives no number.
         scale: κ of the last sound window, the optimizer's gradient over the sum of the pieces' gradients.
-        scale_residual: the part of the last window's gradient that is not that multiple.
+        scale_residual: the part of the last window's gradient that κ does not explain.
         unit: plural name of the unit.
         groups: by parameter group, in the model's order.
     """
@@ -111,8 +111,8 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
     if not alerts and reading.status != "resolved" and reading.windows >= _UNRESOLVED_AFTER:
         needed = reading.windows_needed
         alerts["unresolved"] = (
-            f"|G|² is not told from 0 after {reading.windows} windows, so the noise scale has no upper end: "
-            + (f"about {needed} more windows" if needed else "a longer horizon")
+            f"|G|² cannot yet be distinguished from 0 after {reading.windows} windows, so the noise scale has no upper "
+            + ("end: " + (f"about {needed} more windows" if needed else "a longer horizon"))
             + " or more pieces in a window would resolve it"
         )
     return alerts

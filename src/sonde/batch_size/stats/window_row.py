@@ -1,4 +1,4 @@
-"""What one window measured, and whether it can be used."""
+"""The numbers that one window measured, and whether they can be used."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from sonde.batch_size.stats.noise_scale import PieceSums
 from sonde.batch_size.stats.scale_witness import ScaleReading
 
 _ROUNDING_OF_SQUARES = 1e-2
-"""Of fp32 squares, and of sums in 16 bits."""
+"""Relative rounding allowed in |F|²: squares are in fp32, and gradients may have been added up in 16 bits."""
 
 _MIN, _MAX = 1e-100, 1e100
+"""Range in which weights, units and squares can be multiplied without overflow or underflow in float64."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Why a window was left out: a short name, and the cause with the way out."""
+    """Why a window was left out: a short name, and a message with the cause and what to do."""
 
     kind: str
     reason: str
@@ -37,13 +38,13 @@ class WindowRow:
         n_pieces: pieces.
         n_units: units as counted, not effective.
         problems: why its pieces cannot be used; empty for a sound window.
-        explanations: what is the cause if its gradient was changed.
+        explanations: the likely causes if its gradient turns out to be changed.
         witness_small: Σ |h_k|²/w_k over the witness's elements only.
-        witness_ranks: Σ_r |R_r|²/W_r over them, R_r and W_r being the sums of h_k and w_k within rank r.
+        witness_ranks: Σ_r |R_r|²/W_r over these elements; R_r and W_r are the sums of h_k and w_k within rank r.
         rank_sq_weight_over_units: Σ_r (Σ_{k in r} w_k²/n_k)/W_r.
         witness_sizes: how many elements the witness has of each parameter it reads, by index; zeros follow the last.
         witness_sum: H = Σ h_k, the witness's elements, float64; [witness].
-        witness_squares: Σ h_k² of each of them; [witness].
+        witness_squares: Σ h_k² of each of these elements; [witness].
         sq_norm_big: |F|² per parameter group, [groups].
         witness_final: F, the witness's elements, float64; [witness].
     """
@@ -72,19 +73,19 @@ class WindowRow:
         )
 
 
-def why_unusable(row: WindowRow, scale: ScaleReading, *, least_sq_norm: float, blame: str) -> Drop | None:
+def why_unusable(row: WindowRow, scale: ScaleReading, *, least_sq_norm: float, likely_cause: str) -> Drop | None:
     """Judge a window.
 
     Args:
-        row: what it measured.
-        scale: what its witness says of its gradient.
+        row: the numbers it measured.
+        scale: how its gradient relates to the sum of its pieces, on the witness's elements.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
-        blame: what to name when the gradient was changed by something unknown.
+        likely_cause: named in the message when the gradient was changed by something unknown.
 
     Returns:
         Why it cannot be used; None when it can.
     """
-    return _pieces_unusable(row) or _gradient_unusable(row, scale, least_sq_norm=least_sq_norm, blame=blame)
+    return _pieces_unusable(row) or _gradient_unusable(row, scale, least_sq_norm, likely_cause)
 
 
 def _pieces_unusable(row: WindowRow) -> Drop | None:
@@ -93,44 +94,50 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
     if row.n_pieces == 0:
         return Drop(
             "called_twice",
-            "no backward ran since the window before it, so it was ended twice: "
+            "no backward ran since the last window, so the same window was ended twice: "
             "call probe.step() or probe.clip_grad_norm_() once per optimizer step",
         )
     if row.n_pieces < 2:
         return Drop(
             "single_piece",
-            "a window held a single piece, from which noise cannot be told from signal: "
-            "accumulate gradients over 2 micro-batches or more, or train on 2 data-parallel ranks or more",
+            "the window held a single piece, and a single piece cannot separate noise from signal: "
+            "accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks",
         )
     if not all(_MIN < x < _MAX for x in (row.weight, row.weight_over_units, row.sq_weight_over_units)):
-        return Drop("weights", "weights or units are too large or too small to be added up: scale them all alike")
+        return Drop("weights", "weights or units are too large or too small to add up: scale all of them alike")
     pieces = row.pieces(0.0)
     if not pieces.u - pieces.v > 1e-9 * pieces.u:
-        return Drop("weights", "one piece has all the weight of its window, so there is nothing to compare it with")
+        return Drop("weights", "one piece has all the weight of its window, so no other piece can be compared with it")
     return None
 
 
-def _gradient_unusable(row: WindowRow, scale: ScaleReading, *, least_sq_norm: float, blame: str) -> Drop | None:
+def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float, likely_cause: str) -> Drop | None:
     big = sum(row.sq_norm_big)
     if not math.isfinite(big):
         return Drop("not_finite", "the gradient at the end of the window was not finite")
     # |Σ h_k|² ≤ Σ w_k · Σ |h_k|²/w_k (Cauchy–Schwarz).
-    at_most = row.weight * sum(row.sq_norm_over_weight)
-    if max(big, at_most) > _MAX or 0 < min(big, at_most) < least_sq_norm:
+    largest_possible = row.weight * sum(row.sq_norm_over_weight)
+    if max(big, largest_possible) > _MAX or 0 < min(big, largest_possible) < least_sq_norm:
         return Drop("out_of_range", "squares of the gradient leave the range of fp32: scale the loss")
     if scale.kind == "zero" and big and not row.witness_sum.any():
-        return Drop("not_seen", "the few hundred elements that are compared were all 0 in this window")
+        return Drop("not_seen", "the few hundred gradient elements that are compared were all 0 in this window")
     if scale.kind == "zero":
-        return Drop("zero", "the gradient was 0: was it zeroed, or clipped to 0, before probe.step()?")
+        return Drop(
+            "zero", "the gradient was 0 at the end of the window: was it zeroed, or clipped to 0, before probe.step()?"
+        )
     if scale.kind == "clipped by value":
-        return Drop("changed", "the gradient was clipped by value before probe.step(): clip by norm, or later")
+        return Drop(
+            "changed", "the gradient was clipped by value before probe.step(): clip by norm, or clip after probe.step()"
+        )
     if scale.kind == "changed" and row.explanations:
         return row.explanations[0]
     if scale.kind == "changed":
-        return Drop("changed", f"the gradient is not a multiple of the sum of its pieces: {blame}")
+        return Drop("changed", f"the gradient is not a multiple of the sum of its pieces: {likely_cause}")
     assert scale.scale is not None
-    if big / scale.scale**2 > at_most * (1 + _ROUNDING_OF_SQUARES):
+    if big / scale.scale**2 > largest_possible * (1 + _ROUNDING_OF_SQUARES):
         return Drop(
-            "changed", f"the gradient is larger than its pieces can add up to, outside what is compared: {blame}"
+            "changed",
+            f"the gradient is larger than the sum of its pieces can be, in elements that are not compared: "
+            f"{likely_cause}",
         )
     return None

@@ -1,0 +1,137 @@
+"""The averages that a noise-scale reading is made of, and their saved state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sonde.batch_size.stats.changed_gradients import ChangedGradients
+from sonde.batch_size.stats.noise_scale import RunningNoiseScale
+from sonde.batch_size.stats.scale_witness import ScaleReading
+from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.window_row import Drop
+from sonde.stats.state import check_count, check_keys, check_number
+
+_SAME = 1e-9
+"""Noise over signal below which pieces hold the same data: kernels that add in no fixed order leave 1e-12."""
+
+
+class NoiseScaleAverages:
+    """Exponential averages over windows, with counts of the windows that were left out.
+
+    Args:
+        groups: names of the parameter groups, in the order of a window's entries.
+        horizon: length of the averages, in windows.
+    """
+
+    def __init__(self, groups: Sequence[str], horizon: float) -> None:
+        self.horizon = horizon
+        self.total = RunningNoiseScale(horizon)
+        self.per_group = {name: RunningNoiseScale(horizon) for name in groups}
+        self.within_between = RunningNoiseScale(horizon)
+        """tr Σ within ranks (as its trace) and between ranks (as its signal): the ratio is the consistency."""
+        self.changed = ChangedGradients(self.total.decay)
+        self.dropped: dict[str, int] = {}
+        self.effective_units: float | None = None
+        self.scale: float | None = None
+        self.scale_residual: float | None = None
+        self._units = self._units_weight = 0.0
+        self._squares = self._differences = 0.0
+
+    def see_units(self, n_units: float) -> None:
+        """Average the units of a window, whether it is then used or not."""
+        decay = self.total.decay
+        self._units = decay * self._units + n_units
+        self._units_weight = decay * self._units_weight + 1.0
+
+    def drop(self, drop: Drop, scale: ScaleReading) -> None:
+        """Count a window that cannot be used."""
+        self.changed.update(scale, why_changed=drop.reason if drop.kind == "changed" else None, averaged=False)
+        self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
+
+    def add(self, window: SolvedWindow, scale: ScaleReading) -> None:
+        """Average a window."""
+        self.changed.update(scale, why_changed=None, averaged=True)
+        for running, estimate in zip(self.per_group.values(), window.per_group, strict=True):
+            running.update(estimate)
+        self.total.update(window.total)
+        if window.within_between is not None:
+            self.within_between.update(window.within_between)
+        decay = self.total.decay
+        self._squares = decay * self._squares + window.witness_squares
+        self._differences = decay * self._differences + window.witness_differences
+        self.effective_units = window.effective_units
+        self.scale, self.scale_residual = scale.scale, scale.residual
+
+    @property
+    def units_per_window(self) -> float | None:
+        """Average units of a window; None before the first."""
+        return self._units / self._units_weight if self._units_weight else None
+
+    @property
+    def consistency(self) -> float | None:
+        """tr Σ within ranks over tr Σ between ranks; infinite where ranks do not differ; None if not measurable."""
+        within, between = self.within_between.trace_cov, self.within_between.grad_sq
+        if within is None or between is None:
+            return None
+        # Ranks with the same data differ by rounding only.
+        return within / between if between > 1e-9 * within else math.inf
+
+    @property
+    def pieces_differ(self) -> bool:
+        """Whether the pieces of a window differ by more than rounding."""
+        return self._squares == 0.0 or self._differences > _SAME * self._squares
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs; numbers, strings and containers of them."""
+        return {
+            "groups": {name: running.state_dict() for name, running in self.per_group.items()},
+            "total": self.total.state_dict(),
+            "consistency": self.within_between.state_dict(),
+            "units": self._units,
+            "units_weight": self._units_weight,
+            "squares": self._squares,
+            "differences": self._differences,
+            "effective_units": self.effective_units,
+            "scale": self.scale,
+            "scale_residual": self.scale_residual,
+            "tampering": self.changed.state_dict(),
+            "dropped": dict(self.dropped),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: when keys, groups or the horizon differ, or a value cannot be what its name says; nothing is
+                changed then.
+        """
+        loaded = NoiseScaleAverages(tuple(self.per_group), self.horizon)
+        loaded._load(state)
+        vars(self).update(vars(loaded))  # all or nothing
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        what = "noise-scale probe state"
+        numbers = ("units", "units_weight", "squares")
+        last = ("effective_units", "scale", "scale_residual")  # of the last window averaged, if there was one
+        running = {"groups", "total", "consistency", "tampering"}
+        check_keys(what, state, {*running, *numbers, *last, "differences", "dropped"})
+        check_keys("parameter groups of the state", state["groups"], set(self.per_group))
+        for name in numbers:
+            check_number(what, state, name, low=0)
+        for name in ("differences", *(name for name in last if state[name] is not None)):
+            check_number(what, state, name)
+        if not isinstance(dropped := state["dropped"], Mapping):
+            raise ValueError(f"{what}: 'dropped' must map reasons to counts, got {dropped!r:.60}: is it damaged?")
+        for reason in dropped:
+            check_count(f"{what}, dropped", dropped, reason)
+        self.total.load_state_dict(state["total"])
+        self.within_between.load_state_dict(state["consistency"])
+        for name, group in self.per_group.items():
+            group.load_state_dict(state["groups"][name])
+        self.changed.load_state_dict(state["tampering"])
+        self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
+        self._squares, self._differences = float(state["squares"]), float(state["differences"])
+        self.effective_units, self.scale, self.scale_residual = (state[name] for name in last)
+        self.dropped = {str(reason): count for reason, count in dropped.items()}

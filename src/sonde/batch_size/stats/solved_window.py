@@ -1,0 +1,77 @@
+"""One window solved: tr Σ and |G|² of the total and of each group, and how much its pieces differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sonde.batch_size.stats.noise_scale import WindowEstimate, estimate_window
+from sonde.batch_size.stats.window_row import WindowRow
+
+
+@dataclass(frozen=True)
+class SolvedWindow:
+    """Unbiased estimates from one window, in units of the rank-averaged sum of its pieces.
+
+    Attributes:
+        total: of the whole model.
+        per_group: of each parameter group, [groups].
+        within_between: tr Σ of the witness's elements within ranks (as `trace_cov`) and between ranks (as `grad_sq`);
+            None unless there are two ranks and two micro-batches on one of them.
+        norm: of the gradient as the rank average, before any clip.
+        effective_units: effective number of units in the window (Kish).
+        witness_squares: Σw · Σ |h_k|²/w_k of the witness's elements.
+        witness_differences: how much larger that is than |Σ h_k|²: 0 but for rounding where all pieces are the same.
+    """
+
+    total: WindowEstimate
+    per_group: tuple[WindowEstimate, ...]
+    within_between: WindowEstimate | None
+    norm: float
+    effective_units: float
+    witness_squares: float
+    witness_differences: float
+
+
+def solve_window(row: WindowRow, *, scale: float, n_ranks: int) -> SolvedWindow:
+    """Solve a window that can be used.
+
+    Args:
+        row: what it measured.
+        scale: κ, the gradient that the optimizer sees over the sum of its pieces.
+        n_ranks: data-parallel ranks.
+    """
+    # Everything is brought to the units of the rank-averaged sum of the pieces: S by its definition, B by κ. Otherwise
+    # a clip that came first would weigh windows, since its coefficient differs from window to window.
+    unit_scale = 1.0 / n_ranks
+    to_unit = (unit_scale / scale) ** 2
+    per_group = tuple(
+        estimate_window(row.pieces(small), big * to_unit, scale=unit_scale)
+        for small, big in zip(row.sq_norm_over_weight, row.sq_norm_big, strict=True)
+    )
+    # The witness's sums are in fp64, so that equal pieces show as a difference of rounding only.
+    witness_squares = row.weight * row.witness_small
+    return SolvedWindow(
+        total=WindowEstimate(math.fsum(e.trace_cov for e in per_group), math.fsum(e.grad_sq for e in per_group)),
+        per_group=per_group,
+        within_between=_within_between(row, n_ranks),
+        norm=math.sqrt(math.fsum(row.sq_norm_big) * to_unit),
+        effective_units=1.0 / row.pieces(0.0).v,
+        witness_squares=witness_squares,
+        witness_differences=witness_squares - float(row.witness_sum @ row.witness_sum),
+    )
+
+
+def _within_between(row: WindowRow, n_ranks: int) -> WindowEstimate | None:
+    """tr Σ of the witness's elements, within and between ranks; None unless there are two of each.
+
+    The ranks' sums are pieces of their own, with u' = Σ_r (W_r/W)/n_r and S' = Σ_r (W_r/W)|g_r|². So S − S' shows the
+    noise within ranks, and S' − B the noise between them.
+    """
+    pieces = row.pieces(row.witness_small)
+    u, v, u_ranks = pieces.u, pieces.v, row.rank_sq_weight_over_units / row.weight
+    if n_ranks < 2 or row.n_pieces <= n_ranks or not u > u_ranks > v:
+        return None
+    big = float(row.witness_sum @ row.witness_sum)
+    small, ranks = row.weight * row.witness_small, row.weight * row.witness_ranks
+    return WindowEstimate(trace_cov=(small - ranks) / (u - u_ranks), grad_sq=(ranks - big) / (u_ranks - v))
