@@ -13,9 +13,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "sonde"
 
 # From the ground up, as CONTRIBUTING.md draws it.
 HOUSE = [
-    ["version", "wording", "call_site", "options"],
-    ["stats", "parallel"],
-    ["records", "probe"],
+    ["version", "wording", "call_site", "probe"],
+    ["stats", "parallel", "options"],
+    ["records"],
     ["gradient_norm"],
     ["batch_size"],
     ["policy"],

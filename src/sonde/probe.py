@@ -1,29 +1,43 @@
-"""What every probe has in common, so that a training loop can call those it has without knowing which they are."""
+"""What probes have in common, so that a training loop can call those it has without knowing which they are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
 class Probe(Protocol):
-    """Measures something of a training run, at the end of every window.
+    """Measures something of a training run at the end of every window.
 
     docs/write-your-own-probe.md shows one.
     """
 
     def step(self) -> None:
-        """The window's gradients are whole, and the optimizer has not used them yet. On every rank.
+        """The window's gradients are whole, and the optimizer has not used them yet. Called on every rank.
 
         It does not wait for the device, except where a measurement takes passes of its own, as a forecast does.
         """
 
     def metrics(self) -> Mapping[str, float | None]:
-        """What is known by now, by metric name: letters, digits, `_` and `/`; None where unknown.
+        """What is known now, by metric name: letters, digits, `_` and `/`; None where a number is not known.
 
         This may wait for the device.
         """
 
     def close(self) -> None:
-        """Take away whatever was installed. May be called twice."""
+        """Remove everything that was installed. May be called twice."""
+
+
+@runtime_checkable
+class RolloutProbe(Protocol):
+    """Measures something of a policy whenever there are responses that it sampled."""
+
+    def measure(self, rollouts: Any, /) -> Any:
+        """Measure these `Rollouts`; each rank passes its own. Returns the measurement."""
+
+    def metrics(self) -> Mapping[str, float | None]:
+        """The latest measurement by metric name; None where a number is not known."""
+
+    def close(self) -> None:
+        """Remove everything that was installed. May be called twice."""

@@ -1,15 +1,17 @@
-"""What a run writes down: the kinds of record, the metrics with their units, and the one interface they go through.
+"""What a run writes down: its kinds of record, the metrics with their units, the sinks, and the log of the run.
 
 A run is a sequence of records, each a flat JSON object with a `kind`:
 
-- `header`, once, first: versions, the set-up that was found, the name of the unit, the user's metadata.
-- `reading`, every `log_every` windows: `metrics` (a number, or null where it is not known), `groups`, `status`,
-  `reason`, `dropped`, and `alerts`: what has looked wrong since the reading before it, a message by name.
+- `header`, once, first: versions, the set-up that was found, the name of the unit, metrics, the user's metadata.
+- `probe`, once for each further probe of the same log: which records it writes, its set-up, unit and metrics.
+- `reading`, every few windows: `metrics` (a number, or null where it is not known), `groups`, `status`, `reason`,
+  `dropped`, and `alerts`: what looked wrong since the reading before, a message by name.
 - `policy`, around each optimizer step at which a policy's entropy was measured: `window`, `metrics`, `reason`, `per`
-  ("token" or "response": what the forecast is of), `shares` and `causes` (prompts with their parts of the change in
-  nats; `causes` is null where nobody asked), and `alerts`.
+  ("token" or "response": the unit of the forecast), `shares` and `causes` (prompts with their parts of the change in
+  nats; `causes` is null if they were not asked for), and `alerts`.
+- `metrics`, when a probe of the user's own is logged: `window` and `metrics`.
 - `alert`, when something looks wrong for the first time, with its `name` and a `message` in plain words.
-- `end`, when the probe was closed; a run without it was cut off.
+- `end`, when the last probe was closed; a run without it was cut off.
 """
 
 from __future__ import annotations
@@ -17,20 +19,28 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
+from sonde.options import warn_deprecated
+from sonde.probe import Probe, RolloutProbe
 from sonde.version import __version__
+
+logger = logging.getLogger("sonde")
 
 SCHEMA = 1
 """Raised when a reader of older records could misunderstand newer ones."""
 
+Writes = Literal["reading", "policy", "metrics"]
+"""The kind of record that a probe writes."""
+
 
 class Sink(Protocol):
-    """Somewhere records go. Called on rank 0 only, when a window ends; it should return soon."""
+    """A place for records. Called on rank 0 only, when a window ends; it should return soon."""
 
     def write(self, record: Mapping[str, object]) -> None:
         """Take one record; its values are JSON values."""
@@ -41,129 +51,190 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric's unit and meaning, for axes and legends. `{unit}` stands for the name of the run's unit."""
+    """A metric's unit and meaning, for axes and legends. `{unit}` stands for the name of the probe's unit."""
 
     unit: str
     meaning: str
 
 
-METRICS: dict[str, Metric] = {
-    "gns/b_simple": Metric("{unit}", "gradient noise scale tr Σ/|G|²"),
-    "gns/b_simple_low": Metric("{unit}", "lower end of its 95 % interval"),
-    "gns/b_simple_high": Metric("{unit}", "upper end of its 95 % interval; null when there is none"),
-    "gns/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
-    "gns/trace_cov": Metric("gradient² · {unit}", "variance of one unit's gradient, tr Σ"),
-    "gns/consistency": Metric(
-        "ratio", "tr Σ seen within ranks over tr Σ seen between ranks; about 1 when data are sound"
-    ),
-    "gns/effective_units": Metric("{unit}", "effective number of units in a window (Kish)"),
-    "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
-    "gns/windows_needed": Metric("windows", "windows still needed for ± 20 %; null when not known"),
-    "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
-    "gns/scale_residual": Metric("ratio", "part of the gradient that is not that multiple"),
-    "entropy/per_token": Metric("nats a token", "entropy of the policy, on the responses the forecast is evaluated on"),
-    "entropy/delta_forecast": Metric("nats", "change of entropy that the step was to make, to first order"),
-    "entropy/delta_se": Metric("nats", "its standard error"),
-    "entropy/delta_low": Metric("nats", "lower end of its 95 % interval"),
-    "entropy/delta_high": Metric("nats", "upper end of its 95 % interval"),
-    "entropy/delta_fixed_prefixes": Metric("nats a token", "true change on the same prefixes"),
-    "entropy/linear_over_true": Metric("ratio", "first order over truth on the same prefixes; about 1 for small steps"),
-    "entropy/delta_importance": Metric("nats", "true change by importance sampling"),
-    "entropy/ess_fraction": Metric("fraction", "its effective sample size over the responses"),
-    "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
-    "entropy/delta_rollouts_se": Metric("nats", "its standard error"),
-    "entropy/is_valid": Metric("0 or 1", "whether the step is small enough for a first-order forecast"),
-    "entropy/is_of_own_prompts": Metric("0 or 1", "whether the forecast is of the prompts that the step learns from"),
-    "entropy/token_weighted": Metric("nats a token", "entropy of what was sampled, all tokens weighing the same"),
-    "entropy/sequence_weighted": Metric("nats a token", "the same, all responses weighing the same"),
-    "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),
-    "entropy/advantage_correlation": Metric("ratio", "correlation of a response's mean entropy with its advantage"),
-    "entropy/advantage_correlation_low": Metric("ratio", "lower end of its 95 % interval"),
-    "entropy/advantage_correlation_high": Metric("ratio", "upper end of its 95 % interval"),
-    "entropy/cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),
-    "length/mean": Metric("tokens", "mean length of a response"),
-    "length/sd": Metric("tokens", "its standard deviation over responses"),
-    "length/longest": Metric("tokens", "the longest response"),
-    "length/at_limit": Metric("fraction", "responses as long as the mask is wide"),
-    "cost/entropy_seconds": Metric("seconds", "time that the forecast of the entropy change took"),
-    "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts"),
-    "gns_prompts/b_simple_low": Metric("prompts", "lower end of its 95 % interval"),
-    "gns_prompts/b_simple_high": Metric("prompts", "upper end of its 95 % interval; null when there is none"),
-    "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
-    "gns_prompts/trace_cov": Metric("gradient² · prompts", "variance of one prompt's gradient, tr Σ"),
-    "gns_prompts/completions_share": Metric("fraction", "part of tr Σ that more completions to each would reduce"),
-    "gns_prompts/prompts_per_window": Metric("prompts", "prompts in a window"),
-    "grad/norm": Metric(
-        "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
-    ),
-    "grad/clip_fraction": Metric("fraction", "share of the windows that were clipped"),
-    "cost/seconds_per_window": Metric("seconds", "host time spent inside the probe, per window"),
-    "cost/fraction": Metric("fraction", "that over the time between windows"),
-    "run/units_seen": Metric("{unit}", "units consumed since the start"),
-    "run/units_per_second": Metric("{unit} per second", "units consumed per second of wall time"),
-}
-"""Every metric that sonde itself writes; a user's own scalars are written under the names they were logged with."""
+@dataclass(frozen=True)
+class ReportSection:
+    """A section of the report that draws metrics of a probe as curves.
 
-
-logger = logging.getLogger("sonde")
-
-
-class RecordWriter:
-    """Hands records to sinks. One that fails gets no more of them, and the log says so.
-
-    Args:
-        sinks: where records go; empty on other ranks than the first.
+    Attributes:
+        title: what is shown.
+        text: how to read it, in plain text.
+        metrics: names, in the order in which they are drawn.
     """
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = tuple(sinks)
+    title: str
+    text: str
+    metrics: tuple[str, ...]
 
-    def begin(self, *, run: str, unit: str, setup: Mapping[str, object], metadata: Mapping[str, object]) -> None:
-        """Write the header.
+
+class RunLog:
+    """The log of one run: give the same object to every probe of the run.
+
+    Make it on every rank alike; records are written on rank 0 only. A sink that fails gets no more records, the others
+    go on, and training with them.
+
+    Args:
+        sinks: one sink, or several.
+        run: the run's name.
+        metadata: anything worth remembering with the run, JSON values.
+        every: windows between two readings of the noise scale.
+
+    Raises:
+        ValueError: for sinks that cannot write, or an `every` below 1.
+
+    Example:
+        >>> import sonde
+        >>> model = torch.nn.Linear(4, 1)
+        >>> log = RunLog(run="my run", every=5)
+        >>> with sonde.attach(model, unit="rows", log=log, verbose=False) as probe:
+        ...     with probe.piece(units=8):
+        ...         model(torch.randn(8, 4)).square().mean().backward()
+    """
+
+    def __init__(
+        self,
+        sinks: Sink | Iterable[Sink] = (),
+        *,
+        run: str = "",
+        metadata: Mapping[str, object] | None = None,
+        every: int = 10,
+    ) -> None:
+        given: object = (sinks,) if callable(getattr(sinks, "write", None)) else sinks
+        self._sinks: tuple[Sink, ...] = tuple(given) if isinstance(given, Iterable) else ()
+        if not isinstance(given, Iterable) or any(not callable(getattr(s, "write", None)) for s in self._sinks):
+            raise ValueError(f"sinks must be a sink or a list of sinks, got {sinks!r}: sonde.JsonlSink('runs/my-run')")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number of windows from 1 up, got {every!r}")
+        self.run, self.metadata, self.every = run, dict(metadata or {}), every
+        self._names: set[str] = set()
+        self._n_begun = self._n_open = 0
+        self._own: dict[int, Probe | RolloutProbe] = {}
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank writes."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def begin(
+        self,
+        writes: Writes,
+        *,
+        unit: str,
+        setup: Mapping[str, object],
+        metrics: Mapping[str, Metric],
+        sections: Sequence[ReportSection] = (),
+    ) -> None:
+        """A probe begins to write: the first begins the log with its header, each further one adds a record.
 
         Args:
-            run: the run's name.
+            writes: the kind of record that the probe writes.
             unit: plural name of one independent sample.
             setup: what was found, for people.
-            metadata: the user's own, JSON values.
+            metrics: those that the probe writes, by name.
+            sections: of the report, beyond those that the report makes by itself.
 
         Raises:
-            Exception: what a sink raises: a run that cannot be logged is better told of before it begins.
+            RuntimeError: when the log has ended already.
+            Exception: that of a sink: better known before training than after.
         """
-        self.write(
-            "header",
-            schema=SCHEMA,
-            run=run,
-            unit=unit,
-            versions={"sonde": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-            setup=dict(setup),
-            metrics={n: {"unit": m.unit.format(unit=unit), "meaning": m.meaning} for n, m in METRICS.items()},
-            metadata=dict(metadata),
-        )
+        if self._n_begun and not self._n_open:
+            raise RuntimeError("this log has ended, as every probe that wrote to it was closed: make a new RunLog")
+        described: dict[str, object] = {
+            "unit": unit,
+            "setup": dict(setup),
+            "metrics": {n: {"unit": m.unit.format(unit=unit), "meaning": m.meaning} for n, m in metrics.items()},
+        }
+        if sections:
+            described["sections"] = [asdict(section) for section in sections]
+        if self._n_begun:
+            self.write("probe", writes=writes, **described)
+        else:
+            versions = {"sonde": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+            metadata = self.metadata
+            self.write(
+                "header", schema=SCHEMA, run=self.run, writes=writes, versions=versions, metadata=metadata, **described
+            )
+        self._names |= metrics.keys()
+        self._n_begun, self._n_open = self._n_begun + 1, self._n_open + 1
 
     def write(self, kind: str, **content: object) -> None:
-        """Hand over one record."""
+        """Hand one record to the sinks."""
+        if not self.is_first_rank:
+            return
         record = {"kind": kind, "time": time.time(), **content}
         for sink in self._sinks:
             try:
                 sink.write(record)
-            except Exception as error:  # a full disk, a tracker that is down: neither may end a run that has begun
+            except Exception as error:  # a full disk or a tracker that is down must not end a run that has begun
                 if kind == "header":
-                    self.close()
+                    self._close_sinks(self._sinks)
+                if kind in ("header", "probe"):
                     raise
                 logger.error("sonde: %s writes no more: %s", type(sink).__name__, error)
-                self._sinks = tuple(s for s in self._sinks if s is not sink)
-                _close_all([sink])
+                self._close_sinks([sink])
 
-    def close(self) -> None:
-        """Close the sinks; no record follows."""
-        _close_all(self._sinks)
-        self._sinks = ()
+    def measure(self, probe: Probe | RolloutProbe, window: int) -> None:
+        """Write the present metrics of a probe of your own.
+
+        If its class has `METRICS` (a `Metric` by name), these give the units; if it has a `SECTION` (a
+        `ReportSection`), the report draws that, and otherwise one section named after the class.
+
+        Args:
+            probe: the same object every time.
+            window: number of the optimizer step, from 1.
+        """
+        metrics = probe.metrics()
+        if id(probe) not in self._own:
+            name = type(probe).__name__
+            section = getattr(probe, "SECTION", None) or ReportSection(name, "", tuple(metrics))
+            declared = getattr(probe, "METRICS", {})
+            self.begin("metrics", unit="steps", setup={"probe": name}, metrics=declared, sections=[section])
+            self._own[id(probe)] = probe
+        self.write("metrics", window=window, metrics=dict(metrics))
+
+    def has_metric(self, name: str) -> bool:
+        """Whether a probe of this log writes a metric of that name."""
+        return name in self._names
+
+    def end(self, reason: str, *, window: int) -> None:
+        """A probe ends. When the last one has, the log ends and its sinks are closed.
+
+        Args:
+            reason: why, for the log.
+            window: number of the last optimizer step.
+        """
+        self._n_open -= 1
+        if self._n_open <= len(self._own):  # probes of the user's own have no end of their own
+            self._n_open, self._own = 0, {}
+            self.write("end", window=window, reason=reason)
+            self._close_sinks(self._sinks)
+
+    def _close_sinks(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sink for sink in self._sinks if sink not in sinks)
+        for sink in sinks:
+            try:
+                sink.close()
+            except Exception as error:  # the others must be closed too; what was written stays
+                logger.error("sonde: %s could not be closed: %s", type(sink).__name__, error)
 
 
-def _close_all(sinks: Sequence[Sink]) -> None:
-    for sink in sinks:
-        try:
-            sink.close()
-        except Exception as error:  # the others are to be closed too, and nothing is lost that was written
-            logger.error("sonde: %s could not be closed: %s", type(sink).__name__, error)
+def log_of(log: RunLog | None, deprecated: dict[str, Any]) -> RunLog:
+    """The log that a probe is given, which may also be given as its older spelling did.
+
+    Args:
+        log: as the call gives it now; None for a log without sinks.
+        deprecated: keywords that the call does not list; those of the older spelling are taken out.
+    """
+    old = {name: deprecated.pop(name) for name in ("sinks", "run", "metadata", "log_every") if name in deprecated}
+    if not old:
+        return RunLog() if log is None else log
+    words = ", ".join(f"{name.removeprefix('log_')}=…" for name in old)
+    warn_deprecated(", ".join(f"{name}=…" for name in old), f"log=sonde.RunLog({words})")
+    return RunLog(
+        old.get("sinks", ()), run=old.get("run", ""), metadata=old.get("metadata"), every=old.get("log_every", 10)
+    )

@@ -76,8 +76,17 @@ def train(
         optimizer.zero_grad()
 
 
-def attached(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> NoiseScaleProbe:
-    return sonde.attach(model, optimizer, **({"unit": "rows", "verbose": False, "horizon": math.inf} | options))
+def attached(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    sinks: Any = (),
+    log_every: int = 10,
+    **options: Any,
+) -> NoiseScaleProbe:
+    options = {"unit": "rows", "verbose": False, "horizon": math.inf, "log": None} | options
+    options["log"] = options["log"] or sonde.RunLog(sinks, every=log_every)
+    return sonde.attach(model, optimizer, **options)
 
 
 def flat_grad(model: nn.Module, loss: Tensor) -> Tensor:

@@ -1,16 +1,40 @@
-"""What a probe writes down: one header, a reading every few windows, alerts, an end."""
+"""What the noise-scale probe writes down: a reading every few windows, and alerts."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.reading import GroupReading, find_alerts
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.records import RecordWriter, Sink, logger
+from sonde.records import Metric, RunLog, logger
+
+METRICS: dict[str, Metric] = {
+    "gns/b_simple": Metric("{unit}", "gradient noise scale tr Σ/|G|²"),
+    "gns/b_simple_low": Metric("{unit}", "lower end of its 95 % interval"),
+    "gns/b_simple_high": Metric("{unit}", "upper end of its 95 % interval; null when there is none"),
+    "gns/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
+    "gns/trace_cov": Metric("gradient² · {unit}", "variance of one unit's gradient, tr Σ"),
+    "gns/consistency": Metric(
+        "ratio", "tr Σ seen within ranks over tr Σ seen between ranks; about 1 when data are sound"
+    ),
+    "gns/effective_units": Metric("{unit}", "effective number of units in a window (Kish)"),
+    "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
+    "gns/windows_needed": Metric("windows", "windows still needed for ± 20 %; null when not known"),
+    "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
+    "gns/scale_residual": Metric("ratio", "part of the gradient that is not that multiple"),
+    "grad/norm": Metric(
+        "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
+    ),
+    "grad/clip_fraction": Metric("fraction", "share of the windows that were clipped"),
+    "cost/seconds_per_window": Metric("seconds", "host time spent inside the probe, per window"),
+    "cost/fraction": Metric("fraction", "that over the time between windows"),
+    "run/units_seen": Metric("{unit}", "units consumed since the start"),
+    "run/units_per_second": Metric("{unit} per second", "units consumed per second of wall time"),
+}
 
 NORM, CLIP_FRACTION = "grad/norm", "grad/clip_fraction"
 """Metrics that reach the log as scalars of a window, and are averaged as the user's own."""
@@ -67,37 +91,22 @@ class _Interval:
 
 
 class NoiseScaleLog:
-    """Writes a probe's records to its sinks, on rank 0; keeps its alerts on every rank.
+    """Writes a noise-scale probe's records to the log of its run; keeps its alerts on every rank.
 
     Args:
         tracker: where readings come from.
-        sinks: where records go; empty on other ranks.
-        log_every: windows between readings.
-        run: the run's name.
+        log: of the run.
         setup: what was found at attach, for people.
-        metadata: the user's own, JSON values.
-        quiet: keep alerts, but do not log them.
     """
 
-    def __init__(
-        self,
-        tracker: NoiseScaleTracker,
-        sinks: Sequence[Sink],
-        *,
-        log_every: int,
-        run: str,
-        setup: Mapping[str, object],
-        metadata: Mapping[str, object],
-        quiet: bool,
-    ) -> None:
+    def __init__(self, tracker: NoiseScaleTracker, log: RunLog, setup: Mapping[str, object]) -> None:
         self.alerts: dict[str, str] = {}
-        self._tracker, self._log_every, self._quiet = tracker, log_every, quiet
+        self._tracker, self._log = tracker, log
         self._units_seen = 0.0
         self._pieces: dict[str, object] = {}
         self._window = 0
         self._interval = _Interval(start=time.time())
-        self._log = RecordWriter(sinks)
-        self._log.begin(run=run, unit=tracker.unit, setup=setup, metadata=metadata)
+        log.begin("reading", unit=tracker.unit, setup=setup, metrics=METRICS)
 
     def window(self, window: MeasuredWindow, drop: Drop | None, norm: float | None) -> None:
         """Add a window that the tracker has taken; write a reading when one is due.
@@ -115,16 +124,14 @@ class NoiseScaleLog:
         if math.isfinite(n_units):
             interval.units += n_units
             self._units_seen += n_units
-        scalars: dict[str, float | None] = {
-            NORM: norm,
-            **window.scalars,
-        }  # a clip's own norm wins, as it has seen every parameter
+        # The norm that a clip measured wins: it covers parameters that the probe does not measure.
+        scalars: dict[str, float | None] = {NORM: norm, **window.scalars}
         for name, value in scalars.items():
             if value is not None and (name != NORM or math.isfinite(value)):
                 interval.scalars.setdefault(name, _Mean()).add(value)
         if drop is not None and drop.kind not in _EXPECTED:
             self.alert(drop.kind, f"window {window.number} was dropped: {drop.reason}")
-        if window.number % self._log_every == 0:
+        if window.number % self._log.every == 0:
             self.reading(window.time)
 
     def alert(self, name: str, message: str) -> None:
@@ -133,7 +140,7 @@ class NoiseScaleLog:
         if name in self.alerts:
             return
         self.alerts[name] = message
-        if not self._quiet:
+        if self._log.is_first_rank:
             logger.warning("sonde: %s", message)
         self._log.write("alert", window=self._window, name=name, message=message)
 
@@ -168,10 +175,9 @@ class NoiseScaleLog:
         self._interval = _Interval(start=now)
 
     def end(self, reason: str) -> None:
-        """Write what is left and close the sinks."""
+        """Write what is left, and end this probe's part of the log."""
         self.reading(time.time())
-        self._log.write("end", window=self._window, reason=reason)
-        self._log.close()
+        self._log.end(reason, window=self._window)
 
     def state_dict(self) -> dict[str, float | int]:
         """How far the run has come."""

@@ -1,4 +1,8 @@
-"""Is my batch size right? The gradient noise scale of a run, while it runs."""
+"""Is my batch size right? The gradient noise scale of a run, while it runs.
+
+The story of a window, from top to bottom: `piece` counts a micro-batch; `step` or `clip_grad_norm_` ends the window and
+puts its numbers into the readback; `_receive` takes them from there, some windows later, to the tracker and the log.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self
 
@@ -21,7 +25,7 @@ from sonde.batch_size.readback import Readback
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
 from sonde.batch_size.scalars import Scalars
-from sonde.batch_size.setup import check_options, describe, describe_window, group_names
+from sonde.batch_size.setup import NoiseScaleOptions, check_partners, describe, describe_window, group_names
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.step_watch import StepWatch
@@ -33,55 +37,65 @@ from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import Window, as_vector, piece_counts, read_row
 from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.clip import Nonfinite, check_max_norm, clip_measured_
+from sonde.options import with_deprecated
 from sonde.parallel.wrappers import GroupOf, Inventory, clean_name, find_wrapper, unwrap_optimizer
-from sonde.records import Sink
+from sonde.records import RunLog, log_of
 
-_WINDOWS_HELD = 100  # on the device at most, however rarely a record is written
+_WINDOWS_HELD = 100
+"""Most windows that wait on the device, however rarely a reading is written."""
 
 
-class NoiseScaleProbe:
-    """Measures the gradient noise scale B_simple = tr Σ/|G|² of a plain or DDP model while it trains.
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    unit: str,
+    units_per_piece: float | None = None,
+    horizon: float = 100.0,
+    groups: Literal["blocks"] | GroupOf | None = "blocks",
+    metric: Literal["euclidean", "adam"] = "euclidean",
+    tap: TapName = "auto",
+    staging_mib: float = 8.0,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    comm_hook: CommHook | None = None,
+    comm_state: object = None,
+    log: RunLog | None = None,
+    verbose: bool = True,
+    **deprecated: Any,
+) -> NoiseScaleProbe:
+    """Measure the gradient noise scale of a model while it trains: the way in.
 
-    Nothing of the training changes: gradients are read as backward makes them, one small vector is summed over ranks
-    per window (all pieces of one optimizer step), asynchronously, and nothing waits for the device between attach and
-    `reading()` (or `state_dict()`, or `close()`). Attach on every rank: each takes part in that sum.
+    `NoiseScaleOptions` says what `unit` to `staging_mib` mean, and `NoiseScaleProbe` the other arguments.
 
     Args:
         model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
-        optimizer: lets the probe notice a window that was measured never or twice.
+        optimizer: lets the probe notice a window that was never measured, or measured twice.
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
-        units_per_piece: units in a micro-batch where `piece(units=...)` does not say. Without `piece()`, each backward
-            is one piece; once `piece()` is used, only what runs inside it counts.
-        horizon: length of the exponential averages in windows; `math.inf` averages all.
-        groups: "blocks" for one group per top-level block, None for one in all, or a function from a parameter's
-            name to its group's.
-        grad_scaler: the `torch.amp.GradScaler` in use; pieces are unscaled by the scale they were taken at.
-        log_every: windows between records.
-        sinks: where records go, on rank 0.
-        run: the run's name in its log.
-        metadata: anything worth remembering with it, JSON values.
-        tap: "leaf" reads each micro-batch by hooks on parameters; "comm_hook" reads each rank's window in DDP's
-            buckets, cheaper but blind to micro-batches; "auto" starts with the first, changes to the second when every
-            rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook of
-            yours, and changes back when buckets do not do.
-        comm_hook: a DDP communication hook of yours, for tap="comm_hook" to wrap.
-        comm_state: the state it is called with.
-        process_group: the ranks over which you reduce the gradients of a plain module yourself.
-        metric: "euclidean" for |g|²; "adam" for Σ g²/(√v̂ + ε) with the second moment of the optimizer's previous
-            step, the noise scale that steps of Adam see.
+        units_per_piece: units in a micro-batch where `piece(units=...)` does not say.
+        horizon: length of the exponential averages in windows; `math.inf` averages all windows alike.
+        groups: "blocks", None, or a function from a parameter's name to its group's.
+        metric: "euclidean" or "adam".
+        tap: "leaf", "comm_hook" or "auto".
         staging_mib: bound of the memory for gradients that wait, in MiB.
+        grad_scaler: the `torch.amp.GradScaler` in use.
+        process_group: the ranks over which you reduce the gradients of a plain module yourself.
+        comm_hook: a DDP communication hook of yours, for tap="comm_hook" to wrap.
+        comm_state: the state that the hook is called with.
+        log: of the run; the same for every probe of it.
         verbose: print what was found, on rank 0.
+        **deprecated: `sinks`, `run`, `metadata` and `log_every`, which are arguments of `RunLog` now.
+
+    Returns:
+        The probe; close it at the end, or use it in a `with` statement.
 
     Raises:
         ValueError: for an argument outside its range, a model that is sharded or has no trainable parameters.
 
-    Reference:
-        McCandlish et al. 2018, arXiv:1812.06162.
-
     Example:
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> probe = NoiseScaleProbe(model, optimizer, unit="rows", verbose=False)
+        >>> probe = attach(model, optimizer, unit="rows", verbose=False)
         >>> for _ in range(20):
         ...     for _ in range(4):
         ...         with probe.piece(units=8):
@@ -93,76 +107,97 @@ class NoiseScaleProbe:
         20
         >>> probe.close()
     """
+    log = log_of(log, deprecated)
+    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib)
+    return NoiseScaleProbe(
+        model,
+        optimizer,
+        with_deprecated("attach", options, NoiseScaleOptions, deprecated),
+        grad_scaler=grad_scaler,
+        process_group=process_group,
+        comm_hook=comm_hook,
+        comm_state=comm_state,
+        log=log,
+        verbose=verbose,
+    )
+
+
+class NoiseScaleProbe:
+    """Measures the gradient noise scale B_simple = tr Σ/|G|² of a plain or DDP model while it trains.
+
+    Nothing of the training changes: gradients are read as backward makes them. Per window (all pieces of one optimizer
+    step) one small vector is summed over ranks, asynchronously. Nothing waits for the device between attach and
+    `reading()`, `state_dict()` or `close()`. Attach on every rank: each takes part in that sum.
+
+    Args:
+        model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
+        optimizer: lets the probe notice a window that was never measured, or measured twice.
+        options: how to measure.
+        grad_scaler: the `torch.amp.GradScaler` in use; pieces are unscaled by the scale they were taken at.
+        process_group: the ranks over which you reduce the gradients of a plain module yourself.
+        comm_hook: a DDP communication hook of yours, for tap="comm_hook" to wrap.
+        comm_state: the state that the hook is called with.
+        log: of the run; the same for every probe of it.
+        verbose: print what was found, on rank 0.
+        **deprecated: see `attach`.
+
+    Raises:
+        ValueError: for an argument outside its range, a model that is sharded or has no trainable parameters.
+
+    Reference:
+        McCandlish et al. 2018, arXiv:1812.06162.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
+        options: NoiseScaleOptions | None = None,
         *,
-        unit: str,
-        units_per_piece: float | None = None,
-        horizon: float = 100.0,
-        groups: Literal["blocks"] | GroupOf | None = "blocks",
         grad_scaler: torch.amp.GradScaler | None = None,
-        log_every: int = 10,
-        sinks: Sequence[Sink] = (),
-        run: str = "",
-        metadata: Mapping[str, object] | None = None,
-        tap: TapName = "auto",
+        process_group: dist.ProcessGroup | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
-        process_group: dist.ProcessGroup | None = None,
-        metric: Literal["euclidean", "adam"] = "euclidean",
-        staging_mib: float = 8.0,
+        log: RunLog | None = None,
         verbose: bool = True,
+        **deprecated: Any,
     ) -> None:
-        sinks = tuple(sinks) if isinstance(sinks, Iterable) else sinks
-        check_options(
-            unit=unit,
-            units_per_piece=units_per_piece,
-            log_every=log_every,
-            horizon=horizon,
-            tap=tap,
-            metric=metric,
-            optimizer=optimizer,
-            grad_scaler=grad_scaler,
-            sinks=sinks,
-            staging_mib=staging_mib,
-        )
+        log = log_of(log, deprecated)
+        options = with_deprecated("NoiseScaleProbe", options, NoiseScaleOptions, deprecated)
+        check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
         self._inventory = Inventory(model)
         self._wrapper = wrapper = find_wrapper(model, process_group)
-        self._known = {id(p) for p in wrapper.parameters.values()}
+        parameters = list(wrapper.parameters.values())
+        self._known = {id(p) for p in parameters}
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        self._units_per_piece = units_per_piece
-        self._log_every = log_every
+        self._options = options
         self._metric: Metric = Euclidean()
-        if metric == "adam":
+        if options.metric == "adam":
             assert optimizer is not None
-            self._metric = AdamMetric(unwrap_optimizer(optimizer), list(wrapper.parameters.values()))
-        self._rounding = RoundingWatch(
-            wrapper, hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
-        )
-        names = group_names(groups, wrapper.parameters)
-        n_elements = sum(p.numel() for p in wrapper.parameters.values())
+            self._metric = AdamMetric(unwrap_optimizer(optimizer), parameters)
+        hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
+        self._rounding = RoundingWatch(wrapper, hook_name)
+        names = group_names(options.groups, wrapper.parameters)
+        # Squares of gradients that are scaled by a GradScaler, or weighted by Adam, have a size of their own.
+        has_own_size = self._grad_scaler is not None or options.metric == "adam"
         self._tracker = NoiseScaleTracker(
-            unit=unit,
+            unit=options.unit,
             groups=tuple(dict.fromkeys(names)),
-            horizon=horizon,
+            horizon=options.horizon,
             n_ranks=wrapper.n_ranks,
-            # A GradScaler's scale is taken out of the squares afterwards; Adam's weights have a size of their own.
-            least_sq_norm=0.0 if self._grad_scaler or metric == "adam" else LEAST_SQ_NORM * n_elements,
+            least_sq_norm=0.0 if has_own_size else LEAST_SQ_NORM * sum(p.numel() for p in parameters),
             rounding=self._rounding.now(),
         )
-        # Last of what may refuse: it installs hooks.
-        witness = Witness(list(wrapper.parameters.values()))
+        # The last part that may refuse: it installs hooks.
+        witness = Witness(parameters)
         self._taps = TapChoice(
             wrapper,
             witness,
             self._metric,
-            name=tap,
+            name=options.tap,
             comm_hook=comm_hook,
             comm_state=comm_state,
-            staging_bytes=int(staging_mib * 2**20),
+            staging_bytes=int(options.staging_mib * 2**20),
             on_backward=self._end_backward,
         )
         self._reader = WindowReader(wrapper, names, self._metric, witness, self._taps, grad_scaler=self._grad_scaler)
@@ -171,25 +206,17 @@ class NoiseScaleProbe:
         """Windows ended so far, those before a restart included."""
         self._n_put = 0
         self._n_arrived = 0
+        self._seconds = 0.0
         self._seconds_put = 0.0
-        self._scalars = Scalars()
+        self._scalars = Scalars(log)
         self._in_piece = False
         self._closed = False
         self._units_unknown = False
-        self._seconds = 0.0
-        self._step_watch = StepWatch(optimizer, self._reader, self._tell_never_ended)
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self._verbose = verbose and is_first
+        self._step_watch = StepWatch(optimizer, self._reader, self._alert_never_ended)
+        self._verbose = verbose and log.is_first_rank
+        self._log_every = log.every
         try:
-            self._log = NoiseScaleLog(
-                self._tracker,
-                sinks if is_first else (),
-                log_every=log_every,
-                run=run,
-                setup=self._setup(),
-                metadata=metadata or {},
-                quiet=not is_first,
-            )
+            self._log = NoiseScaleLog(self._tracker, log, self._setup())
         except BaseException:  # a log that cannot be begun: leave no hook behind
             self._remove_hooks()
             raise
@@ -210,14 +237,13 @@ class NoiseScaleProbe:
         """Around the backward, or backwards, of one micro-batch.
 
         Args:
-            units: units in it, > 0; by default the number of `unit_weights`, or `units_per_piece`.
-            weight: its weight in the loss, > 0: 1 where micro-losses are averaged or added as they are, the number of
-                loss tokens where the loss is normalised by the tokens of the whole window.
-            unit_weights: the weight of each unit within the piece, [units]; unequal ones give a smaller effective
+            units: units in the piece, > 0; by default the number of `unit_weights`, or `units_per_piece`.
+            weight: the piece's weight in the loss, > 0: 1 where micro-losses are averaged or added as they are, the
+                number of loss tokens where the loss is normalised by the tokens of the whole window.
+            unit_weights: the weight of each unit within the piece, [units]; unequal weights give a smaller effective
                 number of units (Kish).
 
-        Tensors must be 0-dim (1-dim for `unit_weights`) and are not waited for; what is wrong with them shows as a
-        dropped window.
+        Tensors must be 0-dim (1-dim for `unit_weights`) and are not waited for; a bad value in one drops the window.
 
         Raises:
             ValueError: for units or weights that are not positive and finite.
@@ -225,7 +251,7 @@ class NoiseScaleProbe:
         """
         self._check_open()
         if self._in_piece:
-            raise RuntimeError("piece() was entered inside another piece: one 'with probe.piece():' per micro-batch")
+            raise RuntimeError("piece() was entered inside another piece: open one 'with probe.piece():' a micro-batch")
         if units is None and unit_weights is None:
             units = self._known_units()
         counts = piece_counts(units, weight, unit_weights)
@@ -244,7 +270,8 @@ class NoiseScaleProbe:
     def step(self) -> None:
         """End the window: call once per optimizer step, after the last backward and before `optimizer.step()`.
 
-        Gradients may have been unscaled, divided or clipped by norm before; clipped by value they are refused.
+        Gradients may have been unscaled, divided or clipped by norm before. If they were clipped by value, the window
+        is dropped.
 
         Raises:
             RuntimeError: inside a piece, or when the number of units is not known.
@@ -273,37 +300,37 @@ class NoiseScaleProbe:
     def log(self, **scalars: float | Tensor) -> None:
         """Give scalars of the present window (a loss, a learning rate) to be written beside the reading.
 
-        What is given several times in a window, or in several windows between two readings, is averaged. Rank 0's are
-        written; average over ranks first if they differ.
+        A scalar that is given several times between two readings is averaged. Those of rank 0 are written: average
+        over ranks first if they differ.
 
         Args:
             **scalars: numbers or 0-dim tensors; tensors are not waited for.
 
         Raises:
-            ValueError: for a tensor of more than one element, another type, a name that sonde itself writes or that not
-                every tracker takes.
+            ValueError: for a tensor of more than one element, another type, a name that sonde itself writes, or a name
+                that some trackers refuse.
         """
         self._check_open()
         for name, value in scalars.items():
             self._scalars.add(name, value)
 
     def reading(self) -> NoiseScaleReading:
-        """What is known now, the last ended window included. Waits for the device, as training itself never does."""
+        """What is known now, including the window that ended last. Waits for the device."""
         self._readback.send()
         self._receive(wait=True)
         return self._tracker.reading()
 
     def metrics(self) -> Mapping[str, float | None]:
-        """The same by metric name; None where unknown or unbounded."""
+        """The reading by metric name; None where a number is not known or not bounded. Waits for the device."""
         return self.reading().metrics()
 
     @property
     def alerts(self) -> Mapping[str, str]:
-        """Messages about what has looked wrong so far, by name; each reading's record has those of its time."""
+        """What has looked wrong so far: the first message of each name."""
         return dict(self._log.alerts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages so far, to go on from after a restart; JSON values. Waits for the device."""
+        """The averages so far, for a restart to go on from; JSON values. Waits for the device."""
         self.reading()
         return {
             "version": VERSION,
@@ -320,7 +347,7 @@ class NoiseScaleProbe:
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
         check_state(state, self._identity())
-        self.reading()  # windows on their way belong to what was before
+        self.reading()  # windows on their way belong to the time before
         self._tracker.load_state_dict(state["averages"])
         self._log.load_state_dict(state["run"])
         self._n_windows = state["run"]["window"]
@@ -329,7 +356,7 @@ class NoiseScaleProbe:
         return identity(self._tracker.unit, self._metric.name, self._wrapper.parameters.items())
 
     def close(self, reason: str = "closed") -> None:
-        """Remove every hook, write what is left and close the sinks. Calling it again does nothing.
+        """Remove every hook, write what is left and end this probe's part of the log. A second call does nothing.
 
         Args:
             reason: how the run ended, for its log.
@@ -344,9 +371,9 @@ class NoiseScaleProbe:
         try:
             try:
                 self._readback.send(abandon_unfinished=abandon_unfinished)
-            finally:  # what has arrived of a run whose peers failed
+            finally:  # also of a run whose peers failed: take what has arrived
                 self._receive(wait=not abandon_unfinished)
-                self._step_watch.tell()
+                self._step_watch.alert_if_due()
         finally:
             self._remove_hooks()
             self._log.end(reason)
@@ -370,19 +397,19 @@ class NoiseScaleProbe:
     # Pieces.
 
     def _known_units(self) -> float:
-        if self._units_per_piece is None:
+        if self._options.units_per_piece is None:
             raise RuntimeError(
                 "the number of units in a piece is not known: pass units_per_piece= to attach, or units= to piece()"
             )
-        return self._units_per_piece
+        return self._options.units_per_piece
 
     def _end_backward(self) -> None:
         """A backward outside piece() has ended: it was a piece."""
-        if self._units_per_piece is None:
+        if self._options.units_per_piece is None:
             self._reader.discard_piece()
-            self._units_unknown = True  # said when the user's own code runs, not inside autograd
+            self._units_unknown = True  # raised when the user's own code runs, not inside autograd
         else:
-            self._reader.end_piece(piece_counts(self._units_per_piece, 1.0, None))
+            self._reader.end_piece(piece_counts(self._options.units_per_piece, 1.0, None))
 
     # Windows.
 
@@ -395,7 +422,7 @@ class NoiseScaleProbe:
             self._known_units()
         start = time.perf_counter()
         if max_norm is not None:
-            self._reader.clip_also(self._strangers())
+            self._reader.clip_also(self._unmeasured_parameters())
         self._deliver()
         self._seconds += time.perf_counter() - start
         is_late = self._step_watch.window_ends()
@@ -439,23 +466,24 @@ class NoiseScaleProbe:
         """Send the windows that are due (the first at once, so that people soon see it), take in those that arrived."""
         if self._n_put == 1 or self._n_windows % min(self._log_every, _WINDOWS_HELD) == 0:
             self._readback.send()
-            self._look_for_strangers()
+            self._alert_unmeasured()
         self._receive(wait=False)
 
-    def _look_for_strangers(self) -> None:
-        """Parameters that are trainable now and were not when the probe was attached."""
-        if trainable := [name for name, p in self._strangers().items() if p.requires_grad]:
+    def _alert_unmeasured(self) -> None:
+        """Name parameters that are trainable now and were not when the probe was attached."""
+        if trainable := [name for name, p in self._unmeasured_parameters().items() if p.requires_grad]:
             self._log.alert(
                 "not_watched",
-                f"{len(trainable)} parameters became trainable, or came in place of others, after the probe was "
-                f"attached and are not measured ({clean_name(trainable[0])}, …): attach again",
+                f"{len(trainable)} parameters became trainable, or replaced others, after the probe was attached, and "
+                f"are not measured ({clean_name(trainable[0])}, …): attach again",
             )
 
-    def _strangers(self) -> dict[str, nn.Parameter]:
+    def _unmeasured_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that the model has now and that are not measured."""
         return {name: p for name, p in self._inventory.parameters().items() if id(p) not in self._known}
 
     def _receive(self, *, wait: bool) -> None:
+        """Take in the windows that have arrived: the tracker averages them, the tap may change, the log writes."""
         if self._rounding.has_changed():
             self._tracker.rounding = self._rounding.now()
         for window in self._readback.arrived(wait=wait):
@@ -464,7 +492,7 @@ class NoiseScaleProbe:
             self._say_first(window)
             self._log.window(window, drop, self._tracker.norm if isinstance(self._metric, Euclidean) else None)
 
-    def _tell_never_ended(self) -> None:
+    def _alert_never_ended(self) -> None:
         self._log.alert(
             "never_called",
             "optimizer.step() ran, but the window was not ended: "
@@ -486,7 +514,7 @@ class NoiseScaleProbe:
             "log_every": self._log_every,
             "grad_scaler": self._grad_scaler is not None,
             "comm_hook": comm_hook_name(self._wrapper.ddp),
-            "units_per_piece": self._units_per_piece,
+            "units_per_piece": self._options.units_per_piece,
         }
 
     def _say_first(self, window: MeasuredWindow) -> None:
@@ -501,6 +529,6 @@ class NoiseScaleProbe:
 
 
 def _close_left_open(probe: weakref.ref[NoiseScaleProbe]) -> None:
-    """A script that ends without `close()` has a whole log all the same, but for what peers have not summed yet."""
+    """Complete the log of a script that ends without `close()`, but for windows that peers have not summed yet."""
     if (left_open := probe()) is not None:
         left_open._close("the process ended without probe.close()", abandon_unfinished=True)

@@ -7,26 +7,31 @@ import re
 import torch
 from torch import Tensor
 
-from sonde.records import METRICS
+from sonde.records import RunLog
 
 
 class Scalars:
-    """Collects scalars by name until their window ends; what is given several times is averaged."""
+    """Collects scalars by name until their window ends. A scalar that is given several times is averaged.
 
-    def __init__(self) -> None:
+    Args:
+        log: of the run; its probes' metrics are no names for scalars.
+    """
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
         self._given: dict[str, list[float | Tensor]] = {}
 
     def add(self, name: str, value: float | Tensor) -> None:
-        """Take one.
+        """Take one scalar.
 
         Raises:
-            ValueError: for a tensor of more than one element, another type, a name that sonde itself writes or that not
-                every tracker takes.
+            ValueError: for a tensor of more than one element, another type, a name that sonde itself writes, or a name
+                that some trackers refuse.
         """
-        if name in METRICS:
+        if self._log.has_metric(name):
             raise ValueError(f"{name!r} is measured by sonde: log yours under another name")
         if not re.fullmatch(r"[A-Za-z0-9_/]+", name):
-            raise ValueError(f"a scalar's name is of letters, digits, '_' and '/', got {name!r}: rename it")
+            raise ValueError(f"a scalar's name may hold letters, digits, '_' and '/', got {name!r}: rename it")
         if not isinstance(value, (int, float, Tensor)):
             raise ValueError(f"log({name}=...) takes a number or a 0-dim tensor, got {value!r}")
         if isinstance(value, Tensor):
@@ -35,11 +40,11 @@ class Scalars:
                     f"log({name}=...) takes a real number or a 0-dim tensor, "
                     f"got {value.dtype} of shape {tuple(value.shape)}"
                 )
-            # A copy, as the caller may go on adding to it; in fp32, which there is every arithmetic for.
+            # A copy, since the caller may go on adding to it; in fp32, which has every kind of arithmetic.
             value = value.detach().reshape(()).to(torch.float32, copy=True)
         self._given.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, float | Tensor]:
-        """The mean of each since the last call, and forget them."""
+        """The mean of each scalar since the last call; then they are forgotten."""
         given, self._given = self._given, {}
         return {name: sum(values) / len(values) for name, values in given.items()}

@@ -1,57 +1,85 @@
-"""What attaching checks, decides and says."""
+"""What attaching takes, checks, decides and prints."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import TypeIs
 
-from sonde.parallel.wrappers import block_of, unwrap_optimizer
+from sonde.batch_size.taps.tap_choice import TapName
+from sonde.parallel.wrappers import GroupOf, block_of, unwrap_optimizer
+from sonde.records import RunLog
 
 
-def check_options(
-    *,
-    unit: object,
-    units_per_piece: object,
-    log_every: object,
-    horizon: object,
-    tap: object,
-    metric: object,
-    optimizer: object,
-    grad_scaler: object,
-    sinks: object,
-    staging_mib: object,
-) -> None:
-    """Refuse what can be refused before the model is looked at.
+@dataclass(frozen=True)
+class NoiseScaleOptions:
+    """How a `NoiseScaleProbe` measures; also the options of `gns_probe:` in a YAML file.
+
+    Attributes:
+        unit: plural name of the independent sample ("sequences", "images"); results are in it.
+        units_per_piece: units in a micro-batch where `piece(units=...)` does not say. Without `piece()`, each backward
+            is one piece. Once `piece()` is used, only backwards inside it count.
+        horizon: length of the exponential averages in windows; `math.inf` averages all windows alike.
+        groups: "blocks" for one group per top-level block, None for one group in all, or a function from a parameter's
+            name to its group's.
+        metric: "euclidean" for |g|²; "adam" for Σ g²/(√v̂ + ε) with the second moment of the optimizer's previous
+            step, the noise scale that Adam's steps see.
+        tap: "leaf" reads each micro-batch by hooks on parameters. "comm_hook" reads each rank's window in DDP's
+            buckets: cheaper, but blind to micro-batches. "auto" begins with "leaf" and changes to "comm_hook" when
+            every rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook
+            of yours; it changes back where buckets do not suffice.
+        staging_mib: bound of the memory for gradients that wait, in MiB.
 
     Raises:
-        ValueError: naming the option, what it got and what it takes.
+        ValueError: for an option outside its range.
     """
-    if not isinstance(unit, str) or not unit.strip():
-        raise ValueError(f"unit must name the independent sample, got {unit!r}: 'sequences', 'images', 'prompts'")
-    if units_per_piece is not None and not (_is_number(units_per_piece) and 0 < units_per_piece < math.inf):
-        raise ValueError(f"units_per_piece must be positive and finite, got {units_per_piece!r}")
-    if isinstance(log_every, bool) or not isinstance(log_every, int) or log_every < 1:
-        raise ValueError(f"log_every must be a whole number of windows from 1 up, got {log_every!r}")
-    if not (_is_number(horizon) and horizon > 1):
-        raise ValueError(f"horizon must be more than 1 window, got {horizon!r}: use 100, or math.inf to average all")
-    if tap not in ("auto", "leaf", "comm_hook"):
-        raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {tap!r}")
-    if metric not in ("euclidean", "adam"):
-        raise ValueError(f"metric must be 'euclidean' or 'adam', got {metric!r}")
-    if metric == "adam" and optimizer is None:
+
+    unit: str = "sequences"
+    units_per_piece: float | None = None
+    horizon: float = 100.0
+    groups: Literal["blocks"] | GroupOf | None = "blocks"
+    metric: Literal["euclidean", "adam"] = "euclidean"
+    tap: TapName = "auto"
+    staging_mib: float = 8.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.unit, str) or not self.unit.strip():
+            raise ValueError(
+                f"unit must name the independent sample, got {self.unit!r}: 'sequences', 'images', 'prompts'"
+            )
+        units = self.units_per_piece
+        if units is not None and not (_is_number(units) and 0 < units < math.inf):
+            raise ValueError(f"units_per_piece must be positive and finite, got {units!r}")
+        if not (_is_number(self.horizon) and self.horizon > 1):
+            raise ValueError(
+                f"horizon must be more than 1 window, got {self.horizon!r}: use 100, or math.inf to average all"
+            )
+        if self.metric not in ("euclidean", "adam"):
+            raise ValueError(f"metric must be 'euclidean' or 'adam', got {self.metric!r}")
+        if self.tap not in ("auto", "leaf", "comm_hook"):
+            raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {self.tap!r}")
+        if not (_is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
+            raise ValueError(f"staging_mib must be ≥ 0 and finite, got {self.staging_mib!r}")
+
+
+def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler: object, log: object) -> None:
+    """Refuse objects of the wrong kind before the model is looked at.
+
+    Raises:
+        ValueError: naming the argument, what it got and what it takes.
+    """
+    if options.metric == "adam" and optimizer is None:
         raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass it to attach")
     if optimizer is not None and not hasattr(unwrap_optimizer(optimizer), "register_step_pre_hook"):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     if grad_scaler is not None and not hasattr(grad_scaler, "is_enabled"):
         raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
-    if not isinstance(sinks, Iterable) or any(not callable(getattr(sink, "write", None)) for sink in sinks):
-        raise ValueError(f"sinks must be a list of sinks, got {sinks!r}: sinks=[sonde.JsonlSink('runs/my-run')]")
-    if not (_is_number(staging_mib) and 0 <= staging_mib < math.inf):
-        raise ValueError(f"staging_mib must be ≥ 0 and finite, got {staging_mib!r}")
+    if not isinstance(log, RunLog):
+        raise ValueError(f"log must be a sonde.RunLog, got {log!r}: sonde.RunLog(sonde.JsonlSink('runs/my-run'))")
 
 
 def _is_number(value: object) -> TypeIs[float]:
@@ -88,7 +116,7 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
     rows = {
         "model": f"{setup['wrapper']}, {setup['parameters']:,} trainable parameters on {setup['device']}{hook}",
         "ranks": f"{setup['ranks']} data-parallel",
-        "pieces": f"read by {setup['tap']}; how many a window is said after the first",
+        "pieces": f"read by {setup['tap']}; their number is printed after the first window",
         "unit": unit,
         "groups": f"{len(groups)}: {shown}",
     }
@@ -96,6 +124,6 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
 
 
 def describe_window(n_pieces: int, n_units: float, n_ranks: int, unit: str) -> str:
-    """The line that follows the first window."""
+    """The line that is printed after the first window."""
     each = f" ({n_ranks} ranks × {n_pieces / n_ranks:g})" if n_ranks > 1 else ""
     return f"{n_pieces} pieces per window{each}, {n_units:g} {unit} in all"

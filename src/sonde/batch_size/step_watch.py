@@ -14,43 +14,43 @@ class StepWatch:
 
     Args:
         optimizer: the one that steps; None to notice nothing.
-        reader: whose window is forgotten when the optimizer steps on it unended.
-        on_never_ended: called when it is known that a window was not ended, not even late.
+        reader: its window is forgotten when the optimizer steps before the window was ended.
+        on_never_ended: called when it is certain that a window was not ended, not even late.
     """
 
     def __init__(self, optimizer: Any, reader: WindowReader, on_never_ended: Callable[[], None]) -> None:
         self._reader, self._on_never_ended = reader, on_never_ended
         self._stepped_unended = False
         self._ended_since_step = False
-        self._handle = (
-            unwrap_optimizer(optimizer).register_step_pre_hook(self._before_step) if optimizer is not None else None
-        )
+        self._handle = None
+        if optimizer is not None:
+            self._handle = unwrap_optimizer(optimizer).register_step_pre_hook(self._before_step)
 
     def window_ends(self) -> bool:
         """A window is being ended.
 
         Returns:
-            Whether that comes late: the optimizer has stepped on it.
+            Whether it is ended late: the optimizer has stepped on it already.
         """
         is_late = self._stepped_unended and self._reader.n_pieces == 0
         if not is_late:
-            self.tell()
+            self.alert_if_due()
         self._stepped_unended, self._ended_since_step = False, not is_late
         return is_late
 
-    def tell(self) -> None:
-        """Of a window that was not ended, once it can no longer be just late."""
+    def alert_if_due(self) -> None:
+        """Report a window that was not ended, once it can no longer be ended late."""
         if self._stepped_unended:
             self._on_never_ended()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._handle is not None:
             self._handle.remove()
 
     def _before_step(self, *_: object) -> None:
         if self._reader.n_pieces and not self._ended_since_step:
-            self.tell()
+            self.alert_if_due()
             self._stepped_unended = True
             self._reader.forget_window()
         self._ended_since_step = False

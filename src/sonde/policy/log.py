@@ -4,12 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sonde.policy.stats.attribution import Causes
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.forecast_history import LEVEL, Point, find_policy_alerts, point_of
 from sonde.policy.stats.importance import Per
-from sonde.records import RecordWriter, Sink, logger
+from sonde.records import Metric, RunLog, Sink, log_of, logger
+
+METRICS: dict[str, Metric] = {
+    "entropy/per_token": Metric("nats a token", "entropy of the policy, on the responses the forecast is evaluated on"),
+    "entropy/delta_forecast": Metric("nats", "change of entropy that the step was to make, to first order"),
+    "entropy/delta_se": Metric("nats", "its standard error"),
+    "entropy/delta_low": Metric("nats", "lower end of its 95 % interval"),
+    "entropy/delta_high": Metric("nats", "upper end of its 95 % interval"),
+    "entropy/delta_fixed_prefixes": Metric("nats a token", "true change on the same prefixes"),
+    "entropy/linear_over_true": Metric("ratio", "first order over truth on the same prefixes; about 1 for small steps"),
+    "entropy/delta_importance": Metric("nats", "true change by importance sampling"),
+    "entropy/ess_fraction": Metric("fraction", "its effective sample size over the responses"),
+    "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
+    "entropy/delta_rollouts_se": Metric("nats", "its standard error"),
+    "entropy/is_valid": Metric("0 or 1", "whether the step is small enough for a first-order forecast"),
+    "entropy/is_of_own_prompts": Metric("0 or 1", "whether the forecast is of the prompts that the step learns from"),
+    "entropy/token_weighted": Metric("nats a token", "entropy of what was sampled, all tokens weighing the same"),
+    "entropy/sequence_weighted": Metric("nats a token", "the same, all responses weighing the same"),
+    "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),
+    "entropy/advantage_correlation": Metric("ratio", "correlation of a response's mean entropy with its advantage"),
+    "entropy/advantage_correlation_low": Metric("ratio", "lower end of its 95 % interval"),
+    "entropy/advantage_correlation_high": Metric("ratio", "upper end of its 95 % interval"),
+    "entropy/cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),
+    "length/mean": Metric("tokens", "mean length of a response"),
+    "length/sd": Metric("tokens", "its standard deviation over responses"),
+    "length/longest": Metric("tokens", "the longest response"),
+    "length/at_limit": Metric("fraction", "responses as long as the mask is wide"),
+    "cost/entropy_seconds": Metric("seconds", "time that the forecast of the entropy change took"),
+    "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts"),
+    "gns_prompts/b_simple_low": Metric("prompts", "lower end of its 95 % interval"),
+    "gns_prompts/b_simple_high": Metric("prompts", "upper end of its 95 % interval; null when there is none"),
+    "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
+    "gns_prompts/trace_cov": Metric("gradient² · prompts", "variance of one prompt's gradient, tr Σ"),
+    "gns_prompts/completions_share": Metric("fraction", "part of tr Σ that more completions to each would reduce"),
+    "gns_prompts/prompts_per_window": Metric("prompts", "prompts in a window"),
+}
 
 _PROMPTS_AT_MOST = 64
 _LONGEST_TEXT = 200
@@ -17,42 +53,40 @@ _LONGEST_TEXT = 200
 
 
 class PolicyLog:
-    """Writes measurements of a policy to sinks, and says when its entropy collapses.
+    """Writes measurements of a policy to the log of its run, and says when the policy's entropy collapses.
 
     Args:
-        sinks: where records go, such as `JsonlSink(folder)`, of which `sonde report folder` makes a page; empty on
-            other ranks than the first.
-        run: the run's name.
+        log: of the run.
         setup: what was found, for people; JSON values.
-        metadata: the user's own, JSON values.
+        **deprecated: `run` and `metadata`, which are arguments of `RunLog` now.
 
     Example:
-        >>> from sonde import EntropyChangeProbe, JsonlSink
-        >>> def trained(probe: EntropyChangeProbe, optimizer, windows, folder: str) -> None:
-        ...     journal = PolicyJournal([JsonlSink(folder)], run="my policy")
+        >>> import sonde
+        >>> def trained(probe: sonde.EntropyChangeProbe, optimizer, windows, folder: str) -> None:
+        ...     log = sonde.PolicyLog(sonde.RunLog(sonde.JsonlSink(folder), run="my policy"))
         ...     for step, evaluation in enumerate(windows, start=1):
         ...         with probe.around_step(evaluation) as around:
         ...             optimizer.step()
-        ...         journal.measured(step, around.forecast.metrics(), around.forecast, evaluation.texts)
-        ...     journal.end("training ended")
+        ...         log.measured(step, around.forecast.metrics(), around.forecast, evaluation.texts)
+        ...     log.end("training ended")
     """
 
     def __init__(
-        self,
-        sinks: Sequence[Sink],
-        *,
-        run: str = "",
-        setup: Mapping[str, object] | None = None,
-        metadata: Mapping[str, object] | None = None,
+        self, log: RunLog | Sequence[Sink], *, setup: Mapping[str, object] | None = None, **deprecated: Any
     ) -> None:
+        if not isinstance(log, RunLog):  # the older spelling: PolicyJournal([sink], run=…)
+            log = log_of(None, {"sinks": log, **deprecated})
+        elif deprecated:
+            raise TypeError(f"PolicyLog has no argument {next(iter(deprecated))!r}: give it to RunLog")
         self.alerts: dict[str, str] = {}
         """What has looked wrong so far: the first message of each name."""
         self.points: list[Point] = []
-        """What forecasts said and what was true, so far."""
+        """Forecasts and truths so far."""
         self._step = 0
         self._per: Per = "token"
-        self._log = RecordWriter(sinks)
-        self._log.begin(run=run, unit="prompts", setup=setup or {}, metadata=metadata or {})
+        self._log = log
+        self._has_ended = False
+        log.begin("policy", unit="prompts", setup=setup or {}, metrics=METRICS)
 
     def measured(
         self,
@@ -99,9 +133,14 @@ class PolicyLog:
         )
 
     def end(self, reason: str) -> None:
-        """Write why the run ended, and close the sinks; once it has, nothing."""
-        self._log.write("end", window=self._step, reason=reason)
-        self._log.close()
+        """End this part of the run's log. A second call does nothing.
+
+        Args:
+            reason: why, for the log.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self._log.end(reason, window=self._step)
 
 
 def _shares(forecast: EntropyForecast, texts: Mapping[int, str]) -> list[dict[str, object]]:

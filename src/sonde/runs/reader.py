@@ -3,40 +3,74 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sonde.batch_size.stats.reading import GroupReading
-from sonde.records import SCHEMA
-from sonde.runs.json_values import as_count, as_mapping, as_number, as_status, as_time
+from sonde.records import SCHEMA, ReportSection
+from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers, as_status, as_time
 from sonde.runs.policy_reading import PolicyReading, policy_reading
-from sonde.runs.sinks import RECORDS_NAME, begins_header, parse_record
+from sonde.runs.sinks import RECORDS_NAME, begins_header, other_unit, parse_record
 from sonde.stats.intervals import Status
 
 
 @dataclass(frozen=True)
+class ProbeSetup:
+    """How one probe measured.
+
+    Attributes:
+        writes: the kind of record that it writes; empty in logs of an older sonde, which do not say.
+        unit: plural name of one independent sample, such as "sequences".
+        setup: what was found and chosen: wrapper, ranks, groups in the model's order, horizon, …
+        metrics: unit and meaning of each metric that the probe writes.
+        sections: of the report, as the probe declares them.
+    """
+
+    writes: str
+    unit: str
+    setup: Mapping[str, Any]
+    metrics: Mapping[str, Mapping[str, str]]
+    sections: tuple[ReportSection, ...]
+
+
+@dataclass(frozen=True)
 class Header:
-    """How one start of the run was measured.
+    """One start of the run.
 
     Attributes:
         time: seconds since 1970.
         run: the run's name; may be empty.
-        unit: plural name of one independent sample, such as "sequences".
         versions: version of each package.
-        setup: what was found and chosen: wrapper, ranks, groups in the model's order, horizon, …
-        metrics: unit and meaning of each metric that sonde writes.
         metadata: the user's own, any JSON.
+        probes: how each probe of the log measured, at least one, in the order in which they began.
     """
 
     time: float
     run: str
-    unit: str
     versions: Mapping[str, str]
-    setup: Mapping[str, Any]
-    metrics: Mapping[str, Mapping[str, str]]
     metadata: Mapping[str, Any]
+    probes: tuple[ProbeSetup, ...]
+
+    def probe(self, writes: str) -> ProbeSetup:
+        """The first probe that writes this kind of record, "reading" or "policy"; the first of all where none says."""
+        return next((probe for probe in self.probes if probe.writes == writes), self.probes[0])
+
+    @property
+    def unit(self) -> str:
+        """The unit of the probe that began first."""
+        return self.probes[0].unit
+
+    @property
+    def setup(self) -> Mapping[str, Any]:
+        """The set-up of the probe that began first."""
+        return self.probes[0].setup
+
+    @property
+    def metrics(self) -> dict[str, Mapping[str, str]]:
+        """Unit and meaning of each metric that sonde writes."""
+        return {name: metric for probe in self.probes for name, metric in probe.metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -74,6 +108,25 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class MetricsReading:
+    """Metrics of a probe of the user's own.
+
+    Attributes:
+        segment: index into `Run.headers` of the start it belongs to.
+        window: the optimizer step, from 1.
+        time: seconds since 1970.
+        metrics: a number per name, None where it is not known.
+        alerts: none; such a probe has no alerts.
+    """
+
+    segment: int
+    window: int
+    time: float
+    metrics: Mapping[str, float | None]
+    alerts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Alert:
     """Something that looked wrong for the first time.
 
@@ -97,6 +150,7 @@ class Run:
         headers: one per start of the run, at least one; a restarted run has several.
         readings: of the noise scale, of all starts, in the order written.
         policy: what was measured of a policy, likewise.
+        own: metrics of probes of the user's own, likewise.
         alerts: of all starts, in the order written.
         ended: why the last start ended; None while it goes on, or if it was cut off.
         torn: what a crash cut off, in words; None if nothing.
@@ -106,6 +160,7 @@ class Run:
     headers: tuple[Header, ...]
     readings: tuple[Reading, ...]
     policy: tuple[PolicyReading, ...]
+    own: tuple[MetricsReading, ...]
     alerts: tuple[Alert, ...]
     ended: str | None
     torn: str | None
@@ -118,12 +173,13 @@ class Run:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was measured yet."""
-        return not self.readings and not self.policy
+        return not self.readings and not self.policy and not self.own
 
     @property
-    def last(self) -> Reading | PolicyReading:
-        """The last reading of either kind, of a run that has one."""
-        return max((part[-1] for part in (self.readings, self.policy) if part), key=lambda reading: reading.time)
+    def last(self) -> Reading | PolicyReading | MetricsReading:
+        """The last reading of any kind, of a run that has one."""
+        kinds: list[Sequence[Reading | PolicyReading | MetricsReading]] = [self.readings, self.policy, self.own]
+        return max((kind[-1] for kind in kinds if kind), key=lambda reading: reading.time)
 
     @property
     def alerts_now(self) -> dict[str, str]:
@@ -219,9 +275,11 @@ class _Content:
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        self.units: dict[str, str] = {}
         self.headers: list[Header] = []
         self.readings: list[Reading] = []
         self.policy: list[PolicyReading] = []
+        self.own: list[MetricsReading] = []
         self.alerts: list[Alert] = []
         self.ended: str | None = None
 
@@ -230,6 +288,10 @@ class _Content:
             match record["kind"]:
                 case "header":
                     self._add_header(record)
+                case "probe":
+                    self._add_probe(_probe(record))
+                case "metrics":
+                    self.own.append(_metrics_reading(record, segment=len(self.headers) - 1))
                 case "reading":
                     self.readings.append(_reading(record, segment=len(self.headers) - 1))
                 case "policy":
@@ -250,14 +312,31 @@ class _Content:
                 f"{self.file} was written with record schema {record['schema']!r}, expected {SCHEMA}: "
                 "read it with the version of sonde that wrote it"
             )
-        header = _header(record)
-        if self.headers and header.unit != self.headers[0].unit:
+        probe = _probe(record)
+        self._check_unit(probe)
+        self.headers.append(
+            Header(
+                time=as_time(record["time"]),
+                run=str(record["run"]),
+                versions=as_mapping(record["versions"]),
+                metadata=as_mapping(record["metadata"]),
+                probes=(probe,),
+            )
+        )
+        self.ended = None
+
+    def _add_probe(self, probe: ProbeSetup) -> None:
+        self._check_unit(probe)
+        header = self.headers[-1]
+        self.headers[-1] = replace(header, probes=(*header.probes, probe))
+
+    def _check_unit(self, probe: ProbeSetup) -> None:
+        if (other := other_unit(self.units, probe.writes, probe.unit)) is not None:
             raise ValueError(
-                f"{self.file} holds runs measured in {self.headers[0].unit!r} and in {header.unit!r}, "
+                f"{self.file} holds runs measured in {other!r} and in {probe.unit!r}, "
                 "expected one unit: log each run to its own folder"
             )
-        self.headers.append(header)
-        self.ended = None
+        self.units[probe.writes] = probe.unit
 
     def run(self, torn: str | None) -> Run:
         if not self.headers:
@@ -267,22 +346,31 @@ class _Content:
             tuple(self.headers),
             tuple(self.readings),
             tuple(self.policy),
+            tuple(self.own),
             tuple(self.alerts),
             self.ended,
             torn,
         )
 
 
-def _header(record: Mapping[str, Any]) -> Header:
-    return Header(
-        time=as_time(record["time"]),
-        run=str(record["run"]),
+def _probe(record: Mapping[str, Any]) -> ProbeSetup:
+    return ProbeSetup(
+        writes=str(record.get("writes", "")),
         unit=str(record["unit"]),
-        versions=as_mapping(record["versions"]),
         setup=as_mapping(record["setup"]),
         metrics=as_mapping(record["metrics"]),
-        metadata=as_mapping(record["metadata"]),
+        sections=tuple(_section(as_mapping(section)) for section in as_list(record.get("sections", []))),
     )
+
+
+def _section(section: Mapping[str, Any]) -> ReportSection:
+    names = tuple(str(name) for name in as_list(section["metrics"]))
+    return ReportSection(str(section["title"]), str(section["text"]), names)
+
+
+def _metrics_reading(record: Mapping[str, Any], segment: int) -> MetricsReading:
+    window, time = as_count(record["window"]), as_time(record["time"])
+    return MetricsReading(segment, window, time, as_numbers(record["metrics"]), alerts={})
 
 
 def _reading(record: Mapping[str, Any], segment: int) -> Reading:

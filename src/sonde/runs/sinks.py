@@ -11,14 +11,15 @@ RECORDS_NAME = "records.jsonl"
 """Name of the log in a run's folder."""
 
 _HEADER_START = b'{"kind":"header"'
+_PROBE_START = b'{"kind":"probe"'
 
 
 class JsonlSink:
     """Appends records to `folder/records.jsonl`, creating both; a restarted run appends to the same file.
 
-    Nothing already in the file is ever changed. If a crash left its last line torn, that line is ended before anything
-    else is written, so the torn rest cannot merge with a new record. Files are touched with the first record, so every
-    rank may make a sink: a probe writes on rank 0 only.
+    Nothing in the file is ever changed. If a crash left its last line torn, that line is ended before anything else is
+    written, so the torn rest cannot merge with a new record. Files are touched with the first record, so every rank may
+    make a sink: a run's log writes on rank 0 only.
 
     Args:
         folder: the run's folder.
@@ -38,7 +39,7 @@ class JsonlSink:
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / RECORDS_NAME
-        self._unit = _unit_of_existing(self.path)
+        self._units = _units_of_existing(self.path)
         self._file: BinaryIO | None = None
         self._closed = False
 
@@ -49,15 +50,15 @@ class JsonlSink:
             record: JSON values under string keys; the first record must be a header. Unknown numbers are None.
 
         Raises:
-            ValueError: when a value is not JSON, NaN and infinity included, or a header names another unit than the
-                run so far.
+            ValueError: when a value is not JSON, NaN and infinity included, or a probe names another unit than the run
+                so far had for the same kind of record.
             RuntimeError: after `close`, or when the first record is not a header.
         """
         if self._closed:
             raise RuntimeError(f"the log {self.path} is closed, got a {record['kind']!r} record: open a new JsonlSink")
-        if record["kind"] == "header":
+        if record["kind"] in ("header", "probe"):
             self._check_unit(record)
-        elif self._file is None:
+        if record["kind"] != "header" and self._file is None:
             raise RuntimeError(f"a run starts with its header, got a {record['kind']!r} record: write the header first")
         line = _encode(record)
         if self._file is None:
@@ -78,14 +79,28 @@ class JsonlSink:
             file.write(b"\n")
         return file
 
-    def _check_unit(self, header: Mapping[str, object]) -> None:
-        unit = str(header["unit"])
-        if self._unit not in (None, unit):
+    def _check_unit(self, probe: Mapping[str, object]) -> None:
+        writes, unit = str(probe.get("writes", "")), str(probe["unit"])
+        if (other := other_unit(self._units, writes, unit)) is not None:
             raise ValueError(
-                f"{self.path} holds a run measured in {self._unit!r}, got a header with the unit {unit!r}; numbers in "
+                f"{self.path} holds a run measured in {other!r}, got a probe that measures in {unit!r}; numbers in "
                 "different units cannot be compared: log to a new folder"
             )
-        self._unit = unit
+        self._units[writes] = unit
+
+
+def other_unit(units: Mapping[str, str], writes: str, unit: str) -> str | None:
+    """A unit in which the same kind of record was written before, if it is another one.
+
+    Args:
+        units: unit by the kind of record written in it; "" for a log of an older sonde, which does not say the kind.
+        writes: the kind of record that a probe writes, or "".
+        unit: the probe's unit.
+    """
+    for kind, known in units.items():
+        if known != unit and (kind == writes or "" in (kind, writes)):
+            return known
+    return None
 
 
 def begins_header(line: bytes) -> bool:
@@ -123,10 +138,11 @@ def _encode(record: Mapping[str, object]) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
-def _unit_of_existing(path: Path) -> str | None:
-    """The unit of the first whole header already in the log; None when there is none yet."""
+def _units_of_existing(path: Path) -> dict[str, str]:
+    """Units by kind of record, of the first start of the run that is already in the log; empty when there is none."""
+    units: dict[str, str] = {}
     if not path.exists():
-        return None
+        return units
     with path.open("rb") as file:
         for number, line in enumerate(file):
             if number == 0 and not begins_header(line.rstrip(b"\n")):
@@ -134,9 +150,12 @@ def _unit_of_existing(path: Path) -> str | None:
                     f"{path} is not a run's log: it starts with {line[:40]!r} where a header record is expected; "
                     "nothing was written: log to another folder"
                 )
-            if line.startswith(_HEADER_START) and (header := parse_record(line)) is not None:
-                return str(header["unit"])
-    return None
+            if not line.startswith((_HEADER_START, _PROBE_START)) or (probe := parse_record(line)) is None:
+                continue
+            if units and probe["kind"] == "header":  # of a restart, which was checked against the first start
+                break
+            units[str(probe.get("writes", ""))] = str(probe["unit"])
+    return units
 
 
 def _last_line_is_torn(path: Path) -> bool:

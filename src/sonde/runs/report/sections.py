@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sonde.records import METRICS
 from sonde.runs.reader import Reading, Run
 from sonde.runs.report.curve_style import time_axis
 from sonde.runs.report.curves import moments_curve, noise_scale_curve, norm_curve, value_curve
@@ -112,6 +111,6 @@ def _logged(run: Run) -> Iterator[str]:
 
 def own_values(run: Run, readings: Sequence[Measured]) -> list[str]:
     """Names of the values among the metrics of readings that are not sonde's, and were known at least once."""
-    ours = METRICS.keys() | run.header.metrics.keys()
+    ours = run.header.metrics.keys()
     known = {name: None for reading in readings for name, value in reading.metrics.items() if value is not None}
     return [name for name in known if name not in ours]
