@@ -206,7 +206,7 @@ def test_a_plan_is_keyed_by_how_gradients_lie() -> None:
 
 
 def test_parameters_are_no_plan() -> None:
-    with pytest.raises(ValueError, match="must be what group_parameters_for_norm returned"):
+    with pytest.raises(ValueError, match="must be the plan that group_parameters_for_norm returned"):
         sonde.clip_grad_norm_distributed_(gradients((3,)), 1.0)  # type: ignore[arg-type]
 
 
