@@ -71,7 +71,7 @@ def test_a_fused_step_is_skipped_on_the_device(bad: float) -> None:
     ("make", "reason"),
     [
         (lambda made: torch.optim.AdamW(made), "not fused: build it with fused=True"),
-        (lambda made: torch.optim.AdamW(made[:2], fused=True), "1 parameters that are clipped are not its"),
+        (lambda made: torch.optim.AdamW(made[:2], fused=True), "does not hold 1 of the clipped parameters"),
         (lambda made: torch.optim.AdamW([*made, other()], fused=True), "holds 1 parameters that are not clipped"),
     ],
     ids=["not fused", "too few", "too many"],
@@ -212,7 +212,7 @@ def test_gradients_near_the_largest_number_are_clipped_and_not_zeroed() -> None:
 def test_a_scale_that_somebody_has_set_is_left_to_them() -> None:
     p, optimizer = one_parameter(torch.optim.SGD, 8.0)
     optimizer.grad_scale = torch.tensor(8.0)
-    with pytest.warns(UserWarning, match="somebody has set its grad_scale"):
+    with pytest.warns(UserWarning, match="its grad_scale is set already"):
         sonde.clip_grad_norm_([p], 1e9, fold_into=optimizer)
     assert float(optimizer.grad_scale) == 8.0
     optimizer.step()
@@ -221,7 +221,7 @@ def test_a_scale_that_somebody_has_set_is_left_to_them() -> None:
 
 def test_a_first_step_that_is_skipped_leaves_no_momentum_unset() -> None:
     p, optimizer = one_parameter(torch.optim.SGD, math.inf, momentum=0.9)
-    with pytest.warns(UserWarning, match="would leave its momentum unset"):
+    with pytest.warns(UserWarning, match="its momentum stays unset"):
         sonde.clip_grad_norm_([p], 1.0, nonfinite="skip", fold_into=optimizer)
     optimizer.step()
     assert optimizer.state[p]["momentum_buffer"].unique().tolist() == [0.0]
