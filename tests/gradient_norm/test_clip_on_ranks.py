@@ -345,7 +345,7 @@ def _bad(what: str) -> tuple[str, list[float], list[float]]:
     ("what", "match"),
     [
         ("sparse", "gradient of stray: it is sparse"),
-        ("placement", "gradient of stray: placement Partial(max) on mesh axis 0 is not known"),
+        ("placement", "gradient of stray: placement Partial(max) on mesh axis 0 is not supported"),
         ("device", "gradient of stray: it is on meta and its mesh on cpu"),
         ("plain on meta", "gradient of stray: it is on meta and its mesh on cpu"),
         ("fp8", "gradient of stray: its dtype is torch.float8_e4m3fn, and only fp16, bf16, fp32 and fp64"),
@@ -385,7 +385,7 @@ def test_above_the_sixth_order_nobody_waits_for_who_has_raised(ranks4: Ranks) ->
 
 def test_a_mesh_that_does_not_contain_the_gradients_is_refused(ranks2: Ranks) -> None:
     for said, before, after in ranks2(_bad, "mesh"):
-        assert "lies on ranks 0, 1, which mesh= (" in said
+        assert "it is on ranks 0, 1, which mesh= (" in said
         assert "pass the mesh of all ranks that hold the model" in said
         assert before == after
 
@@ -664,8 +664,8 @@ def test_a_parameter_on_other_ranks_has_to_be_declared(ranks4: Ranks) -> None:
     for said in results[:2]:
         assert "another rank found" in said[0]
     for said in results[2:]:
-        assert "it lies on ranks 0, 1, and this rank, which is none of them" in said[0]
-        assert "mesh has ranks 0, 1, and this rank is none of them" in said[2]
+        assert "it is on ranks 0, 1, and this rank, which is not among them" in said[0]
+        assert "mesh has ranks 0, 1, and this rank is not among them" in said[2]
     assert [said[1] for said in results] == ["2.0"] * 4
 
 

@@ -43,7 +43,7 @@ def test_a_gradient_elsewhere_than_its_mesh_is_refused_unless_it_is_offloaded() 
     with pytest.raises(ValueError, match="it is on mps and its mesh on cuda"):
         check_layout(Layout(mesh, sharded=(0,)), other, None)
     check_layout(Layout(mesh, partial=((0, "sum"),)), gpu, None)
-    with pytest.raises(ValueError, match="still to be summed on cuda, and lies on cpu: move it there"):
+    with pytest.raises(ValueError, match="must still be summed on cuda, but is on cpu: move it to cuda"):
         check_layout(Layout(mesh, partial=((0, "sum"),)), cpu, None)
 
 
