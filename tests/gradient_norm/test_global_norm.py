@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
+import sonde
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.plan import NormPlan
-from tests.ranks import Ranks
+from tests.gradient_norm.placed_gradients import placed
+from tests.ranks import Ranks, mesh_of
 from tests.sharded import ORDERS, exact_gradients, fsdp, fsdp_over_tp, norm_of
 
 
@@ -71,3 +76,70 @@ def test_a_rank_without_parameters_takes_part(ranks2: Ranks) -> None:
 def test_nothing_at_all() -> None:
     norm = global_norm(NormPlan([]), 2.0)
     assert torch.equal(norm.norm, torch.zeros((), dtype=torch.float64))
+
+
+def _order_of_events() -> list[str]:
+    """Without a mesh: gradients cut over two sets of ranks."""
+    from sonde.gradient_norm import global_norm as module
+
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    plan = sonde.group_parameters_for_norm(
+        [placed(torch.ones(2), mesh[axis], [Shard(0)], (4,)) for axis in ("dp", "tp")]
+    )
+    events: list[str] = []
+    read, reduce = module.power_sum, module.start_reduce
+
+    class Waited:
+        def __init__(self, work: Any) -> None:
+            self._work = work
+
+        def wait(self) -> None:
+            events.append("wait")
+            self._work.wait()
+
+    def spied_read(*args: Any) -> Tensor:
+        events.append("read")
+        return read(*args)
+
+    def spied_reduce(*args: Any) -> Any:
+        work = reduce(*args)
+        if work is None:
+            return None
+        events.append("begin")
+        return Waited(work)
+
+    module.power_sum, module.start_reduce = spied_read, spied_reduce  # type: ignore[assignment]
+    try:
+        sonde.clip_grad_norm_distributed_(plan, None)
+    finally:
+        module.power_sum, module.start_reduce = read, reduce
+    return events
+
+
+def test_sums_over_ranks_run_while_other_gradients_are_read(ranks4: Ranks) -> None:
+    for events in ranks4(_order_of_events):
+        assert events == ["read", "begin", "read", "begin", "wait", "wait"]
+
+
+def _opened() -> set[tuple[int, ...]]:
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    p = placed(torch.ones(3), mesh, [Shard(0), Partial()], (6,), [Shard(0), Replicate()])
+    reduced: list[set[tuple[int, ...]]] = [set(), set()]
+    real = dist.all_reduce
+
+    def spy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced[-1].add(tuple(dist.get_process_group_ranks(kwargs.get("group") or dist.group.WORLD)))
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = spy
+    try:
+        plan = sonde.group_parameters_for_norm([p], mesh=mesh)
+        reduced.append(set())
+        sonde.clip_grad_norm_distributed_(plan, 1.0)
+    finally:
+        dist.all_reduce = real
+    return reduced[2] - reduced[1]
+
+
+def test_every_communicator_is_opened_by_the_plan(ranks4: Ranks) -> None:
+    assert ranks4(_opened) == [set()] * 4
