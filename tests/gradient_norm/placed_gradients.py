@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 def placed(
     local: Tensor, mesh: DeviceMesh, placements: list[Any], shape: tuple[int, ...], like: list[Any] | None = None
 ) -> nn.Parameter:
-    """A parameter with a gradient whose local part is given; the parameter lies as `like`, or as its gradient."""
+    """A parameter whose gradient has this local part; the parameter is placed like its gradient, or as `like`."""
 
     def dtensor(t: Tensor, where: list[Any]) -> DTensor:
         stride = torch.empty(shape).stride()

@@ -32,15 +32,15 @@ def ranks_for(request: pytest.FixtureRequest) -> Any:
 def _norms(way: str, with_mesh: bool) -> dict[str, Any]:
     cut: Cut = WAYS[way][1]()
     options = {"mesh": cut.mesh, "replicas": cut.replicas} if with_mesh else {}
-    found = []
+    norms_and_counts = []
     for order in ORDERS:
         with CommDebugMode() as counted:
             norm = sonde.clip_grad_norm_(cut.parameters.items(), None, order, pp_mesh=cut.pp_mesh, **options)
-        found.append((float(norm), counted.get_total_counts()))
-    return {"norms": found, "collectives": cut.collectives, "partial": cut.partial}
+        norms_and_counts.append((float(norm), counted.get_total_counts()))
+    return {"norms": norms_and_counts, "collectives": cut.collectives, "partial": cut.partial}
 
 
-# Nothing but a mesh and a declaration tells that plain experts differ from rank to rank.
+# Plain experts differ from rank to rank. Only a mesh and a declaration can tell.
 NEEDS_A_MESH = {"EP, plain experts"}
 
 
@@ -69,7 +69,7 @@ def _clip(way: str, planned: bool) -> dict[str, Any]:
         norm = sonde.clip_grad_norm_(cut.parameters.items(), 0.05, **options)
         with CommDebugMode() as counted:  # partial gradients were written back: they are not reduced again
             again = sonde.clip_grad_norm_(cut.parameters.items(), None, **options)
-    # full_tensor is a collective: the same parameters on all ranks of a stage, and those have them in one order.
+    # full_tensor is a collective. All ranks of a stage have the same parameters in the same order.
     clipped = {n: whole(p.grad) for n, p in cut.parameters.items() if p.grad is not None}
     return {"norm": float(norm), "again": float(again), "clipped": clipped, "counts": counted.get_total_counts()}
 
@@ -83,7 +83,7 @@ def test_the_clip_is_that_of_one_process(ranks_for: Any, way: str, planned: bool
     seen: set[str] = set()
     for rank, result in enumerate(ranks_for(way)(_clip, way, planned)):
         assert result["norm"] == pytest.approx(total, rel=1e-6)
-        assert result["again"] == pytest.approx(0.05, rel=1e-4)  # torch's 1e-6 beside the norm is in it
+        assert result["again"] == pytest.approx(0.05, rel=1e-4)  # torch adds 1e-6 to the norm, and so does sonde
         assert result["counts"] == 1
         for name, gradient in result["clipped"].items():
             reference = exact[name]
@@ -95,19 +95,19 @@ def test_the_clip_is_that_of_one_process(ranks_for: Any, way: str, planned: bool
 
 
 def _mixed() -> list[float]:
-    """Meshes of different axes, one made twice, and plain tensors; a tied one twice; bf16 and fp64 among them."""
+    """Meshes of different axes, a mesh made twice, plain tensors, a tied tensor twice, bf16 and fp64."""
     mesh = mesh_of((2, 2), ("a", "b"))
     again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     generator = torch.Generator().manual_seed(3)
 
     def parameter(shape: tuple[int, ...], on: DeviceMesh | None, where: list[Any], dtype: torch.dtype) -> nn.Parameter:
         gradient = torch.randn(shape, generator=generator).to(dtype)
-        found.append(gradient)
+        gradients.append(gradient)
         p = nn.Parameter(torch.zeros_like(gradient) if on is None else distribute_tensor(gradient, on, where))
         p.grad = gradient if on is None else distribute_tensor(gradient, on, where)
         return p
 
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     parameters = [
         parameter((5, 3), mesh, [Shard(0), Shard(1)], torch.float32),
         parameter((7,), again, [Shard(0), Replicate()], torch.float32),
@@ -119,7 +119,7 @@ def _mixed() -> list[float]:
         parameter((2, 2), mesh, [Replicate(), Replicate()], torch.float32),
     ]
     parameters.append(parameters[0])
-    exact = {str(i): g for i, g in enumerate(found)}
+    exact = {str(i): g for i, g in enumerate(gradients)}
     return [
         float(sonde.clip_grad_norm_(parameters, None, order, mesh=on)) / norm_of(exact, order)
         for order in ORDERS
@@ -165,7 +165,7 @@ def _bf16() -> tuple[float, float]:
     return float(sonde.clip_grad_norm_(cut.parameters.values(), None, mesh=cut.mesh)), norm_of(gradients, 2.0)
 
 
-def test_bf16_is_squared_in_more(ranks2: Ranks) -> None:
+def test_bf16_is_squared_in_higher_precision(ranks2: Ranks) -> None:
     for norm, exact in ranks2(_bf16):
         assert norm == pytest.approx(exact, rel=1e-6)
 
@@ -175,12 +175,12 @@ def _nonfinite(nonfinite: str) -> tuple[str, list[float]]:
     if dist.get_rank() == 1:
         cut.parameters["back.up.weight"].grad.to_local()[0, 0] = math.inf  # type: ignore[union-attr]
     try:
-        said = str(float(sonde.clip_grad_norm_(cut.parameters.items(), 1.0, mesh=cut.mesh, nonfinite=nonfinite)))
+        result = str(float(sonde.clip_grad_norm_(cut.parameters.items(), 1.0, mesh=cut.mesh, nonfinite=nonfinite)))
     except RuntimeError as error:
-        said = str(error)
+        result = str(error)
     head = cut.parameters["back.head.weight"].grad
     assert head is not None
-    return said, whole(head).flatten()[:4].tolist()
+    return result, whole(head).flatten()[:4].tolist()
 
 
 def test_non_finite_gradients_are_named_on_the_rank_that_has_them(ranks2: Ranks) -> None:
@@ -189,16 +189,16 @@ def test_non_finite_gradients_are_named_on_the_rank_that_has_them(ranks2: Ranks)
     assert "not finite in back.up.weight" in second
     assert "another rank's are not" in first
     assert untouched == pytest.approx(exact, rel=1e-5)
-    for said, _ in ranks2(_nonfinite, "assert_async"):
-        assert "the gradient norm is not finite" in said
+    for result, _ in ranks2(_nonfinite, "assert_async"):
+        assert "the gradient norm is not finite" in result
 
 
 def test_non_finite_gradients_ignored_or_skipped(ranks2: Ranks) -> None:
-    for said, head in ranks2(_nonfinite, "skip"):
-        assert said == "inf"
+    for result, head in ranks2(_nonfinite, "skip"):
+        assert result == "inf"
         assert head == [0.0] * 4
-    for said, head in ranks2(_nonfinite, "ignore"):
-        assert said == "inf"
+    for result, head in ranks2(_nonfinite, "ignore"):
+        assert result == "inf"
         assert head == [0.0] * 4  # as torch: everything times 1/inf
 
 
@@ -219,7 +219,7 @@ def test_stages_of_different_precision_are_clipped_alike(ranks2: Ranks) -> None:
 
 
 def _torchs_clip() -> dict[str, Any]:
-    """What torch's function does with the same gradients: the reasons for this one."""
+    """What torch's clip does with such gradients: the reasons for sonde's."""
     clip = torch.nn.utils.clip_grad_norm_
     mesh = mesh_of((2, 1), ("a", "b"))
     rank = dist.get_rank()
@@ -248,12 +248,12 @@ def _torchs_clip() -> dict[str, Any]:
     }
 
 
-def test_what_torch_does_with_these_is_as_it_was(ranks2: Ranks) -> None:
-    """Where this fails, torch has changed, and docs/gradient-norm.md says too much of it."""
-    for found in ranks2(_torchs_clip):
-        assert found["meshes"] == "RuntimeError"
-        assert found["plain"] == "RuntimeError"
-        assert found["tied"] == pytest.approx(math.sqrt(8))  # 2, if it counted once
-        assert found["partial"] >= 5
-        assert not math.isnan(found["nan"])
-        assert found["ours"] == pytest.approx([math.sqrt(4 + 2), math.sqrt(4 + 2)])
+def test_guard_what_torchs_clip_does(ranks2: Ranks) -> None:
+    """If this fails, torch has changed: correct the docstrings and docs/gradient-norm.md."""
+    for outcomes in ranks2(_torchs_clip):
+        assert outcomes["meshes"] == "RuntimeError"
+        assert outcomes["plain"] == "RuntimeError"
+        assert outcomes["tied"] == pytest.approx(math.sqrt(8))  # 2, if it counted once
+        assert outcomes["partial"] >= 5
+        assert not math.isnan(outcomes["nan"])
+        assert outcomes["ours"] == pytest.approx([math.sqrt(4 + 2), math.sqrt(4 + 2)])

@@ -1,4 +1,7 @@
-"""The norm by parts of the model, and ranks that have nothing to add; whole models are in test_clip_on_ranks.py."""
+"""The norm by parts of the model, ranks with nothing to add, and the order of reads and collectives.
+
+Whole models are in test_clip_on_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +27,33 @@ def _by_part(with_mesh: bool) -> list[tuple[list[float], float, int]]:
     cut = fsdp_over_tp()
     parts = [name.startswith("back.") for name in cut.parameters]
     plan = NormPlan(list(cut.parameters.values()), mesh=cut.mesh if with_mesh else None, parts=list(map(int, parts)))
-    found = []
+    results = []
     for order in ORDERS:
         with CommDebugMode() as counted:
             norm = global_norm(plan, order)
-        found.append((norm.by_part.tolist(), float(norm.norm), counted.get_total_counts()))
-    return found
+        results.append((norm.by_part.tolist(), float(norm.norm), counted.get_total_counts()))
+    return results
 
 
 @pytest.mark.parametrize("with_mesh", [True, False])
 def test_parts_of_the_model_come_with_the_whole(ranks4: Ranks, with_mesh: bool) -> None:
     exact = exact_gradients()
     parts = [{n: g for n, g in exact.items() if n.startswith(part)} for part in ("front.", "back.")]
-    for found in ranks4(_by_part, with_mesh):
-        for order, (by_part, norm, collectives) in zip(ORDERS, found, strict=True):
+    for results in ranks4(_by_part, with_mesh):
+        for order, (by_part, norm, collectives) in zip(ORDERS, results, strict=True):
             assert by_part == pytest.approx([norm_of(part, order) for part in parts], rel=1e-6)
             assert norm == pytest.approx(norm_of(exact, order), rel=1e-6)
             assert collectives == (1 if with_mesh else 2)
 
 
 def _some_missing(with_mesh: bool) -> tuple[float, float]:
-    """A rank without any gradient, and one parameter without on both: an empty rank takes part."""
+    """One rank has no gradient at all, and one parameter has none on both ranks: an empty rank takes part."""
     cut = fsdp()
     missing = {"back.head.weight"} if dist.get_rank() == 0 else set(cut.parameters)
     for name in missing:
         cut.parameters[name].grad = None
-    there = [p.grad.to_local() for p in cut.parameters.values() if p.grad is not None]  # type: ignore[operator]
-    mine = sum(float(t.double().square().sum()) for t in there)
+    locals_ = [p.grad.to_local() for p in cut.parameters.values() if p.grad is not None]  # type: ignore[operator]
+    mine = sum(float(t.double().square().sum()) for t in locals_)
     plan = NormPlan(list(cut.parameters.values()), mesh=cut.mesh if with_mesh else None)
     return float(global_norm(plan, 2.0).norm), mine
 

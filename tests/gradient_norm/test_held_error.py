@@ -1,4 +1,4 @@
-"""An error on one rank: the other ranks hear of it, none waits for ever, and gradients stay as they are."""
+"""An error on one rank: the other ranks raise too, no rank waits for ever, and gradients stay unchanged."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from tests.ranks import Ranks, mesh_of
 from tests.sharded import fsdp
 
 
-def _bad(what: str) -> tuple[str, list[float], list[float]]:
-    """Something is wrong on rank 1 only, or on both; what is said, and a gradient before and after."""
+def _bad(mistake: str) -> tuple[str, list[float], list[float]]:
+    """One thing is wrong, on rank 1 or on both ranks. Returns the message, and a gradient before and after."""
     cut, rank = fsdp(), dist.get_rank()
     parameters: dict[str, Any] = dict(cut.parameters)
     options: dict[str, Any] = {"mesh": cut.mesh, "max_norm": 1.0}
-    if what == "sparse" and rank == 1:
+    if mistake == "sparse" and rank == 1:
         parameters["stray"] = nn.Parameter(torch.zeros(3))
         parameters["stray"].grad = torch.zeros(3).to_sparse()
-    elif what in ("plain on meta", "fp8") and rank == 1:
-        like = {"device": "meta"} if what == "plain on meta" else {"dtype": torch.float8_e4m3fn}
+    elif mistake in ("plain on meta", "fp8") and rank == 1:
+        like = {"device": "meta"} if mistake == "plain on meta" else {"dtype": torch.float8_e4m3fn}
         parameters["stray"] = nn.Parameter(torch.zeros(3, **like))  # type: ignore[arg-type]
         parameters["stray"].grad = torch.zeros(3, **like)  # type: ignore[arg-type]
-    elif what == "options" and rank == 1:
+    elif mistake == "options" and rank == 1:
         options["max_norm"] = math.nan
-    elif what == "replicas" and rank == 1:
+    elif mistake == "replicas" and rank == 1:
         options["replicas"] = {"typo": 1}
-    elif what == "many replicas" and rank == 1:
+    elif mistake == "many replicas" and rank == 1:
         options["replicas"] = {"back.up.weight": 2}
-    elif what == "placement" and rank == 1:
+    elif mistake == "placement" and rank == 1:
         parameters["stray"] = placed(torch.ones(2), cut.mesh, [Partial("max")], (2,), [Replicate()])
-    elif what == "mesh":
+    elif mistake == "mesh":
         alone = (
             DeviceMesh("cpu", [0], _init_backend=False) if rank == 0 else DeviceMesh("cpu", [1], _init_backend=False)
         )
         options["mesh"] = alone
-    elif what == "device" and rank == 1:
+    elif mistake == "device" and rank == 1:
         local = DTensor.from_local(torch.ones(3, device="meta"), cut.mesh, [Replicate()], run_check=False)
         parameters["stray"] = nn.Parameter(local.detach())
         parameters["stray"].grad = local
@@ -52,14 +52,14 @@ def _bad(what: str) -> tuple[str, list[float], list[float]]:
     max_norm = options.pop("max_norm")
     try:
         sonde.clip_grad_norm_(parameters.items(), max_norm, **options)
-        said = "no error"
+        message = "no error"
     except ValueError as error:
-        said = str(error)
-    return said, before, parameters["back.up.weight"].grad.to_local().flatten()[:3].tolist()
+        message = str(error)
+    return message, before, parameters["back.up.weight"].grad.to_local().flatten()[:3].tolist()
 
 
 @pytest.mark.parametrize(
-    ("what", "match"),
+    ("mistake", "match"),
     [
         ("sparse", "gradient of stray: it is sparse"),
         ("placement", "gradient of stray: placement Partial(max) on mesh axis 0 is not supported"),
@@ -71,18 +71,18 @@ def _bad(what: str) -> tuple[str, list[float], list[float]]:
         ("many replicas", "gradient of back.up.weight: it is cut into 2 shards over 2 of 2 ranks"),
     ],
 )
-def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks2: Ranks, what: str, match: str) -> None:
-    (first, *before_and_after), (second, *of_second) = ranks2(_bad, what)
+def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks2: Ranks, mistake: str, match: str) -> None:
+    (first, *first_gradients), (second, *second_gradients) = ranks2(_bad, mistake)
     assert "another rank found a gradient that cannot be counted" in first
     assert match in second
-    for before, after in (before_and_after, of_second):
+    for before, after in (first_gradients, second_gradients):
         assert before == after
 
 
 def test_a_mesh_that_does_not_contain_the_gradients_is_refused(ranks2: Ranks) -> None:
-    for said, before, after in ranks2(_bad, "mesh"):
-        assert "it is on ranks 0, 1, which mesh= (" in said
-        assert "pass the mesh of all ranks that hold the model" in said
+    for message, before, after in ranks2(_bad, "mesh"):
+        assert "it is on ranks 0, 1, which mesh= (" in message
+        assert "pass the mesh of all ranks that hold the model" in message
         assert before == after
 
 
@@ -101,10 +101,10 @@ def _bad_two_hops_away() -> str:
     return ""
 
 
-def test_above_the_sixth_order_nobody_waits_for_who_has_raised(ranks4: Ranks) -> None:
+def test_above_the_sixth_order_an_error_leaves_no_rank_waiting(ranks4: Ranks) -> None:
     first, *others = ranks4(_bad_two_hops_away)
     assert "it is sparse" in first
-    assert all("another rank found a gradient that cannot be counted" in said for said in others)
+    assert all("another rank found a gradient that cannot be counted" in message for message in others)
 
 
 def _bad_among_partial() -> str:
@@ -117,18 +117,18 @@ def _bad_among_partial() -> str:
         return str(error)
 
 
-def test_a_bad_one_among_partial_gradients_leaves_no_rank_waiting(ranks2: Ranks) -> None:
+def test_a_bad_partial_gradient_leaves_no_rank_waiting(ranks2: Ranks) -> None:
     first, second = ranks2(_bad_among_partial)
     assert "another rank found a gradient that cannot be counted" in first
     assert "gradient of q: it is on meta" in second
 
 
-def _one_rank_asks_wrongly() -> list[str]:
-    """Things that are no parameters on one rank; a pp_mesh that is none on one; a rank without any."""
+def _wrong_calls_of_one_rank() -> list[str]:
+    """On rank 1: a parameter that is no tensor; a pp_mesh that is no mesh; no parameters at all."""
     mesh, rank = mesh_of((2,)), dist.get_rank()
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.ones(3)
-    said = []
+    messages = []
     calls: list[Any] = [
         lambda: sonde.clip_grad_norm_([p, 1.0] if rank else [p], 1.0, mesh=mesh),
         lambda: sonde.clip_grad_norm_([p], 1.0, mesh=mesh, pp_mesh="stages" if rank else None),  # type: ignore[arg-type]
@@ -137,15 +137,15 @@ def _one_rank_asks_wrongly() -> list[str]:
     for call in calls:
         try:
             call()
-            said.append("")
+            messages.append("")
         except ValueError as error:
-            said.append(str(error))
-    return [*said, str(p.grad.tolist())]
+            messages.append(str(error))
+    return [*messages, str(p.grad.tolist())]
 
 
-def test_what_one_rank_asks_wrongly_is_told_to_the_others(ranks2: Ranks) -> None:
-    first, second = ranks2(_one_rank_asks_wrongly)
-    assert ["another rank" in said for said in first[:3]] == [True, True, False]
+def test_a_wrong_call_of_one_rank_is_raised_on_the_others(ranks2: Ranks) -> None:
+    first, second = ranks2(_wrong_calls_of_one_rank)
+    assert ["another rank" in message for message in first[:3]] == [True, True, False]
     assert "parameters must be tensors" in second[0]
     assert "pp_mesh must be a DeviceMesh" in second[1]
     assert first[2] == second[2] == ""
@@ -159,26 +159,26 @@ def _elsewhere() -> list[str]:
     p.grad = distribute_tensor(torch.ones(4), few, [Shard(0)])
     plan = sonde.group_parameters_for_norm([("p", p)], mesh=everyone, replicas={"p": 1})
     assert float(sonde.clip_grad_norm_distributed_(plan, None)) == 2.0
-    said = []
+    messages = []
     wrong: list[dict[str, Any]] = [{"mesh": everyone}, {"mesh": everyone, "replicas": {"p": 1}}]
     if dist.get_rank() > 1:
         wrong.append({"mesh": few})
     for options in wrong:
         try:
-            said.append(str(float(sonde.clip_grad_norm_([("p", p)], None, **options))))
+            messages.append(str(float(sonde.clip_grad_norm_([("p", p)], None, **options))))
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_a_parameter_on_other_ranks_has_to_be_declared(ranks4: Ranks) -> None:
     results = ranks4(_elsewhere)
-    for said in results[:2]:
-        assert "another rank found" in said[0]
-    for said in results[2:]:
-        assert "it is on ranks 0, 1, and this rank, which is not among them" in said[0]
-        assert "mesh has ranks 0, 1, and this rank is not among them" in said[2]
-    assert [said[1] for said in results] == ["2.0"] * 4
+    for messages in results[:2]:
+        assert "another rank found" in messages[0]
+    for messages in results[2:]:
+        assert "it is on ranks 0, 1, and this rank, which is not among them" in messages[0]
+        assert "mesh has ranks 0, 1, and this rank is not among them" in messages[2]
+    assert [messages[1] for messages in results] == ["2.0"] * 4
 
 
 def _first_fsdp() -> str:
@@ -192,12 +192,12 @@ def _first_fsdp() -> str:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_fsdps_first_version_is_refused(ranks2: Ranks) -> None:
-    for said in ranks2(_first_fsdp):
-        assert "FSDP's first version does not tell how it cuts parameters" in said
+    for message in ranks2(_first_fsdp):
+        assert "FSDP's first version does not tell how it cuts parameters" in message
 
 
 def _unmaterialised_stage() -> str:
-    """Plain parameters, of which one stage's were never materialised."""
+    """Plain parameters; those of one stage were never materialised."""
     mesh, device = mesh_of((2,), ("pp",)), "meta" if dist.get_rank() else "cpu"
     p = nn.Parameter(torch.zeros(3, device=device))
     p.grad = torch.ones(3, device=device)

@@ -35,7 +35,7 @@ def _five_partial() -> tuple[float, list[int], list[str], list[list[float]]]:
 
 
 def test_partial_gradients_are_summed_once_and_written_back(ranks2: Ranks) -> None:
-    """Five of them cost one all-reduce; the optimizer finds them summed, and a second clip does."""
+    """Five partial gradients take one all-reduce. The optimizer and a second clip find them summed."""
     for norm, counts, placements, values in ranks2(_five_partial):
         assert norm == pytest.approx(math.sqrt(3 * sum((2 * k + 1) ** 2 for k in range(5))), rel=1e-7)
         assert counts == [2, 1]
@@ -68,12 +68,12 @@ def _partial_of_a_sharded_parameter() -> float:
     return float(sonde.clip_grad_norm_distributed_(plan, None))
 
 
-def test_zeros_for_a_missing_partial_gradient_are_of_its_own_shape(ranks2: Ranks) -> None:
+def test_zeros_for_a_missing_partial_gradient_have_its_shape(ranks2: Ranks) -> None:
     assert ranks2(_partial_of_a_sharded_parameter) == [2.0, 2.0]
 
 
 def _summed_and_averaged() -> float:
-    """Summed over one axis, averaged over the other."""
+    """A gradient that is summed over one axis and averaged over the other."""
     mesh = mesh_of((2, 2), ("a", "b"))
     p = placed(torch.full((3,), 1.0 + dist.get_rank()), mesh, [Partial("avg"), Partial()], (3,), [Replicate()] * 2)
     return float(sonde.clip_grad_norm_([p], None, mesh=mesh))
