@@ -1,6 +1,6 @@
 """The norm of a whole model's gradient, however it is cut: local power sums, weighed, and summed over ranks.
 
-With a mesh of all ranks this takes one collective. Without, gradients that are cut over the same ranks share one.
+With a mesh of all ranks, one collective does it. Without, each set of ranks that gradients are cut over takes one.
 The same collectives carry the ranks' errors: a rank with an error takes part, and its peers do not hang.
 """
 

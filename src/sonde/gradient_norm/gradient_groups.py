@@ -60,7 +60,7 @@ class ParameterGroup:
 
     Attributes:
         key: what the gradients have in common.
-        layout: the layout of one of them; the layouts of the others have the same ranks.
+        layout: the layout of one of its gradients; the layouts of the others have the same ranks.
         indices: which parameters these are, in the plan's order.
     """
 
@@ -149,8 +149,8 @@ def group_gradients(
     """Sort parameters by how their gradients are spread over ranks.
 
     Args:
-        parameters: each tensor once. Without a gradient, what was seen before counts, or the parameter itself.
-        seen: what was seen before; updated.
+        parameters: each tensor once. If its gradient is missing, the spec seen before counts, or its own.
+        seen: the specs seen before; updated.
         mesh: all ranks that hold any of the model, if it was given.
         pp_mesh: the pipeline stages, if they were given.
         n_replicas: how many ranks hold the same values, by parameter, where it was declared.
@@ -230,8 +230,8 @@ def _groups(members: Mapping[tuple[Any, ...], list[int]], layouts: Sequence[Layo
     for (number, device, dtype, part, n_replicas), indices in members.items():
         layout = layouts[number]
         key = Key(layout.sharding_ranks, layout.n_shards, n_replicas, part, device, dtype, bool(layout.partial))
-        others = groups[key].indices if key in groups else ()
-        groups[key] = ParameterGroup(key, layout, tuple(sorted((*others, *indices))))
+        earlier = groups[key].indices if key in groups else ()
+        groups[key] = ParameterGroup(key, layout, tuple(sorted((*earlier, *indices))))
     return tuple(groups[key] for key in sorted(groups, key=lambda key: key.order))
 
 

@@ -50,8 +50,8 @@ class PlanRequest:
 class PlanCache:
     """The plans of the last few requests.
 
-    A cached plan behaves exactly like a new one, since whatever a new plan would look at is compared. So ranks need not
-    have the same plans cached.
+    A cached plan behaves exactly like a new one, since everything that a new plan would look at is compared. So
+    ranks need not have the same plans cached.
     """
 
     def __init__(self) -> None:

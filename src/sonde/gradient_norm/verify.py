@@ -89,7 +89,7 @@ def check_replicas(plan: NormPlan) -> None:
         by_rank = [([(n, (value, None), counted) for n, (value, _), counted in p], s) for p, s in by_rank]
     by_rank = [[*plain, *sharded] for plain, sharded in by_rank]
     # Equal values under different names may be counted together: weights that are tied over pipeline stages have two
-    # names, and experts may have begun as copies of one another. Which it is, the declaration says.
+    # names, and experts may have begun as copies of each other. Only the declaration can tell.
     n_by_name = Counter(key for held in by_rank for key in {(name, values) for name, values, _ in held})
     n_by_values = Counter(values for held in by_rank for values in {values for _, values, _ in held})
     for rank, held in enumerate(by_rank):

@@ -94,7 +94,7 @@ def gather_from_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], To
 
     Args:
         group: the ranks; None for this process alone.
-        work: returns this rank's values. If it raises, the error is raised here, and the other ranks are told of it.
+        work: returns this rank's values. If it raises, the error is raised here, and the other ranks raise too.
 
     Raises:
         RuntimeError: when another rank failed.
