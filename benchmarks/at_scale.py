@@ -1,4 +1,4 @@
-"""One of 4,096 ranks, with a process group that only pretends: `python -m benchmarks.at_scale` prints what it took."""
+"""One of 4,096 ranks, with a fake process group: `python -m benchmarks.at_scale` prints its seconds and bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PP, DP, TP = 8, 64, 8
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what all-reduces send."""
+    """Counts the bytes that all-reduces send."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class SentBytes(TorchDispatchMode):
 
 
 def shards(mesh: DeviceMesh) -> list[tuple[DeviceMesh, list[Placement]]]:
-    """FSDP, FSDP over tensor parallelism on two axes and on one, tensor parallelism alone."""
+    """Four ways to place: FSDP; FSDP over TP, cut over both axes; the same, cut over dp only; TP alone."""
     both = mesh["dp", "tp"]
     return [
         (mesh["dp"], [Shard(0)]),
@@ -46,7 +46,7 @@ def shards(mesh: DeviceMesh) -> list[tuple[DeviceMesh, list[Placement]]]:
 
 
 def measure() -> dict[str, float]:
-    """Seconds to plan, seconds of the first call and of the second, its collectives, bytes, groups and squared norm."""
+    """Seconds to plan and of a later call; collectives and bytes of the first call; groups; the squared norm."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PP * DP * TP)
     mesh = init_device_mesh("cpu", (PP, DP, TP), mesh_dim_names=("pp", "dp", "tp"))
     kinds, parameters = shards(mesh), []

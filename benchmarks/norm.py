@@ -1,4 +1,4 @@
-"""What a global norm and a clip cost, beside torch's and torchtitan's: `python -m benchmarks.norm`."""
+"""What a global norm and a clip cost, compared with torch's and torchtitan's: `python -m benchmarks.norm`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Case:
     """Gradients to clip.
 
     Attributes:
-        count: tensors.
-        shape: of each, over all ranks.
-        ranks: processes; with more than one, they are DTensors sharded over them.
+        count: how many tensors.
+        shape: of each tensor, over all ranks.
+        ranks: processes; with more than one, the gradients are DTensors sharded over them.
         threads: of each process.
-        goals: least wanted of torch's time over sonde's: on the first call, and on later ones.
+        goals: the smallest wanted ratio of torch's time to sonde's: on the first call, and on later calls.
     """
 
     count: int
@@ -77,9 +77,9 @@ class Result:
         case: in words.
         goals: see `Case`.
         first: the first call in a new process.
-        steady: later calls, the contestants taking turns; [rounds].
-        read_bytes_per_second: of sonde's norm alone, by name: "norm", and "copy" for a copy of the same gradients,
-            which reads as many and writes as many.
+        steady: later calls, with the contestants in turn; [rounds].
+        read_bytes_per_second: "norm" for sonde's norm alone, "copy" for a copy of the same gradients, which reads as
+            many bytes and writes as many.
     """
 
     case: str
@@ -115,13 +115,13 @@ def make(case: Case, setup: Setup) -> tuple[list[nn.Parameter], DeviceMesh | Non
 
 
 def contestants(parameters: list[nn.Parameter], mesh: DeviceMesh | None) -> dict[str, Callable[[], Clip]]:
-    """By name, what is done once, which returns what is done at every step."""
+    """By name, a function that is called once and returns the function that is called at every step."""
 
     def planned() -> Clip:
         plan = sonde.group_parameters_for_norm(parameters, mesh=mesh)
         return lambda: sonde.clip_grad_norm_distributed_(plan, MAX_NORM)
 
-    found: dict[str, Callable[[], Clip]] = {
+    by_name: dict[str, Callable[[], Clip]] = {
         "torch": lambda: lambda: torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM),
         "sonde, planned": planned,
         "sonde": lambda: lambda: sonde.clip_grad_norm_(parameters, MAX_NORM, mesh=mesh),
@@ -129,12 +129,12 @@ def contestants(parameters: list[nn.Parameter], mesh: DeviceMesh | None) -> dict
     if importlib.util.find_spec("torchtitan") is not None and importlib.util.find_spec("spmd_types") is not None:
         from torchtitan.distributed.utils import clip_grad_norm_
 
-        found["torchtitan"] = lambda: lambda: clip_grad_norm_(parameters, MAX_NORM)
-    return found
+        by_name["torchtitan"] = lambda: lambda: clip_grad_norm_(parameters, MAX_NORM)
+    return by_name
 
 
 def _seconds(call: Callable[[], Any], device: str) -> float:
-    """Of one call, from when all ranks are ready, on the slowest."""
+    """Seconds of one call on the slowest rank, counted from the moment when all ranks are ready."""
     if dist.is_initialized():
         dist.barrier()
     if device == "cuda":
@@ -150,14 +150,14 @@ def _seconds(call: Callable[[], Any], device: str) -> float:
 
 
 def first_call(setup: Setup, case: Case, name: str) -> float:
-    """In a new process, planning included."""
+    """Seconds of the first call in a new process, planning included."""
     parameters, mesh = make(case, setup)
     prepare = contestants(parameters, mesh)[name]
     return _seconds(lambda: prepare()(), setup.device)
 
 
 def steady_calls(setup: Setup, case: Case, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Contestants in turn, in an order that turns with every round; and bytes per second."""
+    """Seconds of later calls, with the contestants in an order that rotates every round; and bytes per second."""
     parameters, mesh = make(case, setup)
     calls = {name: prepare() for name, prepare in contestants(parameters, mesh).items()}
     for call in calls.values():
@@ -185,7 +185,7 @@ def steady_calls(setup: Setup, case: Case, rounds: int) -> tuple[dict[str, list[
 
 
 def folded_steps(setup: Setup, case: Case, rounds: int) -> dict[str, list[float]]:
-    """A clip and a step of fused AdamW: the clip in a pass of its own, and folded into the step; in turn."""
+    """Seconds of a clip and a step of fused AdamW, in turn: the clip as a pass of its own, and folded into the step."""
     parameters, mesh = make(case, setup)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     plan = sonde.group_parameters_for_norm(parameters, mesh=mesh)
@@ -207,7 +207,7 @@ def folded_steps(setup: Setup, case: Case, rounds: int) -> dict[str, list[float]
 
 
 def measure(device: str, *, quick: bool) -> dict[str, Any]:
-    """Everything, case by case."""
+    """All measurements, case by case."""
     start = time.monotonic()
     start_method: Literal["spawn", "forkserver"] = "forkserver" if quick else "spawn"
     results = []
@@ -238,20 +238,20 @@ def measure(device: str, *, quick: bool) -> dict[str, Any]:
     }
 
 
-def markdown(found: dict[str, Any], command: str) -> str:
+def markdown(measured: dict[str, Any], command: str) -> str:
     """The results as a page."""
     lines = ["# What a global norm and a clip cost", ""]
-    lines += [f"- {name}: {value}" for name, value in found["machine"].items()]
+    lines += [f"- {name}: {value}" for name, value in measured["machine"].items()]
     lines += [f"- again: `{command}`", ""]
-    if found["quick"]:
+    if measured["quick"]:
         lines += ["**Quick: these numbers mean nothing.**", ""]
     lines += [
-        "A clip to norm 1, of fp32 gradients. First call: in a new process, planning included. Later "
-        "calls: contestants in turn in one process; median, and the median over rounds of torch's time over each. "
-        "Seconds are those of the slowest rank.",
+        "Clips fp32 gradients to norm 1. First call: in a new process, planning included. Later calls: contestants "
+        "in turn in one process; the table has the median, and the median over rounds of torch's time over each. "
+        "Times are those of the slowest rank.",
         "",
     ]
-    for result in found["results"]:
+    for result in measured["results"]:
         lines += [f"## {result['case']}", ""]
         lines += [
             "| | first call, ms | torch's over it | later calls, ms | torch's over it |",
@@ -272,21 +272,21 @@ def markdown(found: dict[str, Any], command: str) -> str:
             f"a copy of the same gradients reads {rates['copy']:.1f} GB/s and writes as much.",
             "",
         ]
-    folded = found["folded"]
+    folded = measured["folded"]
     saved = statistics.median([1 - f / s for s, f in zip(folded["scaled"], folded["folded"], strict=True)])
     lines += [
         "## Folded into a fused step of AdamW",
         "",
         f"{folded['case']}: clip and step take {1e3 * statistics.median(folded['scaled']):,.1f} ms with a pass of "
-        f"scaling, {1e3 * statistics.median(folded['folded']):,.1f} ms folded (medians); taken by pairs "
-        f"of neighbours, the median saving is {100 * saved:.0f} %.",
+        f"scaling, {1e3 * statistics.median(folded['folded']):,.1f} ms folded (medians). Compared pair by pair of "
+        f"neighbouring steps, the median saving is {100 * saved:.0f} %.",
         "",
     ]
-    at_scale = found["at_scale"]
+    at_scale = measured["at_scale"]
     lines += [
         "## One of 4,096 ranks",
         "",
-        f"A plan for 6,000 DTensors on pp 8 × dp 64 × tp 8, with a process group that only pretends: "
+        f"A plan for 6,000 DTensors on pp 8 × dp 64 × tp 8, with a fake process group: "
         f"{at_scale['planning_seconds']:.2f} s (goal ≤ 2 s). A call sends {at_scale['bytes']} bytes "
         f"(goal ≤ 64 kB) in {at_scale['collectives']} collective, and takes "
         f"{1e3 * at_scale['later_call_seconds']:.0f} ms here.",
@@ -306,11 +306,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="half a minute, to see that it works")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
     options = parser.parse_args(arguments)
-    found = measure(options.device, quick=options.quick)
-    page = markdown(found, f"python -m benchmarks.norm --device {options.device}" + " --quick" * options.quick)
+    measured = measure(options.device, quick=options.quick)
+    page = markdown(measured, f"python -m benchmarks.norm --device {options.device}" + " --quick" * options.quick)
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"norm_{options.device}"
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    stem.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
     stem.with_suffix(".md").write_text(page)
     print(page)
 

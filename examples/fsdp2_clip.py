@@ -1,4 +1,4 @@
-"""FSDP2 under torchrun: the norm of the whole model's gradient, planned once, folded into a fused optimizer.
+"""FSDP2 under torchrun: clip by the norm of the whole model's gradient, planned once and folded into a fused optimizer.
 
 torchrun --nproc-per-node 2 examples/fsdp2_clip.py
 """

@@ -1,4 +1,4 @@
-"""Run a function on N gloo ranks that live for the whole test run: a start costs seconds, a call milliseconds."""
+"""Runs functions on N gloo ranks that live for the whole test run: a start takes seconds, a call milliseconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_SECONDS = 60.0
 
 @functools.cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """The mesh of all ranks, the same one at every call: each new one makes groups, whose threads stay."""
+    """The mesh of all ranks, the same object at every call: a new mesh makes new groups, whose threads never end."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -48,8 +48,8 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 class Ranks:
     """N processes in one gloo process group; `ranks(function, *args)` returns each rank's result.
 
-    The function must be importable (module level) and its arguments and results picklable. When a rank fails or does
-    not answer in time, its peers may hang in a collective: all are killed, and started afresh at the next call.
+    The function must be importable (module level), its arguments and results picklable. If a rank fails or does not
+    answer in time, its peers may hang in a collective: all ranks are killed, and started again at the next call.
     """
 
     def __init__(self, world: int) -> None:
@@ -78,7 +78,7 @@ class Ranks:
                 else:
                     errors[rank] = error
         if len(results) == self.world:
-            # Gloo's threads, several a group, wake all the time: left running, 17 idle ranks take more than a core.
+            # Each gloo group has several threads that wake all the time: 17 idle ranks would take more than a core.
             self._signal(signal.SIGSTOP)
             return [results[r] for r in range(self.world)]
         self.stop(kill=True)
@@ -90,7 +90,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        # What ranks would import each for itself, seconds apiece: torch imports its compiler at the first optimizer.
+        # Import once what each rank would import for seconds: torch imports its compiler at the first optimizer.
         context.set_forkserver_preload(["torch.nn.parallel", "torch.distributed.fsdp", "torch._dynamo", "sonde"])
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
@@ -103,7 +103,7 @@ class Ranks:
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):  # it may have died
+            with contextlib.suppress(ProcessLookupError):  # the process may have died
                 os.kill(process.pid, number)
 
     def stop(self, *, kill: bool = False) -> None:

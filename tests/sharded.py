@@ -1,4 +1,4 @@
-"""One small model, its gradients by one process in float64, and the same cut over ranks in every way."""
+"""One small model, its gradients by one process in float64, and the same model cut over ranks in every way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH, HIDDEN, LENGTH, BATCH = 8, 12, 6, 4
 
 
 class Front(nn.Module):
-    """What the first pipeline stage has."""
+    """The layers of the first pipeline stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Front(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two experts that all tokens go through; under expert parallelism a rank holds one of them."""
+    """Two experts; every token goes through both. Under expert parallelism a rank holds one expert."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _SumGradients(torch.autograd.Function):
 
 
 class Back(nn.Module):
-    """What the second stage has."""
+    """The layers of the second stage."""
 
     def __init__(self, *, experts: bool = False) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Back(nn.Module):
 
 
 class Model(nn.Module):
-    """Every kind of layer that tensor parallelism knows."""
+    """A model with every kind of layer that tensor parallelism supports."""
 
     def __init__(self, *, experts: bool = False) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def backward(model: nn.Module, part: int = 0, n_parts: int = 1) -> None:
 
 @functools.cache
 def exact_gradients(*, experts: bool = False) -> dict[str, Tensor]:
-    """By one process, in float64."""
+    """The gradients of one process in float64, by name."""
     model = build(experts=experts).double()
     backward(model)
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -145,13 +145,13 @@ class Cut:
 
     Attributes:
         parameters: by their names in `Model`.
-        mesh: of all ranks.
-        pp_mesh: of the pipeline stages.
-        replicas: what has to be declared.
-        collectives: that a norm takes without a mesh, reductions of partial gradients aside.
-        partial: reductions of partial gradients.
-        experts: whether the model has them.
-        keep: kept alive.
+        mesh: all ranks.
+        pp_mesh: the pipeline stages.
+        replicas: the replicas to declare.
+        collectives: how many a norm takes without a mesh, not counting reductions of partial gradients.
+        partial: how many reductions of partial gradients it takes.
+        experts: whether the model has experts.
+        keep: objects that must stay alive.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -207,7 +207,7 @@ def hsdp() -> Cut:
 
 
 def context_parallel() -> Cut:
-    """Sharded over data- and context-parallel ranks together, as trainers do; each sees a part of the data."""
+    """Sharded over data- and context-parallel ranks together, as trainers do. Each rank sees a part of the data."""
     mesh = mesh_of((2, 2), ("dp", "cp"))
     model = build()
     fully_shard(model, mesh=mesh._flatten("dp_cp"))
@@ -224,7 +224,7 @@ def tp(embedding: str = "rowwise") -> Cut:
 
 
 class _SequenceParallelModel(nn.Module):
-    """Embedding and norm at a part of the sequence each; what follows sees all of it."""
+    """Each rank runs embedding and norm on a part of the sequence; later layers see the whole sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def sequence_parallel() -> Cut:
     }
     parallelize_module(model, mesh, plan)
     backward(model)
-    # The scale is left out, and has no gradient.
+    # This model does not use `scale`, which so has no gradient.
     return Cut(_named(model), mesh, collectives=1, partial=1, keep=model)
 
 
@@ -260,7 +260,7 @@ def fsdp_over_tp() -> Cut:
     for part in (model.front, model.back, model):
         fully_shard(part, mesh=mesh["dp"])
     backward(model, mesh.get_local_rank("dp"), 2)
-    # Over both axes, over dp alone.
+    # Two collectives: over both axes, and over dp alone.
     return Cut(_named(model), mesh, collectives=2, keep=model)
 
 
@@ -313,7 +313,7 @@ def pipeline(*, dp: int = 1, tp: int = 1) -> Cut:
 
 
 def whole(gradient: Tensor) -> Tensor:
-    """All of a gradient, on every rank."""
+    """The whole gradient, on every rank."""
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
@@ -335,6 +335,6 @@ WAYS: dict[str, tuple[int, Any]] = {
     "PP × TP": (4, functools.partial(pipeline, tp=2)),
     "PP × FSDP2 × TP": (8, functools.partial(pipeline, dp=2, tp=2)),
 }
-"""How many ranks each way of cutting takes."""
+"""Ways of cutting the model: how many ranks each takes, and the function that does it."""
 
 ORDERS = [1.0, 2.0, 3.0, math.inf]

@@ -1,4 +1,4 @@
-"""A mixture of experts whose tokens travel to the rank of their expert, and all of it fully sharded."""
+"""A fully sharded mixture of experts whose tokens travel to the rank of their expert."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ WIDTH, N_EXPERTS, VOCABULARY, LENGTH, BATCH = 8, 4, 13, 6, 8
 
 
 class Experts(nn.Module):
-    """One matrix an expert: all of them, or a rank's."""
+    """One matrix for each expert: all experts, or those of one rank."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(N_EXPERTS, WIDTH, WIDTH))
 
     def forward(self, tokens: Tensor, counts: list[int]) -> Tensor:
-        """Tokens sorted by expert, so many for each."""
+        """Tokens sorted by expert; `counts` says how many each expert gets."""
         w = self.w.to_local() if isinstance(self.w, DTensor) else self.w
         return torch.cat([torch.relu(part @ w[k]) for k, part in enumerate(tokens.split(counts))])
 
 
 class Mixture(nn.Module):
-    """Each token goes to the expert that its router likes best; some experts get none."""
+    """Each token goes to the expert that the router ranks first; some experts get no token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,27 +48,28 @@ class Mixture(nn.Module):
         weight, chosen = self.router(x).softmax(-1).max(-1)
         order = chosen.argsort(stable=True)
         counts = torch.bincount(chosen, minlength=N_EXPERTS)
-        of_experts = self._mine(x[order], counts) if self.ep is None else self._everyones(x[order], counts, self.ep)
-        mixed = x + weight[:, None] * torch.zeros_like(x).index_copy(0, order, of_experts)
+        outputs = self._local(x[order], counts) if self.ep is None else self._routed(x[order], counts, self.ep)
+        mixed = x + weight[:, None] * torch.zeros_like(x).index_copy(0, order, outputs)
         out: Tensor = self.head(mixed)
         return out
 
-    def _mine(self, x: Tensor, counts: Tensor) -> Tensor:
+    def _local(self, x: Tensor, counts: Tensor) -> Tensor:
         out: Tensor = self.experts(x, counts.tolist())
         return out
 
-    def _everyones(self, x: Tensor, counts: Tensor, ep: DeviceMesh) -> Tensor:
-        """Tokens to their experts' ranks, and back."""
-        n, here = ep.size(), N_EXPERTS // ep.size()
-        sent = counts.view(n, here).sum(1).tolist()
-        theirs = all_to_all_single(counts, None, None, ep.get_group()).view(n, here)  # from each rank, for each of mine
-        got = theirs.sum(1).tolist()
-        came = all_to_all_single_autograd(x, got, sent, ep.get_group())
-        whose = torch.arange(here).repeat(n).repeat_interleave(theirs.flatten())
-        order = whose.argsort(stable=True)
-        done = self.experts(came[order], theirs.sum(0).tolist())
-        back = torch.zeros_like(came).index_copy(0, order, done)
-        out: Tensor = all_to_all_single_autograd(back, sent, got, ep.get_group())
+    def _routed(self, x: Tensor, counts: Tensor, ep: DeviceMesh) -> Tensor:
+        """Send tokens to their experts' ranks, and the outputs back."""
+        n_ranks, n_local = ep.size(), N_EXPERTS // ep.size()
+        n_sent = counts.view(n_ranks, n_local).sum(1).tolist()
+        # [from each rank, for each local expert]
+        arriving = all_to_all_single(counts, None, None, ep.get_group()).view(n_ranks, n_local)
+        n_received = arriving.sum(1).tolist()
+        received = all_to_all_single_autograd(x, n_received, n_sent, ep.get_group())
+        expert = torch.arange(n_local).repeat(n_ranks).repeat_interleave(arriving.flatten())
+        order = expert.argsort(stable=True)
+        outputs = self.experts(received[order], arriving.sum(0).tolist())
+        back = torch.zeros_like(received).index_copy(0, order, outputs)
+        out: Tensor = all_to_all_single_autograd(back, n_sent, n_received, ep.get_group())
         return out
 
 
@@ -84,16 +85,16 @@ def backward(model: nn.Module, part: int = 0, n_parts: int = 1) -> None:
 
 @functools.cache
 def exact_gradients() -> dict[str, Tensor]:
-    """By one process, in float64."""
+    """The gradients of one process in float64, by name."""
     model = build().double()
     backward(model)
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def experts_and_fsdp(*, dim: int | None) -> Cut:
-    """Dense parameters cut over all four ranks; experts over two, and each pair's over the other two along `dim`.
+    """Dense parameters cut over all four ranks; experts cut over two ranks (ep), and over the other two along `dim`.
 
-    Without `dim` the other two hold copies of each pair's.
+    Without `dim` the other two ranks (dp) hold copies of the experts.
     """
     both = mesh_of((2, 2), ("dp", "ep"))
     everyone = both._flatten("dp_ep")
@@ -104,7 +105,7 @@ def experts_and_fsdp(*, dim: int | None) -> Cut:
         fully_shard(model.experts, mesh=both["dp"], shard_placement_fn=lambda _: Shard(dim))
         fsdp: Any = model.experts
         fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
-        fsdp.set_gradient_divide_factor(float(everyone.size()))  # an expert's tokens are of all ranks' data
+        fsdp.set_gradient_divide_factor(float(everyone.size()))  # an expert gets tokens from all ranks' data
         fully_shard(model, mesh=everyone)
     else:
         fully_shard(model, mesh=everyone, ignored_params={model.experts.w})

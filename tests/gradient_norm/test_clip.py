@@ -56,7 +56,7 @@ def test_huge_gradients_are_clipped_and_not_zeroed() -> None:
     sonde.clip_grad_norm_(parameters, 1.0)
     assert float(parameters[0].grad.norm()) == pytest.approx(1.0, rel=1e-5)  # type: ignore[union-attr]
     torch.nn.utils.clip_grad_norm_(theirs, 1.0)
-    assert float(theirs[0].grad.norm()) == 0.0  # type: ignore[union-attr]  # if this fails, torch has mended it
+    assert float(theirs[0].grad.norm()) == 0.0  # type: ignore[union-attr]  # if this fails, torch has fixed it
 
 
 def test_single_tensor_generator_missing_and_repeated() -> None:
@@ -175,7 +175,7 @@ def test_bad_options_are_refused_and_touch_nothing(options: dict[str, Any], matc
 
 
 @pytest.mark.parametrize("parameters", [[1.0], [None], ["weight"], [("w", 1.0)]], ids=str)
-def test_what_is_no_tensor_is_refused(parameters: Any) -> None:
+def test_parameters_that_are_no_tensors_are_refused(parameters: Any) -> None:
     with pytest.raises(ValueError, match="parameters must be tensors"):
         sonde.clip_grad_norm_(parameters, 1.0)
 
@@ -194,7 +194,7 @@ def test_complex_gradients_are_refused_by_name() -> None:
         sonde.clip_grad_norm_([("phase", phase)], 1.0)
 
 
-def test_a_plan_is_keyed_by_how_gradients_lie() -> None:
+def test_a_plan_groups_gradients_that_are_spread_alike() -> None:
     parameters = gradients((3,), (4, 2), dtype=torch.float32) + gradients((5,), dtype=torch.float64)
     plan = sonde.group_parameters_for_norm(parameters)
     assert [(key.ranks, key.dtype, len(p)) for key, p in plan.by_key.items()] == [
@@ -205,8 +205,8 @@ def test_a_plan_is_keyed_by_how_gradients_lie() -> None:
     assert torch.equal(sonde.clip_grad_norm_distributed_(plan, None), expected)
 
 
-def test_parameters_are_no_plan() -> None:
-    with pytest.raises(ValueError, match="must be what group_parameters_for_norm returned"):
+def test_parameters_in_place_of_a_plan_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be the plan that group_parameters_for_norm returned"):
         sonde.clip_grad_norm_distributed_(gradients((3,)), 1.0)  # type: ignore[arg-type]
 
 
@@ -251,7 +251,7 @@ def test_finite_gradients_whose_norm_fp32_cannot_hold_are_clipped() -> None:
     assert float(p.grad.norm()) == pytest.approx(1.0, rel=1e-5)  # type: ignore[union-attr]
 
 
-def test_what_has_no_gradient_and_is_frozen_does_not_count() -> None:
+def test_frozen_parameters_without_a_gradient_do_not_count() -> None:
     (p,) = gradients((3,))
     frozen = [
         nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False),
@@ -278,7 +278,7 @@ def test_a_plan_outlives_a_change_of_dtype() -> None:
         assert float(norm) == pytest.approx(math.sqrt(8))
 
 
-def test_a_threshold_may_be_a_tensor_at_hand() -> None:
+def test_a_threshold_may_be_a_tensor_on_the_cpu() -> None:
     (p,) = gradients((30,))
     sonde.clip_grad_norm_(p, torch.tensor(0.5))  # type: ignore[arg-type]
     assert float(p.grad.norm()) == pytest.approx(0.5, rel=1e-5)  # type: ignore[union-attr]
@@ -287,7 +287,7 @@ def test_a_threshold_may_be_a_tensor_at_hand() -> None:
     assert torch.equal(p.grad, before)  # type: ignore[arg-type]
 
 
-def test_an_iterator_at_its_end_is_warned_of() -> None:
+def test_an_exhausted_iterator_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="an iterator at its end") as caught:
         sonde.clip_grad_norm_(iter([]), 1.0)
     assert caught[0].filename == __file__

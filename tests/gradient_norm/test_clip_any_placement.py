@@ -1,4 +1,4 @@
-"""Properties: whatever the mesh and the placements, it is the dense norm; how gradients are cut changes no bit."""
+"""Properties: for any mesh and placements the norm is the dense norm, to the last bit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Where = int | str | None
 
 @dataclass(frozen=True)
 class Case:
-    """Gradients by seed, each with its shape and where it goes on each mesh axis: a dim to shard, "sum", "avg", None.
+    """Gradients drawn by a seed, each with its shape, its placements and whether it is strided.
 
-    With `strided`, as FSDP2 places what tensor parallelism has cut along the same dim. With `is_exact` they have so few
-    bits that no order of adding them up could show.
+    A placement on a mesh axis is the dim to shard, "sum", "avg", or None for a copy. A strided gradient is placed as
+    FSDP2 places what tensor parallelism has cut along the same dim. With `is_exact`, elements have so few bits that the
+    order of summation cannot matter.
     """
 
     seed: int
@@ -45,7 +46,7 @@ def cases(n_ranks: int) -> st.SearchStrategy[Case]:
             axis = st.one_of(st.none(), st.sampled_from(["sum", "avg"]), st.integers(0, len(shape) - 1))
             where = tuple(draw(axis) for _ in mesh)
             is_strided = len(mesh) == 2 and where[0] == where[1] and isinstance(where[0], int) and draw(st.booleans())
-            if is_strided:  # torch cuts evenly then, or not at all
+            if is_strided:  # torch only cuts evenly here
                 shape = tuple(8 if dim == where[0] else n for dim, n in enumerate(shape))
             gradients.append((shape, where, is_strided))
         order = draw(st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0, math.inf]))
@@ -63,7 +64,7 @@ def dense(case: Case) -> list[Tensor]:
 
 
 def part_of(n: int, at: int) -> int:
-    """What rank `at` of n has of a partial sum, in times of it: added up in any order without rounding."""
+    """The multiple of a partial gradient that rank `at` of n holds: the multiples add up to 1 without rounding."""
     if n == 1:
         return 1
     return (2, -1)[at] if n == 2 else (1, -1, 1, *[0] * (n - 3))[at]

@@ -37,8 +37,8 @@ def test_fully_sharded_experts_with_routed_tokens(ranks4: Ranks, dim: int | None
     assert total > 0.2
     results = ranks4(_clipped, dim, with_mesh)
     assert all(r["norms"] == results[0]["norms"] for r in results)
-    for found, order in zip(results[0]["norms"], ORDERS, strict=True):
-        assert found == pytest.approx(norm_of(exact, order), rel=1e-6)
+    for norm, order in zip(results[0]["norms"], ORDERS, strict=True):
+        assert norm == pytest.approx(norm_of(exact, order), rel=1e-6)
     assert results[0]["counts"] == [1 if with_mesh or dim is not None else 2] * len(ORDERS)
     assert results[0]["meshes"] == {(4,), (2,) if dim is None else (2, 2)}  # what torch's own function refuses
     for name, gradient in results[0]["clipped"].items():

@@ -1,4 +1,4 @@
-"""Folding a clip into a fused optimizer: the same step, one pass less, and an optimizer as it was."""
+"""Folding a clip into a fused optimizer: the same step, and an optimizer that is afterwards as it was before."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_folded_clip_steps_as_a_clip_does(kind: Any, options: dict[str, Any], 
         for p, q in zip(folded, scaled, strict=True):
             # Dividing by 1/c and multiplying by c round differently.
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-9)  # the kernel writes gradients back
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-9)  # the kernel writes scaled gradients back
         assert not hasattr(of_folded, "grad_scale")
         assert not hasattr(of_folded, "found_inf")
         for p, q in zip(folded, scaled, strict=True):
@@ -64,19 +64,19 @@ def test_a_fused_step_is_skipped_on_the_device(bad: float) -> None:
     sonde.clip_grad_norm_(made, 1.0, nonfinite="skip", fold_into=optimizer)
     optimizer.step()
     assert not torch.equal(made[0], before[0])
-    assert float(optimizer.state[made[0]]["step"]) == 1  # the skipped one does not count
+    assert float(optimizer.state[made[0]]["step"]) == 1  # the skipped step does not count
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda made: torch.optim.AdamW(made), "not fused: build it with fused=True"),
-        (lambda made: torch.optim.AdamW(made[:2], fused=True), "1 parameters that are clipped are not its"),
+        (lambda made: torch.optim.AdamW(made[:2], fused=True), "does not hold 1 of the clipped parameters"),
         (lambda made: torch.optim.AdamW([*made, other()], fused=True), "holds 1 parameters that are not clipped"),
     ],
     ids=["not fused", "too few", "too many"],
 )
-def test_where_it_cannot_it_scales_and_says_so_once(make: Any, reason: str) -> None:
+def test_if_the_optimizer_cannot_scale_the_clip_does_and_warns_once(make: Any, reason: str) -> None:
     made, expected = parameters(), parameters()
     optimizer = make(made)
     with pytest.warns(UserWarning, match=reason) as caught:
@@ -126,7 +126,7 @@ def _unfolded_then_folded(fold: bool) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_beside_a_grad_scaler() -> None:
+def test_a_fold_beside_a_grad_scaler() -> None:
     for folded, scaled in zip(_unfolded_then_folded(True), _unfolded_then_folded(False), strict=True):
         torch.testing.assert_close(folded, scaled, rtol=1e-5, atol=1e-6)
 
@@ -144,8 +144,8 @@ def test_into_an_optimizer_of_sharded_parameters(ranks2: Ranks) -> None:
         torch.testing.assert_close(folded, scaled, rtol=1e-5, atol=1e-6)
 
 
-def test_a_clip_that_was_not_stepped_on_is_forgotten_by_the_next() -> None:
-    """A step that a loop leaves out, at a loss spike say."""
+def test_a_fold_without_a_step_is_undone_by_the_next_clip() -> None:
+    """A loop may leave out a step, for example at a loss spike."""
     made, expected = parameters(), parameters()
     optimizer, other_optimizer = torch.optim.SGD(made, lr=0.1, fused=True), torch.optim.SGD(expected, lr=0.1)
     sonde.clip_grad_norm_(made, 1e-3, fold_into=optimizer)
@@ -167,12 +167,12 @@ def test_the_last_of_two_folded_clips_counts() -> None:
     other_optimizer.step()
     for p, q in zip(made, expected, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    optimizer.step()  # as an optimizer that nothing is folded into
+    optimizer.step()  # nothing is folded in any more
 
 
 @pytest.mark.parametrize("fold", [True, False])
-def test_a_skip_beside_a_grad_scaler_that_saw_nothing(fold: bool) -> None:
-    """NaN came after it unscaled, or is on another rank: its own finding is that all is well."""
+def test_a_skip_beside_a_grad_scaler_that_saw_no_nan(fold: bool) -> None:
+    """The NaN came after the scaler unscaled, or is on another rank, so the scaler's own flag is not set."""
     model = nn.Linear(3, 1, bias=False)
     before = model.weight.detach().clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, fused=True)
@@ -188,7 +188,7 @@ def test_a_skip_beside_a_grad_scaler_that_saw_nothing(fold: bool) -> None:
 
 
 @pytest.mark.parametrize("wrong", [[1], "adam"], ids=str)
-def test_what_is_no_optimizer_is_refused_before_anything_is_done(wrong: Any) -> None:
+def test_a_fold_into_no_optimizer_is_refused_and_changes_nothing(wrong: Any) -> None:
     made = parameters()
     before = [p.grad.clone() for p in made]  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="fold_into must be one optimizer"):
@@ -209,10 +209,10 @@ def test_gradients_near_the_largest_number_are_clipped_and_not_zeroed() -> None:
     assert float(p.detach().norm()) == pytest.approx(1.0)
 
 
-def test_a_scale_that_somebody_has_set_is_left_to_them() -> None:
+def test_a_grad_scale_that_is_set_already_stays() -> None:
     p, optimizer = one_parameter(torch.optim.SGD, 8.0)
     optimizer.grad_scale = torch.tensor(8.0)
-    with pytest.warns(UserWarning, match="somebody has set its grad_scale"):
+    with pytest.warns(UserWarning, match="its grad_scale is set already"):
         sonde.clip_grad_norm_([p], 1e9, fold_into=optimizer)
     assert float(optimizer.grad_scale) == 8.0
     optimizer.step()
@@ -221,7 +221,7 @@ def test_a_scale_that_somebody_has_set_is_left_to_them() -> None:
 
 def test_a_first_step_that_is_skipped_leaves_no_momentum_unset() -> None:
     p, optimizer = one_parameter(torch.optim.SGD, math.inf, momentum=0.9)
-    with pytest.warns(UserWarning, match="would leave its momentum unset"):
+    with pytest.warns(UserWarning, match="its momentum stays unset"):
         sonde.clip_grad_norm_([p], 1.0, nonfinite="skip", fold_into=optimizer)
     optimizer.step()
     assert optimizer.state[p]["momentum_buffer"].unique().tolist() == [0.0]

@@ -1,17 +1,25 @@
-"""The norm by parts of the model, and ranks that have nothing to add; whole models are in test_clip_on_ranks.py."""
+"""The norm by parts of the model, ranks with nothing to add, and the order of reads and collectives.
+
+Whole models are in test_clip_on_ranks.py.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
+import sonde
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.plan import NormPlan
-from tests.ranks import Ranks
+from tests.gradient_norm.placed_gradients import placed
+from tests.ranks import Ranks, mesh_of
 from tests.sharded import ORDERS, exact_gradients, fsdp, fsdp_over_tp, norm_of
 
 
@@ -19,33 +27,33 @@ def _by_part(with_mesh: bool) -> list[tuple[list[float], float, int]]:
     cut = fsdp_over_tp()
     parts = [name.startswith("back.") for name in cut.parameters]
     plan = NormPlan(list(cut.parameters.values()), mesh=cut.mesh if with_mesh else None, parts=list(map(int, parts)))
-    found = []
+    results = []
     for order in ORDERS:
         with CommDebugMode() as counted:
             norm = global_norm(plan, order)
-        found.append((norm.by_part.tolist(), float(norm.norm), counted.get_total_counts()))
-    return found
+        results.append((norm.by_part.tolist(), float(norm.norm), counted.get_total_counts()))
+    return results
 
 
 @pytest.mark.parametrize("with_mesh", [True, False])
 def test_parts_of_the_model_come_with_the_whole(ranks4: Ranks, with_mesh: bool) -> None:
     exact = exact_gradients()
     parts = [{n: g for n, g in exact.items() if n.startswith(part)} for part in ("front.", "back.")]
-    for found in ranks4(_by_part, with_mesh):
-        for order, (by_part, norm, collectives) in zip(ORDERS, found, strict=True):
+    for results in ranks4(_by_part, with_mesh):
+        for order, (by_part, norm, collectives) in zip(ORDERS, results, strict=True):
             assert by_part == pytest.approx([norm_of(part, order) for part in parts], rel=1e-6)
             assert norm == pytest.approx(norm_of(exact, order), rel=1e-6)
             assert collectives == (1 if with_mesh else 2)
 
 
 def _some_missing(with_mesh: bool) -> tuple[float, float]:
-    """A rank without any gradient, and one parameter without on both: an empty rank takes part."""
+    """One rank has no gradient at all, and one parameter has none on both ranks: an empty rank takes part."""
     cut = fsdp()
     missing = {"back.head.weight"} if dist.get_rank() == 0 else set(cut.parameters)
     for name in missing:
         cut.parameters[name].grad = None
-    there = [p.grad.to_local() for p in cut.parameters.values() if p.grad is not None]  # type: ignore[operator]
-    mine = sum(float(t.double().square().sum()) for t in there)
+    locals_ = [p.grad.to_local() for p in cut.parameters.values() if p.grad is not None]  # type: ignore[operator]
+    mine = sum(float(t.double().square().sum()) for t in locals_)
     plan = NormPlan(list(cut.parameters.values()), mesh=cut.mesh if with_mesh else None)
     return float(global_norm(plan, 2.0).norm), mine
 
@@ -71,3 +79,70 @@ def test_a_rank_without_parameters_takes_part(ranks2: Ranks) -> None:
 def test_nothing_at_all() -> None:
     norm = global_norm(NormPlan([]), 2.0)
     assert torch.equal(norm.norm, torch.zeros((), dtype=torch.float64))
+
+
+def _order_of_events() -> list[str]:
+    """Without a mesh: gradients cut over two sets of ranks."""
+    from sonde.gradient_norm import global_norm as module
+
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    plan = sonde.group_parameters_for_norm(
+        [placed(torch.ones(2), mesh[axis], [Shard(0)], (4,)) for axis in ("dp", "tp")]
+    )
+    events: list[str] = []
+    read, reduce = module.power_sum, module.start_reduce
+
+    class Waited:
+        def __init__(self, work: Any) -> None:
+            self._work = work
+
+        def wait(self) -> None:
+            events.append("wait")
+            self._work.wait()
+
+    def spied_read(*args: Any) -> Tensor:
+        events.append("read")
+        return read(*args)
+
+    def spied_reduce(*args: Any) -> Any:
+        work = reduce(*args)
+        if work is None:
+            return None
+        events.append("begin")
+        return Waited(work)
+
+    module.power_sum, module.start_reduce = spied_read, spied_reduce  # type: ignore[assignment]
+    try:
+        sonde.clip_grad_norm_distributed_(plan, None)
+    finally:
+        module.power_sum, module.start_reduce = read, reduce
+    return events
+
+
+def test_sums_over_ranks_run_while_other_gradients_are_read(ranks4: Ranks) -> None:
+    for events in ranks4(_order_of_events):
+        assert events == ["read", "begin", "read", "begin", "wait", "wait"]
+
+
+def _opened() -> set[tuple[int, ...]]:
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    p = placed(torch.ones(3), mesh, [Shard(0), Partial()], (6,), [Shard(0), Replicate()])
+    reduced: list[set[tuple[int, ...]]] = [set(), set()]
+    real = dist.all_reduce
+
+    def spy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced[-1].add(tuple(dist.get_process_group_ranks(kwargs.get("group") or dist.group.WORLD)))
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = spy
+    try:
+        plan = sonde.group_parameters_for_norm([p], mesh=mesh)
+        reduced.append(set())
+        sonde.clip_grad_norm_distributed_(plan, 1.0)
+    finally:
+        dist.all_reduce = real
+    return reduced[2] - reduced[1]
+
+
+def test_every_communicator_is_opened_by_the_plan(ranks4: Ranks) -> None:
+    assert ranks4(_opened) == [set()] * 4

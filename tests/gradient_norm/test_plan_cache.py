@@ -1,4 +1,4 @@
-"""A drop-in plans once: and forgets nothing that would make another plan."""
+"""A drop-in plans once for the same parameters, and plans anew if anything differs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import Ranks, mesh_of
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many parameters each plan was made for, as they are made."""
+    """The number of parameters of each plan that is made."""
     made: list[int] = []
     real = NormPlan.__init__
 
@@ -49,7 +49,7 @@ def test_the_same_parameters_are_planned_for_once(plans: list[int]) -> None:
     assert plans == [4]
 
 
-def test_what_differs_is_planned_for_anew(plans: list[int]) -> None:
+def test_a_different_request_is_planned_anew(plans: list[int]) -> None:
     ps = parameters()
     calls = [
         ps,
@@ -66,13 +66,13 @@ def test_what_differs_is_planned_for_anew(plans: list[int]) -> None:
     assert len(plans) == 6
     for call in calls[1:]:
         sonde.clip_grad_norm_(call, None)
-    assert len(plans) == 10  # one of them is frozen now
+    assert len(plans) == 10  # since one parameter is frozen now
     for call in calls[1:]:
         sonde.clip_grad_norm_(call, None)
     assert len(plans) == 10
 
 
-def test_a_call_that_raised_is_not_remembered(plans: list[int]) -> None:
+def test_the_plan_of_a_call_that_raised_is_not_cached(plans: list[int]) -> None:
     ps = parameters()
     ps[1].grad = torch.eye(2)[0].to_sparse()
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_a_call_that_raised_is_not_remembered(plans: list[int]) -> None:
     assert len(plans) == 3
 
 
-def test_what_changes_after_planning_is_seen() -> None:
+def test_gradients_that_change_after_planning_are_seen() -> None:
     ps = parameters()
     sonde.clip_grad_norm_(ps, None)
     ps[0].grad = None
@@ -101,20 +101,20 @@ def test_no_tensor_is_kept_alive() -> None:
     assert gradient is not None
     gone = [weakref.ref(ps[0]), weakref.ref(gradient)]
     gc.collect()
-    gc.disable()  # nothing may wait for it
+    gc.disable()  # no reference cycle may keep the tensors alive
     try:
         del ps, gradient
-        assert [is_there() for is_there in gone] == [None, None]
+        assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
 
 
 def test_threads_do_not_share_a_plan() -> None:
     ps = parameters(200)
-    found: list[float] = []
+    norms: list[float] = []
 
     def measure() -> None:
-        found.extend(float(sonde.clip_grad_norm_(ps, None)) for _ in range(20))
+        norms.extend(float(sonde.clip_grad_norm_(ps, None)) for _ in range(20))
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -126,11 +126,11 @@ def test_threads_do_not_share_a_plan() -> None:
             thread.join()
     finally:
         sys.setswitchinterval(before)
-    assert found == [20.0] * 120
+    assert norms == [20.0] * 120
 
 
 def _calls_again() -> list[float]:
-    """The same gradients on ranks; then placed otherwise, then missing on one rank."""
+    """The same gradients twice, then placed otherwise, then missing."""
     mesh, rank = mesh_of((2,)), dist.get_rank()
 
     def gradient(local: Tensor, placement: Shard | Partial) -> DTensor:
@@ -142,7 +142,7 @@ def _calls_again() -> list[float]:
     for placement, local in [(Shard(0), torch.ones(2)), (Shard(0), torch.ones(2)), (Partial(), torch.ones(4))] * 2:
         p.grad, q.grad = gradient(local, placement), gradient(torch.ones(2), Shard(0))
         norms.append(float(sonde.clip_grad_norm_([p, q], None, mesh=mesh)))
-    if rank == 0:  # alone, and so often that it forgets
+    if rank == 0:  # this rank alone fills its cache with other plans
         for _ in range(9):
             sonde.clip_grad_norm_(parameters(), None)
     p.grad = None
@@ -150,13 +150,13 @@ def _calls_again() -> list[float]:
     return norms
 
 
-def test_ranks_need_not_remember_alike(ranks2: Ranks) -> None:
+def test_ranks_may_have_different_plans_cached(ranks2: Ranks) -> None:
     once = [8**0.5, 8**0.5, 20**0.5]
     assert ranks2(_calls_again) == [pytest.approx([*once, *once, 2.0])] * 2
 
 
 def _moved_after_a_clip() -> str:
-    """torch swaps sharded parameters for others when a model is moved, and refuses those with weak references."""
+    """torch swaps sharded parameters when a model is moved, and refuses to swap those that have weak references."""
     model = fully_shard(nn.Linear(4, 4), mesh=mesh_of((2,)))
     model(torch.ones(2, 4)).sum().backward()
     sonde.clip_grad_norm_(model.parameters(), 1.0)

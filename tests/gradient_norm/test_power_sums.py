@@ -35,14 +35,14 @@ def test_mixed_dtypes_and_strides() -> None:
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0])
-def test_what_fp32_cannot_hold(order: float) -> None:
+def test_powers_beyond_the_range_of_fp32(order: float) -> None:
     """1e30 squared overflows, and 1e-30 squared vanishes."""
     for size in (1e30, 1e-30):
         tensor = size * torch.ones(1000)
         assert float(power_sum([tensor], order)) == pytest.approx(1000 * float(tensor[0].double()) ** order, rel=1e-12)
 
 
-def test_nothing() -> None:
+def test_no_elements_sum_to_zero() -> None:
     assert float(power_sum([], 2.0)) == 0.0
     assert float(power_sum([torch.zeros(0), torch.zeros(3, 0)], math.inf)) == 0.0
 
@@ -82,10 +82,10 @@ def test_how_tensors_are_cut_does_not_change_one_bit() -> None:
     """Rounded once, from fp64: 300 random partitions of the same elements give the same fp32 norm."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(300_000, generator=generator)
-    found = set()
+    norms = set()
     for _ in range(300):
         cuts = torch.randint(0, len(values), (9,), generator=generator).sort().values.tolist()
         parts = [values[a:b].clone() for a, b in zip([0, *cuts], [*cuts, len(values)], strict=True)]
         order = torch.randperm(len(parts), generator=generator).tolist()
-        found.add(float(power_sum([parts[i] for i in order], 2.0).sqrt().float()))
-    assert len(found) == 1
+        norms.add(float(power_sum([parts[i] for i in order], 2.0).sqrt().float()))
+    assert len(norms) == 1

@@ -1,4 +1,4 @@
-"""How gradients lie, on real ranks: what torch gives each layer's gradient, and what each rank counts of it."""
+"""Placements of gradients on real ranks: what torch gives each layer's gradient, and how much each rank counts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_a_plain_tensor_is_whole() -> None:
 
 
 def test_a_gradient_elsewhere_than_its_mesh_is_refused_unless_it_is_offloaded() -> None:
-    mesh: Any = SimpleNamespace(device_type="cuda", get_coordinate=lambda: [0])  # no GPU is needed to see that
+    mesh: Any = SimpleNamespace(device_type="cuda", get_coordinate=lambda: [0])  # no GPU is needed for this
     cpu, gpu, other = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
     for device in (cpu, gpu):
         check_layout(Layout(mesh, sharded=(0,)), device, None)
     with pytest.raises(ValueError, match="it is on mps and its mesh on cuda"):
         check_layout(Layout(mesh, sharded=(0,)), other, None)
     check_layout(Layout(mesh, partial=((0, "sum"),)), gpu, None)
-    with pytest.raises(ValueError, match="still to be summed on cuda, and lies on cpu: move it there"):
+    with pytest.raises(ValueError, match="must still be summed on cuda, but is on cpu: move it to cuda"):
         check_layout(Layout(mesh, partial=((0, "sum"),)), cpu, None)
 
 
@@ -73,21 +73,21 @@ def test_every_element_counts_once(ranks2: Ranks, ranks3: Ranks) -> None:
 
 def _unknown() -> list[str]:
     mesh = mesh_of((dist.get_world_size(),))
-    said = []
+    messages = []
     for placement in (Partial("max"),):
         tensor = DTensor.from_local(torch.ones(2), mesh, [placement], run_check=False)
         try:
             layout_of(tensor)
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_an_unknown_placement_is_refused_by_name(ranks2: Ranks) -> None:
-    for said in ranks2(_unknown):
-        assert len(said) == 1
-        assert "Partial(max)" in said[0]
-        assert "redistribute the gradient" in said[0]
+    for messages in ranks2(_unknown):
+        assert len(messages) == 1
+        assert "Partial(max)" in messages[0]
+        assert "redistribute the gradient" in messages[0]
 
 
 class _Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Has a fused optimizer scale gradients while it reads them: one pass over them less."""
+"""Lets a fused optimizer scale gradients while it reads them, which saves one pass over them."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from sonde.call_site import stack_level
 from sonde.parallel.devices import to_device
 from sonde.parallel.wrappers import unwrap_optimizer
 
-_told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Module-level because a function has nowhere else to note that it has warned about an optimizer already."""
 _pending: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Fold] = weakref.WeakKeyDictionary()
+"""Module-level because a clip without `fold_into` must undo an earlier fold, and knows only the parameters."""
 
-
-_LEAST = 2.0**-126
-"""What fp32 cannot hold one over: gradients near its largest number are scaled in a pass of their own. (A GPU is not
-waited for to see that; there they come out as 0.)"""
+_MIN_COEFFICIENT = 2.0**-126
+"""Below it, one over the coefficient overflows in fp32. On the CPU such gradients, near fp32's largest number, are
+scaled in a pass of their own. On a GPU the coefficient is not read, since that would wait: such gradients become 0."""
 
 
 def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip: Tensor | None) -> bool:
-    """Have the optimizer's next step multiply gradients by `coefficient`, or be skipped.
+    """Make the optimizer's next step multiply gradients by `coefficient`, or skip.
 
-    The optimizer is as before once it has stepped.
+    After that step the optimizer is as it was before.
 
     Args:
-        optimizer: fused ones divide by their `grad_scale` and heed their `found_inf`; others are refused.
-        parameters: those that are clipped together.
+        optimizer: a fused optimizer, which divides gradients by its `grad_scale` and skips if `found_inf` is set.
+        parameters: all parameters that are clipped together.
         coefficient: 0-dim, in (0, 1] or 0.
         skip: 0-dim bool; whether to skip the step, on the device.
 
     Returns:
-        Whether it will. Where it cannot, that and why is warned of once an optimizer, and nothing is changed.
+        Whether the optimizer will scale the gradients. If it cannot, nothing is changed, and the reason is warned of
+        once for each optimizer.
     """
     optimizer = unwrap_optimizer(optimizer)
-    if coefficient.device.type == "cpu" and 0 < float(coefficient) < _LEAST:
+    if coefficient.device.type == "cpu" and 0 < float(coefficient) < _MIN_COEFFICIENT:
         return False
-    if why := _why_not(optimizer, parameters, may_skip=skip is not None):
-        if optimizer not in _told:
-            _told.add(optimizer)
+    if reason := _reason_against(optimizer, parameters, may_skip=skip is not None):
+        if optimizer not in _warned:
+            _warned.add(optimizer)
             warnings.warn(
-                f"fold_into={type(optimizer).__name__} cannot scale gradients ({why}): they are scaled in a pass of "
+                f"fold_into={type(optimizer).__name__} cannot scale gradients ({reason}): they are scaled in a pass of "
                 "their own",
                 stacklevel=stack_level(),
             )
@@ -54,7 +56,7 @@ def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip
 
 
 def unfold(parameters: Iterable[Tensor]) -> None:
-    """Forget what optimizers of any of these parameters were to do and have not done."""
+    """Undo folds that involve any of these parameters and whose step has not come."""
     if not _pending:
         return
     clipped = {id(p) for p in parameters}
@@ -63,7 +65,7 @@ def unfold(parameters: Iterable[Tensor]) -> None:
 
 
 class _Fold:
-    """What is set on an optimizer until it has stepped."""
+    """The scale and the skip flag that are set on an optimizer until it has stepped."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], coefficient: Tensor, skip: Tensor | None
@@ -71,17 +73,18 @@ class _Fold:
         self.parameters = {id(p) for p in parameters}
         self._optimizer = weakref.ref(optimizer)
         self._found_inf = torch.zeros((), device=coefficient.device) if skip is None else skip.float()
+        # The kernel divides by `grad_scale`, as it does for a GradScaler: so it is one over the coefficient.
         optimizer.grad_scale = coefficient.float().reciprocal()  # type: ignore[attr-defined]
         optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
         self._before = optimizer.register_step_pre_hook(self._join_scaler)
         self._after = optimizer.register_step_post_hook(lambda *_: self.forget())
 
     def _join_scaler(self, optimizer: Any, *_: object) -> None:
-        # A GradScaler that steps the optimizer puts its own finding in place of this one, and removes it itself. It
-        # knows of this rank's gradients only, and as they were when it unscaled them.
-        theirs = getattr(optimizer, "found_inf", None)
-        if theirs is not None and theirs is not self._found_inf:
-            optimizer.found_inf = torch.maximum(theirs, to_device(self._found_inf, theirs.device).to(theirs.dtype))
+        # A GradScaler that steps the optimizer replaces `found_inf` by its own flag, and later removes it. Its flag
+        # only covers this rank's gradients as they were when it unscaled them. So the step is skipped if either is set.
+        scalers = getattr(optimizer, "found_inf", None)
+        if scalers is not None and scalers is not self._found_inf:
+            optimizer.found_inf = torch.maximum(scalers, to_device(self._found_inf, scalers.device).to(scalers.dtype))
 
     def forget(self) -> None:
         """Leave the optimizer as it was."""
@@ -95,24 +98,25 @@ class _Fold:
             del optimizer.grad_scale, optimizer.found_inf
 
 
-def _why_not(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: bool) -> str:
-    """Empty where it can."""
+def _reason_against(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: bool) -> str:
+    """Why the optimizer cannot scale these gradients; empty if it can."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or not all(
         group.get("fused") for group in optimizer.param_groups
     ):
         return "it is not fused: build it with fused=True"
     if getattr(optimizer, "grad_scale", None) is not None:
-        return "somebody has set its grad_scale"
+        return "its grad_scale is set already"
     held = [p for group in optimizer.param_groups for p in group["params"]]
     has_momentum = isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] for g in optimizer.param_groups)
     if may_skip and has_momentum and any(_lacks_momentum(optimizer, p) for p in held):
-        # torch fills the buffer in the kernel, which does nothing then, and takes it for filled afterwards.
-        return "a first step that is skipped would leave its momentum unset"
-    clipped, holds = {id(p) for p in parameters}, {id(p) for p in held}
-    if strays := sum(p.grad is not None and id(p) not in clipped for p in held):
-        return f"it holds {strays} parameters that are not clipped, and would scale them too"
-    if missing := sum(p.grad is not None and id(p) not in holds for p in parameters):
-        return f"{missing} parameters that are clipped are not its"
+        # torch allocates the momentum buffer before the kernel, and the kernel fills it. A skipped kernel does not, and
+        # the next step takes the buffer for filled.
+        return "if its first step is skipped, its momentum stays unset"
+    clipped_ids, held_ids = {id(p) for p in parameters}, {id(p) for p in held}
+    if n_unclipped := sum(p.grad is not None and id(p) not in clipped_ids for p in held):
+        return f"it holds {n_unclipped} parameters that are not clipped, and would scale their gradients too"
+    if n_foreign := sum(p.grad is not None and id(p) not in held_ids for p in parameters):
+        return f"it does not hold {n_foreign} of the clipped parameters"
     return ""
 
 

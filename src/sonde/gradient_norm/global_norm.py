@@ -1,7 +1,7 @@
 """The norm of a whole model's gradient, however it is cut: local power sums, weighed, and summed over ranks.
 
-With a mesh of all ranks that is one collective. Without one, gradients that are cut over the same ranks share one.
-What is wrong on one rank is told to the others in the same collective, so that none is left waiting.
+With a mesh of all ranks, one collective does it. Without, each set of ranks that gradients are cut over takes one.
+The same collectives carry the ranks' errors: a rank with an error takes part, and its peers do not hang.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from sonde.parallel.placements import Layout, local_tensor, ranks_of, share
 from sonde.parallel.process_groups import group_of_mesh, group_over, start_reduce
 
 _IS_NAN, _FAILED, _IS_DOUBLE = -3, -2, -1
-"""Entries behind the parts' sums: how many are NaN, how many ranks found something wrong, how many have fp64."""
+"""The entries behind the parts' sums: how many sums are NaN, how many ranks have an error, how many have fp64."""
 _FLAGS = 3
 
 
 @dataclass(frozen=True)
 class GlobalNorm:
-    """What was measured; the same bits on every rank that was summed.
+    """A measured norm; the same bits on every rank that took part in the sum.
 
     Attributes:
         norm: of the whole gradient, 0-dim, fp64.
         by_part: of the gradients of each part of the model, [parts], fp64.
-        failed: how many ranks found something wrong, 0-dim; their peers know of it by nothing else on a GPU.
+        failed: how many ranks have an error, 0-dim. On a GPU, the other ranks learn of the error only from this.
         is_double: how many ranks have fp64 gradients, 0-dim.
-        collected: this rank's gradients; partial ones are summed already, and not yet written back.
+        collected: this rank's gradients; partial ones are already summed, and not yet written back.
     """
 
     norm: Tensor
@@ -48,50 +48,53 @@ class GlobalNorm:
 
 
 def global_norm(plan: NormPlan, order: float, *, problem: ValueError | None = None) -> GlobalNorm:
-    """The p-norm of all gradients of all ranks together, each element counted once.
+    """The p-norm of all gradients of all ranks together; each element counts once.
 
     Args:
         plan: this rank's parameters; the same on every rank of a pipeline stage.
-        order: p > 0, or `math.inf`. Above 6 it takes as many collectives again, for the largest element.
-        problem: what was found wrong on this rank already, to be told to the others.
+        order: p > 0, or `math.inf`. Above 6 it takes twice as many collectives, first for the largest element.
+        problem: an error found on this rank before; raised once the other ranks know that there is one.
 
     Returns:
         A `GlobalNorm`.
 
     Raises:
-        ValueError: for a gradient that cannot be counted, naming it and the way out. On every rank that shares a sum
-            with it, where the sum can be read without waiting (on the CPU); on a GPU on the rank that has it.
+        ValueError: for a gradient that cannot be counted, naming the gradient and the way out. If the sum can be read
+            without waiting (on the CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
-    found, wrong = plan.collect()
-    problem = problem or wrong
-    found = _sum_partial(plan, found)
+    collected = plan.collect()
+    problem = problem or plan.problem
+    collected = _sum_partial(plan, collected)
     if not LARGEST_PLAIN_ORDER < order < math.inf:
-        return _measure(plan, found, order, problem)
+        return _measure(plan, collected, order, problem)
+    # Large powers leave the range of fp64: divide by the largest element first, multiply the norm by it at the end.
     try:
-        largest = _measure(plan, found, math.inf, problem).norm
-    except ValueError as error:  # not all ranks have heard of it, and those that have not wait for the second sum
-        _measure(plan, found, order, error)
+        largest = _measure(plan, collected, math.inf, problem).norm
+    except ValueError as error:
+        # Without a mesh, some ranks share no sum with the failed one: they go on, and wait for this rank's second sum.
+        _measure(plan, collected, order, error)
         raise
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    of_multiples = _measure(plan, found, order, None, unit)
-    return dataclasses.replace(of_multiples, norm=of_multiples.norm * unit, by_part=of_multiples.by_part * unit)
+    in_units = _measure(plan, collected, order, None, unit)
+    return dataclasses.replace(in_units, norm=in_units.norm * unit, by_part=in_units.by_part * unit)
 
 
 def _measure(
-    plan: NormPlan, found: list[Collected], order: float, problem: ValueError | None, unit: Tensor | None = None
+    plan: NormPlan, collected: list[Collected], order: float, problem: ValueError | None, unit: Tensor | None = None
 ) -> GlobalNorm:
-    """The norm of what was collected, in multiples of `unit`."""
+    """The norm of the collected gradients, in multiples of `unit`."""
     device = plan.device
     n_stages = stages_inside(plan)
+    # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
     under_way: list[tuple[Tensor, dist.Work | None]] = []
-    for group, of_group in _by_collective(plan, found):
+    for process_group, gradients in _by_collective(plan, collected):
         try:
-            packed = _pack(plan, of_group, order, unit, n_stages)
-        except RuntimeError as error:  # a kernel that is not there, no memory: the others wait for this rank
+            packed = _pack(plan, gradients, order, unit, n_stages)
+        except RuntimeError as error:  # no such kernel, or no memory: this rank still has to join the sum
             problem = problem or ValueError(f"gradients cannot be summed on {device}: {error}")
             packed = torch.zeros(plan.n_parts + _FLAGS, dtype=accumulation_dtype(device), device=device)
         packed[_FAILED] = problem is not None
-        under_way.append((packed, start_reduce(packed, group, _operation(order))))
+        under_way.append((packed, start_reduce(packed, process_group, _operation(order))))
     total = torch.zeros(plan.n_parts + _FLAGS, dtype=accumulation_dtype(device), device=device)
     has_peers = False
     for packed, work in under_way:
@@ -99,22 +102,25 @@ def _measure(
             has_peers = True
             work.wait()
         total = torch.maximum(total, packed) if math.isinf(order) else total + packed
+    # If the sums above do not span the pipeline stages, the stages' totals are summed last.
     if plan.pp_mesh is not None and n_stages == 1:
         work = start_reduce(total, group_of_mesh(plan.pp_mesh), _operation(order))
         if work is not None:
             has_peers = True
             work.wait()
+    # All sums are done and the peers have heard of the error: this rank may raise now.
     if problem is not None:
         raise problem
-    if has_peers and device.type == "cpu" and total[_FAILED].item():  # at hand: nothing is waited for
+    if has_peers and device.type == "cpu" and total[_FAILED].item():  # on the CPU, reading it waits for nothing
         raise ValueError(
-            "another rank found a gradient that cannot be counted, and says which: gradients are as they were"
+            "another rank found a gradient that cannot be counted, and its message names the gradient: "
+            "no gradient has been changed"
         )
-    return _read(total, order, plan.n_parts, found)
+    return _unpack(total, order, plan.n_parts, collected)
 
 
 def stages_inside(plan: NormPlan) -> int:
-    """Pipeline stages among the ranks of the plan's mesh: 1 where a collective of their own is to sum them."""
+    """Pipeline stages among the ranks of the plan's mesh; 1 if the stages take a collective of their own."""
     if plan.pp_mesh is None or plan.mesh is None or not ranks_of(plan.pp_mesh) <= ranks_of(plan.mesh):
         return 1
     return plan.pp_mesh.size()
@@ -123,70 +129,72 @@ def stages_inside(plan: NormPlan) -> int:
 def warm_up(plan: NormPlan) -> None:
     """Open the communicators that a plan's norm needs: the first collective on each takes far longer than the others.
 
-    On every rank that holds a part of the model. Waits.
+    Call it on every rank that holds a part of the model. Waits.
 
     Raises:
-        ValueError: when something is wrong with the plan, here or on a rank that shares a sum with this one.
+        ValueError: when something is wrong with the plan, on this rank or on a rank that shares a sum with it.
     """
-    groups = [group for group, _ in _by_collective(plan, [])]
+    process_groups = [process_group for process_group, _ in _by_collective(plan, [])]
     if plan.pp_mesh is not None and stages_inside(plan) == 1:
-        groups.append(group_of_mesh(plan.pp_mesh))
-    groups += [mesh.get_group(axis) for mesh in plan.meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        process_groups.append(group_of_mesh(plan.pp_mesh))
+    # Partial gradients are summed over single axes of their meshes.
+    process_groups += [mesh.get_group(axis) for mesh in plan.meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     failed = torch.zeros(1, device=plan.device)
-    for group in dict.fromkeys(groups):
+    for process_group in dict.fromkeys(process_groups):
         failed = failed.clamp(max=1.0) + float(plan.problem is not None)
-        if work := start_reduce(failed, group):
+        if work := start_reduce(failed, process_group):
             work.wait()
     if plan.problem is not None:
         raise plan.problem
     if failed.item():
-        raise ValueError("another rank cannot plan for its gradients, and says why")
+        raise ValueError("another rank cannot plan for its gradients, and its message says why")
 
 
-def _read(total: Tensor, order: float, n_parts: int, found: list[Collected]) -> GlobalNorm:
+def _unpack(total: Tensor, order: float, n_parts: int, collected: list[Collected]) -> GlobalNorm:
     sums = total[:n_parts]
     if math.isinf(order):
-        norm, by_part = (torch.where(total[_IS_NAN] > 0, torch.nan, of) for of in (sums.max(), sums))
+        norm, by_part = (torch.where(total[_IS_NAN] > 0, torch.nan, values) for values in (sums.max(), sums))
     else:
         norm, by_part = sums.sum().pow(1.0 / order), sums.pow(1.0 / order)
-    return GlobalNorm(norm, by_part, total[_FAILED], total[_IS_DOUBLE], found)
+    return GlobalNorm(norm, by_part, total[_FAILED], total[_IS_DOUBLE], collected)
 
 
-def _sum_partial(plan: NormPlan, found: list[Collected]) -> list[Collected]:
-    """Partial gradients summed over their ranks; where one is missing, its rank takes part with zeros."""
-    partial = [one for one in found if one.group.key.is_partial]
+def _sum_partial(plan: NormPlan, collected: list[Collected]) -> list[Collected]:
+    """Sum partial gradients over their ranks; a rank whose gradient is missing takes part with zeros."""
+    partial = [gradients for gradients in collected if gradients.group.key.is_partial]
     if not partial:
-        return found
-    there = {i: g for one in partial for i, g in zip(one.indices, one.gradients, strict=True)}
-    planned = sorted(i for one in partial for i in one.group.indices)
-    reduced = reduce_partial([there[i] if i in there else plan.zeros(i) for i in planned])
-    by_index = dict(zip(planned, reduced, strict=True))
-    mended = []
-    for one in found:
-        if one.group.key.is_partial:
-            indices = list(one.group.indices)
-            gradients = [by_index[i] for i in indices]
-            one = Collected(one.group, indices, gradients, [local_tensor(g) for g in gradients])
-        mended.append(one)
-    return mended
+        return collected
+    # Every planned parameter takes part, in the plan's order: so all ranks issue the same collectives.
+    by_index = {i: g for gradients in partial for i, g in zip(gradients.indices, gradients.gradients, strict=True)}
+    planned = sorted(i for gradients in partial for i in gradients.group.indices)
+    reduced = reduce_partial([by_index[i] if i in by_index else plan.zeros(i) for i in planned])
+    reduced_by_index = dict(zip(planned, reduced, strict=True))
+    summed = []
+    for gradients in collected:
+        if gradients.group.key.is_partial:
+            indices = list(gradients.group.indices)
+            whole = [reduced_by_index[i] for i in indices]
+            gradients = Collected(gradients.group, indices, whole, [local_tensor(g) for g in whole])
+        summed.append(gradients)
+    return summed
 
 
 def _by_collective(
-    plan: NormPlan, found: list[Collected]
+    plan: NormPlan, collected: list[Collected]
 ) -> Iterable[tuple[dist.ProcessGroup | None, list[Collected]]]:
-    """What is summed over which ranks: the same collectives in the same order on every rank."""
+    """Process groups, and the gradients to sum over each: in the same order on every rank, even with no gradients."""
     if plan.mesh is not None:
-        yield group_of_mesh(plan.mesh), found
+        yield group_of_mesh(plan.mesh), collected
         return
     by_ranks: dict[tuple[int, ...], list[Collected]] = {layout.sharding_ranks: [] for layout in plan.layouts}
-    for one in found:
-        by_ranks.setdefault(one.group.key.ranks, []).append(one)
+    for gradients in collected:
+        by_ranks.setdefault(gradients.group.key.ranks, []).append(gradients)
     for layout in plan.layouts:
-        yield _group_of(layout), by_ranks.pop(layout.sharding_ranks)
+        yield _process_group(layout), by_ranks.pop(layout.sharding_ranks)
     yield None, by_ranks.pop((), [])
 
 
-def _group_of(layout: Layout) -> dist.ProcessGroup:
+def _process_group(layout: Layout) -> dist.ProcessGroup:
     assert layout.mesh is not None
     return layout.mesh.get_group(layout.sharded[0]) if len(layout.sharded) == 1 else group_over(layout.sharding_ranks)
 
@@ -195,26 +203,28 @@ def _operation(order: float) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
 
 
-def _pack(plan: NormPlan, found: list[Collected], order: float, unit: Tensor | None, n_stages: int) -> Tensor:
+def _pack(plan: NormPlan, collected: list[Collected], order: float, unit: Tensor | None, n_stages: int) -> Tensor:
     """[sum or largest of each part, flags]: one vector, one collective."""
     device = plan.device
     packed = torch.zeros(plan.n_parts + _FLAGS, dtype=accumulation_dtype(device), device=device)
-    for one in found:
-        if not one.locals:
+    for gradients in collected:
+        if not gradients.locals:
             continue
-        key = one.group.key
+        key = gradients.group.key
         if key.dtype == torch.float64:
             packed[_IS_DOUBLE] = 1.0
-        value = to_device(power_sum(one.locals, order, unit), device)
+        value = to_device(power_sum(gradients.locals, order, unit), device)
         if math.isinf(order):
             packed[key.part] = torch.maximum(packed[key.part], value)
             continue
-        counts = 1.0
+        # Ranks that hold the same values each count their share, so that every element counts once in the sum.
+        weight = 1.0
         if plan.mesh is not None:
-            counts = share(one.group.layout, n_ranks=plan.mesh.size(), n_stages=n_stages, n_replicas=key.n_replicas)
-        packed[key.part] += counts * value
+            layout = gradients.group.layout
+            weight = share(layout, n_ranks=plan.mesh.size(), n_stages=n_stages, n_replicas=key.n_replicas)
+        packed[key.part] += weight * value
     if math.isinf(order):
-        # MAX over ranks loses NaN.
+        # MAX over ranks loses NaN: it travels as a flag, and the sums without it.
         sums = packed[: plan.n_parts]
         packed[_IS_NAN] = sums.isnan().any()
         packed[: plan.n_parts] = sums.nan_to_num(nan=0.0, posinf=math.inf)

@@ -1,27 +1,42 @@
-"""Gradients that lie alike over ranks: what they have in common, which they are, and those that are there now."""
+"""Groups of gradients that are spread alike over ranks, and how parameters are sorted into these groups."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sonde.parallel.placements import Layout
+from sonde.gradient_norm.held_error import HeldError
+from sonde.parallel.placements import (
+    WHOLE,
+    Layout,
+    check_elements,
+    check_layout,
+    check_stages,
+    layout_of_spec,
+    local_tensor,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
 class Key:
-    """What gradients have in common that are read by the same kernels and summed over the same ranks.
+    """What the gradients of a group have in common: the same kernels read them, the same ranks sum them.
 
     Attributes:
-        ranks: that hold the other shards of what this rank holds, itself included; empty where it holds all.
+        ranks: this rank and those that hold the other shards of what it holds; empty if it holds everything.
         n_shards: distinct shards that the gradient is cut into.
-        n_replicas: ranks among those summed that hold the same values, where that was declared.
-        part: which part of the model they belong to.
+        n_replicas: how many of the summed ranks hold the same values, where the user declared it.
+        part: which part of the model the gradients belong to.
         device: where they are.
         dtype: of their elements.
-        is_partial: whether they are still to be summed over some ranks.
+        is_partial: whether they must still be summed over some ranks.
     """
 
     ranks: tuple[int, ...]
@@ -34,19 +49,19 @@ class Key:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sorts groups, the sharded first, so that their sums run while others are read."""
+        """A sort key that puts sharded groups first: their sums over ranks run while other groups are read."""
         rest = (self.n_shards, self.n_replicas or 0, self.part, str(self.device), str(self.dtype), self.is_partial)
         return (not self.ranks, self.ranks, *rest)
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters whose gradients lie alike.
+    """Parameters whose gradients have one `Key`.
 
     Attributes:
-        key: how.
-        layout: of one of them; that of the others has the same ranks.
-        indices: which they are, in the plan's order.
+        key: what the gradients have in common.
+        layout: the layout of one of its gradients; the layouts of the others have the same ranks.
+        indices: which parameters these are, in the plan's order.
     """
 
     key: Key
@@ -56,16 +71,218 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class Collected:
-    """The gradients of one group that are there now.
+    """The gradients of one group that exist now.
 
     Attributes:
-        group: whose.
-        indices: of the parameters that have one.
+        group: the group.
+        indices: the parameters that have a gradient.
         gradients: as they are in `.grad`.
-        locals: this rank's parts of them.
+        locals: this rank's parts of the gradients.
     """
 
     group: ParameterGroup
     indices: list[int] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     locals: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Where every gradient was when the parameters were last sorted into groups.
+
+    Attributes:
+        groups: groups of sharded gradients first.
+        layouts: one for each set of ranks that gradients are cut over. Without a mesh each takes one collective, in
+            this order.
+        meshes: the gradients' meshes that contain this rank, each once, in the same order on every rank.
+        devices: of each gradient's local part, or of the parameter's if there is no gradient; [parameters].
+        dtypes: of each gradient, or of the parameter; [parameters].
+        left_out: parameters in no group, since they are frozen and have no gradient.
+        unusable: parameters in a group whose gradients cannot be counted.
+        problem: what is wrong with a gradient.
+    """
+
+    groups: tuple[ParameterGroup, ...]
+    layouts: list[Layout]
+    meshes: list[DeviceMesh]
+    devices: list[torch.device]
+    dtypes: list[torch.dtype]
+    left_out: list[int]
+    unusable: set[int]
+    problem: HeldError
+
+
+class SeenSpecs:
+    """The DTensor spec that each gradient had when it was last seen; None for a plain tensor.
+
+    Attributes:
+        latest: the last spec of each parameter's gradient; [parameters].
+        partial: the last spec that was partial, by parameter. These ranks take part with zeros where the gradient is
+            missing, since their peers may have one to sum.
+    """
+
+    def __init__(self, n_parameters: int) -> None:
+        self.latest: list[Any] = [None] * n_parameters
+        self.partial: dict[int, Any] = {}
+
+    def look(self, index: int, parameter: Tensor) -> Any:
+        """The spec of a parameter's gradient now; if there is no gradient, the spec it had, or the parameter's own."""
+        if parameter.grad is not None:
+            spec = getattr(parameter.grad, "_spec", None)
+        else:
+            spec = self.partial.get(index) or self.latest[index] or getattr(parameter, "_spec", None)
+        self.latest[index] = spec
+        return spec
+
+
+def group_gradients(
+    parameters: Sequence[Tensor],
+    seen: SeenSpecs,
+    *,
+    mesh: DeviceMesh | None,
+    pp_mesh: DeviceMesh | None,
+    n_replicas: Mapping[int, int],
+    parts: Sequence[int],
+    allow_sparse: bool,
+    name_of: Callable[[int], str],
+) -> Grouping:
+    """Sort parameters by how their gradients are spread over ranks.
+
+    Args:
+        parameters: each tensor once. If its gradient is missing, the spec seen before counts, or its own.
+        seen: the specs seen before; updated.
+        mesh: all ranks that hold any of the model, if it was given.
+        pp_mesh: the pipeline stages, if they were given.
+        n_replicas: how many ranks hold the same values, by parameter, where it was declared.
+        parts: which part of the model each parameter belongs to.
+        allow_sparse: whether sparse gradients count.
+        name_of: a parameter's name in messages.
+
+    Returns:
+        The groups, and the first error of a gradient that cannot be counted.
+    """
+    layouts = _DistinctLayouts(mesh, pp_mesh)
+    # Without a mesh, the order of layouts is the order of collectives. It must not depend on which gradients exist:
+    # so the parameters' own layouts come first, and stand in for those of missing gradients.
+    for parameter in parameters:
+        if (spec := getattr(parameter, "_spec", None)) is not None and not _is_left_out(parameter):
+            layouts.offer(spec)
+    devices = [local_tensor(p if p.grad is None else p.grad).device for p in parameters]
+    dtypes = [(p if p.grad is None else p.grad).dtype for p in parameters]
+    left_out: list[int] = []
+    unusable: set[int] = set()
+    problem = HeldError()
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for i, parameter in enumerate(parameters):
+        if _is_left_out(parameter):
+            left_out.append(i)
+            continue
+        try:
+            number = layouts.number_of(_spec_of(i, parameter, seen))
+        except ValueError as error:  # no layout is known: the gradient is in no group
+            problem.keep(ValueError(f"gradient of {name_of(i)}: {error}"))
+            continue
+        if layouts.all[number].partial:
+            seen.partial[i] = seen.latest[i]
+        try:
+            layouts.check(number, devices[i], n_replicas.get(i))
+            if parameter.grad is not None:
+                check_elements(parameter.grad, allow_sparse=allow_sparse)
+        except ValueError as error:
+            problem.keep(ValueError(f"gradient of {name_of(i)}: {error}"))
+            unusable.add(i)  # it stays in its group: if it is partial, its peers sum theirs, and this rank adds zeros
+        members.setdefault((number, devices[i], dtypes[i], parts[i], n_replicas.get(i)), []).append(i)
+    return Grouping(
+        groups=_groups(members, layouts.all),
+        layouts=_by_ranks(layouts.all),
+        meshes=_meshes_of_this_rank(layouts.all),
+        devices=devices,
+        dtypes=dtypes,
+        left_out=left_out,
+        unusable=unusable,
+        problem=problem,
+    )
+
+
+def same_placement(a: Any, b: Any) -> bool:
+    """Whether two DTensor specs, or None for plain tensors, place elements alike; shapes do not matter."""
+    if a is None or b is None:
+        return a is b
+    return bool(a.placements == b.placements and (a.mesh is b.mesh or a.mesh == b.mesh))
+
+
+def _is_left_out(parameter: Tensor) -> bool:
+    """Whether a parameter is frozen and has no gradient from before."""
+    return parameter.grad is None and not parameter.requires_grad
+
+
+def _spec_of(index: int, parameter: Tensor, seen: SeenSpecs) -> Any:
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            "FSDP's first version does not tell how it cuts parameters: use fully_shard, or FSDP's own clip_grad_norm_"
+        )
+    return seen.look(index, parameter)
+
+
+def _groups(members: Mapping[tuple[Any, ...], list[int]], layouts: Sequence[Layout]) -> tuple[ParameterGroup, ...]:
+    """Layouts on different meshes may have the same ranks: their members become one group."""
+    groups: dict[Key, ParameterGroup] = {}
+    for (number, device, dtype, part, n_replicas), indices in members.items():
+        layout = layouts[number]
+        key = Key(layout.sharding_ranks, layout.n_shards, n_replicas, part, device, dtype, bool(layout.partial))
+        earlier = groups[key].indices if key in groups else ()
+        groups[key] = ParameterGroup(key, layout, tuple(sorted((*earlier, *indices))))
+    return tuple(groups[key] for key in sorted(groups, key=lambda key: key.order))
+
+
+def _by_ranks(layouts: Sequence[Layout]) -> list[Layout]:
+    by_ranks: dict[tuple[int, ...], Layout] = {}
+    for layout in layouts:
+        if layout.sharding_ranks:
+            by_ranks.setdefault(layout.sharding_ranks, layout)
+    return list(by_ranks.values())
+
+
+def _meshes_of_this_rank(layouts: Sequence[Layout]) -> list[DeviceMesh]:
+    meshes = dict.fromkeys(layout.mesh for layout in layouts if layout.mesh is not None)
+    return [mesh for mesh in meshes if mesh.get_coordinate() is not None]
+
+
+class _DistinctLayouts:
+    """The layouts of DTensor specs, each once and numbered: hashing a placement costs as much as all other planning."""
+
+    def __init__(self, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> None:
+        self.all: list[Layout] = []
+        self._mesh, self._pp_mesh = mesh, pp_mesh
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._checked: set[tuple[int, torch.device, int | None]] = set()
+
+    def offer(self, spec: Any) -> None:
+        """Number a spec's layout, if it is a known one."""
+        with contextlib.suppress(ValueError):  # if a gradient has this layout too, the error names that gradient
+            self.number_of(spec)
+
+    def number_of(self, spec: Any) -> int:
+        """The number of a spec's layout; None is a plain tensor's.
+
+        Raises:
+            ValueError: for a placement that is not known.
+        """
+        placed = () if spec is None else (spec.mesh, *spec.placements)
+        number = self._numbers.get(placed)
+        if number is None:
+            self.all.append(WHOLE if spec is None else layout_of_spec(spec))
+            number = self._numbers[placed] = len(self.all) - 1
+        return number
+
+    def check(self, number: int, device: torch.device, n_replicas: int | None) -> None:
+        """Refuse a gradient of this layout that cannot be summed with the others.
+
+        Raises:
+            ValueError: as `check_layout` and `check_stages`.
+        """
+        key = (number, device, n_replicas)
+        if key not in self._checked:
+            check_layout(self.all[number], device, self._mesh, n_replicas=n_replicas)
+            check_stages(self.all[number], self._pp_mesh)
+            self._checked.add(key)

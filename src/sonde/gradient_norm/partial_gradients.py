@@ -1,4 +1,4 @@
-"""Gradients that are still to be summed over ranks: reduced together, once for each group of ranks and dtype."""
+"""Sums partial gradients over their ranks, together: one all-reduce for each group of ranks and dtype."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from sonde.parallel.placements import layout_of, local_tensor
 
 
 def reduce_partial(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Sum what is partial over its mesh axes, by one all-reduce for each mesh axis, dtype and kind.
+    """Sum partial gradients over their mesh axes, by one all-reduce for each mesh axis, dtype and kind of sum.
 
-    Norm weights under sequence parallelism have such gradients. An optimizer would reduce each of them once more, on
-    its own: so the reduced ones are to be written back.
+    Norm weights under sequence parallelism have partial gradients. The caller should write the sums back to `.grad`:
+    otherwise the optimizer reduces each of them again, one by one.
 
     Args:
-        gradients: DTensors, those without partial placements among them; in the same order on every rank.
+        gradients: DTensors, with or without partial placements; in the same order on every rank.
 
     Returns:
-        The same, with Replicate in place of Partial; those that had none are the same objects.
+        The gradients, with Replicate in place of Partial. A gradient without a partial placement is returned as it is.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
     reduced = list(gradients)
+    # Each bin takes one all-reduce. Bins come in the order of the gradients: the same on all ranks.
     bins: dict[tuple[Any, ...], list[int]] = {}
     for i, gradient in enumerate(gradients):
         for axis, op in layout_of(gradient).partial:
@@ -36,6 +37,7 @@ def reduce_partial(gradients: Sequence[Tensor]) -> list[Tensor]:
     for (axis, _ranks, _dtype, op), members in bins.items():
         mesh = cast(DTensor, gradients[members[0]]).device_mesh
         locals_ = [local_tensor(reduced[i]) for i in members]
+        # A gradient that is partial on two axes is in two bins: the second reduces what the first has left.
         packed = torch.cat([t.reshape(-1) for t in locals_])
         dist.all_reduce(packed, group=mesh.get_group(axis))
         if op == "avg":

@@ -1,4 +1,4 @@
-"""The plans of calls that come again with the same parameters: a drop-in has nowhere else to keep its own."""
+"""The plans of the last few requests, for a drop-in that is called with the same parameters at every step."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from sonde.gradient_norm.plan import NormPlan
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_REMEMBERED_AT_MOST = 8
+_MAX_ENTRIES = 8
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan was asked for; whatever differs makes it another one.
+    """What a plan is made for. A request that differs in anything gets another plan.
 
     Attributes:
-        parameters: in order, those that come twice included.
-        names: of them, if they have any.
-        mesh: of all ranks.
-        pp_mesh: of the pipeline stages.
-        problem: what is wrong with it on this rank, which the others are to hear of.
+        parameters: in order; a tensor may come twice.
+        names: of the parameters, if they have any.
+        mesh: all ranks that hold any of the model.
+        pp_mesh: the pipeline stages.
+        problem: what is wrong with the request on this rank; the plan holds it for the other ranks.
     """
 
     parameters: Sequence[Tensor]
@@ -37,71 +37,87 @@ class PlanRequest:
 
     def plan(self, replicas: Mapping[Any, int] | None = None) -> NormPlan:
         """A new plan; see `NormPlan` for `replicas`."""
-        plan = NormPlan(self.parameters, self.names, mesh=self.mesh, pp_mesh=self.pp_mesh, replicas=replicas)
-        plan.bad_request = self.problem
-        return plan
-
-
-class PlanCache:
-    """The last few plans, by what they were asked for.
-
-    A plan that is taken out does what a new one would: whatever a new one would look at is compared. So it does not
-    matter to other ranks whether one remembers. Tensors are known by their addresses, neither kept alive nor referred
-    to: torch does not swap tensors with weak references, as `model.to()` does with sharded ones. Another tensor at an
-    old address is told by how it lies, which is all that a plan knows of it.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[_Remembered] = []
-
-    def take(self, asked: PlanRequest) -> NormPlan | None:
-        """The plan of an earlier call for the same, or None. It is taken out, so that no other thread has it."""
-        for one in list(self._kept):
-            if one.is_of(asked):
-                try:
-                    self._kept.remove(one)
-                except ValueError:  # another thread was faster
-                    return None
-                one.plan.hold(asked.parameters, asked.mesh, asked.pp_mesh)
-                return one.plan
-        return None
-
-    def keep(self, asked: PlanRequest, plan: NormPlan) -> None:
-        """Remember a plan that has served."""
-        remembered = _Remembered(asked, plan)
-        plan.let_go()
-        self._kept.insert(0, remembered)
-        del self._kept[_REMEMBERED_AT_MOST:]
-
-
-class _Remembered:
-    """A plan without its tensors, and all that it depends on."""
-
-    def __init__(self, asked: PlanRequest, plan: NormPlan) -> None:
-        self.plan = plan
-        self._addresses = _addresses(asked)
-        self._specs, self._flags = _specs(asked), _flags(asked)
-        self._names, self._meshes = asked.names, (asked.mesh, asked.pp_mesh)
-
-    def is_of(self, asked: PlanRequest) -> bool:
-        return (
-            self._addresses == _addresses(asked)
-            and self._meshes == (asked.mesh, asked.pp_mesh)  # by value: mesh["pp"] is another object at every call
-            and all(map(operator.is_, self._specs, _specs(asked)))  # those of a new process group may be equal
-            and self._flags == _flags(asked)
-            and self._names == asked.names
+        return NormPlan(
+            self.parameters,
+            self.names,
+            mesh=self.mesh,
+            pp_mesh=self.pp_mesh,
+            replicas=replicas,
+            problem=self.problem,
         )
 
 
-def _addresses(asked: PlanRequest) -> list[int]:
-    return list(map(id, asked.parameters))
+class PlanCache:
+    """The plans of the last few requests.
+
+    A cached plan behaves exactly like a new one, since everything that a new plan would look at is compared. So
+    ranks need not have the same plans cached.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[_CacheEntry] = []
+
+    def take(self, request: PlanRequest) -> NormPlan | None:
+        """The plan of an earlier request like this one, or None. It leaves the cache: no other thread can take it."""
+        for entry in list(self._entries):
+            if entry.matches(request):
+                try:
+                    self._entries.remove(entry)
+                except ValueError:  # another thread was faster
+                    return None
+                return entry.rebind(request)
+        return None
+
+    def keep(self, request: PlanRequest, plan: NormPlan) -> None:
+        """Cache a plan that has served its call; the plan is usable again once it is taken."""
+        self._entries.insert(0, _CacheEntry(request, plan))
+        del self._entries[_MAX_ENTRIES:]
 
 
-def _specs(asked: PlanRequest) -> list[Any]:
-    """How each lies by itself."""
-    return [getattr(p, "_spec", None) for p in asked.parameters]
+class _CacheEntry:
+    """A plan without its tensors, and all that it depends on.
+
+    Tensors are known by their addresses, without any reference to them. A strong reference would keep them alive; a
+    weak one would break `model.to()`, as torch does not swap sharded tensors that have weak references. Another tensor
+    may come to an old address: its spec and flags are compared, and a plan knows no more of a tensor than these.
+    """
+
+    def __init__(self, request: PlanRequest, plan: NormPlan) -> None:
+        self._plan = plan
+        self._addresses = _addresses(request)
+        self._specs, self._flags = _specs(request), _flags(request)
+        self._names, self._meshes = request.names, (request.mesh, request.pp_mesh)
+        plan.parameters = []
+
+    def matches(self, request: PlanRequest) -> bool:
+        """Whether a new plan for this request would be the same."""
+        return (
+            self._addresses == _addresses(request)
+            and self._meshes == (request.mesh, request.pp_mesh)  # by value: mesh["pp"] is another object at every call
+            and all(
+                map(operator.is_, self._specs, _specs(request))
+            )  # by `is`: specs of a new process group may be equal
+            and self._flags == _flags(request)
+            and self._names == request.names
+        )
+
+    def rebind(self, request: PlanRequest) -> NormPlan:
+        """The plan with the parameters and meshes of a request that matches."""
+        plan = self._plan
+        plan.parameters = [request.parameters[i] for i in plan.positions]
+        plan.mesh, plan.pp_mesh = request.mesh, request.pp_mesh
+        return plan
 
 
-def _flags(asked: PlanRequest) -> list[tuple[bool, bool]]:
-    """Whether each is trained, and has a gradient: for one without, a plan goes by what it knew of it before."""
-    return [(p.requires_grad, p.grad is not None) for p in asked.parameters]
+def _addresses(request: PlanRequest) -> list[int]:
+    return list(map(id, request.parameters))
+
+
+def _specs(request: PlanRequest) -> list[Any]:
+    """How each parameter itself is placed."""
+    return [getattr(p, "_spec", None) for p in request.parameters]
+
+
+def _flags(request: PlanRequest) -> list[tuple[bool, bool]]:
+    """Whether each parameter is trained, and has a gradient: without one, a plan uses what it saw of it before."""
+    return [(p.requires_grad, p.grad is not None) for p in request.parameters]

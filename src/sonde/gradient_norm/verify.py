@@ -1,4 +1,4 @@
-"""Do the ranks hold what is assumed of them: the same parameters, and plain ones on as many as is said?"""
+"""Checks that ranks hold what a plan assumes: the same parameters, and each on as many ranks as it is counted on."""
 
 from __future__ import annotations
 
@@ -18,50 +18,55 @@ from sonde.parallel.process_groups import group_of_mesh
 
 Fingerprint = tuple[tuple[int, ...], float, float]
 Held = tuple[str, tuple[Fingerprint, Fingerprint | None], int]
-"""A parameter's name, its values and gradient, and on how many ranks it is counted as being."""
+"""A parameter's name, the fingerprints of its values and gradient, and how many ranks it is counted on."""
 _CONSTANT = 0.0
-_DIGEST_BITS = 18  # squares of as many add up exactly in fp64, over 100,000 ranks
+_DIGEST_BITS = 18  # squares of 18-bit numbers add up exactly in fp64, even over 100,000 ranks
 
 
 def check_same_parameters(plan: NormPlan) -> None:
-    """Refuse a mesh whose ranks have different parameters, where no pipeline stages were named.
+    """Refuse a mesh whose ranks have different parameters, if no pipeline stages were named.
 
-    Each would be counted in part only, as if all ranks had it. Names and shapes are compared, by one all-reduce.
+    Without this check, each parameter would be counted as if all ranks had it, and so count too little. One all-reduce
+    compares names, shapes and dtypes.
 
     Args:
-        plan: with a mesh, or nothing is compared; on every rank of it.
+        plan: on every rank of its mesh; without a mesh nothing is compared.
 
     Raises:
-        ValueError: on every rank, when one has others than another. Those without names are the same if their shapes
-            are.
+        ValueError: on every rank, when two ranks have different parameters. Parameters without names are compared by
+            shape and dtype.
     """
     group = group_of_mesh(plan.mesh) if plan.mesh is not None and plan.pp_mesh is None else None
     if group is None:
         return
-    digest = sum(zlib.crc32(said.encode()) for said in plan.said_of_each) % 2**_DIGEST_BITS
-    has_any = bool(plan.said_of_each)  # a rank without parameters takes part, and has no others
+    # All digests are equal exactly when n·Σd² = (Σd)² (Cauchy-Schwarz), which one sum over ranks can tell.
+    descriptions = plan.descriptions
+    digest = sum(zlib.crc32(description.encode()) for description in descriptions) % 2**_DIGEST_BITS
+    has_any = bool(descriptions)  # a rank without parameters takes part, but cannot differ
     total = torch.tensor([has_any, digest, digest**2], dtype=accumulation_dtype(plan.device), device=plan.device)
     dist.all_reduce(total, group=group)
-    n, of_digests, of_squares = map(int, total.tolist())
-    if n * of_squares != of_digests**2:
+    n_ranks, digest_sum, square_sum = map(int, total.tolist())
+    if n_ranks * square_sum != digest_sum**2:
         raise ValueError(
-            f"ranks of mesh= have different parameters, this one {len(plan.said_of_each)}: pass pp_mesh= if they are "
-            "pipeline stages, replicas= for parameters that some ranks have only, and those without a gradient too"
+            f"ranks of mesh= have different parameters ({len(descriptions)} on this rank): pass pp_mesh= if they are "
+            "pipeline stages, declare parameters that only some ranks have by replicas=, and pass all parameters, even "
+            "those without a gradient"
         )
 
 
 def check_replicas(plan: NormPlan) -> None:
-    """Compare what ranks hold of parameters, by values and gradients, over a plan's mesh.
+    """Compare the ranks' parameters over a plan's mesh, by values and gradients.
 
-    What is counted as the same on more ranks than have it is an error. What is counted as the same on fewer is one only
-    for plain tensors whose gradients are there to tell: experts that were built under one seed begin with the same
-    values. Parameters that hold one value only, as zeros at initialisation, say nothing and are passed over.
+    It is an error if a parameter is counted on more ranks than have its values. If it is counted on fewer ranks, it is
+    an error only for plain tensors whose gradients all ranks have: experts that were built under one seed begin with
+    the same values and differ only by their gradients. A parameter whose elements are all equal, such as zeros at
+    initialisation, is not checked: equal values prove nothing there.
 
     Args:
-        plan: with a mesh; on every rank of it.
+        plan: with a mesh; on every rank of that mesh.
 
     Raises:
-        ValueError: on every rank, when one is on another number of ranks than is counted, or the plan has no mesh.
+        ValueError: on every rank, when a parameter is on another number of ranks than counted, or the plan has no mesh.
     """
     if plan.mesh is None:
         raise ValueError("verify=True compares the ranks of a mesh, got mesh=None: pass the mesh of all ranks")
@@ -70,43 +75,45 @@ def check_replicas(plan: NormPlan) -> None:
         return
     n_same = group.size() // stages_inside(plan)
     plain: list[Held] = []
-    cut: list[Held] = []
-    for one in plan.groups:
-        for i in one.indices:
+    sharded: list[Held] = []
+    for parameter_group in plan.groups:
+        for i in parameter_group.indices:
             parameter = plan.parameters[i]
-            is_cut = is_dtensor(parameter)  # whose gradient may lie otherwise, or be a part of a sum
-            counted = one.key.n_replicas or n_same // layout_of(parameter).n_shards
-            (cut if is_cut else plain).append((plan.name_of(i), _of_parameter(parameter, is_cut), counted))
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, (plain, cut), group=group)
-    if any(gradient is None for of_rank, _ in everyones for _, (_, gradient), _ in of_rank):  # some would compare less
-        everyones = [([(n, (value, None), counted) for n, (value, _), counted in p], c) for p, c in everyones]
-    everyones = [[*plain, *cut] for plain, cut in everyones]
-    # Weights that are tied over pipeline stages have the same values under other names, and so have experts that began
-    # as copies of one another: it is for the declaration to say which.
-    of_name = Counter(key for of_rank in everyones for key in {(name, values) for name, values, _ in of_rank})
-    of_any = Counter(values for of_rank in everyones for values in {values for _, values, _ in of_rank})
-    for rank, of_rank in enumerate(everyones):
-        for name, values, counted in of_rank:
-            found, at_most = of_name[name, values], of_any[values]
+            counted = parameter_group.key.n_replicas or n_same // layout_of(parameter).n_shards
+            held = sharded if is_dtensor(parameter) else plain
+            held.append((plan.name_of(i), _fingerprints(parameter), counted))
+    by_rank: list[Any] = [None] * group.size()
+    dist.all_gather_object(by_rank, (plain, sharded), group=group)
+    # If one plain gradient is missing anywhere, compare by values alone: equal parameters would seem to differ.
+    if any(gradient is None for plain, _ in by_rank for _, (_, gradient), _ in plain):
+        by_rank = [([(n, (value, None), counted) for n, (value, _), counted in p], s) for p, s in by_rank]
+    by_rank = [[*plain, *sharded] for plain, sharded in by_rank]
+    # Equal values under different names may be counted together: weights that are tied over pipeline stages have two
+    # names, and experts may have begun as copies of each other. Only the declaration can tell.
+    n_by_name = Counter(key for held in by_rank for key in {(name, values) for name, values, _ in held})
+    n_by_values = Counter(values for held in by_rank for values in {values for _, values, _ in held})
+    for rank, held in enumerate(by_rank):
+        for name, values, counted in held:
+            n_ranks, n_at_most = n_by_name[name, values], n_by_values[values]
             value, gradient = values
-            tells = value[2] != _CONSTANT or (gradient is not None and gradient[2] != _CONSTANT)
-            if tells and (counted > at_most or (counted < found and gradient is not None)):
+            is_telling = value[2] != _CONSTANT or (gradient is not None and gradient[2] != _CONSTANT)
+            if is_telling and (counted > n_at_most or (counted < n_ranks and gradient is not None)):
                 raise ValueError(
-                    f"{name} of rank {rank} has the same values on {found} of {group.size()} ranks, and is counted as "
-                    f"being on {counted}: pass replicas={{{name!r}: {found}}}, or make it a DTensor on all of the mesh "
-                    f"(sum of its values there {value[1]:g})"
+                    f"{name} of rank {rank} has the same values on {n_ranks} of {group.size()} ranks, and is counted "
+                    f"as being on {counted}: pass replicas={{{name!r}: {n_ranks}}}, or make it a DTensor on all of the "
+                    f"mesh (the sum of its values on rank {rank} is {value[1]:g})"
                 )
 
 
-def _of_parameter(parameter: Tensor, is_cut: bool) -> tuple[Fingerprint, Fingerprint | None]:
-    gradient = None if is_cut or parameter.grad is None else _fingerprint(parameter.grad)
+def _fingerprints(parameter: Tensor) -> tuple[Fingerprint, Fingerprint | None]:
+    """Of the local values, and of the gradient of a plain tensor: a DTensor's may be placed otherwise, or partial."""
+    gradient = None if parameter.grad is None or is_dtensor(parameter) else _fingerprint(parameter.grad)
     return _fingerprint(local_tensor(parameter)), gradient
 
 
 @torch.no_grad()
 def _fingerprint(tensor: Tensor) -> Fingerprint:
-    """Shape, sum, and a sum that depends on the order; the last is 0 where all values are the same."""
+    """Shape, sum, and a weighted sum that depends on the order; the weighted sum is 0 if all values are equal."""
     values = tensor.detach().reshape(-1).to("cpu", torch.float64)
     if not values.numel() or bool((values == values[0]).all()):
         return tuple(tensor.shape), float(values.sum()), _CONSTANT

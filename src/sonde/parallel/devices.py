@@ -1,4 +1,4 @@
-"""What depends on a device: the dtype of sums, and copies that do not wait where that can be."""
+"""What depends on a device: the dtype of sums, and copies that do not wait if possible."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on another device; itself if it is there.
+    """A tensor on another device; the tensor itself if it is there already.
 
-    To the CPU this waits, as the values could be read before they have come; everywhere else it does not.
+    A copy to the CPU waits, since the values could otherwise be read before they arrive. Every other copy does not.
     """
     if tensor.device == device:
         return tensor
     if tensor.device.type == "cpu" and device.type == "cuda":
-        tensor = tensor.pin_memory()  # only from there the copy does not wait; the allocator keeps it until it is done
+        # Only a copy from pinned memory does not wait. The allocator keeps that memory until the copy is done.
+        tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 

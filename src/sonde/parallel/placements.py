@@ -1,9 +1,9 @@
 """How a gradient is spread over ranks, and so how much of it each rank counts.
 
-A norm over ranks is a sum over ranks of each one's local sum. A rank that holds one of `n_shards` distinct shards, each
-of which `n_ranks/n_shards` of the summed ranks hold, counts `n_shards/n_ranks` of its own: then every element counts
-once. What matters is how the *gradient* lies, not the parameter: under sequence parallelism a replicated norm weight
-has a partial gradient, and a row-wise embedding a sharded parameter with a replicated one.
+A norm over ranks adds up the local sums of all ranks. If a gradient is cut into `n_shards` distinct shards, each shard
+is held by `n_ranks/n_shards` of the summed ranks. So each rank counts `n_shards/n_ranks` of its local sum: then every
+element counts once. The placements of the *gradient* matter, not those of the parameter. Under sequence parallelism a
+replicated norm weight has a partial gradient, and a sharded row-wise embedding has a replicated gradient.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies on a mesh.
+    """How a tensor is placed on a mesh.
 
     Attributes:
         mesh: None for a plain tensor, which is whole on its rank.
-        sharded: mesh axes over which it is cut.
-        partial: mesh axes over which it is still to be summed, with "sum" or "avg".
+        sharded: mesh axes over which the tensor is cut.
+        partial: mesh axes over which it must still be summed, each with "sum" or "avg".
     """
 
     mesh: DeviceMesh | None
@@ -37,18 +37,19 @@ class Layout:
 
     @functools.cached_property
     def n_shards(self) -> int:
-        """Distinct shards, once what is partial has been summed."""
+        """Distinct shards, after partial axes have been summed."""
         return math.prod(self.mesh.size(axis) for axis in self.sharded) if self.mesh is not None else 1
 
     @functools.cached_property
     def sharding_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold the other shards of what this rank holds, itself included; empty for a whole tensor."""
+        """This rank and those that hold the other shards of what it holds; empty for a whole tensor."""
         if self.mesh is None or self.n_shards == 1:
             return ()
-        here = self.mesh.get_coordinate()
-        if here is None:  # outside the mesh, where there are no elements
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:  # this rank is outside the mesh and holds no elements
             return ()
-        index = tuple(slice(None) if axis in self.sharded else at for axis, at in enumerate(here))
+        # Along the other axes, ranks hold copies of these shards: stay at this rank's coordinate there.
+        index = tuple(slice(None) if axis in self.sharded else at for axis, at in enumerate(coordinate))
         return tuple(self.mesh.mesh[index].reshape(-1).tolist())
 
 
@@ -56,22 +57,22 @@ WHOLE = Layout(None)
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a tensor is a DTensor, without importing DTensor: that takes half a second, and who has one has it."""
+    """Whether a tensor is a DTensor. Does not import DTensor, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether FSDP, of either version, holds this module's parameters; imports neither."""
+    """Whether FSDP, of either version, holds this module's parameters. Imports neither version."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
 
 
 def reshard(model: Any) -> None:
-    """Let FSDP2 gather parameters anew at the next forward, and show their shards until then.
+    """Make FSDP2 show the sharded parameters again, and gather them anew at the next forward.
 
-    It keeps those of the outermost module gathered after a forward: they would not follow what is done to the shards,
-    and stand in the shards' place.
+    After a forward, FSDP2 leaves the outermost module's parameters gathered. Those stand in place of the shards, and
+    would not follow a change of the shards.
     """
     if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
         for module in model.modules():
@@ -80,20 +81,20 @@ def reshard(model: Any) -> None:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """How a tensor lies on its mesh.
+    """How a tensor is placed on its mesh.
 
     Args:
         tensor: plain or a DTensor.
 
     Raises:
-        ValueError: for a placement that is none of Shard, its strided kind of FSDP over tensor parallelism, Replicate,
+        ValueError: for any placement other than Shard, the strided Shard of FSDP over tensor parallelism, Replicate,
             and Partial with "sum" or "avg".
     """
     return layout_of_spec(cast(Any, tensor)._spec) if is_dtensor(tensor) else WHOLE
 
 
 def layout_of_spec(spec: Any) -> Layout:
-    """As `layout_of`, of what a DTensor says of itself."""
+    """As `layout_of`, from the spec of a DTensor."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard  # not a subclass of Shard
 
@@ -106,7 +107,7 @@ def layout_of_spec(spec: Any) -> Layout:
             partial.append((axis, placement.reduce_op))
         elif type(placement) is not Replicate:
             raise ValueError(
-                f"placement {placement!r} on mesh axis {axis} is not known, got it in {tuple(spec.placements)}: "
+                f"placement {placement!r} on mesh axis {axis} is not supported, got {tuple(spec.placements)}: "
                 "redistribute the gradient to Shard, Replicate or Partial('sum') first"
             )
     return Layout(spec.mesh, tuple(sharded), tuple(partial))
@@ -122,12 +123,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
-    """The ranks of a mesh: meshes made apart are the same if these are."""
+    """The ranks of a mesh. Two meshes that were made separately are the same if their ranks are."""
     return frozenset(mesh.mesh.reshape(-1).tolist())
 
 
 def check_mesh(name: str, mesh: Any, *, n_axes: int | None = None) -> None:
-    """Refuse what is no mesh, or one that this rank is not in.
+    """Refuse a value that is not a mesh, or a mesh that does not contain this rank.
 
     Raises:
         ValueError: naming the argument.
@@ -137,10 +138,13 @@ def check_mesh(name: str, mesh: Any, *, n_axes: int | None = None) -> None:
         raise ValueError(f"{name} must be a DeviceMesh, got {mesh!r:.60}: make one by init_device_mesh")
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"{name} has ranks {_some(ranks_of(mesh))}, and this rank is none of them: call it on those ranks only"
+            f"{name} has ranks {_list_ranks(ranks_of(mesh))}, and this rank is not among them: call it on those ranks "
+            "only"
         )
     if n_axes is not None and mesh.ndim != n_axes:
-        raise ValueError(f"{name} must have {n_axes} axis, got {mesh.ndim}: pass mesh['pp'], say, and not all of it")
+        raise ValueError(
+            f"{name} must have {n_axes} axis, got {mesh.ndim}: pass one axis of the mesh, for example mesh['pp']"
+        )
 
 
 def check_layout(
@@ -151,78 +155,80 @@ def check_layout(
     Args:
         layout: of the gradient.
         device: of its local part.
-        mesh: of all ranks, if one was given.
-        n_replicas: how many of them were said to hold the same values.
+        mesh: all ranks that hold any of the model, if it was given.
+        n_replicas: how many of these ranks hold the same values, if it was declared.
 
     Raises:
-        ValueError: when it lies on ranks outside, not on this one, on another kind of device than its mesh (the CPU is
-            allowed, as gradients may be offloaded, unless they are still to be summed), or so that no such number of
-            ranks can hold the same.
+        ValueError: when the gradient is on ranks outside `mesh`; when this rank is outside the gradient's mesh; when it
+            is on another kind of device than its mesh (the CPU is allowed, since gradients may be offloaded, unless
+            they must still be summed); when its layout contradicts `n_replicas`.
     """
-    own = layout.mesh if layout.mesh is not None else mesh
-    if own is not None and device.type not in (own.device_type, "cpu"):
+    gradient_mesh = layout.mesh if layout.mesh is not None else mesh
+    if gradient_mesh is not None and device.type not in (gradient_mesh.device_type, "cpu"):
         raise ValueError(
-            f"it is on {device.type} and its mesh on {own.device_type}: move it there, or make the mesh where the "
-            "gradient is"
+            f"it is on {device.type} and its mesh on {gradient_mesh.device_type}: move the gradient to the mesh's "
+            "device, or make the mesh on the gradient's"
         )
     if layout.mesh is None:
         return
     if layout.partial and device.type != layout.mesh.device_type:
         raise ValueError(
-            f"it is still to be summed on {layout.mesh.device_type}, and lies on {device.type}: move it there"
+            f"it must still be summed on {layout.mesh.device_type}, but is on {device.type}: move it to "
+            f"{layout.mesh.device_type}"
         )
     if layout.mesh.get_coordinate() is None and n_replicas is None:
         raise ValueError(
-            f"it lies on ranks {_some(ranks_of(layout.mesh))}, and this rank, which is none of them, cannot tell how "
-            "many hold the same: pass the mesh of all ranks, and replicas= for it"
+            f"it is on ranks {_list_ranks(ranks_of(layout.mesh))}, and this rank, which is not among them, cannot know "
+            "how many ranks hold the same values: pass the mesh of all ranks, and replicas= for this parameter"
         )
     if mesh is None:
         return
     if not ranks_of(layout.mesh) <= ranks_of(mesh):
         raise ValueError(
-            f"it lies on ranks {_some(ranks_of(layout.mesh))}, which mesh= ({_some(ranks_of(mesh))}) does not contain: "
-            "pass the mesh of all ranks that hold the model"
+            f"it is on ranks {_list_ranks(ranks_of(layout.mesh))}, which mesh= ({_list_ranks(ranks_of(mesh))}) does "
+            "not contain: pass the mesh of all ranks that hold the model"
         )
+    # Each shard is on at least as many ranks as its own mesh has copies, and on at most as many as all ranks allow.
     least, most = layout.mesh.size() // layout.n_shards, mesh.size() // layout.n_shards
     if n_replicas is not None and (n_replicas % least or n_replicas > most):
         raise ValueError(
-            f"it is cut into {layout.n_shards} shards over {layout.mesh.size()} of {mesh.size()} ranks, so that "
-            f"replicas= must be a multiple of {least} up to {most}, got {n_replicas}"
+            f"it is cut into {layout.n_shards} shards over {layout.mesh.size()} of {mesh.size()} ranks, so replicas= "
+            f"must be a multiple of {least}, at most {most}, got {n_replicas}: pass how many ranks hold the same values"
         )
 
 
-def _some(ranks: frozenset[int]) -> str:
+def _list_ranks(ranks: frozenset[int]) -> str:
     first = sorted(ranks)[:8]
     return ", ".join(map(str, first)) + (f", … {max(ranks)}" if len(ranks) > len(first) else "")
 
 
 def share(layout: Layout, *, n_ranks: int, n_stages: int = 1, n_replicas: int | None = None) -> float:
-    """How much of its local sum a rank counts where so many ranks are summed.
+    """How much of its local sum each rank counts, so that every element counts once in the sum over ranks.
 
     Args:
-        layout: of the gradient, once what is partial has been summed.
-        n_ranks: that are summed, all stages included.
-        n_stages: pipeline stages among them, each with parameters of its own.
-        n_replicas: ranks among them that hold the same values; None for as many as the layout leaves.
+        layout: of the gradient, after partial axes have been summed.
+        n_ranks: ranks that are summed, all stages included.
+        n_stages: pipeline stages among these ranks, each with parameters of its own.
+        n_replicas: ranks among them that hold the same values; None derives the number from the layout.
 
     Returns:
-        One over the ranks that hold the same: n_shards over the ranks of a stage.
+        One over the number of ranks that hold the same values: by the layout, n_shards over the ranks of a stage.
     """
     return 1.0 / n_replicas if n_replicas is not None else layout.n_shards * n_stages / n_ranks
 
 
 def check_stages(layout: Layout, pp_mesh: DeviceMesh | None) -> None:
-    """Refuse stages that are no stages: a gradient is not cut over them, as each has parameters of its own.
+    """Refuse a `pp_mesh` whose ranks are not pipeline stages: stages have parameters of their own.
 
     Raises:
-        ValueError: when it is.
+        ValueError: when the gradient is cut over ranks of `pp_mesh`.
     """
     if pp_mesh is None or layout.mesh is None:
         return
     if len(shared := ranks_of(pp_mesh) & set(layout.sharding_ranks)) > 1:
         raise ValueError(
-            f"it is cut over ranks {_some(shared)} of pp_mesh=, whose ranks are pipeline stages with parameters of "
-            "their own: pass the axis of the stages alone"
+            f"it is cut over ranks {_list_ranks(shared)} of pp_mesh=, whose ranks are pipeline stages with parameters "
+            "of their own: pass the mesh axis of the stages alone"
         )
 
 
@@ -233,14 +239,14 @@ def check_elements(gradient: Tensor, *, allow_sparse: bool) -> None:
     """Refuse a gradient whose elements cannot be squared and added up.
 
     Raises:
-        ValueError: when it is sparse, complex, of another dtype than the common four, or on the meta device.
+        ValueError: when it is sparse, complex, on the meta device, or its dtype is not fp16, bf16, fp32 or fp64.
     """
     local = local_tensor(gradient)
     if local.layout is not torch.strided and not (allow_sparse and local.layout is torch.sparse_coo):
-        raise ValueError("it is sparse, and only dense ones can be counted: use Embedding(sparse=False)")
+        raise ValueError("it is sparse, and only dense gradients can be counted: use Embedding(sparse=False)")
     if local.is_complex():
-        raise ValueError("it is complex, and only real ones can be counted: use torch.view_as_real")
+        raise ValueError("it is complex, and only real gradients can be counted: use torch.view_as_real")
     if local.dtype not in _COUNTED_DTYPES:
         raise ValueError(f"its dtype is {local.dtype}, and only fp16, bf16, fp32 and fp64 can be counted: convert it")
     if local.is_meta:
-        raise ValueError("it is on the meta device, where there is nothing to count: materialise the model first")
+        raise ValueError("it is on the meta device, which holds no values: materialise the model first")

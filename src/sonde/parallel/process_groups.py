@@ -1,4 +1,4 @@
-"""Process groups: which ranks share data, sums over them that need not be waited for, and values of all of them."""
+"""Process groups: which ranks have data of their own, asynchronous sums over ranks, values gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Tokens = dict[str, Tensor]
-"""By name, values of each token, [responses, tokens], or of each response, [responses]; on the CPU."""
+"""By name: values of each token, [responses, tokens], or of each response, [responses]; on the CPU."""
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+_groups_by_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
-"""Groups made here, for as long as their world lives: a group cannot be made twice without a leak."""
+"""The groups that `group_over` made, for each world. Module-level because a function has nowhere else to cache, and to
+make a group twice is a leak. The keys are weak, so that the groups of a destroyed world go with it."""
 
 
 def group_over(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The process group of some ranks; the first call with them makes it, and must come from all of them.
+    """The process group of these ranks. The first call makes the group, and all of these ranks must make that call.
 
     Args:
-        ranks: global ranks, in any order, this one among them.
+        ranks: global ranks, in any order, this rank among them.
     """
     world = cast(Any, dist.group.WORLD)
-    assert world is not None  # who has a mesh has initialised torch.distributed
-    wanted = tuple(sorted(ranks))
-    if len(wanted) == world.size():
+    assert world is not None  # whoever has a mesh has initialised torch.distributed
+    key = tuple(sorted(ranks))
+    if len(key) == world.size():
         return cast(dist.ProcessGroup, world)
-    made = _made.setdefault(world, {})
-    if wanted not in made:
-        made[wanted] = cast(dist.ProcessGroup, dist.new_group(list(wanted), use_local_synchronization=True))
-    return made[wanted]
+    groups = _groups_by_ranks.setdefault(world, {})
+    if key not in groups:
+        # Local synchronization: only the ranks of the group take part, the rest of the world need not call.
+        groups[key] = cast(dist.ProcessGroup, dist.new_group(list(key), use_local_synchronization=True))
+    return groups[key]
 
 
 def start_reduce(
@@ -48,12 +50,12 @@ def start_reduce(
     """Start reducing a vector over ranks, in place.
 
     Args:
-        packed: on a device that the group's backend takes.
+        packed: on a device that the group's backend accepts.
         group: None for this process alone.
         op: sum or maximum.
 
     Returns:
-        What to wait for before reading it; None when there is one rank.
+        The work to wait for before `packed` is read; None for one rank.
     """
     if group is None or group.size() == 1:
         return None
@@ -61,8 +63,8 @@ def start_reduce(
 
 
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The process group of all ranks of a mesh; None where that is one."""
-    if mesh.size() == 1:  # torch makes no group for some of these
+    """The process group of all ranks of a mesh; None for a mesh of one rank."""
+    if mesh.size() == 1:  # torch makes no group for some meshes of one rank
         return None
     return mesh.get_group() if mesh.ndim == 1 else group_over(sorted(ranks_of(mesh)))
 
@@ -71,54 +73,57 @@ def data_parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that have data of their own: DDP's, or FSDP2's; None for a plain model.
 
     Raises:
-        ValueError: for parameters on a mesh of several axes, of which some may not be data-parallel.
+        ValueError: for parameters on several mesh axes, since some of these may not be data-parallel; for FSDP's first
+            version.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             return module.process_group
     if any(is_fully_sharded(m) and not hasattr(m, "reshard") for m in model.modules()):
-        raise ValueError("FSDP's first version does not say how it cuts parameters: use fully_shard (FSDP2)")
+        raise ValueError("FSDP's first version does not tell how it cuts parameters: use fully_shard (FSDP2)")
     meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if is_dtensor(p))  # type: ignore[attr-defined]
     if any(mesh.ndim > 1 for mesh in meshes) or len(meshes) > 1:
         raise ValueError(
-            "parameters are sharded on several axes: say which ranks have data of their own, process_group="
+            "parameters are sharded on several mesh axes: pass the ranks that have data of their own as process_group="
         )
     return group_of_mesh(next(iter(meshes))) if meshes else None
 
 
 def gather_from_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], Tokens]) -> Tokens:
-    """What every rank made of its responses, on each of them: rows in the order of ranks, as wide as the widest.
+    """Run `work` on every rank, and give every rank all results: rows in the order of ranks, padded to the widest.
 
     Args:
         group: the ranks; None for this process alone.
-        work: what this rank does; what it raises here, the others learn.
+        work: returns this rank's values. If it raises, the error is raised here, and the other ranks raise too.
 
     Raises:
         RuntimeError: when another rank failed.
     """
     if group is None or group.size() == 1:
         return work()
+    # A rank that fails still takes part in the gathering, with its message: otherwise its peers would hang.
     problem: Exception | None = None
     own: Tokens = {}
     try:
         own = work()
     except Exception as error:
         problem = error
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, (f"{type(problem).__name__}: {problem}" if problem else "", own), group=group)
+    message = f"{type(problem).__name__}: {problem}" if problem else ""
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, (message, own), group=group)
     if problem is not None:
         raise problem
-    if failed := [(rank, words) for rank, (words, _) in enumerate(everyone) if words]:
-        rank, words = failed[0]
-        raise RuntimeError(f"rank {rank} of the group failed: {words}")
-    return _stack_rows([tokens for _, tokens in everyone])
+    if failures := [(rank, message) for rank, (message, _) in enumerate(gathered) if message]:
+        rank, message = failures[0]
+        raise RuntimeError(f"rank {rank} of the group failed: {message}")
+    return _stack_rows([tokens for _, tokens in gathered])
 
 
-def _stack_rows(of_ranks: Sequence[Tokens]) -> Tokens:
-    """Rows of all, 0 where one has fewer columns than another."""
+def _stack_rows(by_rank: Sequence[Tokens]) -> Tokens:
+    """The rows of all ranks; shorter rows are padded with 0."""
     merged = {}
-    for name in of_ranks[0]:
-        tensors = [tokens[name] for tokens in of_ranks]
+    for name in by_rank[0]:
+        tensors = [tokens[name] for tokens in by_rank]
         if tensors[0].dim() == 2:
             width = max(t.shape[1] for t in tensors)
             tensors = [torch.cat([t, t.new_zeros(len(t), width - t.shape[1])], 1) for t in tensors]

@@ -1,4 +1,4 @@
-"""What a model is wrapped in, which parameters it trains, and how they are grouped by name."""
+"""What a model is wrapped in, which parameters it trains, and which block each belongs to by its name."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ GroupOf = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Wrapper:
-    """How a model was found.
+    """What a model is wrapped in, and its parameters.
 
     Attributes:
         name: "plain" or "DistributedDataParallel", for people.
-        ddp: the DDP module, if there is one; the first, if there are several.
-        ddp_holds_all: whether every trainable parameter is in it.
+        ddp: the DDP module, or the first of several; None without DDP.
+        ddp_holds_all: whether every trainable parameter is in `ddp`.
         group: the data-parallel process group; None for a single process.
-        n_ranks: its size.
+        n_ranks: the size of `group`.
         parameters: trainable parameters by clean name (no `module.`, no `_orig_mod.`), each tensor once.
-        frozen: the others.
+        frozen: the other parameters, likewise.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Wrapper:
 
 
 def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapper:
-    """Look at a model: its wrapper, its ranks, its trainable parameters.
+    """Find a model's wrapper, its ranks and its trainable parameters.
 
     Args:
         model: a plain or compiled module, or one wrapped in DDP, in any nesting of the two.
         process_group: for a plain module whose gradients the user reduces over ranks.
 
     Raises:
-        ValueError: for a model without trainable parameters, with complex or lazy ones, or one that is sharded.
+        ValueError: for a model that is sharded, has no trainable parameters, or has complex or lazy ones.
     """
     ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     sharded = next((m for m in model.modules() if is_fully_sharded(m)), None)
@@ -57,7 +57,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         raise ValueError(
             "the noise-scale probe reads plain and DDP models, got sharded parameters "
             f"({type(sharded or model).__name__}): "
-            "measure the same model under DDP, or a smaller one on one device"
+            "measure the same model under DDP, or a smaller model on one device"
         )
     if not parameters:
         raise ValueError(
@@ -65,7 +65,8 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         )
     if lazy := next((name for name, p in parameters.items() if is_lazy(p)), None):
         raise ValueError(
-            f"{lazy!r} has no shape yet, as a lazy module gets it from its first input: attach after one forward pass"
+            f"{lazy!r} has no shape yet, since a lazy module takes it from its first input: attach after one forward "
+            "pass"
         )
     if unreal := next((name for name, p in parameters.items() if not p.is_floating_point()), None):
         raise ValueError(
@@ -85,7 +86,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The module inside DDP and torch.compile, in any nesting; calling it issues no collective of DDP's."""
+    """The module inside DDP and torch.compile, in any nesting. Calling it issues none of DDP's collectives."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -96,7 +97,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 class Inventory:
-    """The parameters of a model by name, looked up anew only when modules or parameters have come, gone or changed."""
+    """A model's parameters by name, looked up again only if modules or parameters were added, removed or replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -104,7 +105,7 @@ class Inventory:
         self._seen: list[tuple[nn.Module, list[int], list[int]]] = []
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All that the model has now."""
+        """All parameters that the model has now."""
         if not self._seen or any(_held(module) != (own, children) for module, own, children in self._seen):
             self._parameters = dict(self._model.named_parameters())
             self._seen = [(module, *_held(module)) for module in self._model.modules()]
@@ -117,7 +118,7 @@ def _held(module: nn.Module) -> tuple[list[int], list[int]]:
 
 def n_collectives(group: dist.ProcessGroup | None) -> int:
     """How many collectives have been issued on a process group so far; 0 without one."""
-    # Private, as there is no public count; tests fail when it goes.
+    # A private method, since torch has no public count; tests fail if torch removes it.
     return int(group._get_sequence_number_for_group()) if group is not None else 0  # type: ignore[attr-defined]
 
 
@@ -126,17 +127,17 @@ def _by_name(model: nn.Module, *, requires_grad: bool) -> dict[str, nn.Parameter
     for name, parameter in model.named_parameters():
         if parameter.requires_grad == requires_grad:
             clean = clean_name(name)
-            named[name if clean in named else clean] = parameter  # a model may itself have a child named "module"
+            named[name if clean in named else clean] = parameter  # a model's own child may be named "module"
     return named
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what DDP and torch.compile put in front of it."""
+    """A parameter's name without the parts that DDP and torch.compile add."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
 
 def block_of(name: str) -> str:
-    """The top-level block of a parameter: its path up to the first number, or its module.
+    """The top-level block of a parameter: its path up to the first number or, without a number, its module.
 
     Example:
         >>> [block_of(n) for n in ("model.layers.12.attn.q.weight", "model.embed.weight", "head.bias", "scale")]
@@ -150,12 +151,12 @@ def block_of(name: str) -> str:
 
 
 def lowest_precision(parameters: dict[str, nn.Parameter]) -> torch.dtype:
-    """The dtype of fewest mantissa bits among the parameters' gradients."""
+    """The dtype with the fewest mantissa bits among the parameters' gradients."""
     return max((p.dtype for p in parameters.values()), key=lambda d: torch.finfo(d).eps)
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper such as Accelerate's, which steps only when it is due."""
+    """The optimizer inside a wrapper such as Accelerate's, which steps only when a step is due."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
