@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sonde.runs.reader import read_run
-from sonde.runs.report.policy_sections import policy_topics
+from sonde.runs.report.policy_sections import policy_sections
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
@@ -73,8 +73,8 @@ def test_the_log_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_tables_have_both_ends_and_add_up_over_steps(tmp_path: Path) -> None:
     run = read_run(write_policy_run(tmp_path, 4))
-    [topic] = [t for t in policy_topics(run) if t.title == "Prompts that cost most entropy"]
-    learned, evaluated = topic.content
+    [section] = [s for s in policy_sections(run) if s.title == "Prompts that cost most entropy"]
+    learned, evaluated = section.content
     assert not isinstance(learned, str)
     rows = {row[0]: row for row in learned.rows}  # type: ignore[union-attr]
     assert len(rows) == 8

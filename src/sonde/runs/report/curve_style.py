@@ -12,7 +12,7 @@ from typing import Any
 from bokeh.models import ColumnDataSource, Range1d
 from bokeh.plotting import figure
 
-from sonde.runs.report.figures import GREY, Key, Scale, add_line_at, new_figure, scale_for
+from sonde.runs.report.figures import GREY, LegendEntry, Scale, add_line_at, new_figure, scale_for
 from sonde.runs.report.timeline import R, Timeline
 
 _MAX_TRIANGLES = 40
@@ -91,6 +91,6 @@ def add_triangles(
     fig.scatter([a for a, _ in points], [b for _, b in points], marker=marker, color=color, size=8)
 
 
-def restart_key(line: Timeline[R]) -> tuple[Key, ...]:
+def restart_legend(line: Timeline[R]) -> tuple[LegendEntry, ...]:
     """What the dotted lines are, where there are any."""
-    return (Key("dotted", GREY, "the run was restarted here"),) if line.restarts else ()
+    return (LegendEntry("dotted", GREY, "the run was restarted here"),) if line.restarts else ()

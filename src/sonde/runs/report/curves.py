@@ -9,14 +9,22 @@ from bokeh.models import NumeralTickFormatter
 from bokeh.plotting import figure
 
 from sonde.runs.reader import Reading
-from sonde.runs.report.curve_style import WINDOW, TimeAxis, add_bands, add_curve, add_triangles, new_curve, restart_key
+from sonde.runs.report.curve_style import (
+    WINDOW,
+    TimeAxis,
+    add_bands,
+    add_curve,
+    add_triangles,
+    new_curve,
+    restart_legend,
+)
 from sonde.runs.report.figures import (
     BLUE,
     GREEN,
     GREY,
     INK,
     ORANGE,
-    Key,
+    LegendEntry,
     Plot,
     Scale,
     add_hover,
@@ -60,7 +68,7 @@ def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
     }
     rows = [("noise scale", "@known"), ("batch size", "@batch{0,0.[0]}"), WINDOW, ("units seen", "@seen{0,0}")]
     add_hover(fig, columns, rows)
-    return Plot((fig,), (*_noise_scale_keys(line), *restart_key(line)))
+    return Plot((fig,), (*_noise_scale_legend(line), *restart_legend(line)))
 
 
 def moments_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
@@ -85,13 +93,13 @@ def moments_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
         },
         [("noise tr Σ", "@trace"), ("signal |G|²", "@signal"), WINDOW],
     )
-    keys = [
-        Key("line", ORANGE, "noise: variance of the gradient from one unit alone, tr Σ"),
-        Key("line", GREEN, "signal: squared norm of the true gradient, |G|²"),
+    legend = [
+        LegendEntry("line", ORANGE, "noise: variance of the gradient from one unit alone, tr Σ"),
+        LegendEntry("line", GREEN, "signal: squared norm of the true gradient, |G|²"),
     ]
     if any(v <= 0 for v in signal):
-        keys.append(Key("down", GREEN, "estimate of |G|² at or below 0: hidden in the noise so far"))
-    return Plot((fig,), (*keys, *restart_key(line)))
+        legend.append(LegendEntry("down", GREEN, "estimate of |G|² at or below 0: hidden in the noise so far"))
+    return Plot((fig,), (*legend, *restart_legend(line)))
 
 
 def norm_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
@@ -111,9 +119,9 @@ def norm_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
         },
         [("gradient norm", "@norm"), WINDOW],
     )
-    keys = (Key("line", BLUE, "gradient norm before clipping"), *restart_key(line))
+    legend = (LegendEntry("line", BLUE, "gradient norm before clipping"), *restart_legend(line))
     if all(map(math.isnan, clipped)):
-        return Plot((fig,), keys)
+        return Plot((fig,), legend)
     share = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="Clipped", height=170)
     share.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
     share.yaxis[0].ticker = [0, 0.5, 1]
@@ -121,7 +129,7 @@ def norm_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
     add_curve(share, line.x, clipped, ORANGE)
     add_hover(share, {"x": line.x, "y": clipped, "window": line.windows}, [("clipped", "@y{0.[0] %}"), WINDOW])
     fig.xaxis.visible = False
-    return Plot((fig, share), (*keys, Key("line", ORANGE, "share of the windows that were clipped")))
+    return Plot((fig, share), (*legend, LegendEntry("line", ORANGE, "share of the windows that were clipped")))
 
 
 def value_curve(line: Timeline[R], axis: TimeAxis, name: str) -> Plot:
@@ -131,7 +139,7 @@ def value_curve(line: Timeline[R], axis: TimeAxis, name: str) -> Plot:
     add_curve(fig, line.x, values, INK)
     texts = line.texts(lambda r: number(r.metrics.get(name), 4))
     add_hover(fig, {"x": line.x, "y": values, "window": line.windows, "value": texts}, [("value", "@value"), WINDOW])
-    return Plot((fig,), restart_key(line))
+    return Plot((fig,), restart_legend(line))
 
 
 def _known(reading: Reading) -> str:
@@ -139,15 +147,15 @@ def _known(reading: Reading) -> str:
     return estimate(reading.status, metrics.get("gns/b_simple"), metrics.get("gns/b_simple_low"), reading.high)
 
 
-def _noise_scale_keys(line: Timeline[Reading]) -> Iterator[Key]:
+def _noise_scale_legend(line: Timeline[Reading]) -> Iterator[LegendEntry]:
     statuses = {row.status for row in line.rows if row is not None}
     if "resolved" in statuses:
-        yield Key("line", BLUE, "noise scale")
-        yield Key("band", BLUE, "its confidence interval")
-    yield Key("dashed", ORANGE, f"batch size ({line.unit} per step)")
+        yield LegendEntry("line", BLUE, "noise scale")
+        yield LegendEntry("band", BLUE, "its confidence interval")
+    yield LegendEntry("dashed", ORANGE, f"batch size ({line.unit} per step)")
     if "lower_bound" in statuses:
-        yield Key("up", GREY, "known only to lie above this")
-        yield Key("hatched", GREY, "no upper limit known")
+        yield LegendEntry("up", GREY, "known only to lie above this")
+        yield LegendEntry("hatched", GREY, "no upper limit known")
 
 
 def _add_batch_size(fig: figure, line: Timeline[Reading], batch: Sequence[float]) -> None:

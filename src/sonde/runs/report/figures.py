@@ -1,4 +1,4 @@
-"""One look for every figure of the report: sizes, colours, axes that fit the numbers, hover texts and keys."""
+"""One look for every figure of the report: sizes, colours, axes that fit the numbers, hover texts and legends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Mark = Literal["line", "dashed", "dotted", "band", "hatched", "bar", "dot", "whi
 
 
 @dataclass(frozen=True)
-class Key:
+class LegendEntry:
     """One entry of the legend, which stands in the page and wraps there, unlike one inside a canvas.
 
     Attributes:
@@ -67,11 +67,11 @@ class Plot:
 
     Attributes:
         figures: at least one.
-        keys: their legend; may be empty.
+        legend: its entries; may be empty.
     """
 
     figures: tuple[figure, ...]
-    keys: tuple[Key, ...]
+    legend: tuple[LegendEntry, ...]
 
     @property
     def height(self) -> int:

@@ -15,7 +15,7 @@ from sonde.runs.report.figures import (
     BLUE,
     GREY,
     ORANGE,
-    Key,
+    LegendEntry,
     Plot,
     Scale,
     add_axis_above,
@@ -77,7 +77,7 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
             add_line_at(fig, value, "height", color, dash)
     _add_intervals(fig, x, list(groups.values()))
     _add_texts(fig, x, groups)
-    return Plot((fig,), _keys(list(groups.values()), batch, overall, unit))
+    return Plot((fig,), _legend(list(groups.values()), batch, overall, unit))
 
 
 def ordered_groups(reading: Reading, order: Sequence[str]) -> dict[str, GroupReading]:
@@ -117,17 +117,19 @@ def _anchor(group: GroupReading, x: Scale) -> float:
     return x.at(0.015) if value is None else x.clamp(value)
 
 
-def _keys(groups: Sequence[GroupReading], batch: float | None, overall: float | None, unit: str) -> tuple[Key, ...]:
+def _legend(
+    groups: Sequence[GroupReading], batch: float | None, overall: float | None, unit: str
+) -> tuple[LegendEntry, ...]:
     statuses = {group.status for group in groups}
-    keys = []
+    legend = []
     if "resolved" in statuses:
-        keys.append(Key("whisker", BLUE, "noise scale and its confidence interval"))
+        legend.append(LegendEntry("whisker", BLUE, "noise scale and its confidence interval"))
     if "lower_bound" in statuses:
-        keys.append(Key("right", GREY, "known only to lie above this"))
+        legend.append(LegendEntry("right", GREY, "known only to lie above this"))
     if "unresolved" in statuses:
-        keys.append(Key("cross", GREY, "not known yet"))
+        legend.append(LegendEntry("cross", GREY, "not known yet"))
     if batch:
-        keys.append(Key("dashed", ORANGE, f"batch size, {number(batch)} {unit}"))
+        legend.append(LegendEntry("dashed", ORANGE, f"batch size, {number(batch)} {unit}"))
     if overall:
-        keys.append(Key("dotted", BLUE, f"whole model, {number(overall)} {unit}"))
-    return tuple(keys)
+        legend.append(LegendEntry("dotted", BLUE, f"whole model, {number(overall)} {unit}"))
+    return tuple(legend)

@@ -24,16 +24,16 @@ class Row:
 
     Attributes:
         term: what it is about.
-        says: plain text, one paragraph each; a user's words among them are not escaped yet.
-        code: whether to keep its line breaks, in a fixed-width font.
+        paragraphs: plain text, one paragraph each; a user's words among them are not escaped yet.
+        is_code: whether to keep its line breaks, in a fixed-width font.
     """
 
     term: str
-    says: tuple[str, ...]
-    code: bool = False
+    paragraphs: tuple[str, ...]
+    is_code: bool = False
 
 
-def method_rows(run: Run) -> list[Row]:
+def how_measured(run: Run) -> list[Row]:
     """The rows about a run in which something was measured."""
     rows = _setup_rows(run)
     if run.readings:
@@ -60,8 +60,8 @@ def _setup_rows(run: Run) -> list[Row]:
         rows.append(Row("Norm", (f"{setup['metric']}: squared norms are weighted as that optimizer weighs them.",)))
     rest = {key: value for key, value in setup.items() if key not in _SETUP_SHOWN and value not in (None, False)}
     if rest:
-        says = [f"{key.replace('_', ' ')}: {_value(value)}" for key, value in rest.items()]
-        rows.append(Row("More of the set-up", tuple(says[:_MAX_ITEMS])))
+        lines = [f"{key.replace('_', ' ')}: {_value(value)}" for key, value in rest.items()]
+        rows.append(Row("More of the set-up", tuple(lines[:_MAX_ITEMS])))
     return rows
 
 
@@ -135,7 +135,8 @@ def _policy_rows(run: Run) -> list[Row]:
     if setup.get("evaluation"):
         rows.append(Row("Evaluated on", (f"{setup['evaluation']}.",)))
     reasons = dict.fromkeys(f"Step {r.window}: {r.reason}" for r in policy if r.reason)
-    rows.append(Row("Not to be trusted", tuple(cut(said, 300) for said in list(reasons)[:_MAX_ITEMS]) or ("None.",)))
+    doubts = tuple(cut(reason, 300) for reason in list(reasons)[:_MAX_ITEMS])
+    rows.append(Row("Not to be trusted", doubts or ("None.",)))
     seconds = [value for r in policy if (value := r.metrics.get("cost/entropy_seconds")) is not None]
     if seconds:
         rows.append(Row("Time", (f"{duration(sum(seconds) / len(seconds))} a forecast with its truths, on average.",)))
@@ -150,7 +151,7 @@ def _record_rows(run: Run) -> list[Row]:
     versions = ", ".join(f"{name} {version}" for name, version in header.versions.items())
     rows = [Row("Log", (*starts, _end(run))), Row("Versions", (versions or "not recorded",))]
     if header.metadata:
-        rows.append(Row("Metadata", (cut(json.dumps(header.metadata, indent=2, ensure_ascii=False)),), code=True))
+        rows.append(Row("Metadata", (cut(json.dumps(header.metadata, indent=2, ensure_ascii=False)),), is_code=True))
     return rows
 
 
@@ -175,10 +176,10 @@ def _weights(units: float | None, effective: float | None, unit: str) -> str:
 
 
 def _alerts(run: Run) -> tuple[str, ...]:
-    said = [f"Window {count(alert.window)}: {cut(alert.message, 500)}" for alert in run.alerts[:_MAX_ITEMS]]
+    lines = [f"Window {count(alert.window)}: {cut(alert.message, 500)}" for alert in run.alerts[:_MAX_ITEMS]]
     if len(run.alerts) > _MAX_ITEMS:
-        said.append(f"And {len(run.alerts) - _MAX_ITEMS:,} more in the log.")
-    return tuple(said) or ("None.",)
+        lines.append(f"And {len(run.alerts) - _MAX_ITEMS:,} more in the log.")
+    return tuple(lines) or ("None.",)
 
 
 def _overhead(readings: Sequence[Reading]) -> str:

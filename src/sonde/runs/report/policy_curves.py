@@ -11,13 +11,21 @@ from bokeh.models import NumeralTickFormatter
 from sonde.policy.stats.entropy_forecast import LEAST_ESS_FRACTION, LINEAR_BETWEEN
 from sonde.policy.stats.forecast_history import Coverage, Point
 from sonde.runs.policy_reading import PolicyReading
-from sonde.runs.report.curve_style import WINDOW, TimeAxis, add_bands, add_curve, add_triangles, new_curve, restart_key
+from sonde.runs.report.curve_style import (
+    WINDOW,
+    TimeAxis,
+    add_bands,
+    add_curve,
+    add_triangles,
+    new_curve,
+    restart_legend,
+)
 from sonde.runs.report.figures import (
     BLUE,
     GREEN,
     GREY,
     ORANGE,
-    Key,
+    LegendEntry,
     Plot,
     Scale,
     add_hover,
@@ -50,10 +58,10 @@ def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | s
         "learned": line.texts(lambda r: number(r.metrics.get("entropy/token_weighted"))),
     }
     add_hover(fig, columns, [("on evaluation responses", "@fresh"), ("on the step's own", "@learned"), WINDOW])
-    keys = [Key("line", BLUE, "entropy on evaluation responses")] if any(map(math.isfinite, fresh)) else []
+    legend = [LegendEntry("line", BLUE, "entropy on evaluation responses")] if any(map(math.isfinite, fresh)) else []
     if any(map(math.isfinite, learned)):
-        keys.append(Key("dashed", GREY, "entropy on the responses that the step learns from"))
-    return Plot((fig,), (*keys, *restart_key(line)))
+        legend.append(LegendEntry("dashed", GREY, "entropy on the responses that the step learns from"))
+    return Plot((fig,), (*legend, *restart_legend(line)))
 
 
 def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
@@ -82,7 +90,7 @@ def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
         "truth": line.texts(lambda r: number(r.point.truth)),
     }
     add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), WINDOW])
-    return Plot((fig,), (*_forecast_keys([p for _, p in placed]), *restart_key(line)))
+    return Plot((fig,), (*_forecast_legend([p for _, p in placed]), *restart_legend(line)))
 
 
 def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
@@ -116,10 +124,10 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
         "truth": [number(p.truth) for p in points],
     }
     add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), WINDOW])
-    keys = [Key("dashed", GREY, "forecast and truth the same"), *_forecast_keys(points, marks_truth=False)]
+    legend = [LegendEntry("dashed", GREY, "forecast and truth the same"), *_forecast_legend(points, marks_truth=False)]
     if any(p.is_valid and p.truth_se > 0 for p in points):
-        keys.append(Key("bar", ORANGE, "95 % interval of what fresh rollouts measured"))
-    return Plot((fig,), tuple(keys))
+        legend.append(LegendEntry("bar", ORANGE, "95 % interval of what fresh rollouts measured"))
+    return Plot((fig,), tuple(legend))
 
 
 def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
@@ -142,12 +150,12 @@ def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     add_curve(fig, line.x, fraction, BLUE)
     said = line.texts(lambda r: f"{so_far[id(r)].n_held} of {so_far[id(r)].n}")
     add_hover(fig, {"x": line.x, "y": fraction, "window": line.windows, "said": said}, [("held", "@said"), WINDOW])
-    keys = (
-        Key("line", BLUE, "intervals that held the truth, of those so far"),
-        Key("band", BLUE, "shares that this does not contradict"),
-        Key("dashed", ORANGE, "95 %: what is promised"),
+    legend = (
+        LegendEntry("line", BLUE, "intervals that held the truth, of those so far"),
+        LegendEntry("band", BLUE, "shares that this does not contradict"),
+        LegendEntry("dashed", ORANGE, "95 %: what is promised"),
     )
-    return Plot((fig,), (*keys, *restart_key(line)))
+    return Plot((fig,), (*legend, *restart_legend(line)))
 
 
 def trust_curves(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
@@ -173,14 +181,14 @@ def trust_curves(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | st
     texts = line.texts(lambda r: number(r.metrics.get("entropy/linear_over_true")))
     columns = {"x": line.x, "y": [y.clamp(v) for v in ratio], "window": line.windows, "ratio": texts}
     add_hover(of_ratio, columns, [("first order over truth", "@ratio"), WINDOW])
-    keys = [
-        Key("line", GREEN, "effective sample size of importance sampling"),
-        Key("line", BLUE, "first order over the true change on the same prefixes"),
-        Key("dashed", ORANGE, f"least sample size; {low:g} and {high:g}, where a step counts as linear"),
+    legend = [
+        LegendEntry("line", GREEN, "effective sample size of importance sampling"),
+        LegendEntry("line", BLUE, "first order over the true change on the same prefixes"),
+        LegendEntry("dashed", ORANGE, f"least sample size; {low:g} and {high:g}, where a step counts as linear"),
     ]
     if any(map(math.isfinite, outside)):
-        keys.append(Key("up", GREY, "ratio beyond this axis"))
-    return Plot((of_ess, of_ratio), (*keys, *restart_key(line)))
+        legend.append(LegendEntry("up", GREY, "ratio beyond this axis"))
+    return Plot((of_ess, of_ratio), (*legend, *restart_legend(line)))
 
 
 def prompt_noise_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
@@ -210,12 +218,12 @@ def prompt_noise_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plo
         "share": line.texts(lambda r: _percent(r.metrics.get("gns_prompts/completions_share"))),
     }
     add_hover(fig, columns, [("noise scale", "@known"), ("of it from completions", "@share"), WINDOW])
-    keys = [Key("dashed", ORANGE, "prompts that a step learns from")]
+    legend = [LegendEntry("dashed", ORANGE, "prompts that a step learns from")]
     if any(map(math.isfinite, resolved)):
-        keys += [Key("line", BLUE, "noise scale"), Key("band", BLUE, "its confidence interval")]
+        legend += [LegendEntry("line", BLUE, "noise scale"), LegendEntry("band", BLUE, "its confidence interval")]
     if any(map(math.isfinite, bound)):
-        keys.append(Key("up", GREY, "known only to lie above this"))
-    return Plot((fig,), (*keys, *restart_key(line)))
+        legend.append(LegendEntry("up", GREY, "known only to lie above this"))
+    return Plot((fig,), (*legend, *restart_legend(line)))
 
 
 def _knowing(readings: Sequence[PolicyReading], *names: str) -> Line | None:
@@ -233,16 +241,16 @@ def _forecast(point: Point) -> str:
     return said if point.is_valid else f"{said}, not to be trusted"
 
 
-def _forecast_keys(points: Sequence[Point], *, marks_truth: bool = True) -> list[Key]:
-    keys = []
+def _forecast_legend(points: Sequence[Point], *, marks_truth: bool = True) -> list[LegendEntry]:
+    legend = []
     if any(p.is_valid for p in points):
-        keys.append(Key("whisker", BLUE, "forecast with its 95 % interval"))
+        legend.append(LegendEntry("whisker", BLUE, "forecast with its 95 % interval"))
     if not all(p.is_valid for p in points):
-        keys.append(Key("dot", GREY, "forecast that says of itself that it is not to be trusted"))
+        legend.append(LegendEntry("dot", GREY, "forecast that says of itself that it is not to be trusted"))
     if marks_truth and any(math.isfinite(p.truth) for p in points):
         how = "fresh rollouts" if any(p.is_independent for p in points) else "importance sampling"
-        keys.append(Key("cross", ORANGE, f"what the step did, by {how}"))
-    return keys
+        legend.append(LegendEntry("cross", ORANGE, f"what the step did, by {how}"))
+    return legend
 
 
 def _high(reading: PolicyReading) -> float | None:

@@ -18,7 +18,7 @@ from sonde.runs.report.policy_curves import (
     prompt_noise_curve,
     trust_curves,
 )
-from sonde.runs.report.sections import MAX_VALUES, Section, own_values
+from sonde.runs.report.sections import MAX_VALUES, Section, own_value_names
 from sonde.runs.report.timeline import timeline
 from sonde.wording import number, percent, plural, shorten
 
@@ -29,7 +29,7 @@ _LISTED = 6
 _LONGEST = 120
 
 
-def policy_topics(run: Run) -> list[Section]:
+def policy_sections(run: Run) -> list[Section]:
     """All sections of a run in which a policy was measured at least once."""
     policy = run.policy
     axis = time_axis(timeline(policy, run.header.unit))
@@ -67,12 +67,12 @@ def policy_topics(run: Run) -> list[Section]:
             (prompt_noise_curve(policy, axis),),
         ),
     ]
-    if names := own_values(run, policy):
-        found.append(_values_topic(policy, names, axis))
+    if names := own_value_names(run, policy):
+        found.append(_values_section(policy, names, axis))
     return found
 
 
-def _values_topic(policy: Sequence[PolicyReading], names: Sequence[str], axis: TimeAxis) -> Section:
+def _values_section(policy: Sequence[PolicyReading], names: Sequence[str], axis: TimeAxis) -> Section:
     plots = []
     for name in names[:MAX_VALUES]:
         line = timeline([r for r in policy if r.metrics.get(name) is not None], "prompts")

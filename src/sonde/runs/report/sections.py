@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sonde.records import METRICS
@@ -34,7 +34,7 @@ class Section:
     content: tuple[Plot | Table | str, ...]
 
 
-def noise_scale_topics(run: Run) -> list[Section]:
+def noise_scale_sections(run: Run) -> list[Section]:
     """All sections with figures, of a run that has at least one reading of its noise scale."""
     unit, last = run.header.unit, run.readings[-1]
     line = timeline(run.readings, unit)
@@ -55,7 +55,7 @@ def noise_scale_topics(run: Run) -> list[Section]:
             "Each point is the mean since the reading before it.",
             (norm_curve(line, axis),),
         ),
-        _values_topic(run, [value_curve(line, axis, name) for name in list(_logged(run))[:MAX_VALUES]]),
+        _values_section(run, [value_curve(line, axis, name) for name in _losses_first(run)[:MAX_VALUES]]),
         Section(
             "What the batch size costs",
             f"Training with batch size B takes S/S_min = 1 + B_crit/B times the fewest possible steps, and uses "
@@ -93,8 +93,8 @@ def _groups_text(last: Reading, unit: str) -> str:
     return text if hidden <= 0 else f"{text} The first {MAX_GROUPS} are drawn; {hidden:,} more are in the log."
 
 
-def _values_topic(run: Run, plots: list[Plot]) -> Section:
-    names = list(_logged(run))
+def _values_section(run: Run, plots: list[Plot]) -> Section:
+    names = _losses_first(run)
     if not names:
         return Section("Loss", "", ("This run logged no loss and no other value of its own.",))
     hidden = names[MAX_VALUES:]
@@ -105,12 +105,12 @@ def _values_topic(run: Run, plots: list[Plot]) -> Section:
     return Section("Loss" if names == ["loss"] else "Loss and other logged values", text, tuple(plots))
 
 
-def _logged(run: Run) -> Iterator[str]:
-    """Names of the user's own values, those that name a loss first."""
-    yield from sorted(own_values(run, run.readings), key=lambda name: "loss" not in name.lower())
+def _losses_first(run: Run) -> list[str]:
+    """The names of the user's own values. Names that contain "loss" come first."""
+    return sorted(own_value_names(run, run.readings), key=lambda name: "loss" not in name.lower())
 
 
-def own_values(run: Run, readings: Sequence[Measured]) -> list[str]:
+def own_value_names(run: Run, readings: Sequence[Measured]) -> list[str]:
     """Names of the values among the metrics of readings that are not sonde's, and were known at least once."""
     ours = METRICS.keys() | run.header.metrics.keys()
     known = {name: None for reading in readings for name, value in reading.metrics.items() if value is not None}

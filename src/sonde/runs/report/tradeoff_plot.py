@@ -14,7 +14,7 @@ from sonde.runs.report.figures import (
     GREEN,
     INK,
     ORANGE,
-    Key,
+    LegendEntry,
     Plot,
     Scale,
     add_hover,
@@ -67,7 +67,7 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     fig.scatter([batch] * 2, [here.steps, here.examples], size=11, fill_color="white", line_color=INK, line_width=2.5)
     # The word stands away from the line of the noise scale.
     add_label(fig, batch, y.at(0.92), "you are here", INK, align="right" if batch < critical else "left")
-    return Plot((fig,), _keys(batch, critical, unit, resolved=resolved))
+    return Plot((fig,), _legend(batch, critical, unit, resolved=resolved))
 
 
 def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> None:
@@ -86,19 +86,19 @@ def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> N
     add_hover(fig, columns, [("batch size", "@size"), ("steps", "@steps"), ("units used", "@examples")])
 
 
-def _keys(batch: float, critical: float, unit: str, *, resolved: bool) -> tuple[Key, ...]:
+def _legend(batch: float, critical: float, unit: str, *, resolved: bool) -> tuple[LegendEntry, ...]:
     if resolved:
         return (
-            Key("line", GREEN, "optimizer steps, S/S_min"),
-            Key("line", ORANGE, f"{unit} used, E/E_min"),
-            Key("bar", BLUE, f"noise scale, {number(critical)} {unit}"),
-            Key("band", BLUE, "its confidence interval"),
-            Key("dot", INK, f"this run, {number(batch)} {unit} per step"),
+            LegendEntry("line", GREEN, "optimizer steps, S/S_min"),
+            LegendEntry("line", ORANGE, f"{unit} used, E/E_min"),
+            LegendEntry("bar", BLUE, f"noise scale, {number(critical)} {unit}"),
+            LegendEntry("band", BLUE, "its confidence interval"),
+            LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step"),
         )
     return (
-        Key("dashed", GREEN, "optimizer steps, S/S_min: at least this"),
-        Key("dashed", ORANGE, f"{unit} used, E/E_min: at most this"),
-        Key("bar", BLUE, f"lower bound of the noise scale, {number(critical)} {unit}"),
-        Key("band", BLUE, "where it may lie: no upper limit known"),
-        Key("dot", INK, f"this run, {number(batch)} {unit} per step, at that lower bound"),
+        LegendEntry("dashed", GREEN, "optimizer steps, S/S_min: at least this"),
+        LegendEntry("dashed", ORANGE, f"{unit} used, E/E_min: at most this"),
+        LegendEntry("bar", BLUE, f"lower bound of the noise scale, {number(critical)} {unit}"),
+        LegendEntry("band", BLUE, "where it may lie: no upper limit known"),
+        LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step, at that lower bound"),
     )

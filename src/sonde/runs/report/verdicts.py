@@ -41,7 +41,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class VerdictPanel:
     """One panel; plain text throughout.
 
     Attributes:
@@ -61,12 +61,12 @@ class Judgement:
     tiles: tuple[Tile, ...]
 
 
-def judgements(run: Run) -> list[Judgement]:
+def verdict_panels(run: Run) -> list[VerdictPanel]:
     """Of the batch size where the noise scale was measured, of the entropy where a policy was."""
-    return [*([judge_noise_scale(run)] if run.readings else []), *([judge_policy(run)] if run.policy else [])]
+    return [*([batch_size_panel(run)] if run.readings else []), *([entropy_panel(run)] if run.policy else [])]
 
 
-def judge_noise_scale(run: Run) -> Judgement:
+def batch_size_panel(run: Run) -> VerdictPanel:
     """Of a run that has at least one reading."""
     unit, last = run.header.unit, run.readings[-1]
     verdict = _judge_batch(last, unit)
@@ -75,14 +75,14 @@ def judge_noise_scale(run: Run) -> Judgement:
     if needed:
         basis += f" The interval narrows to about ± 20 % after {plural(round(needed), 'more window')}."
     tiles = tuple(_batch_tiles(last, unit))
-    return Judgement(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)
+    return VerdictPanel(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)
 
 
-def judge_policy(run: Run) -> Judgement:
+def entropy_panel(run: Run) -> VerdictPanel:
     """Of a run in which a policy was measured at least once."""
     verdict = judge_entropy([r.point for r in run.policy if r.metrics.get("entropy/per_token") is not None])
     basis = f"Judged from {plural(len(run.policy), 'measured step')}, up to step {run.policy[-1].window}."
-    return Judgement(
+    return VerdictPanel(
         verdict.kind,
         _ENTROPY_BADGES[verdict.kind],
         verdict.headline,
