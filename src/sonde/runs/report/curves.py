@@ -39,11 +39,11 @@ from sonde.wording import estimate, number, shorten
 def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
     """B_simple with its interval on a log axis, and the batch size across it.
 
-    Where only a lower bound is known, the band is hatched and open to the top. Where nothing is known there is a gap.
+    If only a lower bound is known, the band is hatched and open to the top. If nothing is known, there is a gap.
     """
     low, batch = line.metric("gns/b_simple_low"), line.metric("gns/units_per_window")
     if all(map(math.isnan, low)):
-        return "No reading has resolved or bounded the noise scale yet: measure more windows."
+        return "No reading has an estimate or a lower bound of the noise scale yet: measure more windows."
     resolved = line.column(lambda r: r.metrics.get("gns/b_simple") if r.status == "resolved" else None)
     bound = line.column(lambda r: r.metrics.get("gns/b_simple_low") if r.status == "lower_bound" else None)
     drawn = [a if math.isnan(b) else b for a, b in zip(resolved, bound, strict=True)]
@@ -72,10 +72,10 @@ def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
 
 
 def moments_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
-    """tr Σ and |G|² on one log axis: their distance is the noise scale. Estimates at or below 0 are marked."""
+    """tr Σ and |G|² on one log axis: their distance is the noise scale. Marks show estimates at or below 0."""
     trace, signal = line.metric("gns/trace_cov"), line.metric("gns/grad_sq")
     if all(map(math.isnan, [*trace, *signal])):
-        return "No reading holds the two parts of the noise scale."
+        return "No reading holds noise or signal, the two parts of the noise scale."
     y = scale_for([*trace, *signal], "log")
     fig = new_curve(line, axis, y, y_label="Squared gradient norm", height=340)
     add_curve(fig, line.x, [v if v > 0 else math.nan for v in trace], ORANGE)
@@ -94,11 +94,11 @@ def moments_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
         [("noise tr Σ", "@trace"), ("signal |G|²", "@signal"), WINDOW],
     )
     legend = [
-        LegendEntry("line", ORANGE, "noise: variance of the gradient from one unit alone, tr Σ"),
-        LegendEntry("line", GREEN, "signal: squared norm of the true gradient, |G|²"),
+        LegendEntry("line", ORANGE, "noise tr Σ: variance of the gradient of one unit"),
+        LegendEntry("line", GREEN, "signal |G|²: squared norm of the true gradient"),
     ]
     if any(v <= 0 for v in signal):
-        legend.append(LegendEntry("down", GREEN, "estimate of |G|² at or below 0: hidden in the noise so far"))
+        legend.append(LegendEntry("down", GREEN, "|G|² estimated at or below 0: not yet distinguishable from 0"))
     return Plot((fig,), (*legend, *restart_legend(line)))
 
 
@@ -122,18 +122,18 @@ def norm_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
     legend = (LegendEntry("line", BLUE, "gradient norm before clipping"), *restart_legend(line))
     if all(map(math.isnan, clipped)):
         return Plot((fig,), legend)
-    share = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="Clipped", height=170)
+    share = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="Clipped windows", height=170)
     share.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
     share.yaxis[0].ticker = [0, 0.5, 1]
     add_bands(share, line.x, [0.0] * len(clipped), clipped, Scale("linear", 0, 1), fill_color=ORANGE, fill_alpha=0.2)
     add_curve(share, line.x, clipped, ORANGE)
     add_hover(share, {"x": line.x, "y": clipped, "window": line.windows}, [("clipped", "@y{0.[0] %}"), WINDOW])
-    fig.xaxis.visible = False
-    return Plot((fig, share), (*legend, LegendEntry("line", ORANGE, "share of the windows that were clipped")))
+    fig.xaxis.visible = False  # the figure below shows the shared axis
+    return Plot((fig, share), (*legend, LegendEntry("line", ORANGE, "share of windows that were clipped")))
 
 
 def value_curve(line: Timeline[R], axis: TimeAxis, name: str) -> Plot:
-    """One value that the user logged, under its own name."""
+    """One value that the user logged, under the name it was logged with."""
     values = line.metric(name)
     fig = new_curve(line, axis, scale_for(values), y_label=shorten(name), height=260)
     add_curve(fig, line.x, values, INK)
@@ -151,11 +151,11 @@ def _noise_scale_legend(line: Timeline[Reading]) -> Iterator[LegendEntry]:
     statuses = {row.status for row in line.rows if row is not None}
     if "resolved" in statuses:
         yield LegendEntry("line", BLUE, "noise scale")
-        yield LegendEntry("band", BLUE, "its confidence interval")
+        yield LegendEntry("band", BLUE, "confidence interval of the noise scale")
     yield LegendEntry("dashed", ORANGE, f"batch size ({line.unit} per step)")
     if "lower_bound" in statuses:
-        yield LegendEntry("up", GREY, "known only to lie above this")
-        yield LegendEntry("hatched", GREY, "no upper limit known")
+        yield LegendEntry("up", GREY, "lower bound: the noise scale lies above this")
+        yield LegendEntry("hatched", GREY, "no upper limit is known")
 
 
 def _add_batch_size(fig: figure, line: Timeline[Reading], batch: Sequence[float]) -> None:

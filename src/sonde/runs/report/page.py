@@ -1,4 +1,4 @@
-"""The report as HTML: every word of a user's is escaped, and no script but the page's own two may run."""
+"""The report as HTML: every text of the user is escaped, and only the page's own two scripts may run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def render_page(run: Run) -> str:
 
 
 def _hash(script: str) -> str:
-    """The source expression by which a Content-Security-Policy admits one inline script and no other."""
+    """The source expression with which a Content-Security-Policy admits this one inline script."""
     digest = hashlib.sha256(script.encode("utf-8", "replace")).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
@@ -67,11 +67,11 @@ def _subject(run: Run) -> str:
 
 def _head(run: Run) -> str:
     began, last = run.headers[0].time, run.last
-    facts = [f"Started {moment(began)}", f"{duration(max(last.time - began, 0))} up to the last reading"]
+    facts = [f"Started {moment(began)}", f"last reading {duration(max(last.time - began, 0))} later"]
     facts.append(position_text(last, run.header.unit))
     if len(run.headers) > 1:
         facts.append(f"restarted {plural(len(run.headers) - 1, 'time')}")
-    facts.append("ended" if run.ended is not None else "no end recorded: still running, or cut off")
+    facts.append("ended" if run.ended is not None else "no end recorded: the run is still going on, or it was cut off")
     subject = _subject(run)
     torn = f'<p class="facts">{escape(run.torn[:1].upper() + run.torn[1:])}.</p>' if run.torn else ""
     return (
@@ -94,7 +94,7 @@ def _verdict(panel: VerdictPanel) -> str:
 
 
 def _alerts(run: Run) -> str:
-    """What looks wrong now, then what did earlier; a check that keeps failing says so once."""
+    """What looks wrong now, then what looked wrong earlier. A check that keeps failing is listed once."""
     readings: list[Reading | PolicyReading] = [*run.readings, *run.policy]
     last, failing = run.last, run.alerts_now
     now: list[tuple[str, str]] = []
@@ -107,20 +107,23 @@ def _alerts(run: Run) -> str:
             until = max((r.window for r in readings if name in r.alerts), default=alert.window)
             when = f"windows {count(alert.window)} to {count(until)}" if until > alert.window else ""
             earlier.append((alert.message, when or f"window {count(alert.window)}"))
-    blocks = [_alert_list(*block) for block in (("Something looks wrong", now), ("Looked wrong earlier", earlier))]
+    blocks = (
+        _alert_list("Something looks wrong", now, css_class="alerts"),
+        _alert_list("Something looked wrong earlier", earlier, css_class="alerts over"),
+    )
     return "\n".join(filter(None, blocks))
 
 
-def _alert_list(title: str, alerts: list[tuple[str, str]]) -> str:
+def _alert_list(title: str, alerts: list[tuple[str, str]], *, css_class: str) -> str:
     if not alerts:
         return ""
     items = "\n".join(
         f'<li>{escape(cut(message, 500))} <span class="when">({when})</span></li>'
         for message, when in alerts[:_MAX_ALERTS]
     )
-    more = f"\n<li>And {len(alerts) - _MAX_ALERTS} more, listed at the end.</li>" if len(alerts) > _MAX_ALERTS else ""
-    kind = "alerts" if title == "Something looks wrong" else "alerts over"
-    return f'<section class="{kind}">\n<h2>{title}</h2>\n<ul>\n{items}{more}\n</ul>\n</section>'
+    hidden = len(alerts) - _MAX_ALERTS
+    more = f"\n<li>{hidden} more are listed at the end of the page.</li>" if hidden > 0 else ""
+    return f'<section class="{css_class}">\n<h2>{title}</h2>\n<ul>\n{items}{more}\n</ul>\n</section>'
 
 
 def _section(section: Section, divs: Iterator[str]) -> str:
@@ -130,7 +133,7 @@ def _section(section: Section, divs: Iterator[str]) -> str:
 
 
 def _formula(text: str) -> str:
-    """Escaped text in which B_crit and its like get their subscripts."""
+    """Escaped text in which B_crit, S_min and similar names get subscripts."""
     return re.sub(r"\b([BSE])_(simple|crit|min)\b", r"\1<sub>\2</sub>", escape(text))
 
 
@@ -160,8 +163,8 @@ def _plot(plot: Plot, title: str, divs: Iterator[str]) -> str:
     entries = "".join(f"<li>{_swatch(entry)}<span>{_formula(entry.text)}</span></li>" for entry in plot.legend)
     legend = f'<ul class="legend">{entries}</ul>\n' if entries else ""
     tall = ' class="tall" tabindex="0"' if plot.height > 1000 else ""
-    drawn = "\n".join(next(divs) for _ in plot.figures)
-    return f'{legend}<figure{tall} aria-label="{escape(title)}">\n{drawn}\n</figure>'
+    figures = "\n".join(next(divs) for _ in plot.figures)
+    return f'{legend}<figure{tall} aria-label="{escape(title)}">\n{figures}\n</figure>'
 
 
 _SWATCHES: dict[Mark, str] = {
@@ -181,8 +184,8 @@ _SWATCHES: dict[Mark, str] = {
 
 
 def _swatch(entry: LegendEntry) -> str:
-    drawn = _SWATCHES[entry.mark]
-    return f'<svg width="24" height="14" fill="{entry.color}" stroke="{entry.color}" aria-hidden="true">{drawn}</svg>'
+    shape = _SWATCHES[entry.mark]
+    return f'<svg width="24" height="14" fill="{entry.color}" stroke="{entry.color}" aria-hidden="true">{shape}</svg>'
 
 
 def _how_measured(rows: Iterable[Row]) -> str:
