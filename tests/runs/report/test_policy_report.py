@@ -36,7 +36,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
     for fact in (
         "Coverage 100 % 22 of 22 intervals contain the truth",
         "Noise scale 35 prompts; between 6 and 40",
-        "To be trusted: 22 of 24 forecasts.",
+        "22 of 24 forecasts can be trusted.",
         "Step 1: not to be trusted: the step is too large to be linear",
         "400 ms per forecast, with the measured changes, on average",
         "fresh responses to other prompts.",

@@ -107,7 +107,9 @@ def _trust_rows(run: Run) -> list[Row]:
     scale, residual = last.metrics.get("gns/scale"), last.metrics.get("gns/scale_residual")
     if scale is not None:
         factor = f"The optimizer's gradient was {number(scale)} times the sum of the pieces' gradients."
-        rest = "" if residual is None else f" The part that this does not explain is {percent(residual)} of its norm."
+        rest = ""
+        if residual is not None:
+            rest = f" The part that this factor does not explain is {percent(residual)} of the gradient's norm."
         rows.append(Row("Scale", (factor + rest,)))
     rows.append(Row("Overhead", (_overhead(run.readings),)))
     return rows
@@ -122,8 +124,7 @@ def _policy_rows(run: Run) -> list[Row]:
             "Entropy",
             (
                 "Computed exactly at each token, from all logits, at the temperature at which responses are sampled. "
-                "In nats a token: the mean over responses of the sum over tokens, divided by the mean length of a "
-                "response.",
+                "In nats a token: the mean entropy of a whole response, divided by the mean length of a response.",
             ),
         ),
         Row(
@@ -131,7 +132,7 @@ def _policy_rows(run: Run) -> list[Row]:
             (
                 "The first derivative of the entropy along the optimizer's own step, on responses to evaluation "
                 "prompts. Its standard error comes from the scatter over these prompts.",
-                f"To be trusted: {sum(r.point.is_valid for r in forecasts)} of {plural(len(forecasts), 'forecast')}.",
+                f"{sum(r.point.is_valid for r in forecasts)} of {plural(len(forecasts), 'forecast')} can be trusted.",
             ),
         ),
     ]

@@ -72,7 +72,7 @@ def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
         return "No change of entropy was forecast in this run."
     points = [None if row is None else row.point for row in line.rows]
     y = scale_for([0.0, *(v for p in points if p for v in (p.delta, p.low, p.high, p.truth))], "linear")
-    fig = new_curve(line, axis, y, y_label=f"Change of entropy by one step ({_forecast_unit(readings)})", height=320)
+    fig = new_curve(line, axis, y, y_label=f"Change of entropy ({_forecast_unit(readings)})", height=320)
     add_line_at(fig, 0.0, "width", GREY, "dotted")
     placed = [(x, p) for x, p in zip(line.x, points, strict=True) if p is not None]
     for trusted, color in ((False, GREY), (True, BLUE)):
@@ -136,7 +136,7 @@ def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     judged = [r for r in readings if r.point.is_valid and r.point.is_independent and r.point.has_truth]
     if not judged:
         return (
-            "Coverage is not known, because no forecast that is to be trusted was checked with fresh rollouts. "
+            "Coverage is not known, because no forecast that can be trusted was checked with fresh rollouts. "
             "Importance sampling reuses the responses of the forecast, so it cannot check the forecast's interval."
         )
     line = timeline(judged, "prompts")

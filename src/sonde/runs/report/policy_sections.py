@@ -52,8 +52,8 @@ def policy_sections(run: Run) -> list[Section]:
         ),
         Section(
             "Coverage so far",
-            "Of all 95 % intervals, 95 % should contain the truth. A forecast counts here if it is to be trusted and "
-            "was checked with fresh rollouts. The standard error of the rollouts is taken into account.",
+            "Of all 95 % intervals, 95 % should contain the truth. Only forecasts that can be trusted and were checked "
+            "with fresh rollouts count here. The standard error of the rollouts is taken into account.",
             (coverage_curve(policy, axis),),
         ),
         Section(
@@ -85,7 +85,7 @@ def _values_section(policy: Sequence[PolicyReading], names: Sequence[str], axis:
     hidden = [shorten(name) for name in names[MAX_VALUES:]]
     more = f" {plural(len(hidden), 'more value')} in the log: {', '.join(hidden[:10])}." if hidden else ""
     title = "Reward" if list(names) == ["reward"] else "Reward and other logged values"
-    return Section(title, f"As the trainer logged it at the measured steps.{more}", tuple(plots))
+    return Section(title, f"Values as the trainer logged them at the measured steps.{more}", tuple(plots))
 
 
 def _forecast_text(policy: Sequence[PolicyReading]) -> str:
@@ -103,8 +103,8 @@ def _forecast_text(policy: Sequence[PolicyReading]) -> str:
 
 def _causes_text(policy: Sequence[PolicyReading]) -> str:
     text = (
-        "The part of each prompt in the change, in nats. A negative part lowers the entropy. A long table shows only "
-        f"the {_ROWS_AT_EACH_END} prompts at each end."
+        "Each prompt has a part in the change of entropy, in nats. A negative part lowers the entropy. A long table "
+        f"shows only the {_ROWS_AT_EACH_END} prompts at each end."
     )
     with_causes = [r for r in policy if r.causes is not None]
     if not with_causes:
@@ -114,7 +114,7 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
         )
     last = with_causes[-1]
     assert last.causes is not None
-    sources = {"this batch": last.causes.batch, "earlier batches, by momentum": last.causes.momentum}
+    sources = {"this batch": last.causes.batch, "earlier batches (by momentum)": last.causes.momentum}
     if last.causes.decay:
         sources["weight decay"] = last.causes.decay
     parts = ", ".join(f"{number(value)} from {source}" for source, value in sources.items())

@@ -87,8 +87,8 @@ def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
 
 def _groups_text(last: Reading, unit: str) -> str:
     text = (
-        f"The last reading ({position_text(last, unit)}), in the order of the model. A part far to the right has a "
-        "noisier gradient than the rest of the model. A part far to the left has a clearer gradient."
+        f"Values of the last reading ({position_text(last, unit)}), in the order of the model. A part far to the right "
+        "has a noisier gradient than the rest of the model. A part far to the left has a clearer gradient."
     )
     hidden = len(last.groups) - MAX_GROUPS
     return text if hidden <= 0 else f"{text} The first {MAX_GROUPS} are drawn; {hidden:,} more are in the log."
@@ -99,7 +99,7 @@ def _values_section(run: Run, plots: list[Plot]) -> Section:
     if not names:
         return Section("Loss", "", ("This run logged no loss and no other values.",))
     hidden = names[MAX_VALUES:]
-    text = "As the run logged it. Each point is the mean since the previous reading."
+    text = "Values as the run logged them. Each point is the mean since the previous reading."
     if hidden:
         text += f" {plural(len(hidden), 'more value')} in the log: {', '.join(shorten(name) for name in hidden[:10])}"
         text += ", …" if len(hidden) > 10 else "."
