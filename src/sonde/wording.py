@@ -11,7 +11,7 @@ _NOT_KNOWN = "not known"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with `digits` significant digits and separated thousands. Very large or small ones get a power of ten.
+    """A number with `digits` significant digits and separated thousands. A power of ten is used if it saves zeros.
 
     Args:
         value: the number. None and NaN become "not known".
