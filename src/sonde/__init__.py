@@ -8,11 +8,11 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.config import probes_from_config
 from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
 from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.log import PolicyLog
 from sonde.probe import Probe, RolloutProbe
 from sonde.records import Metric, ReportSection, RunLog, Sink
 from sonde.runs.reader import Run, read_run

@@ -1,4 +1,4 @@
-"""How numbers, times and ranges are written for people to read."""
+"""Numbers, times and ranges as text for people."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _NOT_KNOWN = "not known"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with `digits` significant digits, thousands separated, powers of ten only where zeros would pile up.
+    """A number with `digits` significant digits and separated thousands. A power of ten is used if it saves zeros.
 
     Args:
-        value: None and NaN are "not known".
-        digits: significant digits; a number of a thousand or more keeps its place value.
+        value: the number. None and NaN become "not known".
+        digits: significant digits. A number below a million keeps all digits before the decimal point.
 
     Example:
         >>> number(38.1234), number(1234567.0), number(-0.00001234)
@@ -36,7 +36,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def count(value: float | None) -> str:
-    """A whole number in full, thousands separated.
+    """A whole number in full, with separated thousands.
 
     Example:
         >>> count(1234567)
@@ -46,7 +46,7 @@ def count(value: float | None) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """A fraction of 1 in percent.
+    """A fraction of 1 as a percentage.
 
     Example:
         >>> percent(0.0042)
@@ -56,7 +56,7 @@ def percent(fraction: float | None) -> str:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """An interval in words; one without an upper end is a lower bound.
+    """An interval in words. An interval without an upper end is a lower bound.
 
     Example:
         >>> interval(31.2, 46.9), interval(120.0, math.inf)
@@ -68,7 +68,7 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def estimate(status: str, value: float | None, low: float | None, high: float | None) -> str:
-    """What is known of a noise scale.
+    """A noise scale in words, as far as it is known.
 
     Example:
         >>> estimate("resolved", 38.1, 31.2, 46.9), estimate("unresolved", None, None, None)
@@ -84,7 +84,7 @@ def moment(seconds: float) -> str:
     """A point in time, in UTC.
 
     Args:
-        seconds: since 1970.
+        seconds: seconds since 1970.
 
     Example:
         >>> moment(1_700_000_000)
@@ -123,7 +123,7 @@ def plural(n: int, singular: str) -> str:
 
 
 def shorten(name: str, longest: int = 28) -> str:
-    """A name that fits beside an axis: its middle gives way to an ellipsis.
+    """A name that fits beside an axis. An ellipsis replaces the middle of a long name.
 
     Example:
         >>> shorten("model.layers.0.self_attn.q_proj.weight", 21)
@@ -134,9 +134,9 @@ def shorten(name: str, longest: int = 28) -> str:
 
 
 def _plain(size: float, digits: int) -> str:
-    """A positive number without an exponent; 64.0 loses its zeros, 38.10 keeps what it knows."""
+    """A positive number without an exponent. 64.0 becomes 64, but 38.10 keeps its significant zero."""
     if size < 10 ** (digits - 1):
-        size = float(f"{size:.{digits - 1}e}")  # 0.99996 becomes 1.0 before its decimals are counted
+        size = float(f"{size:.{digits - 1}e}")  # round first: 0.99996 becomes 1.0, which needs fewer decimals
     if size == int(size):
         return f"{size:,.0f}"
     decimals = max(digits - 1 - math.floor(math.log10(size)), 0)

@@ -25,7 +25,7 @@ def test_corpus_is_the_files_one_after_the_other(tmp_path: Path) -> None:
     assert bytes(corpus.tolist()) == "x = 1\né".encode()
 
 
-def test_missing_sources_are_named_with_the_way_out(tmp_path: Path) -> None:
+def test_missing_source_files_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "only.py").write_text("pass\n")
     with pytest.raises(FileNotFoundError, match=rf"got 5 bytes .* in {tmp_path}, expected at least 1,000,000: use"):
         find_sources(tmp_path)
@@ -38,7 +38,7 @@ def test_tests_and_installed_packages_do_not_count(tmp_path: Path) -> None:
     assert find_sources(tmp_path) == [tmp_path / "json" / "module.py"]
 
 
-def test_windows_are_pieces_of_the_corpus_up_to_both_ends() -> None:
+def test_windows_are_cut_from_the_whole_corpus() -> None:
     corpus = torch.arange(10, dtype=torch.uint8)
     windows = draw_windows(corpus, 200, 7, window_generator(0, 0, 0))
     assert windows.dtype == torch.int64
@@ -46,7 +46,7 @@ def test_windows_are_pieces_of_the_corpus_up_to_both_ends() -> None:
     assert set(windows[:, 0].tolist()) == {0, 1, 2}, "10 bytes hold 3 windows of 7 + 1"
 
 
-def test_ranks_steps_and_seeds_draw_different_windows_and_repeat_themselves() -> None:
+def test_each_rank_step_and_seed_draws_its_own_windows_repeatably() -> None:
     def starts(seed: int, step: int, rank: int) -> tuple[int, ...]:
         corpus = torch.arange(251, dtype=torch.uint8).repeat(1000)
         return tuple(draw_windows(corpus, 8, 3, window_generator(seed, step, rank))[:, 0].tolist())

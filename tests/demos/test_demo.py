@@ -1,4 +1,4 @@
-"""The demo as people start it: real processes, a real terminal, real signals."""
+"""The demo as a user starts it: real processes, a real terminal, real signals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a demo in a process group of its own, as a shell does; nothing of it outlives the test."""
+    """Starts a demo in its own process group, as a shell does. All of its processes end with the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start_demo(*options: str, **where: Any) -> subprocess.Popen[str]:
@@ -75,7 +75,7 @@ def _has_reading(folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A run of 12 steps, with its options partly from a file that a flag overrules."""
+    """A run of 12 steps. Some options come from a file, and a flag overrides one of them."""
     folder = tmp_path_factory.mktemp("demo")
     config = folder / "demo.yaml"
     config.write_text("steps: 500\nlog-every: 4\nlearning_rate: 3e-3\n")
@@ -101,7 +101,7 @@ def test_demo_learns_and_its_log_reads_back(finished: tuple[Path, subprocess.Com
     assert run.header.metadata["n_steps"] == 12
 
 
-def test_demo_trains_two_ranks_on_data_of_their_own(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_demo_trains_two_ranks_on_different_data(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     run = _run_of(finished)
     assert run.header.setup["wrapper"] == "DistributedDataParallel"
     assert run.header.setup["ranks"] == 2
@@ -109,7 +109,7 @@ def test_demo_trains_two_ranks_on_data_of_their_own(finished: tuple[Path, subpro
     assert last.pieces["per_window"] == 4
     assert last.metrics["gns/units_per_window"] == 32
     consistency = last.metrics["gns/consistency"]
-    # None if the ranks had the same data. 12 windows of a few hundred elements know the ratio to some tens of percent.
+    # None if the ranks had the same data. 12 windows of a few hundred elements give the ratio to some tens of %.
     assert consistency is not None
     assert 0.3 < consistency < 3
 
@@ -121,7 +121,7 @@ def test_demo_says_what_it_does_and_leaves_a_report(finished: tuple[Path, subpro
     for text in ("2 processes on the CPU", "step 12/12, loss ", "─ verdict ─", "The batch of 32 sequences"):
         assert text in ended.stdout
     assert f"log     {folder}/records.jsonl\nreport  {folder}/report.html" in ended.stdout
-    # All that torch and its launcher have to say is left out; what attaching found is not.
+    # Messages of torch and its launcher are hidden. The message of attaching is shown.
     lines = ended.stderr.splitlines()
     assert lines[0] == "sonde: noise scale attached"
     assert all(line.startswith(("sonde: ", "  ")) for line in lines), ended.stderr
@@ -133,17 +133,17 @@ def test_without_bokeh_the_end_says_how_to_get_the_report(
     folder, _ = finished
     setup: Setup = decide(DemoOptions(), folder, n_gpus=0, n_cores=2)
     monkeypatch.setitem(sys.modules, "bokeh", None)  # 'import bokeh' raises ImportError
-    said = io.StringIO()
-    conclude(setup, Console(file=said, width=100))
-    assert "The batch of 32 sequences" in said.getvalue()
+    screen = io.StringIO()
+    conclude(setup, Console(file=screen, width=100))
+    assert "The batch of 32 sequences" in screen.getvalue()
     assert (
         f"report  the report needs bokeh: pip install 'sonde[report]', then run: sonde report {folder}"
-        in said.getvalue()
+        in screen.getvalue()
     )
 
 
 class Terminal:
-    """A pseudo-terminal with a reader, as a terminal window is one; `theirs` is the demo's end."""
+    """A pseudo-terminal with a reader, like a terminal window. `theirs` is the end for the demo."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = os.openpty()
@@ -152,7 +152,7 @@ class Terminal:
         self._reader.start()
 
     def _read(self) -> None:
-        # Linux's end of file for terminals is an error, EIO, once the last process has closed its end.
+        # On Linux, reading raises EIO once the last process has closed its end of the terminal.
         with contextlib.suppress(OSError):
             while True:
                 self._parts.append(os.read(self._ours, 65536))
@@ -161,7 +161,7 @@ class Terminal:
         os.write(self._ours, b"\x03")
 
     def screen(self) -> str:
-        """Everything that was written, once the last process is gone."""
+        """All output, after the last process has ended."""
         self._reader.join(DEADLINE)
         os.close(self._ours)
         return b"".join(self._parts).decode()
@@ -181,7 +181,7 @@ def test_ctrl_c_in_a_terminal_stops_all_ranks_at_the_same_step(tmp_path: Path, s
     assert status == 130, screen
     run = read_run(folder)
     assert (run.ended, run.torn) == ("interrupted", None)
-    assert f"Stopped at step {run.readings[-1].window} of 5000; log and report are complete so far." in screen
+    assert f"Stopped at step {run.readings[-1].window} of 5000; log and report are complete up to this step." in screen
     assert "B_simple" in screen
     assert "tokens/s" in screen
     assert "Traceback" not in screen
@@ -201,8 +201,8 @@ def test_ctrl_c_while_ranks_start_is_not_lost(tmp_path: Path, start: Start) -> N
     assert read_run(tmp_path / "run").ended == "interrupted"
 
 
-def test_training_goes_on_when_nobody_reads_what_it_says(tmp_path: Path, start: Start) -> None:
-    """As in `sonde demo | head -1`."""
+def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path, start: Start) -> None:
+    """As with `sonde demo | head -1`."""
     folder = tmp_path / "run"
     demo = start("--steps", "8", "--log-every", "2", "--out", str(folder))
     assert demo.stdout is not None
@@ -210,8 +210,8 @@ def test_training_goes_on_when_nobody_reads_what_it_says(tmp_path: Path, start: 
     demo.stdout.close()
     assert demo.wait(DEADLINE) == 0
     assert demo.stderr is not None
-    with demo.stderr as said:
-        assert "Traceback" not in said.read()
+    with demo.stderr as errors:
+        assert "Traceback" not in errors.read()
     assert read_run(folder).ended == "finished"
     assert (folder / "report.html").exists()
 
@@ -221,24 +221,24 @@ def test_a_killed_rank_ends_the_demo_with_one_sentence(tmp_path: Path, start: St
     folder = tmp_path / "run"
     demo = start("--steps", "5000", "--log-every", "2", "--out", str(folder))
     _wait_for(lambda: _has_reading(folder))
-    ranks = sorted(_ranks_of(demo.pid))  # in the order they were started
+    ranks = sorted(_ranks_of(demo.pid))  # in the order in which they were started
     os.kill(ranks[rank], signal.SIGKILL)
     _, err = demo.communicate(timeout=DEADLINE)
     assert demo.returncode == 1, err
     lines = err.splitlines()
     assert all(line.startswith(("sonde: ", "  ")) for line in lines), err
     assert [line for line in lines if "error" in line] == [
-        f"sonde: error: rank {rank} was killed by SIGKILL; the system does this when memory runs out; "
+        f"sonde: error: rank {rank} was killed by SIGKILL; the system kills a process when memory runs out; "
         f"the log so far: {folder}/records.jsonl"
     ]
     assert not any(map(_is_running, ranks))
     run = read_run(folder)
     assert run.readings
-    # Rank 0 may be ended before it has noticed.
+    # Rank 0 may be ended before it notices that the other rank is gone.
     assert run.ended in (None, "stopped by RuntimeError")
 
 
-def test_what_a_rank_raises_is_shown_in_full(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_rank_is_shown_in_full(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent")
     demo = start("--out", str(tmp_path / "run"))
     _, err = demo.communicate(timeout=DEADLINE)

@@ -7,16 +7,17 @@ import sys
 
 from sonde.demos.byte_lm.interrupt import INTERRUPTED, interrupts_left_to_ranks
 
-BORN_INSIDE = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+PRINTS_WHETHER_BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
 
 
-def test_processes_are_born_with_ctrl_c_held_back_and_the_launcher_ignores_it() -> None:
+def test_ctrl_c_is_blocked_in_new_processes_and_ignored_by_the_launcher() -> None:
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     with interrupts_left_to_ranks():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as torch's launcher takes it
-        born = subprocess.run([sys.executable, "-c", BORN_INSIDE], capture_output=True, text=True, check=True)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as torch's launcher does
+        command = [sys.executable, "-c", PRINTS_WHETHER_BLOCKED]
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
         os.kill(os.getpid(), signal.SIGINT)
-    assert born.stdout.strip() == "True"
+    assert process.stdout.strip() == "True"
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
@@ -29,7 +30,7 @@ def test_a_second_ctrl_c_ends_a_rank_at_once() -> None:
         "os.kill(os.getpid(), signal.SIGINT)\n"
         "print('goes on', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
-        "print('never said')\n"
+        "print('never printed')\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (INTERRUPTED, "goes on\n", "")

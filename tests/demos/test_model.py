@@ -32,7 +32,7 @@ def test_a_byte_changes_no_logits_before_it(model: ByteTransformer) -> None:
     assert ((after[12:] - before[12:]).abs().amax(dim=-1) > 1e-4).all(), "a byte must reach all positions from its own"
 
 
-def test_position_matters(model: ByteTransformer) -> None:
+def test_logits_depend_on_the_position(model: ByteTransformer) -> None:
     torch.manual_seed(0)
     own = ByteTransformer(context=8)
     torch.nn.init.normal_(own.embed.position)

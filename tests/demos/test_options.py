@@ -24,7 +24,7 @@ def test_one_rank_per_gpu_and_the_batch_grows_with_them() -> None:
     assert _decide(n_gpus=3, device="cpu").device == "cpu"
 
 
-def test_cores_are_shared_by_the_ranks() -> None:
+def test_ranks_share_the_cores() -> None:
     assert _decide(n_cores=9).n_threads == 4
     assert _decide(n_cores=1, ranks=3).n_threads == 1
 
@@ -55,7 +55,7 @@ def test_explicit_batch_is_split_evenly() -> None:
         ({"device": "cuda", "ranks": 2, "n_gpus": 1}, "got 2 ranks and 1 GPUs: pass"),
     ],
 )
-def test_what_cannot_be_done_is_refused(options: dict[str, object], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _decide(**options)  # type: ignore[arg-type]
 

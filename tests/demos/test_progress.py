@@ -59,7 +59,7 @@ def test_trend(values: list[float], bars: str) -> None:
     assert trend(values) == bars
 
 
-def test_trend_thins_a_long_course_and_keeps_its_end() -> None:
+def test_trend_thins_out_many_values_and_keeps_the_last() -> None:
     assert trend([float(i) for i in range(1000)], width=8) == "▁▂▃▄▅▆▇█"
 
 
@@ -80,13 +80,13 @@ def test_a_terminal_shows_every_number_and_alerts() -> None:
         assert text in shown
 
 
-def test_an_alert_leaves_the_panel_with_its_cause() -> None:
+def test_an_alert_leaves_the_panel_when_its_cause_is_gone() -> None:
     alert = {"kind": "alert", "name": "same_data", "message": "ranks see the same data"}
     shown = _shown(HEADER, alert, _reading(20), terminal=True)
     assert "ranks see the same data" not in shown.split("20/20")[-1]
 
 
-def test_elsewhere_plain_lines_without_control_codes() -> None:
+def test_without_a_terminal_there_are_plain_lines_without_control_codes() -> None:
     alert = {"kind": "alert", "name": "same_data", "message": "ranks see the same data"}
     shown = _shown(HEADER, _reading(10), alert, _reading(20), terminal=False)
     assert "\x1b" not in shown

@@ -1,4 +1,4 @@
-"""What demos share on the screen: a console that lasts, the folder they write to, and their last words."""
+"""Terminal output that the demos share: the console, the output folder, the verdict, the paths at the end."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ PANEL_WIDTH = 88
 
 
 class LastingConsole(Console):
-    """A console that falls silent when nobody reads on (`sonde demo | head`), where rich would end the process."""
+    """A console that goes silent when its reader is gone (`sonde demo | head`). rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        """Called by rich; what is written from now on, at exit too, goes nowhere."""
+        """rich calls this. All later output is discarded, also the output at exit."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
 
 
 def choose_folder(out: Path | None) -> Path:
-    """Where log and report go: what was asked for, or a new folder named after the time.
+    """The folder for the log and the report: the folder that the user chose, or a new folder named after the time.
 
     Raises:
-        FileExistsError: when there is something in it.
+        FileExistsError: when the folder is not empty.
     """
     if out is None:
         return Path("sonde-demo") / time.strftime("%Y%m%d-%H%M%S")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "a folder that is not empty" if out.is_dir() else "a file"
-        raise FileExistsError(f"log and report go to a new or empty folder, got {out}, {what}: choose another --out")
+        kind = "a folder that is not empty" if out.is_dir() else "a file"
+        raise FileExistsError(f"log and report go to a new or empty folder, got {out}, {kind}: choose another --out")
     return out
 
 
 def verdict_panel(headline: str, detail: str, *, style: str, width: int) -> Panel:
-    """A judgement in a frame.
+    """A verdict in a frame.
 
     Args:
-        headline: one sentence; an interval in it stays on one line.
-        detail: what follows.
-        style: of the frame.
-        width: of the screen, in characters.
+        headline: one sentence. An interval in it stays on one line.
+        detail: what follows from the verdict, or what it rests on.
+        style: style of the frame.
+        width: width of the screen, in characters.
     """
     return Panel(
         Text.assemble((headline.replace(" – ", "–"), "bold"), "\n\n", detail),
@@ -61,7 +61,7 @@ def verdict_panel(headline: str, detail: str, *, style: str, width: int) -> Pane
 
 
 def leave_report(log: Path, folder: Path, console: Console) -> None:
-    """Write a run's report, and say where it and the log lie."""
+    """Write the report of a run, and print where the log and the report are."""
     console.print(f"log     {log}", soft_wrap=True)
     try:
         report = write_report(folder)

@@ -44,11 +44,11 @@ class TensorBoardSink:
     def write(self, record: Mapping[str, object]) -> None:
         """Take one record; kinds that TensorBoard has no place for are left out."""
         match record["kind"]:
-            case "header":
+            case "header" | "probe":
                 self._add_text("sonde/run", json.dumps(record, indent=2, ensure_ascii=False), record)
             case "alert":
                 self._add_text(f"sonde/alert/{record['name']}", str(record["message"]), record)
-            case "reading" | "policy":
+            case "reading" | "policy" | "metrics":
                 self._add_reading(record)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Records such as a GRPO run writes: entropy falls, forecasts are near the truth, two are not to be trusted."""
+"""Records like those of a GRPO run: the entropy falls, forecasts are near the truth, two are not to be trusted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from sonde.policy.log import METRICS
 from sonde.runs.sinks import JsonlSink
 from tests.runs.report.plausible_run import STARTED, Record, end_record, header_record
 
@@ -24,11 +25,11 @@ def policy_header(**changes: Any) -> Record:
         "log_every": 5,
         "level": 0.95,
     }
-    return header_record(run="adding by GRPO", unit="prompts", setup=setup) | changes
+    return header_record(writes="policy", metrics=METRICS, run="adding by GRPO", unit="prompts", setup=setup) | changes
 
 
 def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **changes: Any) -> Record:
-    """Record `i`, of step 5 i + 1; the first and the tenth are of steps too large."""
+    """Record `i`, of step 5 i + 1. The steps of records 0 and 9 are too large to be linear."""
     rng = random.Random(i)
     delta, is_valid = -0.02 * math.exp(-0.05 * i) * rng.uniform(0.5, 1.5), i not in (0, 9)
     truth = delta * (1.05 if is_valid else 2.0)
@@ -89,7 +90,7 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
 def write_policy_run(
     folder: Path, n: int = 24, *, header: Record | None = None, end: bool = True, **options: Any
 ) -> Path:
-    """Write a whole run into `folder`; returns the folder. Options are those of `policy_record`."""
+    """Write a whole run into `folder` and return the folder. Options are those of `policy_record`."""
     sink = JsonlSink(folder)
     sink.write(header or policy_header())
     for i in range(n):

@@ -1,4 +1,4 @@
-"""Records such as a real run writes: the noise scale rises from 4 to 200 while its interval closes in on it."""
+"""Records like those of a real run: the noise scale rises from 4 to 200 while its interval narrows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sonde.records import METRICS
+from sonde.batch_size.log import METRICS
 from sonde.runs.sinks import JsonlSink
 
 STARTED = 1_790_000_000.0
@@ -89,7 +89,7 @@ def reading_record(
         "time": STARTED + 5.3 * window,
         "window": window,
         "status": status,
-        "reason": "" if status == "resolved" else "the denominator cannot yet be distinguished from 0 yet",
+        "reason": "" if status == "resolved" else "|G|² cannot yet be distinguished from 0",
         "metrics": metrics,
         "groups": {name: _group(status, true, width, signal, k, len(groups)) for k, name in enumerate(groups)},
         "dropped": {"a piece was not finite": 2},
@@ -118,7 +118,7 @@ def write_run(
     end: bool = True,
     **options: Any,
 ) -> Path:
-    """Write a whole run into `folder`; returns the folder. Options are those of `reading_record`."""
+    """Write a whole run into `folder` and return the folder. Options are those of `reading_record`."""
     sink = JsonlSink(folder)
     sink.write(header or header_record())
     for i in range(n_readings):
@@ -143,7 +143,7 @@ def _interval(name: str, status: str, value: float, width: float) -> dict[str, f
 
 
 def _group(status: str, value: float, width: float, signal: float, k: int, n_groups: int) -> Record:
-    """Each group has its own noise scale; of every 5, one is a lower bound and of every 7, one is unresolved."""
+    """Each group has its own noise scale. One in 5 groups has a lower bound only, and one in 7 is unresolved."""
     share = value * math.exp(0.8 * math.sin(2.3 * k))
     status = "unresolved" if k % 7 == 6 else "lower_bound" if k % 5 == 4 and status == "resolved" else status
     known = _interval("b_simple", status, share, 1.5 * width)

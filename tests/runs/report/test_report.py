@@ -1,6 +1,7 @@
+"""The report on a noise scale: its verdict, its figures or the reason why one is missing, and the file it is in."""
+
 from __future__ import annotations
 
-import html
 import re
 import sys
 from pathlib import Path
@@ -10,25 +11,20 @@ import pytest
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from tests.runs.report.plausible_run import alert_record, header_record, reading_record, write_run
+from tests.runs.report.visible_text import visible_text
 
 MAX_BYTES = 2_000_000
-
-
-def _text(report: Path) -> str:
-    """What a reader sees, without tags and scripts; spaces are single."""
-    body = re.sub(r"<(script|style)>.*?</\1>", "", report.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return " ".join(html.unescape(re.sub(r"<[^>]*>", "", body)).split())
 
 
 def test_verdict_first_then_every_section(tmp_path: Path) -> None:
     report = write_report(write_run(tmp_path, alerts=[alert_record("All ranks see the same data.")]))
     assert report == tmp_path / "report.html"
-    text = _text(report)
+    text = visible_text(report)
     sections = [
         "small language model",
         "The batch of 64 sequences is small",
         "Judged from the last reading: window 600, after 38,400 sequences",
-        "Looked wrong earlier",
+        "Something looked wrong earlier",
         "All ranks see the same data. (window 40)",
         "Noise scale and batch size",
         "Noise and signal",
@@ -42,7 +38,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
-def test_alerts_of_now_stand_apart_from_those_of_the_past(tmp_path: Path) -> None:
+def test_current_alerts_are_apart_from_earlier_alerts(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path)
     sink.write(header_record())
     sink.write(alert_record("first cause", window=10) | {"name": "not_finite"})
@@ -52,8 +48,8 @@ def test_alerts_of_now_stand_apart_from_those_of_the_past(tmp_path: Path) -> Non
         sink.write(reading_record(i, 5, alerts=alerts))
     sink.write(alert_record("third cause", window=52))
     sink.close()
-    text = _text(write_report(tmp_path))
-    now, earlier = text.split("Something looks wrong")[1].split("Looked wrong earlier")
+    text = visible_text(write_report(tmp_path))
+    now, earlier = text.split("Something looks wrong")[1].split("Something looked wrong earlier")
     assert "second cause, seen at reading 4 (since window 20)" in now
     assert "third cause (since window 52)" in now  # no reading since
     assert "first cause" not in now
@@ -61,17 +57,17 @@ def test_alerts_of_now_stand_apart_from_those_of_the_past(tmp_path: Path) -> Non
 
 
 def test_a_name_that_is_not_unicode_still_gets_its_report(tmp_path: Path) -> None:
-    """As a folder's name may be: a byte that is no UTF-8 is a lone surrogate in Python."""
-    text = _text(write_report(write_run(tmp_path, 3, header=header_record(run="run \udce9 7"))))
+    """The name of a folder may hold a byte that is not UTF-8. Python reads it as a lone surrogate."""
+    text = visible_text(write_report(write_run(tmp_path, 3, header=header_record(run="run \udce9 7"))))
     assert "run ? 7" in text
 
 
-def test_how_it_was_measured_is_told_with_its_numbers(tmp_path: Path) -> None:
-    text = _text(write_report(write_run(tmp_path)))
+def test_how_this_was_measured_is_shown_with_its_numbers(tmp_path: Path) -> None:
+    text = visible_text(write_report(write_run(tmp_path)))
     for fact in (
         "DistributedDataParallel, 2 data-parallel ranks, cpu, 1,234,567 parameters",
         "8 pieces per window.",
-        "All sequences of a window count the same.",
+        "All sequences of a window have the same weight.",
         "The average reaches back about 100 windows.",
         "at 95 % confidence",
         "60 readings, one every 10 windows, up to window 600.",
@@ -85,14 +81,14 @@ def test_how_it_was_measured_is_told_with_its_numbers(tmp_path: Path) -> None:
         assert fact in text, fact
 
 
-def test_whatever_else_the_set_up_holds_is_told(tmp_path: Path) -> None:
+def test_the_rest_of_the_set_up_is_shown(tmp_path: Path) -> None:
     more = {"horizon": None, "grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
     header = header_record(setup=header_record()["setup"] | more)
-    text = _text(write_report(write_run(tmp_path, 3, header=header)))
+    text = visible_text(write_report(write_run(tmp_path, 3, header=header)))
     assert "The average is over all windows." in text
-    assert "grad scaler: yesunits per piece: 8" in text
+    assert "grad scaler: yes units per piece: 8" in text
     assert "comm hook" not in text
-    assert "adam: squared norms are weighted as that optimizer weighs them." in text
+    assert "adam: squared norms are weighted as this optimizer weights gradients." in text
 
 
 def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) -> None:
@@ -102,37 +98,37 @@ def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) ->
     for record in (header_record(), reading_record(0, 1, status="resolved", metrics=metrics | known)):
         sink.write(record)
     sink.close()
-    text = _text(write_report(tmp_path))
-    assert "Noise scale192sequences; between 150 and 250" in text
-    assert "Steps4×the fewest possible" in text  # 1 + 192/64
-    assert "Sequences used1.3×the fewest possible" in text  # 1 + 64/192
+    text = visible_text(write_report(tmp_path))
+    assert "Noise scale 192 sequences; between 150 and 250" in text
+    assert "Steps 4× the fewest possible" in text  # 1 + 192/64
+    assert "Sequences used 1.3× the fewest possible" in text  # 1 + 64/192
 
 
 @pytest.mark.parametrize(
-    ("status", "says"),
+    ("status", "sentences"),
     [
         (
             "lower_bound",
-            ["the noise scale is more than", "no upper limit known", "Steps≥", "used, E/Emin: at most this"],
+            ["the noise scale is more than", "no upper limit known", "Steps ≥", "used, E/E min : at most this"],
         ),
         (
             "unresolved",
             [
                 "No verdict yet",
-                "No reading has resolved or bounded the noise scale yet",
+                "No reading has an estimate or a lower bound of the noise scale yet",
                 "The trade-off needs a noise scale",
             ],
         ),
     ],
 )
-def test_what_is_not_known_is_said(tmp_path: Path, status: str, says: list[str]) -> None:
-    text = _text(write_report(write_run(tmp_path, 20, status=status)))
-    for words in says:
-        assert words in text, words
+def test_the_report_says_what_is_not_known(tmp_path: Path, status: str, sentences: list[str]) -> None:
+    text = visible_text(write_report(write_run(tmp_path, 20, status=status)))
+    for sentence in sentences:
+        assert sentence in text, sentence
 
 
 def test_another_unit_reads_right(tmp_path: Path) -> None:
-    text = _text(write_report(write_run(tmp_path, header=header_record(unit="prompts"))))
+    text = visible_text(write_report(write_run(tmp_path, header=header_record(unit="prompts"))))
     assert "The batch of 64 prompts" in text
     assert "sequence" not in text
 
@@ -144,12 +140,12 @@ def test_sections_without_data_say_so(tmp_path: Path) -> None:
     sink.write(header_record(metadata={}))
     sink.write(record | {"metrics": record["metrics"] | absent, "groups": {}, "dropped": {}})
     sink.close()
-    text = _text(write_report(tmp_path))
+    text = visible_text(write_report(tmp_path))
     for sentence in (
-        "This run was not measured by groups of parameters.",
+        "This run did not measure groups of parameters separately.",
         "The gradient norm was not measured in this run.",
-        "This run logged no loss and no other value of its own.",
-        "Windows left outNone.",
+        "This run logged no loss and no other values.",
+        "Windows left out None.",
     ):
         assert sentence in text, sentence
 
@@ -163,23 +159,23 @@ def test_every_value_that_could_break_an_axis_is_drawn(tmp_path: Path) -> None:
         logged = {"zero": 0.0, "negative": -3.5, "huge": 1e300 * (i + 1), "tiny": 1e-300, "gns/trace_cov": 0.0}
         sink.write(record | {"metrics": record["metrics"] | odd | logged})
     sink.close()
-    text = _text(write_report(tmp_path))
-    assert "at or below 0: hidden in the noise so far" in text
-    assert "no noise was seen. All pieces of a window gave the same gradient" in text.replace("seen.All", "seen. All")
+    text = visible_text(write_report(tmp_path))
+    assert "|G|² estimated at or below 0: not yet distinguishable from 0" in text
+    assert "no noise was seen. All pieces of a window gave the same gradient" in text
 
 
-def test_a_restart_and_a_tear_are_told(tmp_path: Path) -> None:
+def test_a_restart_and_a_cut_off_line_are_shown(tmp_path: Path) -> None:
     write_run(tmp_path, 20, end=False)
     with (tmp_path / "records.jsonl").open("ab") as file:
         file.write(b'{"kind":"rea')
-    text = _text(write_report(write_run(tmp_path, 20, seed=1, end=False)))
+    text = visible_text(write_report(write_run(tmp_path, 20, seed=1, end=False)))
     assert "restarted 1 time" in text
     assert "the run was restarted here" in text
     assert "Line 22 was cut off when the run was interrupted" in text
     assert "No end was recorded" in text
 
 
-def test_small_however_long_the_run(tmp_path: Path) -> None:
+def test_the_report_of_a_long_run_is_small(tmp_path: Path) -> None:
     groups = [f"model.layers.{i}.self_attn.q_proj" for i in range(600)]
     sink = JsonlSink(tmp_path)
     sink.write(header_record(metadata={"notes": "<&>" * 500_000, "name": "x" * 100_000}, run="r" * 50_000))
@@ -192,7 +188,7 @@ def test_small_however_long_the_run(tmp_path: Path) -> None:
     sink.close()
     report = write_report(tmp_path)
     assert report.stat().st_size < MAX_BYTES
-    text = _text(report)
+    text = visible_text(report)
     assert "One in 5 readings is drawn." in text
     assert "The first 400 are drawn; 200 more are in the log." in text
     assert "47 more values in the log" in text  # the loss and 3 of 50 are drawn
@@ -218,7 +214,7 @@ def test_an_older_report_is_replaced_and_nothing_else(tmp_path: Path) -> None:
         if name == "train.py":
             other.write_text("print()")
         before = other.read_bytes()
-        with pytest.raises(ValueError, match="exists and is not a report of sonde's, nothing was written"):
+        with pytest.raises(ValueError, match="exists and is not a report of sonde, so nothing was written"):
             write_report(tmp_path / "run", other)
         assert other.read_bytes() == before
     with pytest.raises(ValueError, match="the report is one file, got the folder"):
@@ -229,7 +225,8 @@ def test_an_older_report_is_replaced_and_nothing_else(tmp_path: Path) -> None:
 def test_a_run_without_readings_is_refused_and_nothing_written(tmp_path: Path) -> None:
     write_run(tmp_path, 0)
     with pytest.raises(
-        ValueError, match=r"holds no reading yet, expected at least one \(one is due every 10 windows, and at its end\)"
+        ValueError,
+        match=r"holds no reading yet, expected at least one \(a run writes one every 10 windows and at its end\)",
     ):
         write_report(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["records.jsonl"]
@@ -237,7 +234,7 @@ def test_a_run_without_readings_is_refused_and_nothing_written(tmp_path: Path) -
         write_report(tmp_path / "nowhere")
 
 
-def test_without_bokeh_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bokeh_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, 1)
     monkeypatch.setitem(sys.modules, "bokeh", None)
     with pytest.raises(ImportError, match=r"pip install 'sonde\[report\]'"):

@@ -1,4 +1,4 @@
-"""The report as a customer meets it: in a browser, with the network watched."""
+"""The report in a real browser, whose console and network requests are checked."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _open(browser: Any, report: Path, *, width: int = 1200) -> None:
     browser.get("about:blank")
     browser.set_window_size(width, 900)
     for log in ("browser", "performance"):
-        browser.get_log(log)  # what went before
+        browser.get_log(log)  # discard entries of the page before
     browser.get(report.as_uri())
     deadline = time.monotonic() + 15
     while not browser.execute_script("return window.Bokeh !== undefined && Bokeh.documents.every(d => d.is_idle)"):
@@ -128,7 +128,7 @@ def test_200_groups_are_all_there_and_scroll(browser: Any, tmp_path: Path) -> No
     assert browser.execute_script("return arguments[0].clientHeight", tall) < 700
 
 
-def test_hovering_tells_the_reading(browser: Any, tmp_path: Path) -> None:
+def test_hovering_shows_the_reading(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
     _open(browser, write_report(write_run(tmp_path, 60, status="resolved")))
@@ -144,14 +144,14 @@ def test_hovering_tells_the_reading(browser: Any, tmp_path: Path) -> None:
         return texts.join(' ');
     """
     deadline = time.monotonic() + 5
-    while "noise scale" not in (said := browser.execute_script(tooltip)):
-        assert time.monotonic() < deadline, f"no tooltip: {said!r}"
+    while "noise scale" not in (shown := browser.execute_script(tooltip)):
+        assert time.monotonic() < deadline, f"no tooltip: {shown!r}"
         time.sleep(0.05)
-    assert "batch size" in said
-    assert "units seen" in said
+    assert "batch size" in shown
+    assert "units seen" in shown
 
 
-def test_a_users_words_are_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
+def test_text_of_the_user_is_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
     texts = [ATTACK, "$$x$$", r"\[y\]", r"\(z\)", "@{x}", "</script>" + ATTACK, "${title}"]
     setup = header_record()["setup"] | {"groups": texts, "tap": ATTACK, "note": ATTACK, ATTACK: 1}
     header = header_record(
@@ -169,12 +169,12 @@ def test_a_users_words_are_shown_and_never_run(browser: Any, tmp_path: Path) -> 
     _open(browser, write_report(tmp_path))
     text = _text(browser)
     assert text.count(ATTACK) > 10
-    for words in texts:
-        assert json.dumps(words)[1:-1] in text, words  # as the metadata show it
+    for user_text in texts:
+        assert json.dumps(user_text)[1:-1] in text, user_text  # the metadata are shown as JSON
     assert browser.title.startswith(ATTACK)
     assert browser.execute_script("return window.attacked === undefined")
     assert browser.find_elements("css selector", "img") == []
-    # Escaping aside, the page's policy would not have let it run.
+    # Even without escaping, the Content-Security-Policy of the page would stop the script.
     inject = "document.body.insertAdjacentHTML('beforeend', arguments[0])"
     browser.execute_script(inject, ATTACK)
     time.sleep(0.2)
@@ -194,16 +194,16 @@ def test_a_restarted_run(browser: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [1200, 500])
 @pytest.mark.parametrize("n", [1, 24])
-def test_a_policys_run_fits_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int, n: int) -> None:
+def test_a_run_with_a_policy_fits_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int, n: int) -> None:
     _open(browser, write_report(write_policy_run(tmp_path, n)), width=width)
-    # A first step that is not to be trusted has no coverage, and no noise scale yet.
+    # With one step, which is not to be trusted, there is no coverage and no noise scale yet.
     assert len(browser.execute_script(DRAWN)) == (8 if n > 1 else 6)
     overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert browser.execute_script(overflow) <= 0
     assert len(browser.find_elements("css selector", "table")) == 2
 
 
-def test_a_prompts_words_are_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
+def test_text_of_a_prompt_is_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path)
     sink.write(policy_header(run=ATTACK))
     for i in range(3):

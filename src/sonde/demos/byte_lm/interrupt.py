@@ -1,4 +1,4 @@
-"""Ctrl-C reaches the launcher and every rank at once; the ranks then stop together, after the same step."""
+"""Ctrl-C reaches the launcher and every rank at once. The ranks then stop together, after the same step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit status that shells expect of a command ended by Ctrl-C."""
+"""The exit status that shells expect from a command that Ctrl-C ended."""
 
 
 @contextmanager
 def interrupts_left_to_ranks() -> Iterator[None]:
-    """In the launcher: processes started inside are born with SIGINT held back, until they make a `StopRequest`.
+    """In the launcher: block SIGINT in processes started inside, until they make a `StopRequest`.
 
-    The launcher itself does nothing about it, and gets its own signal handlers back from torch's on the way out.
+    The launcher itself ignores SIGINT inside. torch's launcher replaces signal handlers; they are restored on exit.
     """
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
-    resource_tracker.ensure_running()  # multiprocessing would start it with the first rank, and that unblocks SIGINT
+    resource_tracker.ensure_running()  # otherwise it starts with the first rank, which unblocks SIGINT
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -35,20 +35,20 @@ def interrupts_left_to_ranks() -> Iterator[None]:
 
 
 class StopRequest:
-    """In a rank: takes Ctrl-C as a request to stop; the second one ends the process at once."""
+    """In a rank: the first Ctrl-C is a request to stop. The second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
-        self._made = False
+        self._is_made = False
         signal.signal(signal.SIGINT, self._on_interrupt)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def agreed(self) -> bool:
-        """Whether any rank was asked to stop. All ranks call it together and get the same answer."""
-        made = torch.tensor(float(self._made))  # on the CPU, through gloo: the GPU is not waited for
-        dist.all_reduce(made, op=dist.ReduceOp.MAX)
-        return bool(made)
+        """Whether any rank was asked to stop. All ranks call this together and get the same answer."""
+        requested = torch.tensor(float(self._is_made))  # on the CPU, through gloo, so that nothing waits for the GPU
+        dist.all_reduce(requested, op=dist.ReduceOp.MAX)
+        return bool(requested)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._made:
+        if self._is_made:
             os._exit(INTERRUPTED)
-        self._made = True
+        self._is_made = True

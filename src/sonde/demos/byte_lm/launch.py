@@ -1,4 +1,4 @@
-"""One process per rank on this machine, through torch's elastic launcher."""
+"""Starts one process per rank on this machine with torch's elastic launcher."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sonde.demos.byte_lm.train import Ending, train_rank
 
 
 class TrainingFailed(Exception):
-    """The training ended before its time, and no rank runs any more.
+    """The training failed, and no rank is running any more.
 
     Attributes:
-        status: the exit status to pass on.
-        traceback: of the rank that raised; empty where none did.
+        status: the exit status for the command.
+        traceback: the traceback of the rank that raised; empty if no rank raised.
     """
 
     def __init__(self, message: str, *, status: int = 1, traceback: str = "") -> None:
@@ -37,10 +37,10 @@ def launch(setup: Setup) -> Ending:
         setup: the run.
 
     Raises:
-        TrainingFailed: when a rank raised or was killed, or this process was told to end.
+        TrainingFailed: when a rank raised or was killed, or when a signal ended this process.
     """
     _silence_launcher()
-    with TemporaryDirectory(prefix="sonde-demo-") as errors_of_ranks, interrupts_left_to_ranks():
+    with TemporaryDirectory(prefix="sonde-demo-") as error_folder, interrupts_left_to_ranks():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -51,7 +51,7 @@ def launch(setup: Setup) -> Ending:
             local_addr="127.0.0.1",
             max_restarts=0,
             signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-            logs_specs=DefaultLogsSpecs(log_dir=errors_of_ranks),
+            logs_specs=DefaultLogsSpecs(log_dir=error_folder),
         )
         try:
             endings: dict[int, Ending] = elastic_launch(config, train_rank)(setup)
@@ -63,12 +63,12 @@ def launch(setup: Setup) -> Ending:
 
 
 def _silence_launcher() -> None:
-    """Leave out what torch says for those who operate clusters: everything that goes wrong is raised as well."""
+    """Hide the messages that torch writes for cluster operators. Every failure is raised as an error as well."""
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
-    # For the ranks, which inherit them.
+    # The ranks inherit these variables.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
@@ -77,10 +77,10 @@ def _explain(rank: int, failure: ProcessFailure) -> TrainingFailed:
     if failure.exitcode == INTERRUPTED:
         return TrainingFailed("stopped at once by a second Ctrl-C", status=INTERRUPTED)
     if failure.exitcode < 0:
-        cause = "; the system does this when memory runs out" if failure.signal_name() == "SIGKILL" else ""
+        cause = "; the system kills a process when memory runs out" if failure.signal_name() == "SIGKILL" else ""
         return TrainingFailed(f"rank {rank} was killed by {failure.signal_name()}{cause}")
-    raised = failure.error_file_data["message"]
-    if isinstance(raised, str):
+    error = failure.error_file_data["message"]
+    if isinstance(error, str):
         return TrainingFailed(f"rank {rank} ended with status {failure.exitcode}")
-    summary = raised["message"].partition("\n")[0]
-    return TrainingFailed(f"rank {rank} failed: {summary}", traceback=raised["extraInfo"]["py_callstack"])
+    summary = error["message"].partition("\n")[0]
+    return TrainingFailed(f"rank {rank} failed: {summary}", traceback=error["extraInfo"]["py_callstack"])

@@ -10,13 +10,13 @@ N_BYTES = 256
 
 
 class ByteTransformer(nn.Module):
-    """Logits of the byte that follows each byte of a window, from that byte and those before it.
+    """For each byte of a window, logits of the next byte, computed from this byte and the bytes before it.
 
     Args:
         context: the longest window, in bytes.
-        width: size of the vector that stands for one byte.
+        width: size of the vector that represents one byte.
         depth: number of blocks.
-        n_heads: attention heads per block; divides `width`.
+        n_heads: attention heads per block. `width` must be a multiple of it.
 
     Example:
         >>> model = ByteTransformer(context=96)
@@ -58,7 +58,7 @@ class ByteEmbedding(nn.Embedding):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron on each position, both added to what came in (pre-norm)."""
+    """Attention, then a perceptron on each position. Each one is added to its input (pre-norm)."""
 
     def __init__(self, width: int, n_heads: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Each position gathers from itself and the positions before it."""
+    """Attention in which each position sees itself and the positions before it."""
 
     def __init__(self, width: int, n_heads: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class CausalAttention(nn.Module):
 
 
 def _init_small(module: nn.Module) -> None:
-    """Small weights, so that the first guess is nearly uniform: a loss of ln 256 = 5.55 nats per byte."""
+    """Small weights make the first prediction nearly uniform: a loss of ln 256 = 5.55 nats per byte."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,4 +1,4 @@
-"""What a demo run is asked to do, and what that means on this machine."""
+"""The options of the demo, and the choices that follow from them on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tyro.conf import arg
 from sonde.options import options_from, read_yaml
 
 BATCH_PER_RANK = 16
-"""Sequences per rank and optimizer step where `--batch` does not say."""
+"""Sequences per rank and optimizer step without `--batch`."""
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -21,10 +21,10 @@ Device = Literal["auto", "cpu", "cuda"]
 class DemoOptions:
     """Train a small language model on real text and measure its gradient noise scale.
 
-    The model reads the sources of Python's standard library byte by byte and learns to predict the next one, on
-    several processes under DistributedDataParallel. The noise scale then says whether the batch size suits the
-    training. Ctrl-C stops early and keeps what was measured. Another demo is `sonde demo entropy`: reinforcement
-    learning, and what its updates do to the policy's entropy.
+    The model reads the source files of Python's standard library byte by byte and learns to predict the next byte.
+    Several processes train it under DistributedDataParallel. At the end, the noise scale says whether the batch size
+    suits the training. Ctrl-C stops early and keeps what was measured. There is a second demo, `sonde demo entropy`:
+    it trains a policy by reinforcement learning and forecasts how each update changes the policy's entropy.
 
     Attributes:
         steps: Optimizer steps.
@@ -32,13 +32,13 @@ class DemoOptions:
         batch: Sequences per optimizer step, over all ranks.
         micro_batches: Backward passes per rank and step, over which gradients accumulate.
         context: Bytes per sequence.
-        learning_rate: Peak learning rate of AdamW, between a warm-up and a cosine decay.
+        learning_rate: Peak learning rate of AdamW, after a warm-up and before a cosine decay.
         horizon: Length of the probe's running averages, in optimizer steps.
         seed: Seed of the weights and of the windows of text.
-        device: Where to train; auto takes GPUs where there are any.
+        device: Where to train. With auto, on GPUs if there are any, otherwise on the CPU.
         log_every: Optimizer steps between readings.
-        out: New or empty folder for log and report.
-        config: YAML file with any of these options; flags win over it.
+        out: New or empty folder for the log and the report.
+        config: YAML file with any of these options. Flags override the file.
     """
 
     steps: Annotated[int, arg(metavar="N")] = 300
@@ -56,31 +56,31 @@ class DemoOptions:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """The options that a YAML file gives, and the defaults of the others.
+        """The options that a YAML file gives, with defaults for the others.
 
         Raises:
             FileNotFoundError: when there is no such file.
-            ValueError: when it is not a mapping of options to values that they can have.
+            ValueError: when the file is not a mapping of options to valid values.
         """
         return options_from(cls, read_yaml(path, "steps: 100"), path, without=("config",))
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One run with every choice made; the same on every rank.
+    """A run with every choice made, the same on every rank.
 
     Attributes:
-        folder: where log and report go.
-        device: of every rank.
-        n_ranks: processes.
-        n_threads: per process, on the CPU.
+        folder: folder for the log and the report.
+        device: device of every rank.
+        n_ranks: number of processes.
+        n_threads: CPU threads per process.
         n_steps: optimizer steps.
-        n_micro_batches: per rank and step.
-        sequences_per_micro_batch: sequences in each.
+        n_micro_batches: micro-batches per rank and step.
+        sequences_per_micro_batch: sequences per micro-batch.
         context: bytes per sequence.
-        learning_rate: its peak.
-        horizon: of the probe, in steps.
-        seed: of weights and windows.
+        learning_rate: peak learning rate.
+        horizon: horizon of the probe, in steps.
+        seed: seed of the weights and of the windows of text.
         log_every: steps between readings.
     """
 
@@ -103,38 +103,37 @@ class Setup:
         return self.n_ranks * self.n_micro_batches * self.sequences_per_micro_batch
 
     def metadata(self) -> dict[str, object]:
-        """What the log remembers of it, as JSON values."""
-        chosen = asdict(self)
-        del chosen["folder"]
-        return {"batch": self.batch, **chosen}
+        """The choices for the log, as JSON values."""
+        choices = asdict(self)
+        del choices["folder"]
+        return {"batch": self.batch, **choices}
 
 
 def decide(options: DemoOptions, folder: Path, *, n_gpus: int, n_cores: int) -> Setup:
     """Make every choice that the options leave open.
 
     Args:
-        options: what was asked for.
-        folder: where log and report go.
-        n_gpus: GPUs of this machine.
-        n_cores: cores that this process may use.
+        options: the options of the user.
+        folder: folder for the log and the report.
+        n_gpus: number of GPUs of this machine.
+        n_cores: number of cores that this process may use.
 
     Raises:
-        ValueError: for options out of range, or that do not fit together or this machine.
+        ValueError: when an option is out of range, or when options do not fit each other or this machine.
     """
     _check_ranges(options)
     on_cpu = options.device == "cpu" or (options.device == "auto" and n_gpus == 0)
     n_ranks = options.ranks or (2 if on_cpu else n_gpus)
     if not on_cpu and n_gpus == 0:
-        raise ValueError("no GPU was found, and --device cuda was given: pass --device cpu, or leave it out")
+        raise ValueError("no GPU was found, and --device cuda was given: pass --device cpu, or leave out --device")
     if not on_cpu and not 1 <= n_ranks <= n_gpus:
         raise ValueError(
-            f"each rank needs a GPU of its own, got {n_ranks} ranks and {n_gpus} GPUs: "
-            "pass --device cpu or fewer --ranks"
+            f"each rank needs its own GPU, got {n_ranks} ranks and {n_gpus} GPUs: pass --device cpu or fewer --ranks"
         )
     n_pieces = n_ranks * options.micro_batches
     if n_pieces < 2:
         raise ValueError(
-            "need at least 2 pieces per step to tell noise from signal, got 1 rank × 1 micro-batch: "
+            "need at least 2 pieces per step to distinguish noise from signal, got 1 rank × 1 micro-batch: "
             "pass --micro-batches 2 or --ranks 2"
         )
     batch = n_ranks * _per_rank(options) if options.batch is None else options.batch
@@ -161,7 +160,7 @@ def decide(options: DemoOptions, folder: Path, *, n_gpus: int, n_cores: int) -> 
 
 
 def _per_rank(options: DemoOptions) -> int:
-    """Sequences per rank nearest to the default that the micro-batches share evenly."""
+    """Sequences per rank: the multiple of the number of micro-batches that is nearest to the default."""
     return options.micro_batches * max(1, round(BATCH_PER_RANK / options.micro_batches))
 
 
@@ -171,7 +170,7 @@ def _check_ranges(options: DemoOptions) -> None:
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}: give a whole number from 1 up")
     if not 0 <= options.seed < 2**31:
-        raise ValueError(f"seed must be at least 0 and less than 2³¹, got {options.seed}: choose another")
+        raise ValueError(f"seed must be at least 0 and less than 2³¹, got {options.seed}: choose another seed")
     if not 0 < options.learning_rate < math.inf:
         raise ValueError(f"learning_rate must be positive and finite, got {options.learning_rate}: try 0.001")
     if not 1 < options.horizon < math.inf:

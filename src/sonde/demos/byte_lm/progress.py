@@ -1,4 +1,4 @@
-"""What a newcomer sees while the model trains: a live panel in a terminal, plain lines elsewhere."""
+"""Progress of the training: a live panel in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class TrainingDisplay:
-    """Shows the training on rank 0. It is a sink of the probe: its numbers are those of the probe's own records.
+    """Shows the training on rank 0. It is a sink of the probe, so its numbers are those of the probe's records.
 
     Args:
         setup: the run.
-        console: where to; a quiet one on the other ranks.
+        console: the console to write to; a quiet console on the other ranks.
     """
 
     def __init__(self, setup: Setup, console: Console) -> None:
@@ -64,7 +64,7 @@ class TrainingDisplay:
             self._live.stop()
 
     def advance(self, step: int) -> None:
-        """An optimizer step has been done; steps count from 1."""
+        """Show that optimizer step `step` is done. Steps count from 1."""
         self._bar.update(self._task, completed=step)
         if time.monotonic() - self._last_frame >= _SECONDS_BETWEEN_FRAMES:
             self._refresh()
@@ -76,19 +76,19 @@ class TrainingDisplay:
                 self._title = _title(record["setup"])
             case "alert":
                 self._alerts[record["name"]] = record["message"]
-                self._say(f"alert: {record['message']}")
+                self._print(f"alert: {record['message']}")
             case "reading":
                 self._readings.append(record)
                 self._alerts = dict(record["alerts"])
                 due = time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES
                 if due or record["window"] == self._setup.n_steps:
-                    self._say(_line(record, self._setup))
+                    self._print(_line(record, self._setup))
                     self._last_line = time.monotonic()
 
     def close(self) -> None:
-        """No record follows; the last ones stay on the screen."""
+        """No record follows. The last records stay on the screen."""
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if not self._is_live:
             self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -112,7 +112,7 @@ def describe_noise_scale(reading: Mapping[str, Any], unit: str = "sequences") ->
     """B_simple in words, from a reading record.
 
     Args:
-        reading: the record.
+        reading: the reading record.
         unit: plural name of the unit.
 
     Example:
@@ -132,11 +132,11 @@ def describe_noise_scale(reading: Mapping[str, Any], unit: str = "sequences") ->
 
 
 def trend(values: Sequence[float], width: int = _TREND_WIDTH) -> str:
-    """The course of a quantity as a row of bars, the lowest value the lowest bar.
+    """A sequence of values as a row of bars. The lowest value has the lowest bar.
 
     Args:
-        values: in order of time; the whole course is shown, thinned to `width` bars.
-        width: most bars.
+        values: values in order of time. If there are more than `width`, they are thinned out.
+        width: largest number of bars.
 
     Example:
         >>> trend([0.0, 1.0, 2.0, 7.0])
@@ -150,10 +150,10 @@ def trend(values: Sequence[float], width: int = _TREND_WIDTH) -> str:
     return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1)) if span else 0] for value in shown)
 
 
-def _title(found: Mapping[str, Any]) -> str:
+def _title(setup: Mapping[str, Any]) -> str:
     return (
-        f"sonde demo: {count(found['parameters'])} parameters, {found['ranks']} ranks on "
-        f"{str(found['device']).partition(':')[0]}"
+        f"sonde demo: {count(setup['parameters'])} parameters, {setup['ranks']} ranks on "
+        f"{str(setup['device']).partition(':')[0]}"
     )
 
 
@@ -190,6 +190,6 @@ def _line(reading: Mapping[str, Any], setup: Setup) -> str:
 
 
 def _tokens_per_second(metrics: Mapping[str, Any], setup: Setup) -> str:
-    """A token is a byte here."""
+    """In this demo, a token is a byte."""
     sequences = metrics["run/units_per_second"]
     return count(None if sequences is None else sequences * setup.context)

@@ -1,4 +1,4 @@
-"""`sonde demo` from beginning to end: the choices, the training, the verdict, the report."""
+"""`sonde demo` from beginning to end: choices, training, verdict, report."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def run_demo(options: DemoOptions) -> int:
     """Train, judge the batch size, and leave a log and a report.
 
     Args:
-        options: what was asked for.
+        options: the options of the user.
 
     Returns:
-        The exit status: 0, or 130 after Ctrl-C, or another when a rank failed.
+        The exit status: 0, 130 after Ctrl-C, or another number when a rank failed.
 
     Raises:
-        ValueError: for options that cannot be met.
-        FileExistsError: when the folder for log and report has something in it.
-        FileNotFoundError: when this Python has no sources to learn from.
+        ValueError: when the options cannot be satisfied.
+        FileExistsError: when the folder for the log and the report is not empty.
+        FileNotFoundError: when this Python has no source files to learn from.
     """
     console = LastingConsole(highlight=False)
     sources = find_sources()
@@ -43,28 +43,29 @@ def run_demo(options: DemoOptions) -> int:
     try:
         ending = launch(setup)
     except TrainingFailed as failure:
-        if console.show_cursor():  # in a terminal, where a killed rank leaves its panel open
+        if console.show_cursor():  # in a terminal, a killed rank leaves its panel open
             console.print()
         _explain(failure, folder / RECORDS_NAME)
         return failure.status
     if ending.interrupted:
-        what_is_left = "log and report are complete so far" if ending.n_steps else "no step was finished"
-        console.print(f"Stopped at step {ending.n_steps} of {setup.n_steps}; {what_is_left}.")
+        outcome = "log and report are complete up to this step" if ending.n_steps else "no step was finished"
+        console.print(f"Stopped at step {ending.n_steps} of {setup.n_steps}; {outcome}.")
     conclude(setup, console)
     return INTERRUPTED if ending.interrupted else 0
 
 
 def _n_cores() -> int:
-    """Cores that this process may use: fewer than the machine has, in a container or under taskset."""
+    """Cores that this process may use. In a container or under taskset there are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _announce(setup: Setup, *, n_bytes: int, console: Console) -> None:
     where = "the CPU" if setup.device == "cpu" else "one GPU each"
     console.print(
-        f"sonde demo: {setup.n_ranks} processes on {where} teach a small transformer to write Python, byte by byte, "
-        f"from the {n_bytes / 1e6:.0f} MB of its standard library. Meanwhile sonde measures the gradient noise scale "
-        "B_simple, which tells how large a batch is worth its cost. Ctrl-C stops early and keeps what was measured.\n\n"
+        f"sonde demo: {setup.n_ranks} processes on {where} train a small transformer to write Python, byte by byte, "
+        f"from the {n_bytes / 1e6:.0f} MB of Python's standard library. Meanwhile sonde measures the gradient noise "
+        "scale B_simple: it shows how large a batch may be and still be worth its cost. Ctrl-C stops early and keeps "
+        "what was measured.\n\n"
         f"Starting {setup.n_ranks} processes ...\n",
         width=min(console.width, PANEL_WIDTH),
     )
@@ -74,16 +75,16 @@ def _explain(failure: TrainingFailed, log: Path) -> None:
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if failure.traceback:
         console.print(failure.traceback)
-    kept = f"; the log so far: {log}" if log.exists() else ""
-    console.print(f"sonde: error: {failure}{kept}")
+    log_text = f"; the log so far: {log}" if log.exists() else ""
+    console.print(f"sonde: error: {failure}{log_text}")
 
 
 def conclude(setup: Setup, console: Console) -> None:
-    """Say what came out of a run and where it lies, and write its report.
+    """Print the verdict on a run, write its report, and print where the log and the report are.
 
     Args:
         setup: the run, which has ended.
-        console: where to say it.
+        console: the console to print to.
     """
     run = read_run(setup.folder)
     if not run.readings:

@@ -1,4 +1,4 @@
-"""The training of one rank: DistributedDataParallel, gradient accumulation, AdamW, and a probe that watches."""
+"""The training of one rank: DistributedDataParallel, gradient accumulation, AdamW, and a probe."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ending:
 
     Attributes:
         n_steps: optimizer steps done.
-        interrupted: whether it was asked to stop before the last.
+        interrupted: whether Ctrl-C stopped it before the last step.
     """
 
     n_steps: int
@@ -42,7 +42,7 @@ class Ending:
 
 
 def train_rank(setup: Setup) -> Ending:
-    """Train in a process of its own, one per rank, started by torch's launcher.
+    """Train one rank, in its own process, which torch's launcher has started.
 
     Args:
         setup: the run, the same on every rank.
@@ -68,11 +68,11 @@ def train_rank(setup: Setup) -> Ending:
 def _train(setup: Setup, device: torch.device, stop: StopRequest) -> Ending:
     rank = dist.get_rank()
     corpus = read_corpus(find_sources())
-    torch.manual_seed(setup.seed)  # the same first weights on every rank
+    torch.manual_seed(setup.seed)  # the same initial weights on every rank
     model = DistributedDataParallel(ByteTransformer(context=setup.context).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
 
-    logging.getLogger("sonde").addHandler(logging.NullHandler())  # the display shows the probe's alerts itself
+    logging.getLogger("sonde").addHandler(logging.NullHandler())  # the display shows the alerts of the probe
     display = TrainingDisplay(setup, LastingConsole(quiet=rank != 0))
     probe = sonde.attach(
         model,
@@ -107,11 +107,11 @@ def _train(setup: Setup, device: torch.device, stop: StopRequest) -> Ending:
 def accumulate_gradients(
     model: DistributedDataParallel, probe: sonde.NoiseScaleProbe, micro_batches: Sequence[Tensor]
 ) -> Tensor:
-    """One backward per micro-batch; ranks exchange gradients in the last one only.
+    """Run one backward per micro-batch. Ranks exchange gradients only in the last backward.
 
     Args:
-        model: the model, whose gradients are 0.
-        probe: told where each piece begins and ends.
+        model: the model. Its gradients are 0.
+        probe: the probe, which must know where each piece begins and ends.
         micro_batches: bytes, each [windows, context + 1].
 
     Returns:
@@ -131,7 +131,7 @@ def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
     """Mean cross-entropy of the next byte, in nats per byte.
 
     Args:
-        model: gives logits [windows, context, 256].
+        model: the model; it returns logits [windows, context, 256].
         windows: bytes, [windows, context + 1].
     """
     logits = model(windows[:, :-1])
@@ -139,11 +139,11 @@ def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 def rate_at(step: int, n_steps: int) -> float:
-    """The learning rate over its peak: a linear warm-up, then half a cosine down to a tenth.
+    """The learning rate divided by its peak: a linear warm-up, then half a cosine down to a tenth.
 
     Args:
-        step: from 0.
-        n_steps: of the whole run.
+        step: the optimizer step, from 0.
+        n_steps: optimizer steps of the whole run.
     """
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS

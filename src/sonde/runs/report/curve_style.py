@@ -1,4 +1,4 @@
-"""What every curve over the course of a run is drawn with: the shared axis, lines that break, bands, marks."""
+"""Parts of every curve over a run: the shared horizontal axis, lines that break at gaps, bands, marks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from bokeh.models import ColumnDataSource, Range1d
 from bokeh.plotting import figure
 
-from sonde.runs.report.figures import GREY, Key, Scale, add_line_at, new_figure, scale_for
+from sonde.runs.report.figures import GREY, LegendEntry, Scale, add_line_at, new_figure, scale_for
 from sonde.runs.report.timeline import R, Timeline
 
 _MAX_TRIANGLES = 40
 
 WINDOW = ("window", "@window{0,0}")
-"""A hover text's row."""
+"""The row of a hover text that shows the window."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class TimeAxis:
     """The horizontal axis that all curves of a run share, so that they zoom together.
 
     Attributes:
-        scale: what it shows.
-        shared: the one range object.
+        scale: the range at first.
+        shared: Bokeh's range object, the same for all curves.
     """
 
     scale: Scale
@@ -35,14 +35,14 @@ class TimeAxis:
 
 
 def time_axis(line: Timeline[R]) -> TimeAxis:
-    """The axis for one run."""
+    """The horizontal axis for one run."""
     room = scale_for(line.x, "linear")
     scale = replace(room, start=max(room.start, 0.0))
     return TimeAxis(scale, Range1d(start=scale.start, end=scale.end))
 
 
 def new_curve(line: Timeline[R], axis: TimeAxis, y: Scale, *, y_label: str, height: int) -> figure:
-    """An empty figure over the course of a run; restarts are dotted lines."""
+    """An empty figure over a run, with a dotted line at each restart."""
     fig = new_figure(axis.scale, y, x_label=line.x_label, y_label=y_label, height=height, shared=axis.shared)
     for position in line.restarts:
         add_line_at(fig, position, "height", GREY, "dotted")
@@ -50,7 +50,7 @@ def new_curve(line: Timeline[R], axis: TimeAxis, y: Scale, *, y_label: str, heig
 
 
 def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, dash: str = "solid") -> None:
-    """A line that breaks where y is NaN, with a dot where a value has no neighbour to be joined to."""
+    """A line that breaks where y is NaN. A value without a neighbour is drawn as a dot."""
     fig.line(x, y, color=color, line_width=2, line_dash=dash)
     unknown = [True, *map(math.isnan, y), True]
     alone = [i for i in range(len(y)) if unknown[i] and not unknown[i + 1] and unknown[i + 2]]
@@ -60,7 +60,7 @@ def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, d
 def add_bands(
     fig: figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], axis: Scale, **style: Any
 ) -> None:
-    """Fill between two curves, one polygon per unbroken stretch: an area glyph would bridge the gaps."""
+    """Fill between two curves with one polygon per unbroken stretch: one area glyph would bridge the gaps."""
     half = _half_spacing(x)
     xs, ys = [], []
     for known, stretch in groupby(range(len(x)), lambda i: not (math.isnan(low[i]) or math.isnan(high[i]))):
@@ -68,16 +68,16 @@ def add_bands(
         if not known:
             continue
         rows = [rows[0], *rows, rows[-1]]
-        at = [x[i] for i in rows]
-        at[0], at[-1] = at[0] - half, at[-1] + half
-        xs.append([*at, *reversed(at)])
+        positions = [x[i] for i in rows]
+        positions[0], positions[-1] = positions[0] - half, positions[-1] + half
+        xs.append([*positions, *reversed(positions)])
         ys.append([*(axis.clamp(low[i]) for i in rows), *(axis.clamp(high[i]) for i in reversed(rows))])
     if xs:
         fig.patches("xs", "ys", source=ColumnDataSource({"xs": xs, "ys": ys}), line_color=None, **style)
 
 
 def _half_spacing(x: Sequence[float]) -> float:
-    """Half the usual distance between readings: a stretch of one reading still has a width."""
+    """Half the usual distance between readings. It gives a stretch of one reading a width."""
     steps = [b - a for a, b in pairwise(x) if b > a]
     return median(steps) / 2 if steps else 0.02 * max(abs(x[0]), 1.0)
 
@@ -85,12 +85,12 @@ def _half_spacing(x: Sequence[float]) -> float:
 def add_triangles(
     fig: figure, x: Sequence[float], y: Sequence[float], marker: str, color: str, limit: int = _MAX_TRIANGLES
 ) -> None:
-    """Marks where y is known, thinned to a number that can be told apart."""
+    """Marks where y is known, thinned out so that they do not touch."""
     points = [(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(b)]
     points = points[:: max(math.ceil(len(points) / limit), 1)]
     fig.scatter([a for a, _ in points], [b for _, b in points], marker=marker, color=color, size=8)
 
 
-def restart_key(line: Timeline[R]) -> tuple[Key, ...]:
-    """What the dotted lines are, where there are any."""
-    return (Key("dotted", GREY, "the run was restarted here"),) if line.restarts else ()
+def restart_legend(line: Timeline[R]) -> tuple[LegendEntry, ...]:
+    """The legend of the dotted lines; empty if the run was never restarted."""
+    return (LegendEntry("dotted", GREY, "the run was restarted here"),) if line.restarts else ()

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from bokeh.models import NumeralTickFormatter
 from bokeh.plotting import figure
 
 from sonde.runs.reader import Reading
-from sonde.runs.report.curve_style import WINDOW, TimeAxis, add_bands, add_curve, add_triangles, new_curve, restart_key
+from sonde.runs.report.curve_style import (
+    WINDOW,
+    TimeAxis,
+    add_bands,
+    add_curve,
+    add_triangles,
+    new_curve,
+    restart_legend,
+)
 from sonde.runs.report.figures import (
     BLUE,
     GREEN,
     GREY,
     INK,
     ORANGE,
-    Key,
+    LegendEntry,
     Plot,
     Scale,
     add_hover,
@@ -31,11 +39,11 @@ from sonde.wording import estimate, number, shorten
 def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
     """B_simple with its interval on a log axis, and the batch size across it.
 
-    Where only a lower bound is known, the band is hatched and open to the top. Where nothing is known there is a gap.
+    If only a lower bound is known, the band is hatched and open to the top. If nothing is known, there is a gap.
     """
     low, batch = line.metric("gns/b_simple_low"), line.metric("gns/units_per_window")
     if all(map(math.isnan, low)):
-        return "No reading has resolved or bounded the noise scale yet: measure more windows."
+        return "No reading has an estimate or a lower bound of the noise scale yet: measure more windows."
     resolved = line.column(lambda r: r.metrics.get("gns/b_simple") if r.status == "resolved" else None)
     bound = line.column(lambda r: r.metrics.get("gns/b_simple_low") if r.status == "lower_bound" else None)
     drawn = [a if math.isnan(b) else b for a, b in zip(resolved, bound, strict=True)]
@@ -60,14 +68,14 @@ def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
     }
     rows = [("noise scale", "@known"), ("batch size", "@batch{0,0.[0]}"), WINDOW, ("units seen", "@seen{0,0}")]
     add_hover(fig, columns, rows)
-    return Plot((fig,), (*_noise_scale_keys(line), *restart_key(line)))
+    return Plot((fig,), (*_noise_scale_legend(line), *restart_legend(line)))
 
 
 def moments_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
-    """tr Σ and |G|² on one log axis: their distance is the noise scale. Estimates at or below 0 are marked."""
+    """tr Σ and |G|² on one log axis: their distance is the noise scale. Marks show estimates at or below 0."""
     trace, signal = line.metric("gns/trace_cov"), line.metric("gns/grad_sq")
     if all(map(math.isnan, [*trace, *signal])):
-        return "No reading holds the two parts of the noise scale."
+        return "No reading holds noise or signal, the two parts of the noise scale."
     y = scale_for([*trace, *signal], "log")
     fig = new_curve(line, axis, y, y_label="Squared gradient norm", height=340)
     add_curve(fig, line.x, [v if v > 0 else math.nan for v in trace], ORANGE)
@@ -85,13 +93,13 @@ def moments_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
         },
         [("noise tr Σ", "@trace"), ("signal |G|²", "@signal"), WINDOW],
     )
-    keys = [
-        Key("line", ORANGE, "noise: variance of the gradient from one unit alone, tr Σ"),
-        Key("line", GREEN, "signal: squared norm of the true gradient, |G|²"),
+    legend = [
+        LegendEntry("line", ORANGE, "noise tr Σ: variance of the gradient of one unit"),
+        LegendEntry("line", GREEN, "signal |G|²: squared norm of the true gradient"),
     ]
     if any(v <= 0 for v in signal):
-        keys.append(Key("down", GREEN, "estimate of |G|² at or below 0: hidden in the noise so far"))
-    return Plot((fig,), (*keys, *restart_key(line)))
+        legend.append(LegendEntry("down", GREEN, "|G|² estimated at or below 0: not yet distinguishable from 0"))
+    return Plot((fig,), (*legend, *restart_legend(line)))
 
 
 def norm_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
@@ -111,27 +119,36 @@ def norm_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
         },
         [("gradient norm", "@norm"), WINDOW],
     )
-    keys = (Key("line", BLUE, "gradient norm before clipping"), *restart_key(line))
+    legend = (LegendEntry("line", BLUE, "gradient norm before clipping"), *restart_legend(line))
     if all(map(math.isnan, clipped)):
-        return Plot((fig,), keys)
-    share = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="Clipped", height=170)
+        return Plot((fig,), legend)
+    share = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="Clipped windows", height=170)
     share.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
     share.yaxis[0].ticker = [0, 0.5, 1]
     add_bands(share, line.x, [0.0] * len(clipped), clipped, Scale("linear", 0, 1), fill_color=ORANGE, fill_alpha=0.2)
     add_curve(share, line.x, clipped, ORANGE)
     add_hover(share, {"x": line.x, "y": clipped, "window": line.windows}, [("clipped", "@y{0.[0] %}"), WINDOW])
-    fig.xaxis.visible = False
-    return Plot((fig, share), (*keys, Key("line", ORANGE, "share of the windows that were clipped")))
+    fig.xaxis.visible = False  # the figure below shows the shared axis
+    return Plot((fig, share), (*legend, LegendEntry("line", ORANGE, "share of windows that were clipped")))
 
 
-def value_curve(line: Timeline[R], axis: TimeAxis, name: str) -> Plot:
-    """One value that the user logged, under its own name."""
+def value_curve(line: Timeline[R], axis: TimeAxis, name: str, metric: Mapping[str, str] | None = None) -> Plot:
+    """One value over the run, under its own name.
+
+    Args:
+        line: readings.
+        axis: the horizontal axis.
+        name: of the value.
+        metric: its unit and meaning, for a metric that is declared.
+    """
     values = line.metric(name)
-    fig = new_curve(line, axis, scale_for(values), y_label=shorten(name), height=260)
+    unit = f" ({metric['unit']})" if metric else ""
+    fig = new_curve(line, axis, scale_for(values), y_label=shorten(name) + unit, height=260)
     add_curve(fig, line.x, values, INK)
     texts = line.texts(lambda r: number(r.metrics.get(name), 4))
     add_hover(fig, {"x": line.x, "y": values, "window": line.windows, "value": texts}, [("value", "@value"), WINDOW])
-    return Plot((fig,), restart_key(line))
+    legend = (LegendEntry("line", INK, metric["meaning"]),) if metric else ()
+    return Plot((fig,), (*legend, *restart_legend(line)))
 
 
 def _known(reading: Reading) -> str:
@@ -139,15 +156,15 @@ def _known(reading: Reading) -> str:
     return estimate(reading.status, metrics.get("gns/b_simple"), metrics.get("gns/b_simple_low"), reading.high)
 
 
-def _noise_scale_keys(line: Timeline[Reading]) -> Iterator[Key]:
+def _noise_scale_legend(line: Timeline[Reading]) -> Iterator[LegendEntry]:
     statuses = {row.status for row in line.rows if row is not None}
     if "resolved" in statuses:
-        yield Key("line", BLUE, "noise scale")
-        yield Key("band", BLUE, "its confidence interval")
-    yield Key("dashed", ORANGE, f"batch size ({line.unit} per step)")
+        yield LegendEntry("line", BLUE, "noise scale")
+        yield LegendEntry("band", BLUE, "confidence interval of the noise scale")
+    yield LegendEntry("dashed", ORANGE, f"batch size ({line.unit} per step)")
     if "lower_bound" in statuses:
-        yield Key("up", GREY, "known only to lie above this")
-        yield Key("hatched", GREY, "no upper limit known")
+        yield LegendEntry("up", GREY, "lower bound: the noise scale lies above this")
+        yield LegendEntry("hatched", GREY, "no upper limit is known")
 
 
 def _add_batch_size(fig: figure, line: Timeline[Reading], batch: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""One look for every figure of the report: sizes, colours, axes that fit the numbers, hover texts and keys."""
+"""Figures and tables of the report, all in one style: colours, axes that fit the numbers, hover texts, legends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bokeh.plotting import figure
 from sonde.wording import number
 
 BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#c8590f", "#1b7f5c", "#8a94a0", "#26303a"
-"""Told apart by colour-blind readers, and in grey print by their dashes and marks."""
+"""Colour-blind readers can distinguish these. In a grey print, dashes and marks show the difference."""
 
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 
@@ -32,13 +32,13 @@ Mark = Literal["line", "dashed", "dotted", "band", "hatched", "bar", "dot", "whi
 
 
 @dataclass(frozen=True)
-class Key:
-    """One entry of the legend, which stands in the page and wraps there, unlike one inside a canvas.
+class LegendEntry:
+    """One entry of a legend. Legends are part of the page, where they wrap; inside a canvas they would not.
 
     Attributes:
-        mark: how it is drawn.
+        mark: how the entry is drawn in the figure.
         color: CSS colour.
-        text: what it is.
+        text: what the mark means.
     """
 
     mark: Mark
@@ -48,12 +48,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of plain text; a user's words among them are not escaped yet.
+    """Rows of plain text, in which the user's words are not escaped yet.
 
     Attributes:
         caption: what is listed.
-        columns: their heads. The first is text, the others are numbers.
-        rows: as many texts each.
+        columns: heads of the columns. The first column is text, the others are numbers.
+        rows: one text per column.
     """
 
     caption: str
@@ -67,11 +67,11 @@ class Plot:
 
     Attributes:
         figures: at least one.
-        keys: their legend; may be empty.
+        legend: its entries; may be empty.
     """
 
     figures: tuple[figure, ...]
-    keys: tuple[Key, ...]
+    legend: tuple[LegendEntry, ...]
 
     @property
     def height(self) -> int:
@@ -84,7 +84,7 @@ class Scale:
     """An axis: its kind and the range it shows.
 
     Attributes:
-        kind: "log" only where everything drawn is positive.
+        kind: "log" only if everything drawn is positive.
         start: lower end.
         end: upper end.
     """
@@ -94,22 +94,22 @@ class Scale:
     end: float
 
     def clamp(self, value: float) -> float:
-        """The value, or the end of the axis beyond which it lies; NaN stays NaN."""
+        """The value, or the nearer end of the axis if the value lies outside. NaN stays NaN."""
         return value if math.isnan(value) else min(max(value, self.start), self.end)
 
     def at(self, fraction: float) -> float:
-        """The value at a fraction of the way along the axis."""
+        """The value at a fraction of the way from the start of the axis to its end."""
         if self.kind == "log":
             return float(self.start * (self.end / self.start) ** fraction)
         return self.start + fraction * (self.end - self.start)
 
 
 def scale_for(values: Sequence[float], kind: Literal["linear", "log", "any"] = "any") -> Scale:
-    """An axis that shows all values with some room, and does not collapse where they are equal.
+    """An axis that shows all values with some room, and does not collapse if they are equal.
 
     Args:
-        values: what is drawn; NaN is left out, and so are zeros and negatives on a log axis.
-        kind: "any" is logarithmic where all values are positive and span more than a factor of 20.
+        values: the values to draw. NaN is left out. A log axis also leaves out zeros and negative values.
+        kind: "any" is logarithmic if all values are positive and span more than a factor of 20.
 
     Example:
         >>> scale_for([1.0, 100.0]).kind, scale_for([0.0, 100.0]).kind
@@ -117,7 +117,7 @@ def scale_for(values: Sequence[float], kind: Literal["linear", "log", "any"] = "
         >>> scale_for([5.0, 5.0], "linear")
         Scale(kind='linear', start=4.5, end=5.5)
     """
-    # Beyond these, a range would leave what floats can hold.
+    # Larger or smaller values would make a range that floats cannot hold.
     known = [v for v in values if abs(v) < 1e150 and (v == 0 or abs(v) > 1e-150) and (kind != "log" or v > 0)]
     low, high = (min(known), max(known)) if known else (1.0, 1.0)
     if kind == "any":
@@ -133,8 +133,9 @@ def noise_scale_axis(estimates: Sequence[float], high: Sequence[float]) -> Scale
     """A log axis for noise scales that shows every estimate and bound.
 
     Args:
-        estimates: what must be seen.
-        high: upper ends of intervals, seen up to 8 times the largest estimate: a first interval may span decades.
+        estimates: values that must be visible.
+        high: upper ends of intervals. They are visible up to 8 times the largest estimate, since the first interval
+            of a run may span decades.
     """
     largest = max((v for v in estimates if v > 0), default=1.0)
     return scale_for([*estimates, *(min(h, 8 * largest) for h in high if math.isfinite(h))], "log")
@@ -149,7 +150,7 @@ def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, s
         x_label: with the unit.
         y_label: with the unit.
         height: in pixels.
-        shared: the range of `x` where figures zoom together; a figure without one does not zoom.
+        shared: the range of `x`, for figures that zoom together. A figure without it does not zoom.
     """
     fig = figure(
         x_axis_type=x.kind,
@@ -166,16 +167,16 @@ def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, s
     fig.toolbar.logo = None
     fig.toolbar.autohide = True
     fig.outline_line_color = None
-    fig.min_border_left, fig.min_border_right = 76, 14  # figures one above the other line up
+    fig.min_border_left, fig.min_border_right = 76, 14  # so that figures one above the other line up
     for axis, scale, label in ((fig.xaxis[0], x, x_label), (fig.yaxis[0], y, y_label)):
-        axis.axis_label = PlainText(text=label)  # plain: "$$" in a unit's name would ask the network for MathJax
+        axis.axis_label = PlainText(text=label)  # otherwise "$$" in a unit's name would load MathJax from the network
         _style_axis(axis, scale)
     fig.grid.grid_line_color = "#e9edf0"
     return fig
 
 
 def add_axis_above(fig: figure, scale: Scale) -> None:
-    """Repeat the horizontal axis on top of a figure too tall to be seen at once."""
+    """Repeat the horizontal axis at the top of a figure that is too tall to be seen at once."""
     axis = LogAxis() if scale.kind == "log" else LinearAxis()
     _style_axis(axis, scale)
     fig.add_layout(axis, "above")
@@ -197,11 +198,11 @@ def _style_axis(axis: Any, scale: Scale) -> None:
 
 
 def log_ticks(scale: Scale, most: int = 9) -> list[float]:
-    """Round numbers on a log axis: Bokeh's own ticker spaces them linearly below two decades.
+    """Round numbers on a log axis. Bokeh's own ticker spaces ticks linearly below two decades.
 
     Args:
         scale: a log axis.
-        most: how many there may be.
+        most: the largest number of ticks.
 
     Example:
         >>> log_ticks(Scale("log", 3.0, 300.0))
@@ -227,21 +228,21 @@ def add_hover(
     rows: Sequence[tuple[str, str]],
     mode: Literal["vline", "hline"] = "vline",
 ) -> None:
-    """Show a text for the nearest reading, wherever the pointer is in the figure.
+    """Show a text for the nearest reading, wherever in the figure the pointer is.
 
     Args:
         fig: the figure.
-        columns: "x", "y" and what the rows name; where only y is NaN the text stands at the bottom.
-        rows: label and Bokeh format of each line, such as ("window", "@window{0,0}"). Labels are our own words: text of
-            a user goes into a column, which Bokeh escapes.
-        mode: "vline" takes the reading nearest in x, "hline" nearest in y.
+        columns: "x", "y" and the columns that the rows name. If only y is NaN, the text appears at the bottom.
+        rows: label and Bokeh format of each line, such as ("window", "@window{0,0}"). A label must not contain text of
+            the user: such text belongs in a column, which Bokeh escapes.
+        mode: "vline" takes the reading nearest in x, "hline" the reading nearest in y.
     """
     drawn = [i for i, x in enumerate(columns["x"]) if not math.isnan(x)]
     data = {name: [values[i] for i in drawn] for name, values in columns.items()}
     bottom = cast(Range1d, fig.y_range).start
     data["y"] = [bottom if math.isnan(y) else y for y in data["y"]]
     source = ColumnDataSource(data)
-    if len(drawn) > 1:  # a line finds its nearest point at any distance, markers only under the pointer
+    if len(drawn) > 1:  # a line finds its nearest point at any distance, a marker only under the pointer
         target: GlyphRenderer[Any] = fig.line("x", "y", source=source, line_alpha=0)
     else:
         target = fig.scatter("x", "y", source=source, alpha=0, size=60)
@@ -266,15 +267,15 @@ def add_line_at(fig: figure, value: float, dimension: Literal["width", "height"]
 def add_label(
     fig: figure, x: float, y: float, text: str, color: str, *, align: Literal["left", "right"] = "left"
 ) -> None:
-    """A word beside a line or a point; never read as TeX.
+    """A label beside a line or a point, never interpreted as TeX.
 
     Args:
         fig: the figure.
         x: in data coordinates.
-        y: in data coordinates; the text stands just above.
+        y: in data coordinates; the text is just above.
         text: plain text.
         color: CSS colour.
-        align: "left" starts at x, "right" ends there.
+        align: with "left" the text starts at x, with "right" it ends at x.
     """
     offset = 6 if align == "left" else -6
     fig.add_layout(

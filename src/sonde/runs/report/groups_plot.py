@@ -15,7 +15,7 @@ from sonde.runs.report.figures import (
     BLUE,
     GREY,
     ORANGE,
-    Key,
+    LegendEntry,
     Plot,
     Scale,
     add_axis_above,
@@ -27,7 +27,7 @@ from sonde.runs.report.figures import (
 from sonde.wording import estimate, number, shorten
 
 MAX_GROUPS = 400
-"""Groups drawn: a longer figure could not be read, nor kept small."""
+"""Largest number of groups that are drawn. A longer figure would be unreadable and large."""
 
 _MARKS: dict[str, dict[str, Any]] = {
     "resolved": {"marker": "circle", "color": BLUE, "size": 9},
@@ -35,7 +35,7 @@ _MARKS: dict[str, dict[str, Any]] = {
     "unresolved": {"marker": "x", "color": GREY, "size": 8},
 }
 
-_TALL = 30  # groups from which the axis stands above too, and rows are closer
+_TALL = 30  # with more groups, rows are closer and the axis is repeated above
 
 
 def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str:
@@ -47,13 +47,13 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
         unit: plural name of the unit.
 
     Returns:
-        The figure, first group on top; or why there is none.
+        The figure with the first group on top, or a sentence that says why there is none.
     """
     groups = ordered_groups(reading, order)
     if not groups:
-        return "This run was not measured by groups of parameters."
+        return "This run did not measure groups of parameters separately."
     if all(group.status == "unresolved" for group in groups.values()):
-        return "No group of parameters has a noise scale yet: measure more windows."
+        return "No group of parameters has a known noise scale yet: measure more windows."
     batch = reading.metrics.get("gns/units_per_window")
     overall = reading.metrics.get("gns/b_simple") if reading.status == "resolved" else None
     known = [v for g in groups.values() for v in (g.b_simple, g.low) if v is not None]
@@ -77,7 +77,7 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
             add_line_at(fig, value, "height", color, dash)
     _add_intervals(fig, x, list(groups.values()))
     _add_texts(fig, x, groups)
-    return Plot((fig,), _keys(list(groups.values()), batch, overall, unit))
+    return Plot((fig,), _legend(list(groups.values()), batch, overall, unit))
 
 
 def ordered_groups(reading: Reading, order: Sequence[str]) -> dict[str, GroupReading]:
@@ -117,17 +117,19 @@ def _anchor(group: GroupReading, x: Scale) -> float:
     return x.at(0.015) if value is None else x.clamp(value)
 
 
-def _keys(groups: Sequence[GroupReading], batch: float | None, overall: float | None, unit: str) -> tuple[Key, ...]:
+def _legend(
+    groups: Sequence[GroupReading], batch: float | None, overall: float | None, unit: str
+) -> tuple[LegendEntry, ...]:
     statuses = {group.status for group in groups}
-    keys = []
+    legend = []
     if "resolved" in statuses:
-        keys.append(Key("whisker", BLUE, "noise scale and its confidence interval"))
+        legend.append(LegendEntry("whisker", BLUE, "noise scale and its confidence interval"))
     if "lower_bound" in statuses:
-        keys.append(Key("right", GREY, "known only to lie above this"))
+        legend.append(LegendEntry("right", GREY, "lower bound: the noise scale lies above this"))
     if "unresolved" in statuses:
-        keys.append(Key("cross", GREY, "not known yet"))
+        legend.append(LegendEntry("cross", GREY, "not known yet"))
     if batch:
-        keys.append(Key("dashed", ORANGE, f"batch size, {number(batch)} {unit}"))
+        legend.append(LegendEntry("dashed", ORANGE, f"batch size, {number(batch)} {unit}"))
     if overall:
-        keys.append(Key("dotted", BLUE, f"whole model, {number(overall)} {unit}"))
-    return tuple(keys)
+        legend.append(LegendEntry("dotted", BLUE, f"whole model, {number(overall)} {unit}"))
+    return tuple(legend)

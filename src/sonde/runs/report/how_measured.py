@@ -1,4 +1,4 @@
-"""How a run was measured, as rows of a table: everything a reader needs to trust its numbers, or not."""
+"""The table "How this was measured": everything that a reader needs to judge how far to trust the numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sonde.runs.reader import Reading, Run
 from sonde.wording import count, duration, moment, number, percent, plural
 
 MAX_TEXT = 4000
-"""Characters shown of any one value of a user's: the page stays small whatever a run carries along."""
+"""Characters shown of any one text of the user's. It keeps the page small, whatever a run logs."""
 
 _MAX_ITEMS = 20
 _SETUP_SHOWN = (
@@ -20,21 +20,21 @@ _SETUP_SHOWN = (
 
 @dataclass(frozen=True)
 class Row:
-    """One row.
+    """One row of the table.
 
     Attributes:
-        term: what it is about.
-        says: plain text, one paragraph each; a user's words among them are not escaped yet.
-        code: whether to keep its line breaks, in a fixed-width font.
+        term: what the row is about.
+        paragraphs: plain text, in which the user's words are not escaped yet.
+        is_code: whether to keep line breaks and use a fixed-width font.
     """
 
     term: str
-    says: tuple[str, ...]
-    code: bool = False
+    paragraphs: tuple[str, ...]
+    is_code: bool = False
 
 
-def method_rows(run: Run) -> list[Row]:
-    """The rows about a run in which something was measured."""
+def how_measured(run: Run) -> list[Row]:
+    """All rows for a run in which something was measured."""
     rows = _setup_rows(run)
     if run.readings:
         rows += [*_window_rows(run), *_trust_rows(run)]
@@ -44,29 +44,31 @@ def method_rows(run: Run) -> list[Row]:
 
 
 def _setup_rows(run: Run) -> list[Row]:
-    unit, setup = run.header.unit, run.header.setup
+    unit, setup = run.header.probe("reading").unit, run.header.probe("reading").setup
     ranks = setup.get("ranks")
     training = [str(setup[key]) for key in ("wrapper", "device") if key in setup]
     if ranks is not None:
         training.insert(1, plural(int(ranks), "data-parallel rank"))
     if setup.get("parameters") is not None:
         training.append(plural(int(setup["parameters"]), "parameter"))
-    meaning = f"{unit}. Batch sizes and noise scales are in {unit}, each taken as one independent sample."
+    meaning = f"{unit}. Batch sizes and noise scales are counted in {unit}, each taken as one independent sample."
     rows = [Row("Training set-up", (", ".join(training) or "not recorded",)), Row("Unit", (meaning,))]
     taps = dict.fromkeys(str(tap) for r in run.readings if (tap := r.pieces.get("tap", setup.get("tap"))) is not None)
     if taps:
         rows.append(Row("Where gradients were read", (", then ".join(taps),)))
     if setup.get("metric", "euclidean") != "euclidean":
-        rows.append(Row("Norm", (f"{setup['metric']}: squared norms are weighted as that optimizer weighs them.",)))
+        rows.append(
+            Row("Norm", (f"{setup['metric']}: squared norms are weighted as this optimizer weights gradients.",))
+        )
     rest = {key: value for key, value in setup.items() if key not in _SETUP_SHOWN and value not in (None, False)}
     if rest:
-        says = [f"{key.replace('_', ' ')}: {_value(value)}" for key, value in rest.items()]
-        rows.append(Row("More of the set-up", tuple(says[:_MAX_ITEMS])))
+        lines = [f"{key.replace('_', ' ')}: {_value(value)}" for key, value in rest.items()]
+        rows.append(Row("More of the set-up", tuple(lines[:_MAX_ITEMS])))
     return rows
 
 
 def _window_rows(run: Run) -> list[Row]:
-    unit, setup, last = run.header.unit, run.header.setup, run.readings[-1]
+    unit, setup, last = run.header.probe("reading").unit, run.header.probe("reading").setup, run.readings[-1]
     per_window, units = last.pieces.get("per_window"), last.metrics.get("gns/units_per_window")
     effective = last.metrics.get("gns/effective_units")
     rows = [
@@ -74,15 +76,15 @@ def _window_rows(run: Run) -> list[Row]:
             "Pieces",
             (
                 "not recorded" if per_window is None else f"{plural(int(per_window), 'piece')} per window.",
-                "A piece is one micro-batch on one rank; a window is all pieces of one optimizer step. Noise is told "
-                "from signal by comparing the gradients of pieces with that of the window.",
+                "A piece is one micro-batch on one rank. A window is all pieces of one optimizer step. Noise is "
+                "separated from signal by comparing the gradients of the pieces with the gradient of the window.",
             ),
         ),
         Row("Batch size", (f"{number(units, 4)} {unit} per window.",)),
         Row("Weights", (_weights(units, effective, unit),)),
     ]
     horizon, level = setup.get("horizon"), setup.get("level")
-    averaging = "Noise and signal are averaged apart over the windows, and their ratio is taken last."
+    averaging = "Noise and signal are averaged separately over the windows. Their ratio is taken last."
     if horizon:
         averaging += f" The average reaches back about {number(float(horizon))} windows."
     elif "horizon" in setup:
@@ -100,45 +102,54 @@ def _trust_rows(run: Run) -> list[Row]:
     rows = [Row("Windows left out", dropped[:_MAX_ITEMS] or ("None.",))]
     consistency = last.metrics.get("gns/consistency")
     if consistency is not None:
-        meaning = "noise seen within ranks over noise seen between them; about 1 if all is well"
+        meaning = "noise measured within ranks divided by noise measured between ranks. It should be about 1"
         rows.append(Row("Consistency", (f"{number(consistency)}: {meaning}.",)))
     scale, residual = last.metrics.get("gns/scale"), last.metrics.get("gns/scale_residual")
     if scale is not None:
-        untouched = "" if residual is None else f" What is left unexplained is {percent(residual)} of its norm."
-        ratio = f"The optimizer's gradient was {number(scale)} times the sum of the pieces' gradients."
-        rows.append(Row("Scale", (ratio + untouched,)))
+        factor = f"The optimizer's gradient was {number(scale)} times the sum of the pieces' gradients."
+        rest = ""
+        if residual is not None:
+            rest = f" The part that this factor does not explain is {percent(residual)} of the gradient's norm."
+        rows.append(Row("Scale", (factor + rest,)))
     rows.append(Row("Overhead", (_overhead(run.readings),)))
     return rows
 
 
 def _policy_rows(run: Run) -> list[Row]:
     """How the entropy and its changes were measured."""
-    policy, setup = run.policy, run.header.setup
+    policy, setup = run.policy, run.header.probe("policy").setup
     forecasts = [r for r in policy if r.metrics.get("entropy/is_valid") is not None]
     rows = [
         Row(
             "Entropy",
             (
-                "Exact at each token, from all logits, at the temperature that responses are sampled at; in nats a "
-                "token, the mean of a response's sum over the mean of its length.",
+                "Computed exactly at each token, from all logits, at the temperature at which responses are sampled. "
+                "In nats a token: the mean entropy of a whole response, divided by the mean length of a response.",
             ),
         ),
         Row(
             "Forecast",
             (
                 "The first derivative of the entropy along the optimizer's own step, on responses to evaluation "
-                "prompts; its standard error is by the scatter of these prompts.",
-                f"{plural(sum(r.point.is_valid for r in forecasts), 'forecast')} of {len(forecasts)} to be trusted.",
+                "prompts. Its standard error comes from the scatter over these prompts.",
+                f"{sum(r.point.is_valid for r in forecasts)} of {plural(len(forecasts), 'forecast')} can be trusted.",
             ),
         ),
     ]
     if setup.get("evaluation"):
         rows.append(Row("Evaluated on", (f"{setup['evaluation']}.",)))
     reasons = dict.fromkeys(f"Step {r.window}: {r.reason}" for r in policy if r.reason)
-    rows.append(Row("Not to be trusted", tuple(cut(said, 300) for said in list(reasons)[:_MAX_ITEMS]) or ("None.",)))
+    doubts = tuple(cut(reason, 300) for reason in list(reasons)[:_MAX_ITEMS])
+    rows.append(Row("Not to be trusted", doubts or ("None.",)))
     seconds = [value for r in policy if (value := r.metrics.get("cost/entropy_seconds")) is not None]
     if seconds:
-        rows.append(Row("Time", (f"{duration(sum(seconds) / len(seconds))} a forecast with its truths, on average.",)))
+        mean_time = duration(sum(seconds) / len(seconds))
+        rows.append(
+            Row(
+                "Time",
+                (f"{mean_time} per forecast, with the measured changes, on average.",),
+            )
+        )
     return rows
 
 
@@ -146,16 +157,16 @@ def _record_rows(run: Run) -> list[Row]:
     header = run.header
     starts = [f"Started {moment(header.time)}." for header in run.headers[:_MAX_ITEMS]]
     if run.torn:
-        starts.append(f"A crash tore the log: {run.torn}.")
+        starts.append(f"A crash damaged the log: {run.torn}.")
     versions = ", ".join(f"{name} {version}" for name, version in header.versions.items())
     rows = [Row("Log", (*starts, _end(run))), Row("Versions", (versions or "not recorded",))]
     if header.metadata:
-        rows.append(Row("Metadata", (cut(json.dumps(header.metadata, indent=2, ensure_ascii=False)),), code=True))
+        rows.append(Row("Metadata", (cut(json.dumps(header.metadata, indent=2, ensure_ascii=False)),), is_code=True))
     return rows
 
 
 def cut(text: str, longest: int = MAX_TEXT) -> str:
-    """A text, ended with a word about it where it is too long to show."""
+    """The text. If it is too long to show, it is cut and a note says by how much."""
     return text if len(text) <= longest else f"{text[:longest]}… ({len(text) - longest:,} more characters in the log)"
 
 
@@ -169,16 +180,18 @@ def _weights(units: float | None, effective: float | None, unit: str) -> str:
     if units is None or effective is None:
         return "not known"
     if abs(effective - units) <= 1e-6 * units:
-        return f"All {unit} of a window count the same."
-    worth = f"{number(units, 4)} of them are worth {number(effective, 4)} of equal weight"
-    return f"Not all {unit} count the same: {worth}."
+        return f"All {unit} of a window have the same weight."
+    return (
+        f"The {unit} of a window have different weights: {number(units, 4)} of them count as much as "
+        f"{number(effective, 4)} of equal weight."
+    )
 
 
 def _alerts(run: Run) -> tuple[str, ...]:
-    said = [f"Window {count(alert.window)}: {cut(alert.message, 500)}" for alert in run.alerts[:_MAX_ITEMS]]
+    lines = [f"Window {count(alert.window)}: {cut(alert.message, 500)}" for alert in run.alerts[:_MAX_ITEMS]]
     if len(run.alerts) > _MAX_ITEMS:
-        said.append(f"And {len(run.alerts) - _MAX_ITEMS:,} more in the log.")
-    return tuple(said) or ("None.",)
+        lines.append(f"{len(run.alerts) - _MAX_ITEMS:,} more are in the log.")
+    return tuple(lines) or ("None.",)
 
 
 def _overhead(readings: Sequence[Reading]) -> str:
@@ -187,7 +200,7 @@ def _overhead(readings: Sequence[Reading]) -> str:
         return "not measured"
     per_window = "" if seconds is None else f", {duration(seconds)} per window"
     share = "" if fraction is None else f"{percent(fraction)} of the training time{per_window}"
-    return f"{share or per_window.removeprefix(', ')}. Host time spent inside the probe, mean over the run."
+    return f"{share or per_window.removeprefix(', ')}. This is host time spent inside the probe, averaged over the run."
 
 
 def _mean(readings: Sequence[Reading], metric: str) -> float | None:
@@ -198,5 +211,5 @@ def _mean(readings: Sequence[Reading], metric: str) -> float | None:
 def _end(run: Run) -> str:
     last = run.header.time if run.is_empty else max(run.header.time, run.last.time)
     if run.ended is None:
-        return f"No end was recorded: the run goes on, or was cut off after {moment(last)}."
-    return f"Ended: {run.ended}. Last reading {moment(last)}."
+        return f"No end was recorded: the run is still going on, or it was cut off after {moment(last)}."
+    return f"Ended: {run.ended}. Last reading: {moment(last)}."

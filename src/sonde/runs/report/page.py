@@ -1,4 +1,4 @@
-"""The report as HTML: every word of a user's is escaped, and no script but the page's own two may run."""
+"""The report as HTML: every text of the user is escaped, and only the page's own two scripts may run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bokeh.resources import Resources
 
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.reader import Reading, Run
-from sonde.runs.report.figures import Key, Mark, Plot, Table
-from sonde.runs.report.how_measured import Row, cut, method_rows
-from sonde.runs.report.policy_sections import policy_topics
-from sonde.runs.report.sections import Section, noise_scale_topics
+from sonde.runs.report.figures import LegendEntry, Mark, Plot, Table
+from sonde.runs.report.how_measured import Row, cut, how_measured
+from sonde.runs.report.policy_sections import policy_sections
+from sonde.runs.report.sections import Section, declared_sections, noise_scale_sections
 from sonde.runs.report.timeline import position_text
-from sonde.runs.report.verdicts import Judgement, judgements
+from sonde.runs.report.verdicts import VerdictPanel, verdict_panels
 from sonde.version import __version__
 from sonde.wording import count, duration, moment, plural
 
@@ -30,24 +30,28 @@ _MAX_ALERTS = 5
 
 def render_page(run: Run) -> str:
     """The whole page of a run in which something was measured."""
-    shown = [*(noise_scale_topics(run) if run.readings else []), *(policy_topics(run) if run.policy else [])]
-    figures = [f for topic in shown for plot in topic.content if isinstance(plot, Plot) for f in plot.figures]
+    sections = [
+        *(noise_scale_sections(run) if run.readings else []),
+        *(policy_sections(run) if run.policy else []),
+        *declared_sections(run),
+    ]
+    figures = [f for section in sections for plot in section.content if isinstance(plot, Plot) for f in plot.figures]
     script, divs = components(figures, wrap_script=False) if figures else ("", ())
-    placed = iter(divs)
+    remaining_divs = iter(divs)
     body = [
         _head(run),
-        *map(_verdict, judgements(run)),
+        *map(_verdict, verdict_panels(run)),
         _alerts(run),
-        *(_topic(topic, placed) for topic in shown),
-        _method(method_rows(run)),
+        *(_section(section, remaining_divs) for section in sections),
+        _how_measured(how_measured(run)),
     ]
     bokeh = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="warn", minified=True).js_raw)
-    here = files("sonde.runs.report")
-    return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
+    folder = files("sonde.runs.report")
+    return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
         version=escape(__version__),
         title=escape(f"{cut(run.name, 200)}: {_subject(run)}"),
         script_hashes=" ".join(map(_hash, (bokeh, script))),
-        style=(here / "page.css").read_text(encoding="utf-8"),
+        style=(folder / "page.css").read_text(encoding="utf-8"),
         body="\n".join(filter(None, body)),
         bokeh=bokeh,
         figures=script,
@@ -55,23 +59,24 @@ def render_page(run: Run) -> str:
 
 
 def _hash(script: str) -> str:
-    """The source expression by which a Content-Security-Policy admits one inline script and no other."""
+    """The source expression with which a Content-Security-Policy admits this one inline script."""
     digest = hashlib.sha256(script.encode("utf-8", "replace")).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def _subject(run: Run) -> str:
-    both = ("batch size and gradient noise" if run.readings else "", "entropy of the policy" if run.policy else "")
-    return ", ".join(filter(None, both))
+    subjects = ["batch size and gradient noise"] if run.readings else []
+    subjects += ["entropy of the policy"] if run.policy else []
+    return ", ".join(subjects or [section.title for section in declared_sections(run)])
 
 
 def _head(run: Run) -> str:
     began, last = run.headers[0].time, run.last
-    facts = [f"Started {moment(began)}", f"{duration(max(last.time - began, 0))} up to the last reading"]
-    facts.append(position_text(last, run.header.unit))
+    facts = [f"Started {moment(began)}", f"last reading {duration(max(last.time - began, 0))} later"]
+    facts.append(position_text(last, run.header.probe("reading").unit))
     if len(run.headers) > 1:
         facts.append(f"restarted {plural(len(run.headers) - 1, 'time')}")
-    facts.append("ended" if run.ended is not None else "no end recorded: still running, or cut off")
+    facts.append("ended" if run.ended is not None else "no end recorded: the run is still going on, or it was cut off")
     subject = _subject(run)
     torn = f'<p class="facts">{escape(run.torn[:1].upper() + run.torn[1:])}.</p>' if run.torn else ""
     return (
@@ -80,21 +85,21 @@ def _head(run: Run) -> str:
     )
 
 
-def _verdict(judged: Judgement) -> str:
+def _verdict(panel: VerdictPanel) -> str:
     tiles = "\n".join(
         f'<li><span class="name">{escape(tile.name)}</span><span class="value">{escape(tile.value)}</span>'
         f'<span class="note">{escape(tile.note)}</span></li>'
-        for tile in judged.tiles
+        for tile in panel.tiles
     )
     return (
-        f'<section class="verdict {judged.kind}">\n<p class="badge">{judged.badge}</p>\n'
-        f"<h2>{_formula(judged.headline)}</h2>\n<p>{_formula(judged.detail)}</p>\n"
-        f'<p class="basis">{escape(judged.basis)}</p>\n<ul class="tiles">\n{tiles}\n</ul>\n</section>'
+        f'<section class="verdict {panel.kind}">\n<p class="badge">{panel.badge}</p>\n'
+        f"<h2>{_formula(panel.headline)}</h2>\n<p>{_formula(panel.detail)}</p>\n"
+        f'<p class="basis">{escape(panel.basis)}</p>\n<ul class="tiles">\n{tiles}\n</ul>\n</section>'
     )
 
 
 def _alerts(run: Run) -> str:
-    """What looks wrong now, then what did earlier; a check that keeps failing says so once."""
+    """What looks wrong now, then what looked wrong earlier. A check that keeps failing is listed once."""
     readings: list[Reading | PolicyReading] = [*run.readings, *run.policy]
     last, failing = run.last, run.alerts_now
     now: list[tuple[str, str]] = []
@@ -107,30 +112,33 @@ def _alerts(run: Run) -> str:
             until = max((r.window for r in readings if name in r.alerts), default=alert.window)
             when = f"windows {count(alert.window)} to {count(until)}" if until > alert.window else ""
             earlier.append((alert.message, when or f"window {count(alert.window)}"))
-    blocks = [_alert_list(*block) for block in (("Something looks wrong", now), ("Looked wrong earlier", earlier))]
+    blocks = (
+        _alert_list("Something looks wrong", now, css_class="alerts"),
+        _alert_list("Something looked wrong earlier", earlier, css_class="alerts over"),
+    )
     return "\n".join(filter(None, blocks))
 
 
-def _alert_list(title: str, alerts: list[tuple[str, str]]) -> str:
+def _alert_list(title: str, alerts: list[tuple[str, str]], *, css_class: str) -> str:
     if not alerts:
         return ""
     items = "\n".join(
         f'<li>{escape(cut(message, 500))} <span class="when">({when})</span></li>'
         for message, when in alerts[:_MAX_ALERTS]
     )
-    more = f"\n<li>And {len(alerts) - _MAX_ALERTS} more, listed at the end.</li>" if len(alerts) > _MAX_ALERTS else ""
-    kind = "alerts" if title == "Something looks wrong" else "alerts over"
-    return f'<section class="{kind}">\n<h2>{title}</h2>\n<ul>\n{items}{more}\n</ul>\n</section>'
+    hidden = len(alerts) - _MAX_ALERTS
+    more = f"\n<li>{hidden} more are listed at the end of the page.</li>" if hidden > 0 else ""
+    return f'<section class="{css_class}">\n<h2>{title}</h2>\n<ul>\n{items}{more}\n</ul>\n</section>'
 
 
-def _topic(topic: Section, divs: Iterator[str]) -> str:
-    text = f"<p>{_formula(topic.text)}</p>\n" if topic.text else ""
-    content = "\n".join(_content(part, topic.title, divs) for part in topic.content)
-    return f'<section class="topic">\n<h2>{escape(topic.title)}</h2>\n{text}{content}\n</section>'
+def _section(section: Section, divs: Iterator[str]) -> str:
+    text = f"<p>{_formula(section.text)}</p>\n" if section.text else ""
+    content = "\n".join(_content(part, section.title, divs) for part in section.content)
+    return f'<section class="report-section">\n<h2>{escape(section.title)}</h2>\n{text}{content}\n</section>'
 
 
 def _formula(text: str) -> str:
-    """Escaped text in which B_crit and its like get their subscripts."""
+    """Escaped text in which B_crit, S_min and similar names get subscripts."""
     return re.sub(r"\b([BSE])_(simple|crit|min)\b", r"\1<sub>\2</sub>", escape(text))
 
 
@@ -157,11 +165,11 @@ def _table(table: Table) -> str:
 
 
 def _plot(plot: Plot, title: str, divs: Iterator[str]) -> str:
-    keys = "".join(f"<li>{_swatch(key)}<span>{_formula(key.text)}</span></li>" for key in plot.keys)
-    legend = f'<ul class="keys">{keys}</ul>\n' if keys else ""
+    entries = "".join(f"<li>{_swatch(entry)}<span>{_formula(entry.text)}</span></li>" for entry in plot.legend)
+    legend = f'<ul class="legend">{entries}</ul>\n' if entries else ""
     tall = ' class="tall" tabindex="0"' if plot.height > 1000 else ""
-    drawn = "\n".join(next(divs) for _ in plot.figures)
-    return f'{legend}<figure{tall} aria-label="{escape(title)}">\n{drawn}\n</figure>'
+    figures = "\n".join(next(divs) for _ in plot.figures)
+    return f'{legend}<figure{tall} aria-label="{escape(title)}">\n{figures}\n</figure>'
 
 
 _SWATCHES: dict[Mark, str] = {
@@ -180,16 +188,19 @@ _SWATCHES: dict[Mark, str] = {
 }
 
 
-def _swatch(key: Key) -> str:
-    drawn = _SWATCHES[key.mark]
-    return f'<svg width="24" height="14" fill="{key.color}" stroke="{key.color}" aria-hidden="true">{drawn}</svg>'
+def _swatch(entry: LegendEntry) -> str:
+    shape = _SWATCHES[entry.mark]
+    return f'<svg width="24" height="14" fill="{entry.color}" stroke="{entry.color}" aria-hidden="true">{shape}</svg>'
 
 
-def _method(rows: Iterable[Row]) -> str:
-    items = "\n".join(f"<div><dt>{escape(row.term)}</dt><dd>{_says(row)}</dd></div>" for row in rows)
-    return f'<section class="topic">\n<h2>How this was measured</h2>\n<dl class="method">\n{items}\n</dl>\n</section>'
+def _how_measured(rows: Iterable[Row]) -> str:
+    items = "\n".join(f"<div><dt>{escape(row.term)}</dt><dd>{_paragraphs(row)}</dd></div>" for row in rows)
+    return (
+        '<section class="report-section">\n<h2>How this was measured</h2>\n'
+        f'<dl class="how-measured">\n{items}\n</dl>\n</section>'
+    )
 
 
-def _says(row: Row) -> str:
-    tag = "pre" if row.code else "p"
-    return "".join(chain.from_iterable((f"<{tag}>", escape(text), f"</{tag}>") for text in row.says))
+def _paragraphs(row: Row) -> str:
+    tag = "pre" if row.is_code else "p"
+    return "".join(chain.from_iterable((f"<{tag}>", escape(text), f"</{tag}>") for text in row.paragraphs))

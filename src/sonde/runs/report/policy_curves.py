@@ -1,4 +1,4 @@
-"""The figures of a policy: its entropy, forecasts beside what was true, how far to trust them, noise in prompts."""
+"""The figures of a policy: entropy, forecasts beside the truth, how far to trust forecasts, noise scale in prompts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from bokeh.models import NumeralTickFormatter
 from sonde.policy.stats.entropy_forecast import LEAST_ESS_FRACTION, LINEAR_BETWEEN
 from sonde.policy.stats.forecast_history import Coverage, Point
 from sonde.runs.policy_reading import PolicyReading
-from sonde.runs.report.curve_style import WINDOW, TimeAxis, add_bands, add_curve, add_triangles, new_curve, restart_key
+from sonde.runs.report.curve_style import (
+    WINDOW,
+    TimeAxis,
+    add_bands,
+    add_curve,
+    add_triangles,
+    new_curve,
+    restart_legend,
+)
 from sonde.runs.report.figures import (
     BLUE,
     GREEN,
     GREY,
     ORANGE,
-    Key,
+    LegendEntry,
     Plot,
     Scale,
     add_hover,
@@ -33,8 +41,8 @@ Line = Timeline[PolicyReading]
 
 
 def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
-    """The policy's entropy over the course of the run, on evaluation responses and on those it learned from."""
-    line = _knowing(readings, "entropy/per_token", "entropy/token_weighted")
+    """The policy's entropy over the run, on evaluation responses and on the responses that the policy learned from."""
+    line = _timeline_with(readings, "entropy/per_token", "entropy/token_weighted")
     if line is None:
         return "No entropy was measured in this run."
     fresh, learned = line.metric("entropy/per_token"), line.metric("entropy/token_weighted")
@@ -49,21 +57,22 @@ def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | s
         "fresh": line.texts(lambda r: number(r.metrics.get("entropy/per_token"))),
         "learned": line.texts(lambda r: number(r.metrics.get("entropy/token_weighted"))),
     }
-    add_hover(fig, columns, [("on evaluation responses", "@fresh"), ("on the step's own", "@learned"), WINDOW])
-    keys = [Key("line", BLUE, "entropy on evaluation responses")] if any(map(math.isfinite, fresh)) else []
+    rows = [("on evaluation responses", "@fresh"), ("on the step's own responses", "@learned"), WINDOW]
+    add_hover(fig, columns, rows)
+    legend = [LegendEntry("line", BLUE, "entropy on evaluation responses")] if any(map(math.isfinite, fresh)) else []
     if any(map(math.isfinite, learned)):
-        keys.append(Key("dashed", GREY, "entropy on the responses that the step learns from"))
-    return Plot((fig,), (*keys, *restart_key(line)))
+        legend.append(LegendEntry("dashed", GREY, "entropy on the responses that the step learns from"))
+    return Plot((fig,), (*legend, *restart_legend(line)))
 
 
 def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
-    """Each step's forecast with its interval, and what the step did."""
-    line = _knowing(readings, "entropy/delta_forecast")
+    """Each step's forecast with its interval, and the change that was measured."""
+    line = _timeline_with(readings, "entropy/delta_forecast")
     if line is None:
         return "No change of entropy was forecast in this run."
     points = [None if row is None else row.point for row in line.rows]
     y = scale_for([0.0, *(v for p in points if p for v in (p.delta, p.low, p.high, p.truth))], "linear")
-    fig = new_curve(line, axis, y, y_label=f"Change by one step ({_unit(readings)})", height=320)
+    fig = new_curve(line, axis, y, y_label=f"Change of entropy ({_forecast_unit(readings)})", height=320)
     add_line_at(fig, 0.0, "width", GREY, "dotted")
     placed = [(x, p) for x, p in zip(line.x, points, strict=True) if p is not None]
     for trusted, color in ((False, GREY), (True, BLUE)):
@@ -78,22 +87,22 @@ def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
         "x": line.x,
         "y": line.metric("entropy/delta_forecast"),
         "window": line.windows,
-        "forecast": line.texts(lambda r: _forecast(r.point)),
+        "forecast": line.texts(lambda r: _forecast_text(r.point)),
         "truth": line.texts(lambda r: number(r.point.truth)),
     }
     add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), WINDOW])
-    return Plot((fig,), (*_forecast_keys([p for _, p in placed]), *restart_key(line)))
+    return Plot((fig,), (*_forecast_legend([p for _, p in placed]), *restart_legend(line)))
 
 
 def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
-    """A point for each step: on the diagonal, forecast and truth are the same."""
+    """A point for each step: on the diagonal, forecast and truth are equal."""
     points = [p for p in (r.point for r in readings) if p.has_truth]
     points = points[::-1][:: math.ceil(len(points) / MAX_POINTS) or 1][::-1]
     if not points:
-        return "No forecast has a truth to stand beside: measure what the step did, by around_step() say."
+        return "No forecast can be compared with the truth: measure what the steps do, for example with around_step()."
     ends = [v for p in points for v in (p.delta, p.truth, *((p.low, p.high) if p.is_valid else ()))]
     both = scale_for([0.0, *ends], "linear")
-    unit = _unit(readings)
+    unit = _forecast_unit(readings)
     fig = new_figure(both, both, x_label=f"Forecast ({unit})", y_label=f"Truth ({unit})", height=420)
     fig.line([both.start, both.end], [both.start, both.end], color=GREY, line_dash="dashed", line_width=1.5)
     for trusted, color in ((False, GREY), (True, BLUE)):
@@ -112,23 +121,23 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
         "x": [p.delta for p in points],
         "y": [p.truth for p in points],
         "window": [p.step for p in points],
-        "forecast": [_forecast(p) for p in points],
+        "forecast": [_forecast_text(p) for p in points],
         "truth": [number(p.truth) for p in points],
     }
     add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), WINDOW])
-    keys = [Key("dashed", GREY, "forecast and truth the same"), *_forecast_keys(points, marks_truth=False)]
+    legend = [LegendEntry("dashed", GREY, "forecast and truth are equal"), *_forecast_legend(points, marks_truth=False)]
     if any(p.is_valid and p.truth_se > 0 for p in points):
-        keys.append(Key("bar", ORANGE, "95 % interval of what fresh rollouts measured"))
-    return Plot((fig,), tuple(keys))
+        legend.append(LegendEntry("bar", ORANGE, "95 % interval of the truth, by fresh rollouts"))
+    return Plot((fig,), tuple(legend))
 
 
 def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
-    """The share of intervals that have held the truth so far."""
+    """The share of intervals so far that contain the truth."""
     judged = [r for r in readings if r.point.is_valid and r.point.is_independent and r.point.has_truth]
     if not judged:
         return (
-            "No forecast that is to be trusted was checked on fresh rollouts, so that nothing is known of coverage: "
-            "importance sampling reuses the responses of the forecast, and is no check of its interval."
+            "Coverage is not known, because no forecast that can be trusted was checked with fresh rollouts. "
+            "Importance sampling reuses the responses of the forecast, so it cannot check the forecast's interval."
         )
     line = timeline(judged, "prompts")
     held = accumulate(int(r.point.held) for r in judged)
@@ -140,65 +149,69 @@ def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     add_line_at(fig, 0.95, "width", ORANGE, "dashed")
     add_bands(fig, line.x, low, high, Scale("linear", 0.0, 1.0), fill_color=BLUE, fill_alpha=0.14)
     add_curve(fig, line.x, fraction, BLUE)
-    said = line.texts(lambda r: f"{so_far[id(r)].n_held} of {so_far[id(r)].n}")
-    add_hover(fig, {"x": line.x, "y": fraction, "window": line.windows, "said": said}, [("held", "@said"), WINDOW])
-    keys = (
-        Key("line", BLUE, "intervals that held the truth, of those so far"),
-        Key("band", BLUE, "shares that this does not contradict"),
-        Key("dashed", ORANGE, "95 %: what is promised"),
+    counts = line.texts(lambda r: f"{so_far[id(r)].n_held} of {so_far[id(r)].n} intervals")
+    columns = {"x": line.x, "y": fraction, "window": line.windows, "counts": counts}
+    add_hover(fig, columns, [("contain the truth", "@counts"), WINDOW])
+    legend = (
+        LegendEntry("line", BLUE, "share of intervals so far that contain the truth"),
+        LegendEntry("band", BLUE, "95 % interval of this share"),
+        LegendEntry("dashed", ORANGE, "95 %, the promised share"),
     )
-    return Plot((fig,), (*keys, *restart_key(line)))
+    return Plot((fig,), (*legend, *restart_legend(line)))
 
 
 def trust_curves(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
-    """Effective sample size, and first order over truth on fixed prefixes: what validity is judged by."""
-    line = _knowing(readings, "entropy/ess_fraction", "entropy/linear_over_true")
+    """What validity is judged by: effective sample size, and the linear forecast over the truth on fixed prefixes."""
+    line = _timeline_with(readings, "entropy/ess_fraction", "entropy/linear_over_true")
     if line is None:
-        return "No truth was measured on the evaluation responses."
+        return "No true change was measured on the evaluation responses."
     ess, ratio = line.metric("entropy/ess_fraction"), line.metric("entropy/linear_over_true")
-    of_ess = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="ESS / responses", height=200)
-    of_ess.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
-    add_line_at(of_ess, LEAST_ESS_FRACTION, "width", ORANGE, "dashed")
-    add_curve(of_ess, line.x, ess, GREEN)
-    add_hover(of_ess, {"x": line.x, "y": ess, "window": line.windows}, [("effective", "@y{0.[0] %}"), WINDOW])
-    of_ess.xaxis.visible = False
+    ess_figure = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="ESS / responses", height=200)
+    ess_figure.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
+    add_line_at(ess_figure, LEAST_ESS_FRACTION, "width", ORANGE, "dashed")
+    add_curve(ess_figure, line.x, ess, GREEN)
+    rows = [("effective sample size", "@y{0.[0] %}"), WINDOW]
+    add_hover(ess_figure, {"x": line.x, "y": ess, "window": line.windows}, rows)
+    ess_figure.xaxis.visible = False
     y = Scale("linear", 0.0, 2.0)
-    of_ratio = new_curve(line, axis, y, y_label="Linear / true", height=220)
+    ratio_figure = new_curve(line, axis, y, y_label="Linear / true", height=220)
     low, high = LINEAR_BETWEEN
     for bound in LINEAR_BETWEEN:
-        add_line_at(of_ratio, bound, "width", ORANGE, "dashed")
-    add_curve(of_ratio, line.x, [v if y.start <= v <= y.end else math.nan for v in ratio], BLUE)
+        add_line_at(ratio_figure, bound, "width", ORANGE, "dashed")
+    add_curve(ratio_figure, line.x, [v if y.start <= v <= y.end else math.nan for v in ratio], BLUE)
     outside = [y.clamp(v) if math.isfinite(v) and not y.start <= v <= y.end else math.nan for v in ratio]
-    add_triangles(of_ratio, line.x, outside, "triangle", GREY)
+    add_triangles(ratio_figure, line.x, outside, "triangle", GREY)
     texts = line.texts(lambda r: number(r.metrics.get("entropy/linear_over_true")))
     columns = {"x": line.x, "y": [y.clamp(v) for v in ratio], "window": line.windows, "ratio": texts}
-    add_hover(of_ratio, columns, [("first order over truth", "@ratio"), WINDOW])
-    keys = [
-        Key("line", GREEN, "effective sample size of importance sampling"),
-        Key("line", BLUE, "first order over the true change on the same prefixes"),
-        Key("dashed", ORANGE, f"least sample size; {low:g} and {high:g}, where a step counts as linear"),
+    add_hover(ratio_figure, columns, [("linear / true", "@ratio"), WINDOW])
+    legend = [
+        LegendEntry("line", GREEN, "effective sample size (ESS) of importance sampling, as a share of the responses"),
+        LegendEntry("line", BLUE, "linear forecast divided by the true change, on the same prefixes"),
+        LegendEntry("dashed", ORANGE, f"limits: ESS at least {LEAST_ESS_FRACTION:.0%}; ratio from {low:g} to {high:g}"),
     ]
     if any(map(math.isfinite, outside)):
-        keys.append(Key("up", GREY, "ratio beyond this axis"))
-    return Plot((of_ess, of_ratio), (*keys, *restart_key(line)))
+        legend.append(LegendEntry("up", GREY, "ratio outside this axis"))
+    return Plot((ess_figure, ratio_figure), (*legend, *restart_legend(line)))
 
 
 def prompt_noise_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
     """The noise scale in prompts, with its interval, and how many prompts a step learns from."""
-    line = _knowing(readings, "gns_prompts/prompts_per_window")
+    line = _timeline_with(readings, "gns_prompts/prompts_per_window")
     if line is None:
         return "The noise scale in prompts was not measured in this run: turn gns_probe on."
     low = line.metric("gns_prompts/b_simple_low")
     if all(map(math.isnan, low)):
-        return "No measurement has resolved or bounded the noise scale in prompts yet: measure in more windows."
+        return (
+            "No measurement has an estimate or a lower bound of the noise scale in prompts yet: measure more windows."
+        )
     resolved, batch = line.metric("gns_prompts/b_simple"), line.metric("gns_prompts/prompts_per_window")
     bound = [v if math.isnan(r) else math.nan for v, r in zip(low, resolved, strict=True)]
-    high = line.column(_high)
+    high = line.column(_prompt_noise_high)
     drawn = [a if math.isnan(b) else b for a, b in zip(resolved, bound, strict=True)]
     y = noise_scale_axis([*drawn, *low, *batch], high)
     fig = new_curve(line, axis, y, y_label="Noise scale (prompts)", height=320)
-    of_resolved = [v if r > 0 else math.nan for v, r in zip(low, resolved, strict=True)]
-    add_bands(fig, line.x, of_resolved, high, y, fill_color=BLUE, fill_alpha=0.16)
+    resolved_low = [v if r > 0 else math.nan for v, r in zip(low, resolved, strict=True)]
+    add_bands(fig, line.x, resolved_low, high, y, fill_color=BLUE, fill_alpha=0.16)
     add_curve(fig, line.x, batch, ORANGE, dash="dashed")
     add_curve(fig, line.x, [y.clamp(v) for v in resolved], BLUE)
     add_triangles(fig, line.x, [y.clamp(v) for v in bound], "triangle", GREY)
@@ -206,55 +219,56 @@ def prompt_noise_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plo
         "x": line.x,
         "y": [y.clamp(v) for v in drawn],
         "window": line.windows,
-        "known": line.texts(_known_noise),
+        "known": line.texts(_prompt_noise_text),
         "share": line.texts(lambda r: _percent(r.metrics.get("gns_prompts/completions_share"))),
     }
-    add_hover(fig, columns, [("noise scale", "@known"), ("of it from completions", "@share"), WINDOW])
-    keys = [Key("dashed", ORANGE, "prompts that a step learns from")]
+    add_hover(fig, columns, [("noise scale", "@known"), ("part from completions", "@share"), WINDOW])
+    legend = [LegendEntry("dashed", ORANGE, "prompts that a step learns from (batch size)")]
     if any(map(math.isfinite, resolved)):
-        keys += [Key("line", BLUE, "noise scale"), Key("band", BLUE, "its confidence interval")]
+        legend.append(LegendEntry("line", BLUE, "noise scale"))
+        legend.append(LegendEntry("band", BLUE, "confidence interval of the noise scale"))
     if any(map(math.isfinite, bound)):
-        keys.append(Key("up", GREY, "known only to lie above this"))
-    return Plot((fig,), (*keys, *restart_key(line)))
+        legend.append(LegendEntry("up", GREY, "lower bound: the noise scale lies above this"))
+    return Plot((fig,), (*legend, *restart_legend(line)))
 
 
-def _knowing(readings: Sequence[PolicyReading], *names: str) -> Line | None:
-    """A timeline of the readings that know one of these metrics: others would break its curves."""
+def _timeline_with(readings: Sequence[PolicyReading], *names: str) -> Line | None:
+    """A timeline of the readings that know at least one of these metrics. Other readings would break the curves."""
     some = [r for r in readings if any(r.metrics.get(name) is not None for name in names)]
     return timeline(some, "prompts") if some else None
 
 
-def _unit(readings: Sequence[PolicyReading]) -> str:
+def _forecast_unit(readings: Sequence[PolicyReading]) -> str:
     return f"nats a {next(r.per for r in reversed(readings) if r.metrics.get('entropy/delta_forecast') is not None)}"
 
 
-def _forecast(point: Point) -> str:
-    said = f"{number(point.delta)} [{number(point.low)} to {number(point.high)}]"
-    return said if point.is_valid else f"{said}, not to be trusted"
+def _forecast_text(point: Point) -> str:
+    text = f"{number(point.delta)} [{number(point.low)} to {number(point.high)}]"
+    return text if point.is_valid else f"{text}, not to be trusted"
 
 
-def _forecast_keys(points: Sequence[Point], *, marks_truth: bool = True) -> list[Key]:
-    keys = []
+def _forecast_legend(points: Sequence[Point], *, marks_truth: bool = True) -> list[LegendEntry]:
+    legend = []
     if any(p.is_valid for p in points):
-        keys.append(Key("whisker", BLUE, "forecast with its 95 % interval"))
+        legend.append(LegendEntry("whisker", BLUE, "forecast with its 95 % interval"))
     if not all(p.is_valid for p in points):
-        keys.append(Key("dot", GREY, "forecast that says of itself that it is not to be trusted"))
+        legend.append(LegendEntry("dot", GREY, "forecast that is not to be trusted"))
     if marks_truth and any(math.isfinite(p.truth) for p in points):
-        how = "fresh rollouts" if any(p.is_independent for p in points) else "importance sampling"
-        keys.append(Key("cross", ORANGE, f"what the step did, by {how}"))
-    return keys
+        method = "fresh rollouts" if any(p.is_independent for p in points) else "importance sampling"
+        legend.append(LegendEntry("cross", ORANGE, f"truth: the change measured by {method}"))
+    return legend
 
 
-def _high(reading: PolicyReading) -> float | None:
+def _prompt_noise_high(reading: PolicyReading) -> float | None:
     if reading.metrics.get("gns_prompts/b_simple") is None:
         return math.inf if reading.metrics.get("gns_prompts/b_simple_low") is not None else None
     return reading.metrics.get("gns_prompts/b_simple_high")
 
 
-def _known_noise(reading: PolicyReading) -> str:
+def _prompt_noise_text(reading: PolicyReading) -> str:
     value, low = (reading.metrics.get(f"gns_prompts/{name}") for name in ("b_simple", "b_simple_low"))
     status = "resolved" if value is not None else "lower_bound" if low is not None else "unresolved"
-    return estimate(status, value, low, _high(reading))
+    return estimate(status, value, low, _prompt_noise_high(reading))
 
 
 def _percent(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What the report shows of a policy, in order: each figure and table with the words a stranger needs to read it."""
+"""The sections of a run with a policy, in order: figures and tables, with the text that a newcomer needs."""
 
 from __future__ import annotations
 
@@ -18,61 +18,66 @@ from sonde.runs.report.policy_curves import (
     prompt_noise_curve,
     trust_curves,
 )
-from sonde.runs.report.sections import MAX_VALUES, Section, own_values
+from sonde.runs.report.sections import MAX_VALUES, Section, own_value_names
 from sonde.runs.report.timeline import timeline
 from sonde.wording import number, percent, plural, shorten
 
 T = TypeVar("T")
 
-_LISTED = 6
-"""Prompts at either end of a table."""
-_LONGEST = 120
+_ROWS_AT_EACH_END = 6
+"""A table lists this many prompts that lower the entropy most, and as many that raise it most."""
+_MAX_PROMPT_LENGTH = 120
+"""Characters."""
 
 
-def policy_topics(run: Run) -> list[Section]:
+def policy_sections(run: Run) -> list[Section]:
     """All sections of a run in which a policy was measured at least once."""
     policy = run.policy
-    axis = time_axis(timeline(policy, run.header.unit))
-    found = [
+    axis = time_axis(timeline(policy, run.header.probe("policy").unit))
+    sections = [
         Section(
             "Entropy of the policy",
-            "How undecided the policy is about each token, exactly, from all of its logits. One that falls to nothing "
-            "early has stopped exploring: what it does not try, it cannot learn.",
+            "The entropy says how undecided the policy is about each token. It is computed exactly, from all logits. "
+            "If the entropy falls to almost 0 early, the policy has stopped exploring: it cannot learn from responses "
+            "that it never tries.",
             (entropy_curve(policy, axis),),
         ),
-        Section("What each step was to do, and did", _forecast_text(policy), (forecast_curve(policy, axis),)),
+        Section("Forecast and effect of each step", _forecast_text(policy), (forecast_curve(policy, axis),)),
         Section(
             "Forecast against truth",
-            "Each point is one optimizer step. Where bar and diagonal do not meet, the forecast was wrong.",
+            "Each point is one optimizer step. The truth is the change that was measured. On the dashed diagonal, "
+            "forecast and truth are equal. If a point's blue bar does not touch the diagonal, the interval of the "
+            "forecast missed the truth.",
             (forecast_against_truth(policy),),
         ),
         Section(
             "Coverage so far",
-            "Of 95 % intervals, 95 % should hold what the step then did. Counted are forecasts that say they are to be "
-            "trusted, beside fresh rollouts, whose own standard error is allowed for.",
+            "Of all 95 % intervals, 95 % should contain the truth. Only forecasts that can be trusted and were checked "
+            "with fresh rollouts count here. The standard error of the rollouts is taken into account.",
             (coverage_curve(policy, axis),),
         ),
         Section(
             "Is the step small enough?",
-            "A forecast is of first order. It says of itself that it is not to be trusted where first order and truth "
-            "part on the same prefixes, or where few of the responses still stand for what the policy samples after "
-            "the step.",
+            "A forecast is a first-order (linear) approximation. It is marked as not to be trusted if it differs too "
+            "much from the true change on the same prefixes, or if too few of the responses still represent what the "
+            "policy samples after the step.",
             (trust_curves(policy, axis),),
         ),
-        Section("Prompts that cost most entropy", _causes_text(policy), _tables(policy)),
+        Section("Prompts that change the entropy most", _causes_text(policy), _tables(policy)),
         Section(
             "Noise scale in prompts",
-            "The number of prompts in a step at which its gradient is as much noise as signal. The part of it that is "
-            "from completions would fall with more of them to each prompt, the rest only with more prompts.",
+            "The noise scale in prompts is the number of prompts per step at which the gradient of a step contains as "
+            "much noise as signal. Part of the noise comes from the completions: more completions per prompt would "
+            "reduce this part. Only more prompts reduce the rest.",
             (prompt_noise_curve(policy, axis),),
         ),
     ]
-    if names := own_values(run, policy):
-        found.append(_values_topic(policy, names, axis))
-    return found
+    if names := own_value_names(run, policy):
+        sections.append(_values_section(policy, names, axis))
+    return sections
 
 
-def _values_topic(policy: Sequence[PolicyReading], names: Sequence[str], axis: TimeAxis) -> Section:
+def _values_section(policy: Sequence[PolicyReading], names: Sequence[str], axis: TimeAxis) -> Section:
     plots = []
     for name in names[:MAX_VALUES]:
         line = timeline([r for r in policy if r.metrics.get(name) is not None], "prompts")
@@ -80,39 +85,44 @@ def _values_topic(policy: Sequence[PolicyReading], names: Sequence[str], axis: T
     hidden = [shorten(name) for name in names[MAX_VALUES:]]
     more = f" {plural(len(hidden), 'more value')} in the log: {', '.join(hidden[:10])}." if hidden else ""
     title = "Reward" if list(names) == ["reward"] else "Reward and other logged values"
-    return Section(title, f"As the trainer logged it at the steps that were measured.{more}", tuple(plots))
+    return Section(title, f"Values as the trainer logged them at the measured steps.{more}", tuple(plots))
 
 
 def _forecast_text(policy: Sequence[PolicyReading]) -> str:
     text = (
-        "Before each of these steps was taken, its effect on the entropy was forecast to first order, with the error "
-        "that comes of evaluating it on a sample of prompts. Then it was measured."
+        "Before each of these steps, its effect on the entropy was forecast to first order. The interval shows the "
+        "error that comes from evaluating the forecast on a sample of prompts. After the step, the effect was measured."
     )
-    is_own = [r for r in policy if r.metrics.get("entropy/is_of_own_prompts") == 1.0]
-    if is_own:
+    if any(r.metrics.get("entropy/is_of_own_prompts") == 1.0 for r in policy):
         text += (
-            " Evaluated on the very prompts that the step learns from, a forecast is biased by what an update does to "
-            "its own prompts."
+            " A forecast that is evaluated on the same prompts that the step learns from is biased by the effect of "
+            "an update on its own prompts."
         )
     return text
 
 
 def _causes_text(policy: Sequence[PolicyReading]) -> str:
-    text = "Parts of the change by prompt, in nats; below zero they lower the entropy."
+    text = (
+        "Each prompt has a part in the change of entropy, in nats. A negative part lowers the entropy. A long table "
+        f"shows only the {_ROWS_AT_EACH_END} prompts at each end."
+    )
     with_causes = [r for r in policy if r.causes is not None]
     if not with_causes:
-        return text + " Which prompts of a step cause what was not asked: attach with causes=True to know."
+        return (
+            text
+            + " This run did not measure which prompts of a step cause its change: attach with causes=True to know."
+        )
     last = with_causes[-1]
     assert last.causes is not None
-    parts = {"this batch": last.causes.batch, "earlier batches, by momentum": last.causes.momentum}
+    sources = {"this batch": last.causes.batch, "earlier batches (by momentum)": last.causes.momentum}
     if last.causes.decay:
-        parts["weight decay"] = last.causes.decay
-    said = ", ".join(f"{number(value)} from {name}" for name, value in parts.items())
-    text += f" Of step {last.window}: {said}."
+        sources["weight decay"] = last.causes.decay
+    parts = ", ".join(f"{number(value)} from {source}" for source, value in sources.items())
+    text += f" The change by step {last.window} has these parts: {parts}."
     if last.causes.explained is not None and not 0.9 < last.causes.explained < 1.1:
         text += (
-            f" Its prompts' parts add up to {percent(last.causes.explained)} of the batch's: clipped ratios, a KL "
-            "term, or a step that is all sign have the rest."
+            f" The parts of its prompts add up to {percent(last.causes.explained)} of the batch's part. The rest comes "
+            "from clipped ratios, a KL term, or an optimizer that uses only the sign of the gradient."
         )
     return text
 
@@ -120,57 +130,58 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
 def _tables(policy: Sequence[PolicyReading]) -> tuple[Plot | Table | str, ...]:
     learned = _by_prompt(p for r in policy if r.causes for p in r.causes.prompts)
     last = next((r for r in reversed(policy) if r.shares), None)
-    found: list[Plot | Table | str] = []
+    tables: list[Plot | Table | str] = []
     if learned:
-        found.append(
+        tables.append(
             Table(
-                "What learning from a prompt did to the entropy, over all measured steps",
-                ("Prompt", "Change", "from rewarded tokens", "from penalised tokens", "Steps"),
+                "Effect of learning from each prompt, summed over all measured steps",
+                ("Prompt", "Change (nats)", "from rewarded tokens", "from penalised tokens", "Steps"),
                 tuple(
-                    (_on_one_line(text), *map(number, _sums(parts)), str(len(parts))) for text, parts in _ends(learned)
+                    (_on_one_line(text), *map(number, _sums(parts)), str(len(parts)))
+                    for text, parts in _both_ends(learned)
                 ),
             )
         )
     if last is not None:
-        found.append(
+        shares = sorted(last.shares, key=lambda p: _or_zero(p.change))
+        tables.append(
             Table(
-                f"Where step {last.window} was to change the entropy, on evaluation prompts",
-                ("Prompt", "Change", "by sharpening", "by drift to other prefixes"),
-                tuple(
-                    _row(p, ("sharpening", "drift")) for p in _ends(sorted(last.shares, key=lambda p: _known(p.change)))
-                ),
+                f"Forecast change by step {last.window} on each evaluation prompt. Sharpening: token probabilities "
+                "change at the same prefixes. Drift: other prefixes, and lengths, become likelier.",
+                ("Prompt", "Change (nats)", "by sharpening", "by drift"),
+                tuple(_row(p, ("sharpening", "drift")) for p in _both_ends(shares)),
             )
         )
-    return tuple(found) or ("No forecast was made, so no prompt has a part in one.",)
+    return tuple(tables) or ("No forecast was made, so there are no parts by prompt.",)
 
 
 def _by_prompt(parts: Iterable[PromptPart]) -> list[tuple[str, list[PromptPart]]]:
-    """By text, the one that lowers entropy most first."""
-    of: dict[str, list[PromptPart]] = {}
+    """Each prompt's text with its parts. The prompt that lowers the entropy most comes first."""
+    parts_by_prompt: dict[str, list[PromptPart]] = {}
     for part in parts:
-        of.setdefault(part.prompt, []).append(part)
-    return sorted(of.items(), key=lambda item: sum(_known(p.change) for p in item[1]))
+        parts_by_prompt.setdefault(part.prompt, []).append(part)
+    return sorted(parts_by_prompt.items(), key=lambda item: sum(_or_zero(p.change) for p in item[1]))
 
 
 def _sums(parts: Sequence[PromptPart]) -> list[float]:
-    change = sum(_known(p.change) for p in parts)
-    return [change, *(sum(_known(p.parts.get(name)) for p in parts) for name in ("from_rewarded", "from_penalised"))]
+    change = sum(_or_zero(p.change) for p in parts)
+    return [change, *(sum(_or_zero(p.parts.get(name)) for p in parts) for name in ("from_rewarded", "from_penalised"))]
 
 
 def _row(part: PromptPart, names: Sequence[str]) -> tuple[str, ...]:
     return (_on_one_line(part.prompt), number(part.change), *(number(part.parts.get(name)) for name in names))
 
 
-def _ends(rows: list[T]) -> list[T]:
-    """The first and the last few."""
-    return rows if len(rows) <= 2 * _LISTED else [*rows[:_LISTED], *rows[-_LISTED:]]
+def _both_ends(rows: list[T]) -> list[T]:
+    """The first few rows and the last few, or all rows of a short table."""
+    return rows if len(rows) <= 2 * _ROWS_AT_EACH_END else [*rows[:_ROWS_AT_EACH_END], *rows[-_ROWS_AT_EACH_END:]]
 
 
-def _known(value: float | None) -> float:
+def _or_zero(value: float | None) -> float:
     return 0.0 if value is None else value
 
 
 def _on_one_line(text: str) -> str:
-    """A prompt, cut where it is too long for a table."""
+    """The text of a prompt on one line, cut if it is too long for a table."""
     line = " ".join(text.split())
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
+    return line if len(line) <= _MAX_PROMPT_LENGTH else f"{line[:_MAX_PROMPT_LENGTH]}…"

@@ -1,8 +1,8 @@
-"""What the report shows, in order: each figure with the words a stranger needs to read it."""
+"""The sections of a run with a noise scale, in order: each figure with the text that a newcomer needs to read it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sonde.runs.reader import Reading, Run
@@ -15,7 +15,7 @@ from sonde.runs.report.tradeoff_plot import tradeoff_plot
 from sonde.wording import percent, plural, shorten
 
 MAX_VALUES = 4
-"""Logged values drawn; the page stays small and readable whatever a run logs."""
+"""Largest number of logged values that are drawn. It keeps the page small and readable, whatever a run logs."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Section:
     Attributes:
         title: what is shown.
         text: how to read it, plain text.
-        content: what to draw or to list, or the sentence that stands where there is nothing of that.
+        content: figures and tables. Where one is missing, a sentence says why.
     """
 
     title: str
@@ -33,34 +33,35 @@ class Section:
     content: tuple[Plot | Table | str, ...]
 
 
-def noise_scale_topics(run: Run) -> list[Section]:
-    """All sections with figures, of a run that has at least one reading of its noise scale."""
-    unit, last = run.header.unit, run.readings[-1]
+def noise_scale_sections(run: Run) -> list[Section]:
+    """All sections of a run that has at least one reading of its noise scale."""
+    probe, last = run.header.probe("reading"), run.readings[-1]
+    unit = probe.unit
     line = timeline(run.readings, unit)
     axis = time_axis(line)
-    order = [str(name) for name in run.header.setup.get("groups") or ()]
+    group_order = [str(name) for name in probe.setup.get("groups") or ()]
     return [
         Section("Noise scale and batch size", _noise_scale_text(run, line), (noise_scale_curve(line, axis),)),
         Section(
             "Noise and signal",
-            "The noise scale is the ratio of these two, B_simple = tr Σ / |G|²: on this axis, the distance between the "
-            "curves. Both are running averages.",
+            "B_simple = tr Σ / |G|²: the noise scale is the noise divided by the signal. On this logarithmic axis, the "
+            "vertical distance between the two curves shows it. Both curves are running averages.",
             (moments_curve(line, axis),),
         ),
-        Section("Noise scale by part of the model", _groups_text(last, unit), (groups_plot(last, order, unit),)),
+        Section("Noise scale by part of the model", _groups_text(last, unit), (groups_plot(last, group_order, unit),)),
         Section(
             "Gradient norm and clipping",
-            "The norm of the whole gradient of each optimizer step, over all ranks, before any clipping. "
-            "Each point is the mean since the reading before it.",
+            "The norm of the whole gradient of each optimizer step, over all ranks, before clipping. "
+            "Each point is the mean since the previous reading.",
             (norm_curve(line, axis),),
         ),
-        _values_topic(run, [value_curve(line, axis, name) for name in list(_logged(run))[:MAX_VALUES]]),
+        _values_section(run, [value_curve(line, axis, name) for name in _losses_first(run)[:MAX_VALUES]]),
         Section(
             "What the batch size costs",
             f"Training with batch size B takes S/S_min = 1 + B_crit/B times the fewest possible steps, and uses "
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
-            "Both are 2 where the curves cross, at B = B_crit. The noise scale of the last reading stands in for "
-            "B_crit: a proxy, good to a factor of about 2.",
+            "The curves cross at B = B_crit, where both costs are 2×. The figure takes the noise scale of the last "
+            "reading as B_crit. The noise scale is a proxy for B_crit, good to a factor of about 2.",
             (tradeoff_plot(last, unit),),
         ),
     ]
@@ -68,49 +69,67 @@ def noise_scale_topics(run: Run) -> list[Section]:
 
 def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
     text = (
-        "The noise scale is the batch size at which the gradient of a batch is as much noise as signal. Batches far "
-        f"below it need many more steps; batches far above it use many more {line.unit} and save few steps. "
-        "It usually grows as training goes on."
+        "The noise scale is the batch size at which the gradient of a batch contains as much noise as signal. "
+        "A batch far below the noise scale needs many more steps. A batch far above it uses many more "
+        f"{line.unit} and saves few steps. The noise scale usually grows during training."
     )
-    level = run.header.setup.get("level")
+    level = run.header.probe("reading").setup.get("level")
     if level:
         text += (
-            f" The band is its {percent(float(level))} confidence interval: of the average over the windows that the "
-            "estimate reaches back, so where the noise scale moves, the curve follows late."
+            " The curve is a running average over past windows (optimizer steps). The band is the "
+            f"{percent(float(level))} confidence interval of this average. When the noise scale changes, the curve "
+            "follows with a delay."
         )
     if any(reading.status == "unresolved" for reading in run.readings):
-        text += " Where nothing is drawn, nothing was known yet."
+        text += " A gap means that the noise scale was not known yet."
     return text if line.every == 1 else f"{text} One in {line.every} readings is drawn."
 
 
 def _groups_text(last: Reading, unit: str) -> str:
     text = (
-        f"At the last reading, {position_text(last, unit)}, in the order of the model. A part far to the right is "
-        "noisier than the rest of the model; one far to the left learns from a clearer gradient."
+        f"Values of the last reading ({position_text(last, unit)}), in the order of the model. A part far to the right "
+        "has a noisier gradient than the rest of the model. A part far to the left has a clearer gradient."
     )
     hidden = len(last.groups) - MAX_GROUPS
     return text if hidden <= 0 else f"{text} The first {MAX_GROUPS} are drawn; {hidden:,} more are in the log."
 
 
-def _values_topic(run: Run, plots: list[Plot]) -> Section:
-    names = list(_logged(run))
+def _values_section(run: Run, plots: list[Plot]) -> Section:
+    names = _losses_first(run)
     if not names:
-        return Section("Loss", "", ("This run logged no loss and no other value of its own.",))
+        return Section("Loss", "", ("This run logged no loss and no other values.",))
     hidden = names[MAX_VALUES:]
-    text = "As the run logged it; each point is the mean since the reading before it."
+    text = "Values as the run logged them. Each point is the mean since the previous reading."
     if hidden:
         text += f" {plural(len(hidden), 'more value')} in the log: {', '.join(shorten(name) for name in hidden[:10])}"
         text += ", …" if len(hidden) > 10 else "."
     return Section("Loss" if names == ["loss"] else "Loss and other logged values", text, tuple(plots))
 
 
-def _logged(run: Run) -> Iterator[str]:
-    """Names of the user's own values, those that name a loss first."""
-    yield from sorted(own_values(run, run.readings), key=lambda name: "loss" not in name.lower())
+def _losses_first(run: Run) -> list[str]:
+    """The names of the user's own values. Names that contain "loss" come first."""
+    return sorted(own_value_names(run, run.readings), key=lambda name: "loss" not in name.lower())
 
 
-def own_values(run: Run, readings: Sequence[Measured]) -> list[str]:
-    """Names of the values among the metrics of readings that are not sonde's, and were known at least once."""
-    ours = run.header.metrics.keys()
+def own_value_names(run: Run, readings: Sequence[Measured]) -> list[str]:
+    """The names of the metrics that the user logged, as far as at least one reading knows a value."""
+    names_of_sonde = run.header.metrics.keys()
     known = {name: None for reading in readings for name, value in reading.metrics.items() if value is not None}
-    return [name for name in known if name not in ours]
+    return [name for name in known if name not in names_of_sonde]
+
+
+def declared_sections(run: Run) -> list[Section]:
+    """The sections that probes declare, each with a curve for every metric that at least one reading knows."""
+    metrics = run.header.metrics
+    sections = []
+    for declared in (section for probe in run.header.probes for section in probe.sections):
+        plots = []
+        for name in declared.metrics:
+            readings: list[Measured] = [*run.readings, *run.policy, *run.own]
+            known = [r for r in readings if r.metrics.get(name) is not None]
+            if known:
+                line = timeline(known, run.header.unit)
+                plots.append(value_curve(line, time_axis(line), name, metrics.get(name, {})))
+        content = tuple(plots) or ("None of these metrics was known in this run.",)
+        sections.append(Section(declared.title, declared.text, content))
+    return sections

@@ -1,4 +1,4 @@
-"""Readings as columns over units seen, or over optimizer steps, thinned to what a screen can show."""
+"""Readings as columns over the units seen or over optimizer steps, thinned out to what a screen can show."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sonde.wording import count
 
 
 class Measured(Protocol):
-    """A reading, of whatever."""
+    """A reading of any kind."""
 
     @property
     def segment(self) -> int:
-        """Index of the start of the run it belongs to."""
+        """Index of the start of the run that the reading belongs to."""
 
     @property
     def window(self) -> int:
@@ -23,13 +23,13 @@ class Measured(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
-        """A number per name, None where it is not known."""
+        """A number for each name, None if it is not known."""
 
 
 R = TypeVar("R", bound=Measured)
 
 MAX_POINTS = 600
-"""Readings drawn per curve: a screen shows no more, and the page stays small however long the run."""
+"""Largest number of readings drawn per curve. A screen shows no more, and the page of a long run stays small."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Timeline(Generic[R]):
     Attributes:
         unit: plural name of the unit.
         rows: the readings; None between two starts of the run, where curves break.
-        x: position on the time axis; NaN where the row is None.
-        x_label: what that axis shows, with its unit.
-        restarts: where later starts begin on that axis.
-        every: one in so many readings is drawn.
+        x: position on the horizontal axis; NaN where the row is None.
+        x_label: label of the horizontal axis, with its unit.
+        restarts: positions on the horizontal axis where later starts begin.
+        every: one in `every` readings is drawn.
     """
 
     unit: str
@@ -54,32 +54,32 @@ class Timeline(Generic[R]):
 
     @property
     def windows(self) -> list[float]:
-        """Number of the window of each row."""
+        """The window number of each row."""
         return self.column(lambda reading: reading.window)
 
     def metric(self, name: str) -> list[float]:
-        """One metric; NaN where it is not known."""
+        """One metric, NaN where it is not known."""
         return self.column(lambda reading: reading.metrics.get(name))
 
     def column(self, value: Callable[[R], float | None]) -> list[float]:
-        """Anything else of a reading; NaN where it is None."""
+        """Any other number of each reading, NaN where it is None."""
         values = (None if row is None else value(row) for row in self.rows)
         return [math.nan if v is None else float(v) for v in values]
 
     def texts(self, text: Callable[[R], str]) -> list[str]:
-        """A text per row; empty between two starts."""
+        """A text for each row, empty between two starts."""
         return ["" if row is None else text(row) for row in self.rows]
 
 
 def timeline(readings: Sequence[R], unit: str) -> Timeline[R]:
-    """Lay out readings over the units seen, or over windows where those are missing.
+    """Lay out readings over the units seen, or over windows if a reading does not know the units seen.
 
     Args:
         readings: at least one.
         unit: plural name of the unit.
     """
     every = math.ceil(len(readings) / MAX_POINTS)
-    # From the last one backwards: the newest reading is always drawn.
+    # Thin out from the end backwards, so that the newest reading is always drawn.
     readings = readings[::-1][::every][::-1]
     seen = [reading.metrics.get("run/units_seen") for reading in readings]
     if all(value is not None for value in seen):
@@ -109,7 +109,7 @@ def _with_breaks(unit: str, readings: Sequence[R], positions: Sequence[float], l
 
 
 def position_text(reading: Measured, unit: str) -> str:
-    """Where in the run a reading was taken, in words."""
+    """The point of the run at which a reading was taken, in words."""
     seen = reading.metrics.get("run/units_seen")
     after = "" if seen is None else f", after {count(seen)} {unit}"
     return f"window {count(reading.window)}{after}"

@@ -1,4 +1,4 @@
-"""The figure of what a batch size costs: steps against examples, with the run's own place in it."""
+"""The figure of what a batch size costs: optimizer steps against examples, with a mark at the run's own batch size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sonde.runs.report.figures import (
     GREEN,
     INK,
     ORANGE,
-    Key,
+    LegendEntry,
     Plot,
     Scale,
     add_hover,
@@ -34,7 +34,8 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
         unit: plural name of the unit.
 
     Returns:
-        The figure, its curves dashed where only a lower bound of the noise scale is known; or why there is none.
+        The figure, or a sentence that says why there is none. Curves are dashed if only a lower bound of the noise
+        scale is known.
     """
     batch, low, high = (
         reading.metrics.get("gns/units_per_window"),
@@ -44,17 +45,17 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     resolved = reading.status == "resolved"
     critical = reading.metrics.get("gns/b_simple") if resolved else low
     if not batch or not critical or low is None or high is None:
-        return "The trade-off needs a noise scale, or a lower bound of it, and the last reading has none."
+        return "The trade-off needs a noise scale or a lower bound of the noise scale. The last reading has neither."
 
     extremes = (batch, critical, max(low, critical / 10), min(high, 10 * critical))
     x = Scale("log", min(extremes) / 8, max(extremes) * 8)
-    here = steps_and_examples(batch, critical)
-    y = Scale("log", 0.92, max(30.0, 2 * max(here.steps, here.examples)))
+    cost = steps_and_examples(batch, critical)
+    y = Scale("log", 0.92, max(30.0, 2 * max(cost.steps, cost.examples)))
     fig = new_figure(
         x,
         y,
         x_label=f"Batch size ({unit} per step)",
-        y_label="Cost, relative to the least",
+        y_label="Cost (times the least possible)",
         height=360,
     )
     fig.yaxis[0].major_label_overrides = {tick: f"{number(tick)}×" for tick in log_ticks(y)}
@@ -64,10 +65,10 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     add_line_at(fig, critical, "height", BLUE, dash)
     _add_costs(fig, x, y, critical, dash)
     add_line_at(fig, batch, "height", INK, "dotted")
-    fig.scatter([batch] * 2, [here.steps, here.examples], size=11, fill_color="white", line_color=INK, line_width=2.5)
-    # The word stands away from the line of the noise scale.
+    fig.scatter([batch] * 2, [cost.steps, cost.examples], size=11, fill_color="white", line_color=INK, line_width=2.5)
+    # Put the label on the side away from the line of the noise scale.
     add_label(fig, batch, y.at(0.92), "you are here", INK, align="right" if batch < critical else "left")
-    return Plot((fig,), _keys(batch, critical, unit, resolved=resolved))
+    return Plot((fig,), _legend(batch, critical, unit, resolved=resolved))
 
 
 def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> None:
@@ -86,19 +87,19 @@ def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> N
     add_hover(fig, columns, [("batch size", "@size"), ("steps", "@steps"), ("units used", "@examples")])
 
 
-def _keys(batch: float, critical: float, unit: str, *, resolved: bool) -> tuple[Key, ...]:
+def _legend(batch: float, critical: float, unit: str, *, resolved: bool) -> tuple[LegendEntry, ...]:
     if resolved:
         return (
-            Key("line", GREEN, "optimizer steps, S/S_min"),
-            Key("line", ORANGE, f"{unit} used, E/E_min"),
-            Key("bar", BLUE, f"noise scale, {number(critical)} {unit}"),
-            Key("band", BLUE, "its confidence interval"),
-            Key("dot", INK, f"this run, {number(batch)} {unit} per step"),
+            LegendEntry("line", GREEN, "optimizer steps, S/S_min"),
+            LegendEntry("line", ORANGE, f"{unit} used, E/E_min"),
+            LegendEntry("bar", BLUE, f"noise scale, {number(critical)} {unit}"),
+            LegendEntry("band", BLUE, "confidence interval of the noise scale"),
+            LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step"),
         )
     return (
-        Key("dashed", GREEN, "optimizer steps, S/S_min: at least this"),
-        Key("dashed", ORANGE, f"{unit} used, E/E_min: at most this"),
-        Key("bar", BLUE, f"lower bound of the noise scale, {number(critical)} {unit}"),
-        Key("band", BLUE, "where it may lie: no upper limit known"),
-        Key("dot", INK, f"this run, {number(batch)} {unit} per step, at that lower bound"),
+        LegendEntry("dashed", GREEN, "optimizer steps, S/S_min: at least this"),
+        LegendEntry("dashed", ORANGE, f"{unit} used, E/E_min: at most this"),
+        LegendEntry("bar", BLUE, f"lower bound of the noise scale, {number(critical)} {unit}"),
+        LegendEntry("band", BLUE, "possible range of the noise scale: no upper limit known"),
+        LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step, if the noise scale is at its lower bound"),
     )

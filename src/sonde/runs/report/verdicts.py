@@ -1,4 +1,4 @@
-"""What the report says first: a judgement, and the few numbers behind it."""
+"""The panels at the top of the report: a verdict, and the four numbers behind it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BATCH_BADGES = {
     "unknown": "No verdict yet",
 }
 _ENTROPY_BADGES = {
-    "holds": "Entropy holds",
+    "holds": "No entropy collapse",
     "collapses": "Entropy collapses",
     "not_linear": "Steps too large",
     "unknown": "No verdict yet",
@@ -30,9 +30,9 @@ class Tile:
     """One number.
 
     Attributes:
-        name: what it is.
-        value: it, in few characters.
-        note: its unit, and what to make of it.
+        name: what the number is.
+        value: the number, in few characters.
+        note: its unit, and how far it is known.
     """
 
     name: str
@@ -41,15 +41,15 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """One panel; plain text throughout.
+class VerdictPanel:
+    """One panel, in plain text.
 
     Attributes:
-        kind: how it is coloured.
-        badge: in two or three words.
-        headline: one sentence.
-        detail: what follows from it, or what it rests on.
-        basis: of when it is.
+        kind: of verdict; it decides the colour.
+        badge: the verdict in two or three words.
+        headline: the verdict in one sentence.
+        detail: what follows from the verdict, or what it rests on.
+        basis: which readings the verdict was made from.
         tiles: four numbers.
     """
 
@@ -61,28 +61,28 @@ class Judgement:
     tiles: tuple[Tile, ...]
 
 
-def judgements(run: Run) -> list[Judgement]:
-    """Of the batch size where the noise scale was measured, of the entropy where a policy was."""
-    return [*([judge_noise_scale(run)] if run.readings else []), *([judge_policy(run)] if run.policy else [])]
+def verdict_panels(run: Run) -> list[VerdictPanel]:
+    """A panel for the batch size if the noise scale was measured, and one for the entropy if a policy was measured."""
+    return [*([batch_size_panel(run)] if run.readings else []), *([entropy_panel(run)] if run.policy else [])]
 
 
-def judge_noise_scale(run: Run) -> Judgement:
-    """Of a run that has at least one reading."""
-    unit, last = run.header.unit, run.readings[-1]
+def batch_size_panel(run: Run) -> VerdictPanel:
+    """The verdict on the batch size, for a run that has at least one reading of the noise scale."""
+    unit, last = run.header.probe("reading").unit, run.readings[-1]
     verdict = _judge_batch(last, unit)
     basis = f"Judged from the last reading: {position_text(last, unit)}."
     needed = last.metrics.get("gns/windows_needed")
     if needed:
         basis += f" The interval narrows to about ± 20 % after {plural(round(needed), 'more window')}."
     tiles = tuple(_batch_tiles(last, unit))
-    return Judgement(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)
+    return VerdictPanel(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)
 
 
-def judge_policy(run: Run) -> Judgement:
-    """Of a run in which a policy was measured at least once."""
+def entropy_panel(run: Run) -> VerdictPanel:
+    """The verdict on the entropy, for a run in which a policy was measured at least once."""
     verdict = judge_entropy([r.point for r in run.policy if r.metrics.get("entropy/per_token") is not None])
     basis = f"Judged from {plural(len(run.policy), 'measured step')}, up to step {run.policy[-1].window}."
-    return Judgement(
+    return VerdictPanel(
         verdict.kind,
         _ENTROPY_BADGES[verdict.kind],
         verdict.headline,
@@ -99,7 +99,7 @@ def _judge_batch(last: Reading, unit: str) -> Verdict:
             "unknown", "No verdict yet: the batch size is not known.", f"{last.reason or 'No window was measured'}."
         )
     if last.status == "resolved" and not estimate:
-        why = "All pieces of a window gave the same gradient: check that each gets data of its own."
+        why = "All pieces of a window gave the same gradient: check that each piece gets its own data."
         return Verdict("unknown", f"No verdict on the batch of {number(batch, 4)} {unit}: no noise was seen.", why)
     return judge_batch(
         batch,
@@ -138,12 +138,12 @@ def _policy_tiles(run: Run) -> Iterator[Tile]:
     yield from _entropy_tiles(run)
     so_far = coverage([r.point for r in run.policy])
     if so_far.n:
-        yield Tile("Coverage", percent(so_far.fraction), f"{so_far.n_held} of {so_far.n} intervals held the truth")
+        yield Tile("Coverage", percent(so_far.fraction), f"{so_far.n_held} of {so_far.n} intervals contain the truth")
     else:
-        yield Tile("Coverage", "–", "needs fresh rollouts")
+        yield Tile("Coverage", "–", "not known without fresh rollouts")
     noise = [r.metrics for r in run.policy if r.metrics.get("gns_prompts/b_simple_low") is not None]
     if not noise:
-        yield Tile("Noise scale", "–", "not known in prompts")
+        yield Tile("Noise scale", "–", "in prompts, not known yet")
         return
     value, low, high = (noise[-1].get(f"gns_prompts/{name}") for name in ("b_simple", "b_simple_low", "b_simple_high"))
     if value is None:
@@ -156,13 +156,13 @@ def _entropy_tiles(run: Run) -> Iterator[Tile]:
     known = [r for r in run.policy if r.metrics.get("entropy/per_token") is not None]
     if not known:
         yield Tile("Entropy", "–", "not measured")
-        yield Tile("Last forecast", "–", "none was made")
+        yield Tile("Last forecast change", "–", "no forecast was made")
         return
     first, now = (r.metrics["entropy/per_token"] or 0.0 for r in (known[0], known[-1]))
     yield Tile(
-        "Entropy", number(now), f"nats a token; {percent(now / first)} of the first" if first else "nats a token"
+        "Entropy", number(now), f"nats a token; {percent(now / first)} of its first value" if first else "nats a token"
     )
     point = known[-1].point
-    doubt = "" if point.is_valid else ", not to be trusted"
-    about = f"[{number(point.low, 2)} to {number(point.high, 2)}] nats by step {point.step}{doubt}"
-    yield Tile("Last forecast", number(point.delta, 2), about)
+    doubt = "" if point.is_valid else "; not to be trusted"
+    note = f"nats by step {point.step}; between {number(point.low, 2)} and {number(point.high, 2)}{doubt}"
+    yield Tile("Last forecast change", number(point.delta, 2), note)
