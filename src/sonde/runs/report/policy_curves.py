@@ -8,8 +8,9 @@ from itertools import accumulate
 
 from bokeh.models import NumeralTickFormatter
 
+from sonde.policy.stats.coverage import Coverage
 from sonde.policy.stats.entropy_forecast import LEAST_ESS_FRACTION, LINEAR_BETWEEN
-from sonde.policy.stats.forecast_history import Coverage, Point
+from sonde.policy.stats.forecast_point import Point
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.report.curve_style import WINDOW, TimeAxis, add_bands, add_curve, add_triangles, new_curve, restart_key
 from sonde.runs.report.figures import (
