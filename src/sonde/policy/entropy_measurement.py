@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from sonde.policy.scoring.optimizer_step import Direction, dot, forecast_step, p
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.training_state import seed_everything, set_evaluation_mode
-from sonde.policy.stats.attribution import Cause, Causes, causes_by_prompt, shares_of
+from sonde.policy.stats.attribution import Cause, Causes, causes_by_prompt, shares_by_prompt, split_gradient, split_step
 from sonde.policy.stats.entropy_change import EntropyChange, change_by_gradients, change_of_sequences, change_per_token
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FixedPrefixes, Objective, Update, why_not_linear
 from sonde.policy.stats.entropy_gradient import (
@@ -83,8 +82,8 @@ class EntropyMeasurement:
         nothing = torch.zeros_like(self._base.entropy)
         self._coefficients = Coefficients(nothing, nothing) if self.problem else self._coefficients_of(self._base)
         self._change: EntropyChange | None = None
-        self._linear = math.nan
-        self._bars_dot = math.nan
+        self._linear = 0.0
+        self._bars_dot: float | None = None
         self._n_update = 0
         self._how = self._doubt = ""
         self._fixed: FixedPrefixes | None = None
@@ -134,12 +133,9 @@ class EntropyMeasurement:
             level=self._settings.level,
         )
         self._linear = step_size * entropy_rate(d_entropy, responses)[0]
-        self._bars_dot = self._change.delta / step_size
-        prompts, total = causes_by_prompt(
-            d_of_update, of_update.on_log_prob, learned.responses, step_size / self._n_update
-        )
-        explained = total / self._change.delta if self._change.delta else math.nan
-        self._causes = Causes(math.nan, self._change.delta, 0.0, prompts, explained)
+        self._bars_dot = None if self._change.delta is None else self._change.delta / step_size
+        prompts = causes_by_prompt(d_of_update, of_update.on_log_prob, learned.responses, step_size / self._n_update)
+        self._causes = split_gradient(self._change.delta, prompts)
         for part in y.values():
             part.mul_(step_size)
         return y
@@ -147,23 +143,20 @@ class EntropyMeasurement:
     def tell_causes(self, optimizer: Any, update: Rollouts | None, gradient_scale: float) -> None:
         """Split the change along the optimizer's own step into momentum, this batch and weight decay; and by prompt."""
         assert self._change is not None
-        of_parts = {"momentum": 0.0, "decay": 0.0}
+        of_parts: dict[str, float | None] = {"momentum": 0.0, "decay": 0.0}
         with self._expense.phase("causes"):
             for part in of_parts:
                 step = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part=part)  # type: ignore[arg-type]
                 if any(bool(delta.any()) for delta in step.values()):
                     of_parts[part] = self._change_along(step)[0].delta
-            batch = self._change.delta - sum(of_parts.values())
-            prompts: tuple[Cause, ...] = ()
-            explained = math.nan
+            prompts = None
             if update is not None:
-                prompts, total = self._causes_by_prompt(optimizer, update, gradient_scale)
-                explained = total / batch if batch else math.nan
-        self._causes = Causes(of_parts["momentum"], batch, of_parts["decay"], prompts, explained)
+                prompts = self._causes_by_prompt(optimizer, update, gradient_scale)
+        self._causes = split_step(
+            self._change.delta, momentum=of_parts["momentum"], decay=of_parts["decay"], prompts=prompts
+        )
 
-    def _causes_by_prompt(
-        self, optimizer: Any, update: Rollouts, gradient_scale: float
-    ) -> tuple[tuple[Cause, ...], float]:
+    def _causes_by_prompt(self, optimizer: Any, update: Rollouts, gradient_scale: float) -> tuple[Cause, ...]:
         learned = self._scorer.scored(update)
         credit = self._credit(learned)
         # g = −c ∇ Σ credit·s, where only c is not known: ⟨g, Δ⟩ = −c D_Δ Σ credit·s along this batch's part Δ of the
@@ -175,7 +168,7 @@ class EntropyMeasurement:
         uphill = float((credit * d).sum())
         del step
         if not uphill * downhill:
-            return (), 0.0
+            return ()
         # δH of this batch is X̄·Δ = D·g/scale, D what the step would be with X̄ in the gradient's place.
         x = self._entropy_gradient(None)
         to_entropy = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part="batch", along=x)
@@ -231,15 +224,17 @@ class EntropyMeasurement:
         is_sum = self._per == "response" and self._settings.sequence_weights == "one"
         tokens = entropy_rate(self._base.entropy, self._base.responses)[1] if is_sum else 1.0
         doubt = problem or self.problem or self._doubt
-        reason = doubt or why_not_linear(self._fixed, self._importance, change.se / tokens)
+        reason = doubt or why_not_linear(
+            self._fixed, self._importance, None if change.se is None else change.se / tokens
+        )
         # What is not linear moves the truth to one side: the interval reaches as far, or it would not hold it.
         bend = tokens * (self._fixed.true - self._fixed.linear) if self._fixed is not None else 0.0
         return EntropyForecast(
             delta=change.delta,
             se=change.se,
             level=self._settings.level,
-            low=change.low + min(bend, 0.0),
-            high=change.high + max(bend, 0.0),
+            low=None if change.low is None else change.low + min(bend, 0.0),
+            high=None if change.high is None else change.high + max(bend, 0.0),
             reason=change.reason or reason,
             is_valid=not (change.reason or reason),
             objective=self._settings.objective,
@@ -254,7 +249,7 @@ class EntropyMeasurement:
             fixed_prefixes=self._fixed,
             importance=self._importance,
             rollouts=self._rollouts,
-            shares=shares_of(change, self._base.responses),
+            shares=shares_by_prompt(change, self._base.responses),
             causes=self._causes,
             derivatives=self._how,
             seconds=self._expense.seconds,

@@ -13,12 +13,10 @@ from tests.policy.stats.points import GOOD, points
 
 
 def test_only_trusted_forecasts_with_a_truth_of_their_own_count() -> None:
-    found = coverage(
-        points({}, {"truth": 0.0}, {"is_valid": False}, {"is_independent": False}, {"truth": math.nan}, {})
-    )
+    found = coverage(points({}, {"truth": 0.0}, {"is_valid": False}, {"is_independent": False}, {"truth": None}, {}))
     assert (found.n, found.n_held) == (3, 2)
     assert found.fraction == pytest.approx(2 / 3)
-    assert math.isnan(coverage([]).fraction)
+    assert coverage([]).fraction is None
     assert (coverage([]).low, coverage([]).high) == (0.0, 1.0)
 
 

@@ -162,9 +162,8 @@ def test_one_prompt_gives_a_reason_and_no_number() -> None:
     responses, prompts, picked = sampled(1, 4, torch.Generator().manual_seed(0))
     at = (prompts, picked)
     change = change_per_token(H[at], D_H[at], D_S[at], responses)
-    assert math.isnan(change.delta)
-    assert math.isnan(change.se)
-    assert change.reason == "the standard error needs at least 2 evaluation prompts, got 1"
+    assert (change.delta, change.se, change.low, change.high, change.v_x) == (None,) * 5
+    assert change.reason == "the standard error needs at least 2 evaluation prompts, got 1: pass more prompts"
     one = torch.ones(1)
     assert "got 1 and 1" in change_by_gradients(one, one, 0.1, products=torch.ones(1, 1)).reason
 

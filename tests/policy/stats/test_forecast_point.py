@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from sonde.policy.stats.forecast_point import forecast_point
@@ -33,6 +31,6 @@ def test_metrics_make_a_point_and_rollouts_come_before_importance_sampling() -> 
     point = forecast_point(7, metrics | {"entropy/delta_rollouts": -0.12, "entropy/delta_rollouts_se": 0.01})
     assert (point.truth, point.truth_se, point.is_independent) == (-0.12, 0.01, True)
     empty = forecast_point(1, {"entropy/per_token": None})
-    assert math.isnan(empty.entropy)
+    assert empty.entropy is None
     assert not empty.is_valid
     assert not empty.has_truth

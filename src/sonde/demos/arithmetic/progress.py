@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +54,7 @@ def line_of(record: Mapping[str, Any], n_steps: int) -> str:
     point = forecast_point(record["window"], metrics, reason=record["reason"])
     step = f"{record['window']}/{n_steps}"
     reward = "–" if metrics.get("reward") is None else f"{metrics['reward']:.2f}"
-    entropy = "–" if math.isnan(point.entropy) else number(point.entropy)
+    entropy = "–" if point.entropy is None else number(point.entropy)
     forecast = _with_error(metrics.get("entropy/delta_forecast"), metrics.get("entropy/delta_se"))
     truth = _with_error(metrics.get("entropy/delta_rollouts"), metrics.get("entropy/delta_rollouts_se"))
     doubt = ""

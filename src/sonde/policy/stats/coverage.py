@@ -1,4 +1,4 @@
-"""How many intervals of a run's forecasts held the truth."""
+"""How many of a run's forecast intervals held the truth."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from sonde.policy.stats.forecast_point import Point
+from sonde.policy.stats.forecast_point import Point, Z
 
 LEVEL = 0.95
-"""Of the intervals that are judged."""
-_Z = 1.959964
+"""Confidence level of the intervals that are judged."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +18,10 @@ class Coverage:
     """How many intervals held the truth.
 
     Attributes:
-        n: forecasts that were to be trusted and whose truth was measured on other responses.
-        n_held: those whose interval held it.
-        low: lower end of the 95 % interval of the share that hold; 0 without forecasts.
-        high: upper end; 1 without.
+        n: number of forecasts that were to be trusted and whose truth was measured on fresh rollouts.
+        n_held: number of these whose interval held the truth.
+        low: lower end of the 95 % interval of the true share; 0 without forecasts.
+        high: upper end; 1 without forecasts.
     """
 
     n: int
@@ -32,21 +31,21 @@ class Coverage:
 
     @classmethod
     def of(cls, n: int, n_held: int) -> Self:
-        """With Wilson's interval (1927): the shares that n_held of n does not contradict."""
+        """Coverage with Wilson's interval (1927): the true shares that `n_held` out of `n` does not contradict."""
         if not n:
             return cls(0, 0, 0.0, 1.0)
-        centre = (n_held + _Z**2 / 2) / (n + _Z**2)
-        half = _Z / (n + _Z**2) * math.sqrt(n_held * (n - n_held) / n + _Z**2 / 4)
+        centre = (n_held + Z**2 / 2) / (n + Z**2)
+        half = Z / (n + Z**2) * math.sqrt(n_held * (n - n_held) / n + Z**2 / 4)
         return cls(n, n_held, max(centre - half, 0.0), min(centre + half, 1.0))
 
     @property
-    def fraction(self) -> float:
-        """n_held over n; NaN without forecasts."""
-        return self.n_held / self.n if self.n else math.nan
+    def fraction(self) -> float | None:
+        """n_held over n; None without forecasts."""
+        return self.n_held / self.n if self.n else None
 
 
 def coverage(points: Sequence[Point]) -> Coverage:
-    """Of the forecasts so far.
+    """Coverage of the forecasts so far.
 
     Example:
         >>> held = Point(1, 1.0, -0.02, -0.03, -0.01, True, -0.025, 0.001, True)
