@@ -12,8 +12,7 @@ from torch import nn
 
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.options import known_name, options_from, read_yaml
-from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_measurement import Sampler
+from sonde.policy.entropy_change import EntropyChangeProbe, Sampler
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.scoring.rollouts import TokenStatistics
 from sonde.policy.scoring.token_statistics import CausalLMStatistics

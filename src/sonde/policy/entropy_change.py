@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,17 +18,23 @@ from sonde.parallel.placements import local_tensor, reshard
 from sonde.parallel.process_groups import data_parallel_group, gather_from_all_ranks
 from sonde.parallel.wrappers import unwrap_optimizer
 from sonde.policy.cost import Cost
-from sonde.policy.entropy_measurement import EntropyMeasurement, EntropySettings, Sampler
+from sonde.policy.entropy_measurement import EntropyMeasurement, EntropySettings
 from sonde.policy.scoring.checkpointing import can_checkpoint, checkpointing, is_checkpointing
 from sonde.policy.scoring.optimizer_step import Direction, StepMeter, StepWitness, forecast_step, taken, why_no_forecast
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.summed_gradient import DTYPES
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
-from sonde.policy.stats.entropy_forecast import EntropyForecast, Objective, Update, unknown
+from sonde.policy.scoring.training_state import preserve_training_state, seed_everything, set_evaluation_mode
+from sonde.policy.stats.entropy_change import Objective
+from sonde.policy.stats.entropy_forecast import EntropyForecast, Update, unknown
 from sonde.policy.stats.importance import Weighting
 
+Sampler = Callable[[nn.Module], Rollouts]
+"""Samples responses of a model, to the same prompts in each call, with the global random numbers of torch, numpy or
+Python."""
+
+NOT_FINITE = "the policy's scores are not finite"
 _FARTHEST = 0.01
 """Part of a step that may differ from its forecast before the forecast is taken to be of another step."""
 
@@ -215,44 +222,43 @@ class EntropyChangeProbe:
             raise ValueError("around_step() measures the optimizer's own step: make the probe with update='step'")
         around = AroundStep()
         self._check(evaluation, update)
-        can_forecast = not why_no_forecast(self._optimizer)
-        with self._working(evaluation) as (work, seed):
-            sampled = None
-            if self._sampler and not work.problem:
-                sampled = work.sample(self._sampler, self._model, seed)
-            if can_forecast:
-                step = self._forecast_step(1.0)
-                witness, meter = StepWitness(step), None
-                problem = work.problem or self._not_finite(step)
-                if not problem:
-                    work.along(step)
-                del step
-                if causes and not problem:
-                    work.tell_causes(self._optimizer, update, 1.0)
+        meter = witness = first_order = before = None
+        with self._measuring(evaluation, self._sampler) as measurement:
+            problem = "" if measurement is not None else NOT_FINITE
+            if measurement is not None:
+                before = measurement.sample()
+            if why_no_forecast(self._optimizer):
+                meter = StepMeter(self._parameters)
             else:
-                witness, meter, problem = None, StepMeter(self._parameters), work.problem
+                step = self._forecast_step(1.0)
+                witness = StepWitness(step)
+                problem = problem or self._why_not_finite(step)
+                if measurement is not None and not problem:
+                    first_order = measurement.along_step(step)
+                del step  # a second direction is needed for causes
+                if causes and measurement is not None and first_order is not None:
+                    first_order = measurement.with_causes(first_order, self._optimizer, update, 1.0)
         yield around
         with preserve_training_state(self._model):
-            if meter is not None:
+            if meter is not None and measurement is not None:
                 step, after = meter.step(), StepMeter(self._parameters)
-                problem = problem or self._not_finite(step)
-                if not problem:
+                if not (problem := self._why_not_finite(step)):
+                    # Parameters hold θ⁺, and derivatives are taken at θ.
                     meter.restore()
                     try:
-                        work.along(step)
+                        first_order = measurement.along_step(step)
                     finally:
                         after.restore()
                         reshard(self._model)
                 del step, after, meter
-            if problem:
+            if measurement is None or first_order is None:
                 around._forecast = unknown(problem, self._settings.objective, self._settings.update)
                 return
-            work.after()
-            if sampled and self._sampler and not work.problem:
-                work.compare(sampled, work.sample(self._sampler, self._model, seed))
-            departure = max(self._of_all_ranks(witness.departure() if witness else 0.0))
-            said = f"the step that was taken differs from the forecast by {departure:.0%}: clip before the block begins"
-            around._forecast = work.result(said if departure > _FARTHEST else "")
+            truths = measurement.truths(before)
+            departure = max(self._gather_from_ranks(witness.departure() if witness else 0.0))
+            if departure > _FARTHEST:
+                problem = f"the step that was taken differs from the forecast by {departure:.0%}: clip before the block"
+            around._forecast = measurement.forecast(first_order, truths, problem)
 
     def step(self) -> None:
         """In each `every`-th window, forecast the step that is about to be taken, on fresh responses of the sampler.
@@ -270,11 +276,9 @@ class EntropyChangeProbe:
         self._latest = None
         if is_due:
             self._n_calls += 1
-            sampled: list[Rollouts] = []
             with preserve_training_state(self._model):
-                seed_everything(self._seed())
-                self._scorer.on_all_ranks(lambda: sampled.append(self._sampler(self._model)))  # type: ignore[misc]
-            self._latest = self.forecast(sampled[0])
+                evaluation = self._sample(self._sampler, self._seed())
+            self._latest = self.forecast(evaluation)
 
     def metrics(self) -> Mapping[str, float | None]:
         """The forecast of this window by metric name; empty where there was none."""
@@ -297,31 +301,29 @@ class EntropyChangeProbe:
             raise ValueError(f"{why}; or use around_step()")
         if not is_step and update is None:
             raise ValueError("update='gradient' forecasts along the update prompts' gradients: pass their rollouts")
-        with self._working(evaluation) as (work, seed):
-            if work.problem:
-                return unknown(work.problem, self._settings.objective, self._settings.update)
+        with self._measuring(evaluation, sampler) as measurement:
+            if measurement is None:
+                return unknown(NOT_FINITE, self._settings.objective, self._settings.update)
             if is_step:
                 step = self._forecast_step(gradient_scale)
-                if problem := self._not_finite(step):
+                if problem := self._why_not_finite(step):
                     return unknown(problem, self._settings.objective, self._settings.update)
-                work.along(step)
-                del step  # before there is another
+                first_order = measurement.along_step(step)
+                del step  # before the next direction is made: each has the size of the parameters
                 if causes:
-                    work.tell_causes(self._optimizer, update, gradient_scale)
-                step = self._forecast_step(gradient_scale)  # derivatives have left only something close to it
+                    first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
+                step = self._forecast_step(gradient_scale)  # again: derivatives leave the direction only approximately
             else:
                 assert update is not None
-                step = work.along_gradients(update, self._optimizer, self._rate())
-            sampled = sampler and work.sample(sampler, self._model, seed)
+                first_order, step = measurement.along_gradients(update, self._optimizer, self._rate())
+            before = measurement.sample()
             with taken(step, self._model):
-                work.after()
-                if sampler and sampled and not work.problem:
-                    work.compare(sampled, work.sample(sampler, self._model, seed))
-            return work.result()
+                truths = measurement.truths(before)
+            return measurement.forecast(first_order, truths)
 
     @contextlib.contextmanager
-    def _working(self, evaluation: Rollouts) -> Iterator[tuple[EntropyMeasurement, int]]:
-        """A measurement and the seed of its rollouts, while nothing of the training notices."""
+    def _measuring(self, evaluation: Rollouts, sampler: Sampler | None) -> Iterator[EntropyMeasurement | None]:
+        """A measurement that leaves the training state as it was; None if the policy's scores are not finite."""
         self._n_calls += 1
         with (
             preserve_training_state(self._model),
@@ -330,9 +332,21 @@ class EntropyChangeProbe:
             if not self._is_repeatable:
                 self._scorer.check_repeatable(evaluation)
                 self._is_repeatable = True
-            expense = Cost(self._parameters[0].device)
-            measurement = EntropyMeasurement(self._settings, self._scorer, self._parameters, evaluation, expense)
-            yield measurement, self._seed()
+            cost = Cost(self._parameters[0].device)
+            with cost.phase("scores"):
+                base = self._scorer.scored(evaluation)
+            if not base.is_finite:
+                yield None
+                return
+            sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())
+            yield EntropyMeasurement(self._settings, self._scorer, self._parameters, base, sample, cost)
+
+    def _sample(self, sampler: Sampler, seed: int) -> Rollouts:
+        """This rank's fresh responses, with random numbers of a seed."""
+        seed_everything(seed)
+        rollouts = self._scorer.on_all_ranks(lambda: sampler(self._model))
+        set_evaluation_mode(self._model)  # samplers may leave the model in training mode
+        return rollouts
 
     def _seed(self) -> int:
         """Another in each call and on each rank."""
@@ -354,13 +368,13 @@ class EntropyChangeProbe:
             raise ValueError(f"the optimizer has learning rates {sorted(rates)}: say which is meant, step_size=")
         return rates.pop()
 
-    def _not_finite(self, step: Direction) -> str:
+    def _why_not_finite(self, step: Direction) -> str:
         is_finite = all(bool(local_tensor(delta).isfinite().all()) for delta in step.values())
-        return "" if all(self._of_all_ranks(float(is_finite))) else "the step is not finite"
+        return "" if all(self._gather_from_ranks(float(is_finite))) else "the step is not finite"
 
-    def _of_all_ranks(self, value: float) -> list[float]:
-        found: list[float] = gather_from_all_ranks(self._group, lambda: {"v": torch.tensor([value])})["v"].tolist()
-        return found
+    def _gather_from_ranks(self, value: float) -> list[float]:
+        values: list[float] = gather_from_all_ranks(self._group, lambda: {"v": torch.tensor([value])})["v"].tolist()
+        return values
 
     def _check(self, evaluation: Rollouts, update: Rollouts | None) -> None:
         """Refuse what does not serve, on every rank alike."""

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Coefficients, Responses, entropy_rate, per_token_coefficients
+from sonde.policy.stats.entropy_gradient import (
+    Coefficients,
+    Responses,
+    entropy_rate,
+    per_token_coefficients,
+    sequence_coefficients,
+)
+from sonde.policy.stats.importance import Per
 from sonde.stats.intervals import student_t_quantile
+
+Objective = Literal["per_token", "sequence"]
+SequenceWeights = Literal["one", "length"]
 
 _ROUNDING = 0.02
 """Largest relative difference between two means of the same products. Central differences keep 3 digits, sums in bf16
@@ -60,6 +71,60 @@ class EntropyChange:
         """The part of `delta` from prefixes and lengths that become more or less likely; None if not measured."""
         sharpening = self.sharpening
         return None if self.delta is None or sharpening is None else self.delta - sharpening
+
+
+@dataclass(frozen=True)
+class EntropyObjective:
+    """Which entropy is meant, with its terms, its gradient and its change.
+
+    Attributes:
+        kind: "per_token" for R = E[Σ H]/E[T]; "sequence" for H_w = E[−Σ w s].
+        weights: w_k of "sequence": "one", or one over the response's "length".
+    """
+
+    kind: Objective
+    weights: SequenceWeights = "one"
+
+    @property
+    def per(self) -> Per:
+        """Whether changes are in nats a "token" or a "response"."""
+        return "token" if self.kind == "per_token" else "response"
+
+    @property
+    def is_sum_over_tokens(self) -> bool:
+        """Whether the entropy grows with the response's length."""
+        return self.kind == "sequence" and self.weights == "one"
+
+    def terms(self, log_prob: Tensor, entropy: Tensor, responses: Responses) -> Tensor:
+        """H_k, or −w_k s_k: the expectation of their sum over a response is its entropy; [responses, tokens]."""
+        return entropy if self.kind == "per_token" else -self._token_weights(responses) * log_prob
+
+    def coefficients(self, log_prob: Tensor, entropy: Tensor, responses: Responses) -> Coefficients:
+        """The weights of the tokens' gradients in the gradient of the entropy."""
+        if self.kind == "per_token":
+            return per_token_coefficients(entropy, responses)
+        weights = self._token_weights(responses)
+        return sequence_coefficients(log_prob, responses, weights=weights, is_causal=self.weights == "one")
+
+    def change(
+        self,
+        log_prob: Tensor,
+        entropy: Tensor,
+        d_log_prob: Tensor,
+        d_entropy: Tensor,
+        responses: Responses,
+        *,
+        level: float = 0.95,
+    ) -> EntropyChange:
+        """The change along a given update, from every token's scores and their derivatives along it."""
+        if self.kind == "per_token":
+            return change_per_token(entropy, d_entropy, d_log_prob, responses, level=level)
+        coefficients = self.coefficients(log_prob, entropy, responses)
+        return change_of_sequences(coefficients, d_log_prob, responses, level=level)
+
+    def _token_weights(self, responses: Responses) -> Tensor:
+        ones = responses.mask.double()
+        return ones if self.weights == "one" else ones / responses.length[:, None]
 
 
 def change_per_token(

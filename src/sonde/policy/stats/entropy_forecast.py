@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sonde.policy.stats.attribution import Causes, Share, attribution_table
+from torch import Tensor
+
+from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
+from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
+from sonde.policy.stats.entropy_gradient import Responses, entropy_rate
 from sonde.policy.stats.importance import MeasuredChange
 
-Objective = Literal["per_token", "sequence"]
 Update = Literal["step", "gradient"]
 
 LINEAR_BETWEEN = (0.8, 1.25)
@@ -21,6 +24,42 @@ _NO_CHANGE = 1e-6
 """Nats a token. Smaller differences are within the rounding of fp32 scores."""
 _HARMLESS = 0.5
 """Standard errors. A deviation from first order that is smaller leaves the interval's coverage above 90 %."""
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """What first order says of an update.
+
+    Attributes:
+        change: the change of entropy.
+        on_same_prefixes: the change of R on the same prefixes, in nats a token.
+        bars_dot: X̄·Ȳ with update="gradient"; `change.delta` along a given step.
+        derivatives: how derivatives were taken: "forward" or "central".
+        doubt: why the derivatives are not to be trusted; empty if they are.
+        causes: where the change comes from; None if not asked for.
+    """
+
+    change: EntropyChange
+    on_same_prefixes: float
+    bars_dot: float | None
+    derivatives: str
+    doubt: str = ""
+    causes: Causes | None = None
+
+
+@dataclass(frozen=True)
+class Truths:
+    """What an update does, measured.
+
+    Attributes:
+        on_same_prefixes: the change of R on the same prefixes, in nats a token.
+        importance: the change by importance sampling.
+        rollouts: the change by fresh rollouts; None without a sampler.
+    """
+
+    on_same_prefixes: float
+    importance: MeasuredChange
+    rollouts: MeasuredChange | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +176,78 @@ class EntropyForecast:
         if self.rollouts is not None:
             parts.append(f"fresh rollouts {_with_error(self.rollouts)}")
         return "; ".join([*parts, self.reason] if self.reason else parts)
+
+
+def entropy_forecast(
+    first_order: FirstOrder,
+    truths: Truths | None,
+    entropy: Tensor,
+    responses: Responses,
+    *,
+    objective: EntropyObjective,
+    update: Update,
+    level: float,
+    problem: str = "",
+    seconds: Mapping[str, float],
+    peak_bytes: int | None = None,
+) -> EntropyForecast:
+    """The forecast of an update, from what first order says of it and from the measured truths.
+
+    Args:
+        first_order: the change to first order.
+        truths: the measured changes; None if the policy's scores are not finite after the step.
+        entropy: H_k before the update in nats, [responses, tokens].
+        responses: the evaluation responses.
+        objective: which entropy is meant.
+        update: which update is meant.
+        level: confidence level of the change's interval.
+        problem: why the forecast is not to be trusted, if that is known already.
+        seconds: time spent, by phase.
+        peak_bytes: growth of the process's peak memory.
+    """
+    change, causes = first_order.change, first_order.causes
+    rate, mean_length = entropy_rate(entropy, responses)
+    # Truths on fixed prefixes are in nats a token: this factor makes them comparable with the change.
+    tokens = mean_length if objective.is_sum_over_tokens else 1.0
+    fixed = importance = None
+    if truths is not None:
+        fixed, importance = FixedPrefixes(truths.on_same_prefixes, first_order.on_same_prefixes), truths.importance
+    se = None if change.se is None else change.se / tokens
+    reason = (
+        change.reason
+        or problem
+        or ("the policy's scores are not finite after the step" if truths is None else "")
+        or first_order.doubt
+        or why_not_linear(fixed, importance, se)
+    )
+    # A step that is not linear moves the truth to one side: without this, the interval would not hold it.
+    bend = 0.0 if fixed is None else tokens * (fixed.true - fixed.linear)
+    return EntropyForecast(
+        delta=change.delta,
+        se=change.se,
+        level=level,
+        low=None if change.low is None else change.low + min(bend, 0.0),
+        high=None if change.high is None else change.high + max(bend, 0.0),
+        reason=reason,
+        is_valid=not reason,
+        objective=objective.kind,
+        update=update,
+        entropy=rate,
+        v_x=change.v_x,
+        v_y=change.v_y,
+        double_count=change.double_count,
+        bars_dot=first_order.bars_dot,
+        n_evaluation=responses.n_prompts,
+        n_update=len(causes.prompts) if causes is not None else 0,
+        fixed_prefixes=fixed,
+        importance=importance,
+        rollouts=truths.rollouts if truths is not None else None,
+        shares=shares_by_prompt(change, responses),
+        causes=causes,
+        derivatives=first_order.derivatives,
+        seconds=seconds,
+        peak_bytes=peak_bytes,
+    )
 
 
 def unknown(reason: str, objective: Objective, update: Update) -> EntropyForecast:
