@@ -13,7 +13,7 @@ from torch import nn
 
 from sonde import NoiseScaleProbe, Probe, probes_from_config
 from sonde.config import EntropyProbeConfig, GnsProbeConfig, PolicyEntropyProbeConfig, ProbesConfig
-from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from tests.small_policy import drawn, loss, optimizer_of, policy
 
@@ -101,7 +101,7 @@ def test_values_out_of_range_are_refused_where_probes_are_made() -> None:
     ("config", "probe"),
     [
         (GnsProbeConfig, NoiseScaleProbe),
-        (EntropyProbeConfig, EntropyChangeProbe),
+        (EntropyProbeConfig, EntropyChangeOptions),
         (PolicyEntropyProbeConfig, PolicyEntropyProbe),
     ],
 )

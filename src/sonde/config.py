@@ -13,6 +13,7 @@ from torch import nn
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.options import known_name, options_from, read_yaml
 from sonde.policy.entropy_change import EntropyChangeProbe, Sampler
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.scoring.rollouts import TokenStatistics
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
@@ -96,7 +97,11 @@ class ProbesConfig:
         if (entropy := self.entropy_probe).enabled:
             statistics = token_statistics or CausalLMStatistics(entropy.temperature)
             probes["entropy_probe"] = EntropyChangeProbe(
-                model, optimizer, token_statistics=statistics, sampler=sampler, **options_of(entropy)
+                model,
+                optimizer,
+                EntropyChangeOptions(**options_of(entropy)),
+                token_statistics=statistics,
+                sampler=sampler,
             )
         if (policy := self.policy_entropy_probe).enabled:
             statistics = token_statistics or CausalLMStatistics(policy.temperature)

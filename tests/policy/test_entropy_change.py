@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_forecast import EntropyForecast
@@ -31,8 +32,14 @@ class Scene:
         self.U = drawn(self.model, 200, N_U, seed=2)
         loss(self.model, self.U).backward()
 
-    def probe(self, **options: Any) -> EntropyChangeProbe:
-        return EntropyChangeProbe(self.model, self.optimizer, **options)
+    def probe(self, *, token_statistics: Any = None, sampler: Any = None, **options: Any) -> EntropyChangeProbe:
+        return EntropyChangeProbe(
+            self.model,
+            self.optimizer,
+            EntropyChangeOptions(**options),
+            token_statistics=token_statistics,
+            sampler=sampler,
+        )
 
 
 def coefficients(objective: str, weights: str, scene: Scene) -> Coefficients:
@@ -572,7 +579,7 @@ def test_an_optimizer_without_state_or_foresight() -> None:
         scene.probe().forecast(scene.E)
     fresh = torch.optim.AdamW(scene.model.parameters(), lr=1e-3)
     with pytest.raises(ValueError, match="no second moment"):
-        EntropyChangeProbe(scene.model, fresh, update="gradient").forecast(scene.E, scene.U)
+        EntropyChangeProbe(scene.model, fresh, EntropyChangeOptions(update="gradient")).forecast(scene.E, scene.U)
     # Its first step is known nevertheless.
     assert math.isfinite(EntropyChangeProbe(scene.model, fresh).forecast(scene.E).delta)
 
@@ -597,3 +604,17 @@ def test_an_optimizer_that_holds_others_too() -> None:
     assert found.delta == alone.delta
     assert found.causes is not None
     assert found.causes.explained == pytest.approx(1.0, rel=2e-2)
+
+
+def test_options_as_single_keywords_still_work_for_one_release() -> None:
+    scene = Scene()
+    with pytest.warns(DeprecationWarning, match=r"write EntropyChangeProbe\(.*, EntropyChangeOptions\(level=0.5\)\)"):
+        old = EntropyChangeProbe(scene.model, scene.optimizer, level=0.5)
+    assert old.forecast(scene.E).low == scene.probe(level=0.5).forecast(scene.E).low
+    with pytest.raises(TypeError, match=r"has no keyword 'objectiv': did you mean 'objective'\?"):
+        EntropyChangeProbe(scene.model, scene.optimizer, objectiv="sequence")
+    with (
+        pytest.warns(DeprecationWarning, match="deprecated"),
+        pytest.raises(ValueError, match="level must be between 0 and 1, got 95"),
+    ):
+        EntropyChangeProbe(scene.model, scene.optimizer, level=95)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonde.parallel.wrappers import n_collectives
 from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from tests.ranks import Ranks, mesh_of
@@ -81,8 +82,7 @@ def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
     probe = EntropyChangeProbe(
         model,
         optimizer,
-        update=update,  # type: ignore[arg-type]
-        derivatives="central",
+        EntropyChangeOptions(update=update, derivatives="central"),  # type: ignore[arg-type]
         sampler=lambda m: sample(m, [0 + 10 * dist.get_rank(), 1 + 10 * dist.get_rank()]),
     )
     options = {"causes": True} if update == "step" else {}
@@ -103,7 +103,8 @@ def test_uneven_ranks_say_the_same_as_one_process(ranks2: Ranks, how: str, updat
     model, optimizer = trained(kind)
     E, U = batches()
     loss(model, U).backward()
-    probe = EntropyChangeProbe(model, optimizer, update=update, derivatives="central")  # type: ignore[arg-type]
+    options = EntropyChangeOptions(update=update, derivatives="central")  # type: ignore[arg-type]
+    probe = EntropyChangeProbe(model, optimizer, options)
     alone = probe.forecast(E, U, **({"causes": True} if update == "step" else {}))
     assert first["n_evaluation"] == N_E
     for name in ("delta", "se", "entropy", "v_x", "v_y"):
@@ -135,7 +136,7 @@ def count_sums(static_graph: bool) -> tuple[int, list[bool], Tensor]:
     E, U = batches()
     backward(model, of_rank(U, N_U // 2))
     watching = Watching(model)
-    probe = EntropyChangeProbe(model, optimizer, update="gradient", token_statistics=watching)
+    probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(update="gradient"), token_statistics=watching)
     before = n_collectives(model.process_group)
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathered:
         probe.forecast(of_rank(E, 8), of_rank(U, N_U // 2))

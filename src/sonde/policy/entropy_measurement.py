@@ -7,40 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sonde.policy.cost import Cost
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import Direction, Part, dot, forecast_step, precondition_
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored, ScoreDerivatives, Scorer
 from sonde.policy.stats.attribution import Cause, causes_by_prompt, split_gradient, split_step
-from sonde.policy.stats.entropy_change import EntropyObjective, Objective, SequenceWeights, change_by_gradients
-from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, Truths, Update, entropy_forecast
+from sonde.policy.stats.entropy_change import EntropyObjective, change_by_gradients
+from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, Truths, entropy_forecast
 from sonde.policy.stats.entropy_gradient import Coefficients, entropy_rate
-from sonde.policy.stats.importance import (
-    Weighting,
-    fixed_prefix_change,
-    importance_sampled_change,
-    resampled_change,
-)
-
-
-@dataclass(frozen=True)
-class EntropySettings:
-    """What `EntropyChangeProbe` was told; its docstring says what each means."""
-
-    objective: Objective
-    update: Update
-    sequence_weights: SequenceWeights
-    derivatives: Literal["auto", "forward", "central"]
-    weighting: Weighting
-    buffer_dtype: torch.dtype
-    offload: bool
-    level: float
+from sonde.policy.stats.importance import fixed_prefix_change, importance_sampled_change, resampled_change
 
 
 class EntropyMeasurement:
@@ -57,7 +38,7 @@ class EntropyMeasurement:
 
     def __init__(
         self,
-        options: EntropySettings,
+        options: EntropyChangeOptions,
         scorer: Scorer,
         parameters: Sequence[Tensor],
         base: Scored,
