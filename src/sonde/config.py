@@ -80,7 +80,7 @@ class ProbesConfig:
         sampler: Sampler | None = None,
         sinks: Sequence[Sink] = (),
         run: str = "",
-    ) -> dict[str, Probe]:
+    ) -> dict[str, Probe | PolicyEntropyProbe]:
         """The probes that are enabled, by their keys.
 
         Args:
@@ -91,7 +91,7 @@ class ProbesConfig:
             sinks: where the noise scale's records go.
             run: the run's name in them.
         """
-        probes: dict[str, Probe] = {}
+        probes: dict[str, Probe | PolicyEntropyProbe] = {}
         if (gns := self.gns_probe).enabled:
             probes["gns_probe"] = NoiseScaleProbe(model, optimizer, sinks=sinks, run=run, **options_of(gns))
         if (entropy := self.entropy_probe).enabled:

@@ -69,9 +69,6 @@ class PolicyEntropyProbe:
         self._latest = policy_entropy(scored.log_prob, scored.entropy, scored.responses, advantage, level=self._level)
         return self._latest
 
-    def step(self) -> None:
-        """Nothing: it measures when there are responses."""
-
     def metrics(self) -> Mapping[str, float | None]:
         """The latest measurement by metric name; empty before the first."""
         if (found := self._latest) is None:

@@ -153,9 +153,6 @@ class PromptNoiseProbe:
             windows=noise.windows,
         )
 
-    def step(self) -> None:
-        """Nothing: it measures when there are responses."""
-
     def metrics(self) -> Mapping[str, float | None]:
         """The reading by metric name; empty before the first window."""
         found = self.reading()
