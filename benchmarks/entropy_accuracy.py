@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import sonde
 from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
 from sonde.demos.arithmetic.run import make_trainer
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import forecast_step, taken
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
@@ -106,7 +107,7 @@ def trials(plan: Plan) -> list[Trial]:
 def _at_step(trainer: Any, optimizer: Any, step: int, plan: Plan) -> list[Trial]:
     model = trainer.model
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    probe = sonde.EntropyChangeProbe(model, optimizer, micro_batch_prompts=16)
+    probe = sonde.EntropyChangeProbe(model, optimizer, EntropyChangeOptions(micro_batch_prompts=16))
     rates = [group["lr"] for group in optimizer.param_groups]
     found = []
     with preserve_training_state(model):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import sonde
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_gradient import Responses, per_token_coefficients
 
@@ -179,9 +180,8 @@ def _dot(a: dict[Tensor, Tensor], b: dict[Tensor, Tensor]) -> float:
 
 def by_sonde(made: Scene, update: Any = "step", derivatives: Any = "auto") -> tuple[float, float, dict[str, float]]:
     """What sonde forecasts, and the seconds of its phases."""
-    probe = sonde.EntropyChangeProbe(
-        made.model, made.optimizer, update=update, derivatives=derivatives, token_statistics=STATISTICS
-    )
+    options = EntropyChangeOptions(update=update, derivatives=derivatives)
+    probe = sonde.EntropyChangeProbe(made.model, made.optimizer, options, token_statistics=STATISTICS)
     found = probe.forecast(made.evaluation, made.update)
     return found.delta, found.se, dict(found.seconds)
 

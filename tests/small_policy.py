@@ -73,6 +73,13 @@ def drawn(model: nn.Module, first: int, n_prompts: int, *, seed: int, n_each: in
         return sample(model, list(range(first, first + n_prompts)), n_each)
 
 
+def rollouts(**changes: Any) -> Rollouts:
+    """Responses to 4 prompts, with whatever a test changes in them."""
+    made = drawn(policy(), 0, 4, seed=1)
+    fields = {"inputs": made.inputs, "mask": made.mask, "prompt": made.prompt, "advantage": made.advantage}
+    return Rollouts(**(fields | changes))
+
+
 def loss(model: nn.Module, rollouts: Rollouts) -> Tensor:
     """The policy gradient's, a mean over responses."""
     s, _ = STATISTICS(model, rollouts)

@@ -12,8 +12,8 @@ from torch import nn
 
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.options import known_name, options_from, read_yaml
-from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_measurement import Sampler
+from sonde.policy.entropy_change import EntropyChangeProbe, Sampler
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.scoring.rollouts import TokenStatistics
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
@@ -80,7 +80,7 @@ class ProbesConfig:
         sampler: Sampler | None = None,
         sinks: Sequence[Sink] = (),
         run: str = "",
-    ) -> dict[str, Probe]:
+    ) -> dict[str, Probe | PolicyEntropyProbe]:
         """The probes that are enabled, by their keys.
 
         Args:
@@ -91,13 +91,17 @@ class ProbesConfig:
             sinks: where the noise scale's records go.
             run: the run's name in them.
         """
-        probes: dict[str, Probe] = {}
+        probes: dict[str, Probe | PolicyEntropyProbe] = {}
         if (gns := self.gns_probe).enabled:
             probes["gns_probe"] = NoiseScaleProbe(model, optimizer, sinks=sinks, run=run, **options_of(gns))
         if (entropy := self.entropy_probe).enabled:
             statistics = token_statistics or CausalLMStatistics(entropy.temperature)
             probes["entropy_probe"] = EntropyChangeProbe(
-                model, optimizer, token_statistics=statistics, sampler=sampler, **options_of(entropy)
+                model,
+                optimizer,
+                EntropyChangeOptions(**options_of(entropy)),
+                token_statistics=statistics,
+                sampler=sampler,
             )
         if (policy := self.policy_entropy_probe).enabled:
             statistics = token_statistics or CausalLMStatistics(policy.temperature)

@@ -8,57 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("trl", reason="needs trl: pip install 'sonde[trl]'")
 # Imports and runs of packages that are not ours warn of this and that, version by version.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 from transformers import Trainer, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl import GRPOTrainer  # noqa: E402
 
-from sonde.demos.arithmetic import task  # noqa: E402
 from sonde.integrations import trl as integration  # noqa: E402
 from sonde.integrations.trl_rollouts import GROUP, USED  # noqa: E402
 from sonde.policy.scoring.optimizer_step import StepMeter  # noqa: E402
 from sonde.runs.reader import read_run  # noqa: E402
 from sonde.runs.sinks import JsonlSink  # noqa: E402
-
-
-def trainer_of(folder: Path, *, steps: int = 20, callbacks: Any = None, **options: Any) -> GRPOTrainer:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 16,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 8,
-        "max_completion_length": 6,
-        "learning_rate": 3e-3,
-        "max_steps": steps,
-        "logging_steps": 5,
-        "loss_type": "dr_grpo",
-        "scale_rewards": "none",
-        "beta": 0.0,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "lr_scheduler_type": "constant",
-        "seed": 0,
-        "disable_tqdm": True,
-    }
-    return GRPOTrainer(
-        model=task.model(),
-        reward_funcs=task.reward,
-        args=GRPOConfig(**(settings | options)),
-        train_dataset=task.dataset(),
-        processing_class=task.tokenizer(),
-        callbacks=callbacks,
-    )
-
-
-def weights(trainer: GRPOTrainer) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+from tests.integrations.grpo_trainer import trainer_of, weights  # noqa: E402
 
 
 @pytest.mark.parametrize("loss_type", ["dr_grpo", "grpo", "dapo"])

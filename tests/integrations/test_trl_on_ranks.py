@@ -35,7 +35,7 @@ def _trained(port: int, folder: str, watched: bool) -> dict[str, Any]:
 
     from sonde.integrations import trl as integration
     from sonde.runs.sinks import JsonlSink
-    from tests.integrations.test_trl import trainer_of, weights
+    from tests.integrations.grpo_trainer import trainer_of, weights
 
     try:
         trainer = trainer_of(Path(tempfile.mkdtemp()), steps=4, per_device_train_batch_size=8)

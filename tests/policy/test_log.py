@@ -26,7 +26,7 @@ FORECAST = dataclasses.replace(
     high=-0.018,
     is_valid=True,
     entropy=2.0,
-    shares=(Share(1, -0.015, -0.01, -0.005), Share(2, -0.005, -0.004, math.nan)),
+    shares=(Share(1, -0.015, -0.01, -0.005), Share(2, -0.005, -0.004, None)),
     causes=Causes(-0.01, -0.01, 0.0, (Cause(7, -0.01, -0.02, 0.01),), 0.98),
 )
 

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonde.policy.prompt_noise import PromptNoiseProbe, PromptNoiseReading
 from sonde.policy.scoring.rollouts import Rollouts
-from sonde.probe import Probe
 from tests.ranks import Ranks, mesh_of
 from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, policy
 
@@ -57,7 +56,6 @@ def test_one_window_is_that_of_single_completions_gradients() -> None:
     grads = [p.grad for p in model.parameters()]
     copies = [g.clone() for g in grads if g is not None]
     probe = PromptNoiseProbe(model)
-    assert isinstance(probe, Probe)
     assert probe.metrics() == {}
     found = probe.measure(rollouts)
     assert_same(found, by_hand(model, rollouts), 8)

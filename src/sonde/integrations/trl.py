@@ -13,6 +13,7 @@ from sonde.config import ProbesConfig, options_of, probes_from_config
 from sonde.parallel.process_groups import data_parallel_group
 from sonde.parallel.wrappers import unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
@@ -323,11 +324,12 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._has_probes = True
         model, statistics, config = self._trainer.model_wrapped, self._statistics, self._config
         if config.entropy_probe.enabled:
-            options = options_of(config.entropy_probe)
-            if self._has_rollouts:
-                options["sampler"] = self._truth
             self._entropy = EntropyChangeProbe(
-                model, unwrap_optimizer(optimizer), token_statistics=statistics, **options
+                model,
+                unwrap_optimizer(optimizer),
+                EntropyChangeOptions(**options_of(config.entropy_probe)),
+                token_statistics=statistics,
+                sampler=self._truth if self._has_rollouts else None,
             )
         if config.policy_entropy_probe.enabled:
             options = options_of(config.policy_entropy_probe)

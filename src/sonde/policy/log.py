@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sonde.policy.stats.attribution import Causes
+from sonde.policy.stats.coverage import LEVEL
 from sonde.policy.stats.entropy_forecast import EntropyForecast
-from sonde.policy.stats.forecast_history import LEVEL, Point, find_policy_alerts, point_of
+from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
+from sonde.policy.stats.policy_alerts import find_policy_alerts
 from sonde.records import Metric, RunLog, Sink, log_of, logger
 
 METRICS: dict[str, Metric] = {
@@ -114,7 +116,7 @@ class PolicyLog:
                     f"EntropyChangeProbe(level={LEVEL})"
                 )
             self._per = "response" if forecast.objective == "sequence" else "token"
-            self.points.append(point_of(step, metrics, self._per, forecast.reason))
+            self.points.append(forecast_point(step, metrics, self._per, forecast.reason))
         now = find_policy_alerts(self.points)
         for name, message in now.items():
             if name not in self.alerts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch.distributed as dist
@@ -70,28 +69,24 @@ class PolicyEntropyProbe:
         self._latest = policy_entropy(scored.log_prob, scored.entropy, scored.responses, advantage, level=self._level)
         return self._latest
 
-    def step(self) -> None:
-        """Nothing: it measures when there are responses."""
-
     def metrics(self) -> Mapping[str, float | None]:
         """The latest measurement by metric name; empty before the first."""
         if (found := self._latest) is None:
             return {}
         correlation = found.advantage_correlation
-        numbers = {
+        return {
             "entropy/token_weighted": found.token_weighted,
             "entropy/sequence_weighted": found.sequence_weighted,
             "entropy/sequence_sum": found.sequence_sum,
-            "entropy/advantage_correlation": correlation.r if correlation else math.nan,
-            "entropy/advantage_correlation_low": correlation.low if correlation else math.nan,
-            "entropy/advantage_correlation_high": correlation.high if correlation else math.nan,
+            "entropy/advantage_correlation": correlation.r if correlation else None,
+            "entropy/advantage_correlation_low": correlation.low if correlation else None,
+            "entropy/advantage_correlation_high": correlation.high if correlation else None,
             "entropy/cov_log_prob_advantage": found.log_prob_advantage,
             "length/mean": found.mean_length,
             "length/sd": found.sd_length,
             "length/longest": float(found.longest),
             "length/at_limit": found.at_limit,
         }
-        return {name: None if math.isnan(value) else value for name, value in numbers.items()}
 
     def close(self) -> None:
         """Nothing is held."""

@@ -153,24 +153,20 @@ class PromptNoiseProbe:
             windows=noise.windows,
         )
 
-    def step(self) -> None:
-        """Nothing: it measures when there are responses."""
-
     def metrics(self) -> Mapping[str, float | None]:
         """The reading by metric name; empty before the first window."""
         found = self.reading()
         if not found.windows:
             return {}
-        numbers = {
+        return {
             "gns_prompts/b_simple": found.b_simple,
             "gns_prompts/b_simple_low": found.low,
-            "gns_prompts/b_simple_high": found.high,
+            "gns_prompts/b_simple_high": None if found.high == math.inf else found.high,
             "gns_prompts/grad_sq": found.grad_sq,
             "gns_prompts/trace_cov": found.trace_cov,
             "gns_prompts/completions_share": found.completions_share,
             "gns_prompts/prompts_per_window": float(found.prompts_per_window),
         }
-        return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
     def close(self) -> None:
         """Nothing is held."""
@@ -187,10 +183,12 @@ class PromptNoiseProbe:
 
         whole, squares = norms.of_whole(objective, halves)
         weights = [self._row_weights(rollouts, half) for half in halves]
-        row = [float(whole), *(float(s) for s in squares)]
-        row += [math.nan] * (3 - len(row))
+        sq_norms = [float(square) for square in squares]
         w, n = [sum(each) for each in weights], [effective_units(each) for each in weights]
-        return [*row, *w, *[0.0] * (2 - len(w)), *n, *[0.0] * (2 - len(n))]
+        if len(halves) == 1:
+            for column in (sq_norms, w, n):
+                column.append(0.0)
+        return [float(whole), *sq_norms, *w, *n]
 
     def _row_weights(self, rollouts: Rollouts, rows: Tensor) -> list[float]:
         if self._weighs == "completions":
@@ -201,6 +199,6 @@ class PromptNoiseProbe:
 
 def _norms_of(row: list[float]) -> PromptNorms:
     whole, s1, s2, w1, w2, n1, n2 = row
-    if math.isnan(s2):
+    if not n2:
         return PromptNorms(whole, w1)
     return PromptNorms(whole, w1 + w2, (s1, s2), (w1, w2), (n1, n2))

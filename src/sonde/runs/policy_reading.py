@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.policy.stats.forecast_history import Point, point_of
+from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers, as_time
 
@@ -75,7 +75,7 @@ class PolicyReading:
     @property
     def point(self) -> Point:
         """Forecast and truth."""
-        return point_of(self.window, self.metrics, self.per, self.reason)
+        return forecast_point(self.window, self.metrics, self.per, self.reason)
 
 
 def policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:

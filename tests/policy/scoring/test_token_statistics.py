@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics, statistics_of_logits
+from tests.small_policy import drawn, policy
 
 
 def logits_and_tokens(scale: float = 3.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -105,3 +106,13 @@ def test_inputs_that_do_not_serve(inputs: dict[str, Tensor], said: str) -> None:
 def test_a_temperature_that_makes_no_sense() -> None:
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):
         CausalLMStatistics(temperature=0)
+
+
+def test_temperature_is_that_of_the_sampler() -> None:
+    model = policy()
+    E = drawn(model, 0, 4, seed=1)
+    s, h = CausalLMStatistics(temperature=2.0)(model, E)
+    logits = model(E.inputs["input_ids"])[:, 1:-1] / 2.0
+    log_p = logits.log_softmax(-1)
+    assert torch.allclose(h, -(log_p.exp() * log_p).sum(-1), atol=1e-6)
+    assert torch.allclose(s, log_p.gather(-1, E.inputs["input_ids"][:, 2:, None])[..., 0], atol=1e-6)

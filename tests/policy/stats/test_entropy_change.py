@@ -11,21 +11,7 @@ from torch import Tensor
 from sonde.policy.stats.entropy_change import EntropyChange, change_by_gradients, change_of_sequences, change_per_token
 from sonde.policy.stats.entropy_gradient import Responses, per_token_coefficients, sequence_coefficients
 from tests import tiny_policy as tiny
-
-THETA = tiny.parameters()
-S, H = tiny.tokens(THETA)
-P = tiny.probabilities(THETA)
-J = tiny.jacobians(THETA)
-DIRECTION = torch.randn(tiny.DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-D_S, D_H = J.log_prob @ DIRECTION, J.entropy @ DIRECTION
-
-
-def sampled(n_prompts: int, group: int, generator: torch.Generator) -> tuple[Responses, list[int], list[int]]:
-    """A batch as a trainer draws it: prompts from all there are, a group of responses to each."""
-    prompts = torch.randint(tiny.N_PROMPTS, (n_prompts,), generator=generator)
-    picked = torch.multinomial(P[prompts], group, replacement=True, generator=generator).flatten()
-    numbers = torch.arange(n_prompts).repeat_interleave(group)
-    return Responses(tiny.MASK[picked], numbers), prompts.repeat_interleave(group).tolist(), picked.tolist()
+from tests.policy.stats.tiny_batches import D_H, D_S, DIRECTION, THETA, H, J, S, sampled
 
 
 def coverage(changes: list[EntropyChange], exact: float) -> float:
@@ -162,9 +148,8 @@ def test_one_prompt_gives_a_reason_and_no_number() -> None:
     responses, prompts, picked = sampled(1, 4, torch.Generator().manual_seed(0))
     at = (prompts, picked)
     change = change_per_token(H[at], D_H[at], D_S[at], responses)
-    assert math.isnan(change.delta)
-    assert math.isnan(change.se)
-    assert change.reason == "the standard error needs at least 2 evaluation prompts, got 1"
+    assert (change.delta, change.se, change.low, change.high, change.v_x) == (None,) * 5
+    assert change.reason == "the standard error needs at least 2 evaluation prompts, got 1: pass more prompts"
     one = torch.ones(1)
     assert "got 1 and 1" in change_by_gradients(one, one, 0.1, products=torch.ones(1, 1)).reason
 

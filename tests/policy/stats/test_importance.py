@@ -17,7 +17,7 @@ from sonde.policy.stats.importance import (
     resampled_change,
 )
 from tests import tiny_policy as tiny
-from tests.policy.stats.test_entropy_change import DIRECTION, THETA, H, S, sampled
+from tests.policy.stats.tiny_batches import DIRECTION, THETA, H, S, sampled
 
 AFTER = THETA + 0.2 * DIRECTION
 S_AFTER, H_AFTER = tiny.tokens(AFTER)

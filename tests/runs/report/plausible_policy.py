@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def policy_header(**changes: Any) -> Record:
         "log_every": 5,
         "level": 0.95,
     }
-    return header_record(writes="policy", metrics=METRICS, run="adding by GRPO", unit="prompts", setup=setup) | changes
+    metrics = {name: asdict(metric) for name, metric in METRICS.items()}
+    return header_record(writes="policy", metrics=metrics, run="adding by GRPO", unit="prompts", setup=setup) | changes
 
 
 def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **changes: Any) -> Record:

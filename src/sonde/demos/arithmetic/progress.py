@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 
-from sonde.policy.stats.forecast_history import point_of
+from sonde.policy.stats.forecast_point import forecast_point
 from sonde.wording import number
 
 _COLUMNS = f"{'step':>9}  {'reward':>6}  {'entropy':>7}  {'forecast ± SE':>19}  {'truth ± SE':>19}"
@@ -52,10 +51,10 @@ def line_of(record: Mapping[str, Any], n_steps: int) -> str:
         '    6/120    0.50     1.20  −2.13e-2 ± 1.0e-3  −2.00e-2 ± 1.0e-4'
     """
     metrics = record["metrics"]
-    point = point_of(record["window"], metrics, reason=record["reason"])
+    point = forecast_point(record["window"], metrics, reason=record["reason"])
     step = f"{record['window']}/{n_steps}"
     reward = "–" if metrics.get("reward") is None else f"{metrics['reward']:.2f}"
-    entropy = "–" if math.isnan(point.entropy) else number(point.entropy)
+    entropy = "–" if point.entropy is None else number(point.entropy)
     forecast = _with_error(metrics.get("entropy/delta_forecast"), metrics.get("entropy/delta_se"))
     truth = _with_error(metrics.get("entropy/delta_rollouts"), metrics.get("entropy/delta_rollouts_se"))
     doubt = ""

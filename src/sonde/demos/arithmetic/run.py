@@ -17,7 +17,7 @@ from rich.console import Console
 from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
 from sonde.demos.arithmetic.progress import ForecastLines
 from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
-from sonde.policy.stats.forecast_history import judge_entropy
+from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
 

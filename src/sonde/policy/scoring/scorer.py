@@ -54,6 +54,23 @@ class Scored:
         return values[self.rows, : self.rollouts.mask.shape[1]]
 
 
+@dataclass(frozen=True, eq=False)
+class ScoreDerivatives:
+    """How fast scores change along a direction Δ.
+
+    Attributes:
+        log_prob: D_Δ s_k, [responses, tokens] of all ranks; fp64, on the CPU.
+        entropy: D_Δ H_k, likewise.
+        mode: how derivatives were taken.
+        doubt: why they are not to be trusted; empty if they are.
+    """
+
+    log_prob: Tensor
+    entropy: Tensor
+    mode: Mode
+    doubt: str
+
+
 class Scorer:
     """Runs a model over responses, a few prompts at a time, on every rank.
 
@@ -94,12 +111,8 @@ class Scorer:
 
     def derivatives(
         self, rollouts: Rollouts, direction: Direction, mode: Literal["auto", "forward", "central"]
-    ) -> tuple[Tokens, Mode, str]:
-        """`d_log_prob` and `d_entropy` along a direction, of the responses of all ranks.
-
-        Returns:
-            These; how they were taken; and why they are not to be trusted, empty when they are.
-        """
+    ) -> ScoreDerivatives:
+        """Derivatives of `log_prob` and `entropy` along a direction, of the responses of all ranks."""
         batches = self._batches(rollouts)
         # Of many prompts: a policy may be certain of its answers to some, which then tell nothing.
         n = min(_PILOT_RESPONSES, min(len(batch) for batch in batches))
@@ -114,8 +127,9 @@ class Scorer:
             tokens = {name: of.nan_to_num(0.0, 0.0, 0.0) for name, of in tokens.items()}
             return tokens | {"is_lost": torch.tensor([bool(found.doubt) or not is_finite])}
 
-        of_all = gather_from_all_ranks(self._group, work)
-        return of_all, used[0], LOST_IN_ROUNDING if bool(of_all["is_lost"].any()) else ""
+        tokens = gather_from_all_ranks(self._group, work)
+        doubt = LOST_IN_ROUNDING if bool(tokens["is_lost"].any()) else ""
+        return ScoreDerivatives(tokens["d_log_prob"], tokens["d_entropy"], used[0], doubt)
 
     def everywhere(self, name: str, own: Callable[[], Tensor]) -> Tensor:
         """Something of this rank's tokens, of all ranks; [responses, tokens]."""
@@ -153,25 +167,25 @@ class Scorer:
             total = (factor * on_log_prob[chosen].to(s) * s).sum()
             return total if on_entropy is None else total + (factor * on_entropy[chosen].to(h) * h).sum()
 
-        sums: list[GradientSum] = []
         n_ranks = self._group.size() if self._group is not None else 1
 
         @torch.enable_grad()
-        def work() -> None:
-            sums.append(summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype))
+        def work() -> GradientSum:
+            return summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype)
 
         reshard(self._wrapped)
-        self.on_all_ranks(work)
-        return sums[0].over_ranks(self._group)
+        return self.on_all_ranks(work).over_ranks(self._group)
 
-    def on_all_ranks(self, work: Callable[[], object]) -> None:
-        """Do something on each; what is raised on one is raised on all."""
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
+        """Do something on each rank, and return this rank's result. An error on one rank is raised on all."""
+        results: list[T] = []
 
-        def and_nothing_more() -> Tokens:
-            work()
+        def and_gather_nothing() -> Tokens:
+            results.append(work())
             return {}
 
-        gather_from_all_ranks(self._group, and_nothing_more)
+        gather_from_all_ranks(self._group, and_gather_nothing)
+        return results[0]
 
     @torch.no_grad()
     def check_repeatable(self, rollouts: Rollouts) -> None:

@@ -1,8 +1,7 @@
-"""Which prompts a change of entropy comes from, and what else."""
+"""The parts of a change of entropy: by evaluation prompt, by update prompt, and by source."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,30 +18,32 @@ _TEXT_WIDTH = 40
 
 @dataclass(frozen=True)
 class Share:
-    """One evaluation prompt's part of the change: δH is the sum of all prompts'.
+    """One evaluation prompt's part of the change. δH is the sum of all prompts' parts.
 
     Attributes:
-        prompt: its number.
-        change: in nats (a token, for the per-token objective).
-        sharpening: what of it comes from distributions that change where they are; NaN for the sequence objective.
-        drift: what comes from other prefixes, and lengths, becoming likelier.
+        prompt: the prompt's number.
+        change: its part in nats (a token, for the per-token objective).
+        sharpening: the part of `change` from distributions that change at the same prefixes; None for the sequence
+            objective.
+        drift: the part of `change` from prefixes and lengths that become more or less likely; None for the sequence
+            objective.
     """
 
     prompt: int
     change: float
-    sharpening: float
-    drift: float
+    sharpening: float | None
+    drift: float | None
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One update prompt's part of what this batch's gradient does to the entropy.
+    """One update prompt's part of the change that this batch's gradient makes.
 
     Attributes:
-        prompt: its number.
-        change: in nats (a token, for the per-token objective).
-        from_rewarded: what of it is from tokens of positive advantage.
-        from_penalised: what is from those of negative advantage.
+        prompt: the prompt's number.
+        change: its part in nats (a token, for the per-token objective).
+        from_rewarded: the part of `change` from tokens of positive advantage.
+        from_penalised: the part of `change` from tokens of negative advantage.
     """
 
     prompt: int
@@ -56,69 +57,109 @@ class Causes:
     """Where the change comes from.
 
     Attributes:
-        momentum: earlier batches' gradients, in nats; NaN with update="gradient", which has none.
-        batch: this batch's gradient.
-        decay: weight decay.
-        prompts: of the update, each with its part of `batch`; empty without their rollouts.
-        explained: the sum of these parts over `batch`: 1 where the loss is the mean of advantage × log-probability
-            that they are told by; less where clipped ratios or a KL term have a share.
+        momentum: the part from earlier batches' gradients, in nats; None with update="gradient", which has no momentum.
+        batch: the part from this batch's gradient; None if the change is unknown.
+        decay: the part from weight decay; None if the change is unknown.
+        prompts: the update prompts, each with its part of `batch`; empty without their rollouts.
+        explained: the sum of the prompts' parts over `batch`. The prompts' parts are computed for a loss that is the
+            mean of advantage × log-probability: `explained` is 1 for this loss, and less if clipped ratios or a KL term
+            contribute. None without the prompts' rollouts, or if `batch` is unknown or 0.
     """
 
-    momentum: float
-    batch: float
-    decay: float
+    momentum: float | None
+    batch: float | None
+    decay: float | None
     prompts: tuple[Cause, ...]
-    explained: float
+    explained: float | None
 
 
-def shares_of(change: EntropyChange, responses: Responses) -> tuple[Share, ...]:
-    """Each evaluation prompt's part, the one that lowers entropy most first."""
+def shares_by_prompt(change: EntropyChange, responses: Responses) -> tuple[Share, ...]:
+    """Each evaluation prompt's part. The prompt that lowers entropy most comes first."""
     n = responses.n_prompts
-    rows = zip(
-        responses.prompts.tolist(), change.per_prompt.tolist(), change.sharpening_per_prompt.tolist(), strict=True
-    )
-    shares = [Share(prompt, each / n, sharp / n, (each - sharp) / n) for prompt, each, sharp in rows]
+    sharpening: Sequence[float | None] = [None] * n
+    if change.sharpening_per_prompt is not None:
+        sharpening = change.sharpening_per_prompt.tolist()
+    rows = zip(responses.prompts.tolist(), change.per_prompt.tolist(), sharpening, strict=True)
+    shares = [
+        Share(prompt, each / n, None if sharp is None else sharp / n, None if sharp is None else (each - sharp) / n)
+        for prompt, each, sharp in rows
+    ]
     return tuple(sorted(shares, key=lambda share: share.change))
 
 
-def causes_by_prompt(
-    d_log_prob: Tensor, credit: Tensor, responses: Responses, scale: float
-) -> tuple[tuple[Cause, ...], float]:
-    """Each update prompt's part t_p = scale × Σ credit·D s over its responses, and their sum.
+def split_step(
+    delta: float | None,
+    *,
+    momentum: float | None,
+    decay: float | None,
+    prompts: tuple[Cause, ...] | None,
+) -> Causes:
+    """The change along an optimizer's step, split by source. The rest after momentum and decay is this batch's.
 
     Args:
-        d_log_prob: D_Δ s_k along what the entropy's gradient weighs a gradient by, [responses, tokens].
-        credit: advantage × weight of each token, likewise.
+        delta: the change along the whole step, in nats; None if unknown.
+        momentum: the change along its momentum part; None if unknown.
+        decay: the change along its weight-decay part; None if unknown.
+        prompts: each update prompt's part of the batch's; None without the update's rollouts.
+    """
+    batch = None
+    if delta is not None and momentum is not None and decay is not None:
+        batch = delta - (momentum + decay)
+    return Causes(momentum, batch, decay, prompts or (), _explained(prompts, batch))
+
+
+def split_gradient(delta: float | None, prompts: tuple[Cause, ...]) -> Causes:
+    """The change along the mean gradient of the update prompts: all of it comes from this batch.
+
+    Args:
+        delta: the change in nats; None if unknown.
+        prompts: each update prompt's part.
+    """
+    return Causes(None, delta, 0.0, prompts, _explained(prompts, delta))
+
+
+def _explained(prompts: tuple[Cause, ...] | None, batch: float | None) -> float | None:
+    return None if prompts is None or not batch else sum(cause.change for cause in prompts) / batch
+
+
+def causes_by_prompt(d_log_prob: Tensor, credit: Tensor, responses: Responses, scale: float) -> tuple[Cause, ...]:
+    """Each update prompt's part t_p = scale × Σ credit·D s, summed over the prompt's responses.
+
+    Args:
+        d_log_prob: D_Δ s_k along the direction Δ for which a gradient g changes the entropy by g·Δ;
+            [responses, tokens].
+        credit: advantage × weight of each token, [responses, tokens].
         responses: which tokens count.
-        scale: nats for one of these.
+        scale: nats per unit of credit·D s.
 
     Returns:
-        The prompts, the one that lowers entropy most first; and the sum over all.
+        The prompts. The prompt that lowers entropy most comes first.
     """
     parts = scale * responses.tokens("credit", credit) * responses.tokens("d_log_prob", d_log_prob)
 
-    def summed(per_token: Tensor) -> list[float]:
+    def sum_by_prompt(per_token: Tensor) -> list[float]:
+        # per_prompt() takes means over a prompt's responses: dividing by the share makes them sums.
         total: Tensor = responses.per_prompt(per_token.sum(1) / responses.share)
         return total.tolist()
 
     zero = torch.zeros_like(parts)
-    rewarded, penalised = (summed(torch.where(which, parts, zero)) for which in (credit > 0, credit < 0))
+    rewarded = sum_by_prompt(torch.where(credit > 0, parts, zero))
+    penalised = sum_by_prompt(torch.where(credit < 0, parts, zero))
     rows = zip(responses.prompts.tolist(), rewarded, penalised, strict=True)
-    causes = sorted((Cause(p, up + down, up, down) for p, up, down in rows), key=lambda cause: cause.change)
-    return tuple(causes), sum(cause.change for cause in causes)
+    return tuple(sorted((Cause(p, up + down, up, down) for p, up, down in rows), key=lambda cause: cause.change))
 
 
 def attribution_table(shares: Sequence[Share], causes: Causes | None, texts: Mapping[int, str], n: int) -> str:
-    """The first and the last few of each, as lines of text; changes in nats.
+    """The first and the last few prompts of each kind, as lines of text; changes in nats.
 
     Args:
-        shares: of evaluation prompts, the one that lowers entropy most first.
-        causes: where the change comes from, with the update's prompts, sorted likewise.
-        texts: of prompts, by their numbers.
-        n: prompts at either end.
+        shares: the evaluation prompts; the prompt that lowers entropy most comes first.
+        causes: where the change comes from, with the update prompts in the same order.
+        texts: the prompts' texts, by their numbers.
+        n: how many prompts at either end.
     """
 
-    def row(prompt: int, *values: float) -> str:
+    def row(prompt: int, *values: float | None) -> str:
         name = " ".join(texts.get(prompt, f"prompt {prompt}").split())
         name = name if len(name) <= _TEXT_WIDTH else f"{name[: _TEXT_WIDTH - 1]}…"
         return f"{name:<{_TEXT_WIDTH}}" + "".join(f"{_signed(value):>12}" for value in values)
@@ -128,8 +169,8 @@ def attribution_table(shares: Sequence[Share], causes: Causes | None, texts: Map
 
     lines = []
     if causes is not None:
-        of = {"from this batch": causes.batch, "from earlier ones": causes.momentum, "from decay": causes.decay}
-        lines += [", ".join(f"{_signed(value)} {name}" for name, value in of.items() if value), ""]
+        sources = {"from this batch": causes.batch, "from earlier ones": causes.momentum, "from decay": causes.decay}
+        lines += [", ".join(f"{_signed(value)} {name}" for name, value in sources.items() if value != 0.0), ""]
         if causes.prompts:
             lines.append(head("learning from", "change", "rewarded", "penalised"))
             lines += [row(c.prompt, c.change, c.from_rewarded, c.from_penalised) for c in _ends(causes.prompts, n)]
@@ -143,5 +184,5 @@ def _ends(rows: Sequence[T], n: int) -> list[T]:
     return list(rows) if len(rows) <= 2 * n else [*rows[:n], *rows[len(rows) - n :]]
 
 
-def _signed(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:+.2e}"
+def _signed(value: float | None) -> str:
+    return "–" if value is None else f"{value:+.2e}"

@@ -1,22 +1,34 @@
-"""How much an update changes a policy's entropy, to first order, and how sure that is.
+"""How much an update changes a policy's entropy, to first order, and the standard error of that change.
 
-Along a given update Δθ the change is a mean over evaluation prompts of each prompt's own derivative along it, and its
-standard error that of the mean. Along the mean gradient of update prompts both batches scatter.
+Along a given update Δθ, the change is a mean over evaluation prompts: each prompt contributes its own derivative along
+Δθ, and the standard error is that of the mean. Along the mean gradient of update prompts, both batches scatter.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Coefficients, Responses, entropy_rate, per_token_coefficients
+from sonde.policy.stats.entropy_gradient import (
+    Coefficients,
+    Responses,
+    entropy_rate,
+    per_token_coefficients,
+    sequence_coefficients,
+)
+from sonde.policy.stats.importance import Per
 from sonde.stats.intervals import student_t_quantile
 
+Objective = Literal["per_token", "sequence"]
+SequenceWeights = Literal["one", "length"]
+
 _ROUNDING = 0.02
-"""By which means of the same products may differ: central differences keep 3 digits, sums in bf16 fewer."""
+"""Largest relative difference between two means of the same products. Central differences keep 3 digits, sums in bf16
+fewer."""
 
 
 @dataclass(frozen=True)
@@ -24,38 +36,95 @@ class EntropyChange:
     """The change of entropy along an update, to first order.
 
     Attributes:
-        delta: in nats (a token, for the per-token objective); NaN where unknown.
-        se: its standard error; NaN where unknown.
-        low: lower end of its confidence interval, by Student's t.
-        high: upper end.
-        reason: why something is unknown; empty when nothing is.
-        per_prompt: each evaluation prompt's s_n, whose mean is `delta`; [prompts], in the order of their numbers.
-        sharpening_per_prompt: what of it is from distributions that change where they are; NaN where that is not told.
-        v_x: variance of `delta` from the evaluation prompts.
-        v_y: variance from the prompts of the update; 0 where the update is given.
-        double_count: what v_x + v_y counts twice; NaN where it is not known, as v_y leaves it out.
+        delta: the change in nats (a token, for the per-token objective); None if unknown.
+        se: its standard error; None if unknown.
+        low: lower end of its confidence interval, by Student's t; None if unknown.
+        high: upper end of the interval; None if unknown.
+        reason: why a number is unknown or doubtful; empty otherwise.
+        per_prompt: s_n of each evaluation prompt, [prompts], in the order of the prompts' numbers. Their mean is
+            `delta`.
+        sharpening_per_prompt: the part of s_n from distributions that change at the same prefixes, [prompts]; None if
+            this part is not measured.
+        v_x: variance of `delta` from the evaluation prompts; None if unknown.
+        v_y: variance of `delta` from the update prompts; 0 for a given update, None if unknown.
+        double_count: the part of v_x + v_y that is counted twice; None if v_y leaves it out already, or if unknown.
     """
 
-    delta: float
-    se: float
-    low: float
-    high: float
+    delta: float | None
+    se: float | None
+    low: float | None
+    high: float | None
     reason: str
     per_prompt: Tensor
-    sharpening_per_prompt: Tensor
-    v_x: float
-    v_y: float = 0.0
-    double_count: float = 0.0
+    sharpening_per_prompt: Tensor | None
+    v_x: float | None
+    v_y: float | None = 0.0
+    double_count: float | None = 0.0
 
     @property
-    def sharpening(self) -> float:
-        """The part of `delta` from distributions that change where they are."""
-        return float(self.sharpening_per_prompt.mean())
+    def sharpening(self) -> float | None:
+        """The part of `delta` from distributions that change at the same prefixes; None if not measured."""
+        return None if self.sharpening_per_prompt is None else float(self.sharpening_per_prompt.mean())
 
     @property
-    def drift(self) -> float:
-        """The part from other prefixes, and lengths, becoming likelier."""
-        return self.delta - self.sharpening
+    def drift(self) -> float | None:
+        """The part of `delta` from prefixes and lengths that become more or less likely; None if not measured."""
+        sharpening = self.sharpening
+        return None if self.delta is None or sharpening is None else self.delta - sharpening
+
+
+@dataclass(frozen=True)
+class EntropyObjective:
+    """Which entropy is meant, with its terms, its gradient and its change.
+
+    Attributes:
+        kind: "per_token" for R = E[Σ H]/E[T]; "sequence" for H_w = E[−Σ w s].
+        weights: w_k of "sequence": "one", or one over the response's "length".
+    """
+
+    kind: Objective
+    weights: SequenceWeights = "one"
+
+    @property
+    def per(self) -> Per:
+        """Whether changes are in nats a "token" or a "response"."""
+        return "token" if self.kind == "per_token" else "response"
+
+    @property
+    def is_sum_over_tokens(self) -> bool:
+        """Whether the entropy grows with the response's length."""
+        return self.kind == "sequence" and self.weights == "one"
+
+    def terms(self, log_prob: Tensor, entropy: Tensor, responses: Responses) -> Tensor:
+        """H_k, or −w_k s_k: the expectation of their sum over a response is its entropy; [responses, tokens]."""
+        return entropy if self.kind == "per_token" else -self._token_weights(responses) * log_prob
+
+    def coefficients(self, log_prob: Tensor, entropy: Tensor, responses: Responses) -> Coefficients:
+        """The weights of the tokens' gradients in the gradient of the entropy."""
+        if self.kind == "per_token":
+            return per_token_coefficients(entropy, responses)
+        weights = self._token_weights(responses)
+        return sequence_coefficients(log_prob, responses, weights=weights, is_causal=self.weights == "one")
+
+    def change(
+        self,
+        log_prob: Tensor,
+        entropy: Tensor,
+        d_log_prob: Tensor,
+        d_entropy: Tensor,
+        responses: Responses,
+        *,
+        level: float = 0.95,
+    ) -> EntropyChange:
+        """The change along a given update, from every token's scores and their derivatives along it."""
+        if self.kind == "per_token":
+            return change_per_token(entropy, d_entropy, d_log_prob, responses, level=level)
+        coefficients = self.coefficients(log_prob, entropy, responses)
+        return change_of_sequences(coefficients, d_log_prob, responses, level=level)
+
+    def _token_weights(self, responses: Responses) -> Tensor:
+        ones = responses.mask.double()
+        return ones if self.weights == "one" else ones / responses.length[:, None]
 
 
 def change_per_token(
@@ -63,17 +132,17 @@ def change_per_token(
 ) -> EntropyChange:
     """δR along a given update, from every token's derivative along it.
 
-    R is a ratio of two means, each estimated from these prompts, and so is δR: its standard error is that of the mean
-    of the prompts' influences on it,
+    R is a ratio of two means, both estimated from these prompts, and so is δR. The standard error of δR is that of the
+    mean of the prompts' influences on it,
 
         ψ_n = [(a_n − R·d_n) − δR·t_n − (d̄/t̄)(h_n − R·t_n)]/t̄,
 
-    with h_n and t_n the prompt's entropy and length, a_n and d_n their derivatives.
+    where h_n and t_n are the prompt's entropy and length, and a_n and d_n their derivatives.
 
     Args:
         entropy: H_k in nats, [responses, tokens].
-        d_entropy: D_Δ H_k, likewise.
-        d_log_prob: D_Δ s_k, likewise.
+        d_entropy: D_Δ H_k, [responses, tokens].
+        d_log_prob: D_Δ s_k, [responses, tokens].
         responses: which tokens count.
         level: confidence level.
     """
@@ -85,6 +154,7 @@ def change_per_token(
     coefficients = per_token_coefficients(entropy, responses)
     shares = coefficients.per_prompt(responses, d_entropy, d_log_prob)
     delta = float(shares.mean())
+    # d̄, the derivative of the mean length: token k's log-probability moves the likelihood of the tokens after it.
     after = torch.where(responses.mask, responses.after(responses.mask.double()), 0.0)
     d_length = float(responses.per_prompt((after * d_log_prob).sum(1)).mean())
     h, t = responses.per_prompt(entropy.sum(1)), responses.per_prompt(responses.length)
@@ -106,7 +176,7 @@ def change_of_sequences(
     """
     shares = coefficients.per_prompt(responses, torch.zeros_like(d_log_prob), d_log_prob)
     delta = float(shares.mean())
-    return _change(delta, shares - delta, shares, torch.full_like(shares, math.nan), level)
+    return _change(delta, shares - delta, shares, None, level)
 
 
 def change_by_gradients(
@@ -121,38 +191,41 @@ def change_by_gradients(
 ) -> EntropyChange:
     """δH = η X̄·Ȳ for an update along the mean of the update prompts' own preconditioned gradients Y_p.
 
-    The variances of X̄·Ȳ that each batch's scatter shows both hold tr(Σ_X Σ_Y)/(B_E·B_U), which then counts twice. It is
-    taken out exactly, where every product X_n·Y_p is known, or left out of the second variance, where the means of the
-    two halves of the evaluation prompts take the place of X̄.
+    The scatter of each batch gives a variance of X̄·Ȳ. Both variances contain tr(Σ_X Σ_Y)/(B_E·B_U), so their sum counts
+    this term twice. If every product X_n·Y_p is known, the term is subtracted exactly. Otherwise the second variance
+    leaves it out: the means of the two halves of the evaluation prompts replace X̄.
 
     Args:
         x_along_y: X_n·Ȳ, [evaluation prompts].
         y_along_x: Y_p·X̄, [update prompts].
         step_size: η.
         products: X_n·Y_p, [evaluation prompts, update prompts].
-        y_along_halves: Y_p·X̄₁ and Y_p·X̄₂, X̄₁ and X̄₂ being means over halves of the evaluation prompts.
-        sharpening: what of X_n·Ȳ is from distributions that change where they are, where that is known.
+        y_along_halves: Y_p·X̄₁ and Y_p·X̄₂, where X̄₁ and X̄₂ are the means over halves of the evaluation prompts.
+        sharpening: the part of X_n·Ȳ from distributions that change at the same prefixes, if known.
         level: confidence level.
 
     Raises:
-        ValueError: when neither or both of `products` and `y_along_halves` are given.
+        ValueError: if neither or both of `products` and `y_along_halves` are given.
     """
     if (products is None) == (y_along_halves is None):
-        raise ValueError("pass one of products= and y_along_halves=: without, noise common to both is counted twice")
+        raise ValueError(
+            "pass exactly one of products= and y_along_halves=: without them, noise common to both is counted twice"
+        )
     x, y = x_along_y.double(), y_along_x.double()
     delta = float(x.mean())
-    of_sharpening = torch.full_like(x, math.nan) if sharpening is None else step_size * sharpening.double()
-    doubt = ""
-    of_rounding = _ROUNDING * float(x.std() if len(x) > 1 else 0.0)
-    if not math.isclose(delta, float(y.mean()), rel_tol=_ROUNDING, abs_tol=of_rounding):
-        doubt = (
-            f"the means of X_n·Ȳ and of Y_p·X̄ are both X̄·Ȳ, got {delta:g} and {float(y.mean()):g}: derivatives or sums "
-            "are lost in rounding"
-        )
+    scaled_sharpening = None if sharpening is None else step_size * sharpening.double()
     if min(len(x), len(y)) < 2:
-        nan, n = math.nan, f"{len(x)} and {len(y)}"
-        reason = f"the standard error needs at least 2 prompts to evaluate and 2 to update on, got {n}"
-        return EntropyChange(nan, nan, nan, nan, reason, step_size * x, of_sharpening, nan, nan, nan)
+        reason = (
+            "the standard error needs at least 2 prompts to evaluate and 2 to update on, got "
+            f"{len(x)} and {len(y)}: pass more prompts"
+        )
+        return EntropyChange(None, None, None, None, reason, step_size * x, scaled_sharpening, None, None, None)
+    doubt = ""
+    if not math.isclose(delta, float(y.mean()), rel_tol=_ROUNDING, abs_tol=_ROUNDING * float(x.std())):
+        doubt = (
+            f"the mean of X_n·Ȳ and the mean of Y_p·X̄ should both be X̄·Ȳ, got {delta:g} and {float(y.mean()):g}: "
+            "derivatives or sums are lost in rounding"
+        )
     v_x = _variance_of_mean(x, x)
     if products is not None:
         g = products.double()
@@ -169,10 +242,10 @@ def change_by_gradients(
         min(len(x), len(y)),
         level,
         per_prompt=step_size * x,
-        sharpening=of_sharpening,
+        sharpening=scaled_sharpening,
         v_x=scale * v_x,
         v_y=scale * v_y,
-        double_count=scale * twice if products is not None else math.nan,
+        double_count=scale * twice if products is not None else None,
         doubt=doubt,
     )
 
@@ -183,12 +256,11 @@ def _variance_of_mean(a: Tensor, b: Tensor) -> float:
     return float(((a - a.mean()) * (b - b.mean())).sum()) / (n * (n - 1))
 
 
-def _change(delta: float, influence: Tensor, shares: Tensor, sharpening: Tensor, level: float) -> EntropyChange:
+def _change(delta: float, influence: Tensor, shares: Tensor, sharpening: Tensor | None, level: float) -> EntropyChange:
     n = len(influence)
     if n < 2:
-        nan = math.nan
-        reason = f"the standard error needs at least 2 evaluation prompts, got {n}"
-        return EntropyChange(nan, nan, nan, nan, reason, shares, sharpening, nan)
+        reason = f"the standard error needs at least 2 evaluation prompts, got {n}: pass more prompts"
+        return EntropyChange(None, None, None, None, reason, shares, sharpening, None)
     v_x = float(influence.square().sum()) / (n * (n - 1))
     return _with_interval(delta, v_x, n, level, per_prompt=shares, sharpening=sharpening, v_x=v_x)
 
@@ -200,25 +272,16 @@ def _with_interval(
     level: float,
     *,
     per_prompt: Tensor,
-    sharpening: Tensor,
+    sharpening: Tensor | None,
     v_x: float,
     v_y: float = 0.0,
-    double_count: float = 0.0,
+    double_count: float | None = 0.0,
     doubt: str = "",
 ) -> EntropyChange:
-    se, reason = math.nan, "the variances' estimates cancel: use more prompts"
+    se = low = high = None
+    reason = "the estimates of the variances cancel, so the standard error is unknown: use more prompts"
     if variance >= 0.0:
         se, reason = math.sqrt(variance), doubt
-    half = student_t_quantile(0.5 + level / 2, n - 1) * se
-    return EntropyChange(
-        delta,
-        se,
-        delta - half,
-        delta + half,
-        reason,
-        per_prompt,
-        sharpening,
-        v_x,
-        v_y,
-        double_count,
-    )
+        half = student_t_quantile(0.5 + level / 2, n - 1) * se
+        low, high = delta - half, delta + half
+    return EntropyChange(delta, se, low, high, reason, per_prompt, sharpening, v_x, v_y, double_count)

@@ -1,195 +1,284 @@
-"""What is said of an update: the forecast of its entropy change, its truths, whether to trust it, and its causes."""
+"""The forecast of an update's effect on the entropy, made of what first order says and of the measured truths."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from sonde.policy.stats.attribution import Causes, Share, attribution_table
+from torch import Tensor
+
+from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
+from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
+from sonde.policy.stats.entropy_gradient import Responses, entropy_rate
 from sonde.policy.stats.importance import MeasuredChange
 
-Objective = Literal["per_token", "sequence"]
 Update = Literal["step", "gradient"]
 
 LINEAR_BETWEEN = (0.8, 1.25)
-"""First-order over true change on fixed prefixes: outside, the step is too large to be linear."""
+"""Range of first-order over true change on fixed prefixes. Outside it, the step is too large to be linear."""
 LEAST_ESS_FRACTION = 0.5
-"""Effective sample size over responses: below, responses to θ no longer stand for those to θ⁺."""
+"""Smallest effective sample size over the number of responses. Below it, they do not represent the responses of θ⁺."""
 TOO_LARGE = "not to be trusted: the step is too large to be linear"
 _NO_CHANGE = 1e-6
-"""Nats a token: differences below it are within the rounding of fp32 scores."""
+"""Nats a token. Smaller differences are within the rounding of fp32 scores."""
 _HARMLESS = 0.5
-"""Standard errors: what is not linear by less than that leaves the interval's coverage above 90 %."""
+"""Standard errors. A deviation from first order that is smaller leaves the interval's coverage above 90 %."""
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """What first order says of an update.
+
+    Attributes:
+        change: the change of entropy.
+        on_same_prefixes: the change of R on the same prefixes, in nats a token.
+        bars_dot: X̄·Ȳ with update="gradient"; `change.delta` along a given step.
+        derivatives: how derivatives were taken: "forward" or "central".
+        doubt: why the derivatives are not to be trusted; empty if they are.
+        causes: where the change comes from; None if not asked for.
+    """
+
+    change: EntropyChange
+    on_same_prefixes: float
+    bars_dot: float | None
+    derivatives: str
+    doubt: str = ""
+    causes: Causes | None = None
+
+
+@dataclass(frozen=True)
+class Truths:
+    """What an update does, measured.
+
+    Attributes:
+        on_same_prefixes: the change of R on the same prefixes, in nats a token.
+        importance: the change by importance sampling.
+        rollouts: the change by fresh rollouts; None without a sampler.
+    """
+
+    on_same_prefixes: float
+    importance: MeasuredChange
+    rollouts: MeasuredChange | None = None
 
 
 @dataclass(frozen=True)
 class FixedPrefixes:
-    """The change of R if the update changed no token that is sampled, in nats a token.
+    """The change of R on the same prefixes, as if the update changed no sampled token; in nats a token.
 
     Attributes:
-        true: measured, exactly: on these prefixes nothing is left to chance.
-        linear: to first order.
+        true: the measured change. It is exact: on given prefixes nothing is random.
+        linear: the change to first order.
     """
 
     true: float
     linear: float
 
     @property
-    def linear_over_true(self) -> float:
-        """About 1 where the step is small enough; NaN where nothing changes."""
-        return self.linear / self.true if self.true else math.nan
+    def linear_over_true(self) -> float | None:
+        """About 1 if the step is small enough; None if nothing changes."""
+        return self.linear / self.true if self.true else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EntropyForecast:
-    """What an update will do to the policy's entropy.
+    """What an update will do to the policy's entropy. A number that is unknown is None, and `reason` says why.
 
     Attributes:
-        delta: to first order, in nats: a token with objective="per_token", a response with "sequence". NaN where
-            unknown.
+        delta: the change to first order, in nats: a token with objective="per_token", a response with "sequence".
         se: its standard error.
-        level: of confidence of its interval.
-        low: lower end of its interval: by the standard error, and on to where the step is not linear by what first
-            order misses on the same prefixes.
+        level: confidence level of its interval.
+        low: lower end of its interval. The interval follows from the standard error. If the step is not linear, the
+            interval also includes the deviation from first order on the same prefixes.
         high: upper end.
-        reason: why something is unknown, or why it is not to be trusted; empty when neither.
-        is_valid: whether the step is small enough for a first-order forecast, by the truths that were measured.
-        objective: what entropy is meant.
-        update: what update.
-        entropy: R before it, in nats a token.
+        reason: why a number is unknown, or why the forecast is not to be trusted; empty otherwise.
+        is_valid: whether the step is small enough for a first-order forecast, by the measured truths.
+        objective: which entropy is meant.
+        update: which update is meant.
+        entropy: R before the update, in nats a token.
         v_x: variance of `delta` from the evaluation prompts.
-        v_y: variance from the update prompts; 0 along a given step.
-        double_count: what both hold of the same noise; NaN where v_y leaves it out.
+        v_y: variance of `delta` from the update prompts; 0 along a given step.
+        double_count: the noise that v_x and v_y have in common; None if v_y leaves it out already.
         bars_dot: X̄·Ȳ with update="gradient"; `delta` along a given step.
-        n_evaluation: evaluation prompts, B_E.
-        n_update: update prompts, B_U; 0 along a given step.
-        fixed_prefixes: truth on the same prefixes; None where it was not measured.
-        importance: truth by importance sampling.
-        rollouts: truth by fresh rollouts.
-        shares: every evaluation prompt's part, the one that lowers entropy most first.
-        causes: where the change comes from, where that was asked.
-        derivatives: "forward" or "central": how derivatives were taken.
-        seconds: by phase.
-        peak_bytes: by how much the process's peak memory grew; 0 where it stayed below what it was; None where the
-            system does not say.
+        n_evaluation: number of evaluation prompts, B_E.
+        n_update: number of update prompts whose causes are known, B_U; 0 along a step without them.
+        fixed_prefixes: the truth on the same prefixes; None if not measured.
+        importance: the truth by importance sampling; None if not measured.
+        rollouts: the truth by fresh rollouts; None if not measured.
+        shares: every evaluation prompt's part. The prompt that lowers entropy most comes first.
+        causes: where the change comes from; None if not asked for.
+        derivatives: how derivatives were taken: "forward" or "central".
+        seconds: time spent, by phase.
+        peak_bytes: growth of the process's peak memory; 0 if the peak did not grow, None if the system does not report
+            it.
     """
 
-    delta: float
-    se: float
+    delta: float | None = None
+    se: float | None = None
     level: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
     reason: str
     is_valid: bool
     objective: Objective
     update: Update
-    entropy: float
-    v_x: float
-    v_y: float
-    double_count: float
-    bars_dot: float
-    n_evaluation: int
-    n_update: int
-    fixed_prefixes: FixedPrefixes | None
-    importance: MeasuredChange | None
-    rollouts: MeasuredChange | None
-    shares: tuple[Share, ...]
-    causes: Causes | None
-    derivatives: str
-    seconds: Mapping[str, float]
-    peak_bytes: int | None
+    entropy: float | None = None
+    v_x: float | None = None
+    v_y: float | None = None
+    double_count: float | None = None
+    bars_dot: float | None = None
+    n_evaluation: int = 0
+    n_update: int = 0
+    fixed_prefixes: FixedPrefixes | None = None
+    importance: MeasuredChange | None = None
+    rollouts: MeasuredChange | None = None
+    shares: tuple[Share, ...] = ()
+    causes: Causes | None = None
+    derivatives: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: int | None = None
 
     def metrics(self) -> dict[str, float | None]:
-        """By metric name; None where unknown."""
+        """The forecast's numbers by metric name; None if unknown."""
         fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
-        numbers = {
+        return {
             "entropy/per_token": self.entropy,
             "entropy/delta_forecast": self.delta,
             "entropy/delta_se": self.se,
             "entropy/delta_low": self.low,
             "entropy/delta_high": self.high,
-            "entropy/delta_fixed_prefixes": fixed.true if fixed else math.nan,
-            "entropy/linear_over_true": fixed.linear_over_true if fixed else math.nan,
-            "entropy/delta_importance": importance.delta if importance else math.nan,
-            "entropy/ess_fraction": importance.ess_fraction if importance else math.nan,
-            "entropy/delta_rollouts": rollouts.delta if rollouts else math.nan,
-            "entropy/delta_rollouts_se": rollouts.se if rollouts else math.nan,
+            "entropy/delta_fixed_prefixes": fixed.true if fixed else None,
+            "entropy/linear_over_true": fixed.linear_over_true if fixed else None,
+            "entropy/delta_importance": importance.delta if importance else None,
+            "entropy/ess_fraction": importance.ess_fraction if importance else None,
+            "entropy/delta_rollouts": rollouts.delta if rollouts else None,
+            "entropy/delta_rollouts_se": rollouts.se if rollouts else None,
             "entropy/is_valid": float(self.is_valid),
             "cost/entropy_seconds": sum(self.seconds.values()),
         }
-        return {name: None if math.isnan(value) else value for name, value in numbers.items()}
 
     def table(self, texts: Mapping[int, str] | None = None, *, n: int = 5) -> str:
         """The prompts that lower and that raise entropy most, and where the change comes from, as lines of text.
 
         Args:
-            texts: of prompts, by their numbers, as `Rollouts.texts`.
-            n: prompts at either end.
+            texts: the prompts' texts by their numbers, as `Rollouts.texts`.
+            n: how many prompts at either end.
         """
         return attribution_table(self.shares, self.causes, texts or {}, n)
 
     def __str__(self) -> str:
         per = "a token" if self.objective == "per_token" else "a response"
-        if math.isnan(self.se):
+        if self.delta is None or self.se is None:
             return f"entropy change unknown: {self.reason}"
-        said = f"entropy {self.entropy:.3f} nats a token; forecast {self.delta:+.2e} ± {self.se:.1e} nats {per}"
-        truths = [f"importance sampling {m.delta:+.2e} ± {m.se:.1e}" for m in (self.importance,) if m]
-        truths += [f"fresh rollouts {m.delta:+.2e} ± {m.se:.1e}" for m in (self.rollouts,) if m]
-        return "; ".join([said, *truths, *([self.reason] if self.reason else [])])
+        parts = [f"entropy {self.entropy:.3f} nats a token; forecast {self.delta:+.2e} ± {self.se:.1e} nats {per}"]
+        if self.importance is not None:
+            parts.append(f"importance sampling {_with_error(self.importance)}")
+        if self.rollouts is not None:
+            parts.append(f"fresh rollouts {_with_error(self.rollouts)}")
+        return "; ".join([*parts, self.reason] if self.reason else parts)
+
+
+def entropy_forecast(
+    first_order: FirstOrder,
+    truths: Truths | None,
+    entropy: Tensor,
+    responses: Responses,
+    *,
+    objective: EntropyObjective,
+    update: Update,
+    level: float,
+    problem: str = "",
+    seconds: Mapping[str, float],
+    peak_bytes: int | None = None,
+) -> EntropyForecast:
+    """The forecast of an update, from what first order says of it and from the measured truths.
+
+    Args:
+        first_order: the change to first order.
+        truths: the measured changes; None if the policy's scores are not finite after the step.
+        entropy: H_k before the update in nats, [responses, tokens].
+        responses: the evaluation responses.
+        objective: which entropy is meant.
+        update: which update is meant.
+        level: confidence level of the change's interval.
+        problem: why the forecast is not to be trusted, if that is known already.
+        seconds: time spent, by phase.
+        peak_bytes: growth of the process's peak memory.
+    """
+    change, causes = first_order.change, first_order.causes
+    rate, mean_length = entropy_rate(entropy, responses)
+    # Truths on fixed prefixes are in nats a token: this factor makes them comparable with the change.
+    tokens = mean_length if objective.is_sum_over_tokens else 1.0
+    fixed = importance = None
+    if truths is not None:
+        fixed, importance = FixedPrefixes(truths.on_same_prefixes, first_order.on_same_prefixes), truths.importance
+    se = None if change.se is None else change.se / tokens
+    reason = (
+        change.reason
+        or problem
+        or ("the policy's scores are not finite after the step" if truths is None else "")
+        or first_order.doubt
+        or why_not_linear(fixed, importance, se)
+    )
+    # A step that is not linear moves the truth to one side: without this, the interval would not hold it.
+    bend = 0.0 if fixed is None else tokens * (fixed.true - fixed.linear)
+    return EntropyForecast(
+        delta=change.delta,
+        se=change.se,
+        level=level,
+        low=None if change.low is None else change.low + min(bend, 0.0),
+        high=None if change.high is None else change.high + max(bend, 0.0),
+        reason=reason,
+        is_valid=not reason,
+        objective=objective.kind,
+        update=update,
+        entropy=rate,
+        v_x=change.v_x,
+        v_y=change.v_y,
+        double_count=change.double_count,
+        bars_dot=first_order.bars_dot,
+        n_evaluation=responses.n_prompts,
+        n_update=len(causes.prompts) if causes is not None else 0,
+        fixed_prefixes=fixed,
+        importance=importance,
+        rollouts=truths.rollouts if truths is not None else None,
+        shares=shares_by_prompt(change, responses),
+        causes=causes,
+        derivatives=first_order.derivatives,
+        seconds=seconds,
+        peak_bytes=peak_bytes,
+    )
 
 
 def unknown(reason: str, objective: Objective, update: Update) -> EntropyForecast:
     """A forecast that could not be made."""
-    nan = math.nan
-    return EntropyForecast(
-        delta=nan,
-        se=nan,
-        level=0.95,
-        low=nan,
-        high=nan,
-        reason=reason,
-        is_valid=False,
-        objective=objective,
-        update=update,
-        entropy=nan,
-        v_x=nan,
-        v_y=nan,
-        double_count=nan,
-        bars_dot=nan,
-        n_evaluation=0,
-        n_update=0,
-        fixed_prefixes=None,
-        importance=None,
-        rollouts=None,
-        shares=(),
-        causes=None,
-        derivatives="",
-        seconds={},
-        peak_bytes=None,
-    )
+    return EntropyForecast(level=0.95, reason=reason, is_valid=False, objective=objective, update=update)
 
 
-def why_not_linear(fixed: FixedPrefixes | None, importance: MeasuredChange | None, se: float) -> str:
-    """Why a first-order forecast of this step is not to be trusted; empty when it is.
+def why_not_linear(fixed: FixedPrefixes | None, importance: MeasuredChange | None, se: float | None) -> str:
+    """Why a first-order forecast of this step is not to be trusted; empty if it is to be trusted.
 
     Args:
         fixed: truth and first order on the same prefixes.
         importance: truth by importance sampling.
-        se: the forecast's standard error, in nats a token: what is not linear by less than half of it does no harm.
+        se: the forecast's standard error, in nats a token. A deviation from first order below half of it is harmless.
     """
-    harmless = max(_NO_CHANGE, 0.0 if math.isnan(se) else _HARMLESS * se)
+    harmless = max(_NO_CHANGE, 0.0 if se is None else _HARMLESS * se)
     if fixed is not None and abs(fixed.true - fixed.linear) > harmless:
         low, high = LINEAR_BETWEEN
-        if not low <= fixed.linear_over_true <= high:
+        ratio = fixed.linear_over_true
+        if ratio is None or not low <= ratio <= high:
             return (
-                f"{TOO_LARGE}: on the same prefixes first order says {fixed.linear:+.2e} nats a token and the truth is "
-                f"{fixed.true:+.2e}"
+                f"{TOO_LARGE}: on the same prefixes, first order gives {fixed.linear:+.2e} nats a token, and the true "
+                f"change is {fixed.true:+.2e}: use a smaller learning rate"
             )
     if importance is not None and importance.ess_fraction < LEAST_ESS_FRACTION:
         return (
-            f"{TOO_LARGE}: of the responses {importance.ess_fraction:.0%} stand for what the policy samples after it "
-            f"(effective sample size), and {LEAST_ESS_FRACTION:.0%} are needed"
+            f"{TOO_LARGE}: the effective sample size of the responses after it is {importance.ess_fraction:.0%} of "
+            f"their number, and at least {LEAST_ESS_FRACTION:.0%} is needed: use a smaller learning rate"
         )
     return ""
+
+
+def _with_error(measured: MeasuredChange) -> str:
+    return f"{measured.delta:+.2e} ± " + ("unknown" if measured.se is None else f"{measured.se:.1e}")

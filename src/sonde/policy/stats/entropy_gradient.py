@@ -63,6 +63,11 @@ class Responses:
         """The mean over each prompt's responses, in the order of the prompts' numbers; [prompts]."""
         return torch.zeros(self.n_prompts, dtype=torch.float64).index_add_(0, self.index, per_response * self.share)
 
+    def halves(self) -> list[Tensor]:
+        """Masks of the responses to every second prompt and to the others, [responses] each; one for one prompt."""
+        is_even = self.index % 2 == 0
+        return [half for half in (is_even, ~is_even) if bool(half.any())]
+
     def leave_one_out(self, per_response: Tensor) -> Tensor:
         """The mean over the *other* responses to the same prompt, [responses].
 

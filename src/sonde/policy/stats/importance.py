@@ -1,4 +1,4 @@
-"""What the entropy is after an update, from responses that were sampled before it."""
+"""The change of entropy that an update has made: from responses sampled before it, or from fresh responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sonde.policy.stats.entropy_gradient import Responses, entropy_rate
 Weighting = Literal["snis", "clip"]
 Per = Literal["token", "response"]
 CLIPPED_AT = 10.0
-"""Times the mean weight, with "clip"."""
+"""Largest weight with "clip", as a multiple of the mean weight."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class MeasuredChange:
     """A change of entropy, measured.
 
     Attributes:
-        delta: in nats, a token or a response.
-        se: its standard error, by the scatter of the prompts; NaN with fewer than 2.
-        ess: effective sample size, in responses: (Σω)²/Σω²; how many there are, where nothing is weighed.
-        ess_fraction: of the responses there are.
+        delta: the change in nats, a token or a response.
+        se: its standard error, from the scatter of the prompts; None with fewer than 2 prompts.
+        ess: effective sample size in responses, (Σω)²/Σω²; the number of responses if all weights are equal.
+        ess_fraction: `ess` over the number of responses.
     """
 
     delta: float
-    se: float
+    se: float | None
     ess: float
     ess_fraction: float
 
@@ -38,16 +38,17 @@ def importance_weights(log_ratio: Tensor, weighting: Weighting) -> Tensor:
     """ω_i ∝ exp(log_ratio_i), with a mean of 1; [responses], fp64.
 
     Args:
-        log_ratio: S_i(θ⁺) − S_i(θ), the log-probabilities of whole responses, in nats; [responses].
-        weighting: "snis" as they are, "clip" cut at 10 times their mean and normalised again: less variance, some bias.
+        log_ratio: S_i(θ⁺) − S_i(θ), where S_i is the log-probability of a whole response, in nats; [responses].
+        weighting: "snis" keeps the weights as they are. "clip" cuts them at 10 times their mean and normalises again:
+            less variance, some bias.
 
     Raises:
-        ValueError: when one is not finite.
+        ValueError: if a log-ratio is not finite.
     """
     log_ratio = log_ratio.double()
     if not bool(log_ratio.isfinite().all()):
         raise ValueError("log-probabilities must be finite before and after the update")
-    weights = torch.exp(log_ratio - log_ratio.max())  # no overflow, however large the update
+    weights = torch.exp(log_ratio - log_ratio.max())  # the shift prevents overflow, however large the update
     weights = weights / weights.mean()
     if weighting == "clip":
         weights = weights.clamp(max=CLIPPED_AT)
@@ -65,45 +66,51 @@ def importance_sampled_change(
     weighting: Weighting = "snis",
     per: Per = "token",
 ) -> MeasuredChange:
-    """The entropy at θ⁺ less that at θ, the responses of θ standing for those of θ⁺ by their weights.
+    """The entropy at θ⁺ minus the entropy at θ, both from the responses that θ sampled.
+
+    Importance weights make the responses of θ represent those of θ⁺.
 
     Args:
-        entropy: of θ in nats, H_k, or −w_k s_k for that of sequences; [responses, tokens].
-        entropy_after: of θ⁺, on the same prefixes.
-        log_prob: s_k of θ, of the tokens sampled.
-        log_prob_after: of θ⁺.
+        entropy: at θ in nats: H_k, or −w_k s_k for the entropy of sequences; [responses, tokens].
+        entropy_after: at θ⁺, on the same prefixes.
+        log_prob: s_k at θ, of the sampled tokens.
+        log_prob_after: s_k at θ⁺.
         responses: which tokens count.
         weighting: as for `importance_weights`.
-        per: a token, for R; or a response.
+        per: "token" for R, or "response".
     """
     before, after = responses.tokens("log_prob", log_prob), responses.tokens("log_prob_after", log_prob_after)
     weights = importance_weights((after - before).sum(1), weighting)
     influence, rate = _ratio(responses, entropy, torch.ones_like(weights), per)
     influence_after, rate_after = _ratio(responses, entropy_after, weights, per)
     ess = float(weights.sum().square() / weights.square().sum())
+    # One set of responses serves both rates: their common scatter cancels in the difference of the influences.
     return MeasuredChange(rate_after - rate, _standard_error(influence_after - influence), ess, ess / len(weights))
 
 
 def resampled_change(
     entropy: Tensor, responses: Responses, entropy_after: Tensor, responses_after: Responses, *, per: Per = "token"
 ) -> MeasuredChange:
-    """The entropy of what θ⁺ samples less that of what θ samples, to the same prompts.
+    """The entropy of the responses sampled by θ⁺ minus that of the responses sampled by θ, to the same prompts.
 
-    Sampling both with the same random numbers makes most of the scatter the same, and the standard error, which is that
-    of the prompts' differences, small.
+    If both are sampled with the same random numbers, most of their scatter is common. The standard error is that of the
+    prompts' differences, and small.
 
     Args:
-        entropy: of θ in nats, H_k, or −w_k s_k for that of sequences; [responses, tokens].
-        responses: what θ sampled.
-        entropy_after: of θ⁺.
-        responses_after: what it sampled.
-        per: a token, for R; or a response.
+        entropy: at θ in nats: H_k, or −w_k s_k for the entropy of sequences; [responses, tokens].
+        responses: the responses that θ sampled.
+        entropy_after: at θ⁺.
+        responses_after: the responses that θ⁺ sampled.
+        per: "token" for R, or "response".
 
     Raises:
-        ValueError: when they do not answer the same prompts.
+        ValueError: if the two sets of responses do not answer the same prompts.
     """
     if not torch.equal(responses.prompts, responses_after.prompts):
-        raise ValueError("both policies must answer the same prompts, to be compared prompt by prompt")
+        raise ValueError(
+            "both policies must answer the same prompts, so that they can be compared prompt by prompt: "
+            "let the sampler take the same prompts in each call"
+        )
     influence, rate = _ratio(responses, entropy, torch.ones_like(responses.length), per)
     influence_after, rate_after = _ratio(responses_after, entropy_after, torch.ones_like(responses_after.length), per)
     n = float(len(responses.length))
@@ -111,22 +118,23 @@ def resampled_change(
 
 
 def fixed_prefix_change(entropy: Tensor, entropy_after: Tensor, responses: Responses) -> float:
-    """By how much R would change if the update changed no token that is sampled, in nats a token.
+    """The change of R on the same prefixes, as if the update changed no sampled token; in nats a token.
 
-    To first order it is the `sharpening` of an `EntropyChange`: how far the two are apart tells how linear the step is.
+    To first order it equals the `sharpening` of an `EntropyChange`. The difference between the two shows how far the
+    step is from linear.
     """
     return entropy_rate(entropy_after, responses)[0] - entropy_rate(entropy, responses)[0]
 
 
 def _ratio(responses: Responses, entropy: Tensor, weights: Tensor, per: Per) -> tuple[Tensor, float]:
-    """Each prompt's influence on Σω h/Σω t, and that; [prompts]. t is the length, or 1."""
+    """Each prompt's influence on Σω h/Σω t, [prompts], and the ratio itself. t is the length, or 1 per response."""
     h = responses.tokens("entropy", entropy).sum(1)
     t = responses.length if per == "token" else torch.ones_like(responses.length)
-    of_h, of_t = responses.per_prompt(weights * h), responses.per_prompt(weights * t)
-    rate = float(of_h.mean() / of_t.mean())
-    return (of_h - rate * of_t) / of_t.mean(), rate
+    weighted_h, weighted_t = responses.per_prompt(weights * h), responses.per_prompt(weights * t)
+    rate = float(weighted_h.mean() / weighted_t.mean())
+    return (weighted_h - rate * weighted_t) / weighted_t.mean(), rate
 
 
-def _standard_error(influence: Tensor) -> float:
+def _standard_error(influence: Tensor) -> float | None:
     n = len(influence)
-    return math.sqrt(float((influence - influence.mean()).square().sum()) / (n * (n - 1))) if n > 1 else math.nan
+    return math.sqrt(float((influence - influence.mean()).square().sum()) / (n * (n - 1))) if n > 1 else None

@@ -8,8 +8,9 @@ from itertools import accumulate
 
 from bokeh.models import NumeralTickFormatter
 
+from sonde.policy.stats.coverage import Coverage
 from sonde.policy.stats.entropy_forecast import LEAST_ESS_FRACTION, LINEAR_BETWEEN
-from sonde.policy.stats.forecast_history import Coverage, Point
+from sonde.policy.stats.forecast_point import Point
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.report.curve_style import (
     WINDOW,
@@ -71,17 +72,18 @@ def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     if line is None:
         return "No change of entropy was forecast in this run."
     points = [None if row is None else row.point for row in line.rows]
-    y = scale_for([0.0, *(v for p in points if p for v in (p.delta, p.low, p.high, p.truth))], "linear")
+    y = scale_for([0.0, *(v for p in points if p for v in map(_drawn, (p.delta, p.low, p.high, p.truth)))], "linear")
     fig = new_curve(line, axis, y, y_label=f"Change of entropy ({_forecast_unit(readings)})", height=320)
     add_line_at(fig, 0.0, "width", GREY, "dotted")
     placed = [(x, p) for x, p in zip(line.x, points, strict=True) if p is not None]
     for trusted, color in ((False, GREY), (True, BLUE)):
         some = [(x, p) for x, p in placed if p.is_valid is trusted]
         xs = [x for x, _ in some]
-        fig.segment(xs, [p.low for _, p in some], xs, [p.high for _, p in some], color=color, line_width=5, alpha=0.3)
+        low, high = [_drawn(p.low) for _, p in some], [_drawn(p.high) for _, p in some]
+        fig.segment(xs, low, xs, high, color=color, line_width=5, alpha=0.3)
         fill = color if trusted else "white"
-        fig.scatter(xs, [p.delta for _, p in some], size=8, fill_color=fill, line_color=color, line_width=1.5)
-    true = [(x, p.truth) for x, p in placed if math.isfinite(p.truth)]
+        fig.scatter(xs, [_drawn(p.delta) for _, p in some], size=8, fill_color=fill, line_color=color, line_width=1.5)
+    true = [(x, p.truth) for x, p in placed if p.truth is not None]
     fig.scatter([x for x, _ in true], [t for _, t in true], marker="x", size=9, color=ORANGE, line_width=2)
     columns = {
         "x": line.x,
@@ -100,33 +102,33 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
     points = points[::-1][:: math.ceil(len(points) / MAX_POINTS) or 1][::-1]
     if not points:
         return "No forecast can be compared with the truth: measure what the steps do, for example with around_step()."
-    ends = [v for p in points for v in (p.delta, p.truth, *((p.low, p.high) if p.is_valid else ()))]
+    ends = [_drawn(v) for p in points for v in (p.delta, p.truth, *((p.low, p.high) if p.is_valid else ()))]
     both = scale_for([0.0, *ends], "linear")
     unit = _forecast_unit(readings)
     fig = new_figure(both, both, x_label=f"Forecast ({unit})", y_label=f"Truth ({unit})", height=420)
     fig.line([both.start, both.end], [both.start, both.end], color=GREY, line_dash="dashed", line_width=1.5)
     for trusted, color in ((False, GREY), (True, BLUE)):
         some = [p for p in points if p.is_valid is trusted]
-        truth = [p.truth for p in some]
+        truth = [_drawn(p.truth) for p in some]
         if trusted:
-            low, high = [p.low for p in some], [p.high for p in some]
+            low, high = [_drawn(p.low) for p in some], [_drawn(p.high) for p in some]
             fig.segment(low, truth, high, truth, color=color, line_width=4, alpha=0.3)
-            spread = [1.96 * p.truth_se if math.isfinite(p.truth_se) else 0.0 for p in some]
-            at = [p.delta for p in some]
+            spread = [1.96 * (p.truth_se or 0.0) for p in some]
+            at = [_drawn(p.delta) for p in some]
             below, above = ([t + sign * s for t, s in zip(truth, spread, strict=True)] for sign in (-1, 1))
             fig.segment(at, below, at, above, color=ORANGE, line_width=2, alpha=0.6)
         fill = color if trusted else "white"
-        fig.scatter([p.delta for p in some], truth, size=8, fill_color=fill, line_color=color, line_width=1.5)
+        fig.scatter([_drawn(p.delta) for p in some], truth, size=8, fill_color=fill, line_color=color, line_width=1.5)
     columns: dict[str, Sequence[float | str]] = {
-        "x": [p.delta for p in points],
-        "y": [p.truth for p in points],
+        "x": [_drawn(p.delta) for p in points],
+        "y": [_drawn(p.truth) for p in points],
         "window": [p.step for p in points],
         "forecast": [_forecast_text(p) for p in points],
         "truth": [number(p.truth) for p in points],
     }
     add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), WINDOW])
     legend = [LegendEntry("dashed", GREY, "forecast and truth are equal"), *_forecast_legend(points, marks_truth=False)]
-    if any(p.is_valid and p.truth_se > 0 for p in points):
+    if any(p.is_valid and (p.truth_se or 0.0) > 0 for p in points):
         legend.append(LegendEntry("bar", ORANGE, "95 % interval of the truth, by fresh rollouts"))
     return Plot((fig,), tuple(legend))
 
@@ -238,6 +240,11 @@ def _timeline_with(readings: Sequence[PolicyReading], *names: str) -> Line | Non
     return timeline(some, "prompts") if some else None
 
 
+def _drawn(value: float | None) -> float:
+    """A number as figures take it: NaN leaves a gap."""
+    return math.nan if value is None else value
+
+
 def _forecast_unit(readings: Sequence[PolicyReading]) -> str:
     return f"nats a {next(r.per for r in reversed(readings) if r.metrics.get('entropy/delta_forecast') is not None)}"
 
@@ -253,7 +260,7 @@ def _forecast_legend(points: Sequence[Point], *, marks_truth: bool = True) -> li
         legend.append(LegendEntry("whisker", BLUE, "forecast with its 95 % interval"))
     if not all(p.is_valid for p in points):
         legend.append(LegendEntry("dot", GREY, "forecast that is not to be trusted"))
-    if marks_truth and any(math.isfinite(p.truth) for p in points):
+    if marks_truth and any(p.truth is not None for p in points):
         method = "fresh rollouts" if any(p.is_independent for p in points) else "importance sampling"
         legend.append(LegendEntry("cross", ORANGE, f"truth: the change measured by {method}"))
     return legend

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sonde.batch_size.stats.critical_batch import Verdict, judge_batch, steps_and_examples
-from sonde.policy.stats.forecast_history import coverage, judge_entropy
+from sonde.policy.stats.coverage import coverage
+from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.runs.reader import Reading, Run
 from sonde.runs.report.timeline import position_text
 from sonde.wording import number, percent, plural

@@ -1,0 +1,80 @@
+"""The options of an `EntropyChangeProbe`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sonde.policy.scoring.summed_gradient import DTYPES
+from sonde.policy.stats.entropy_change import Objective, SequenceWeights
+from sonde.policy.stats.entropy_forecast import Update
+from sonde.policy.stats.importance import Weighting
+
+
+@dataclass(frozen=True)
+class EntropyChangeOptions:
+    """How an `EntropyChangeProbe` measures.
+
+    Attributes:
+        objective: which entropy: "per_token" for R = E[Σ H]/E[T], in nats a token; "sequence" for E[−Σ w s], in nats a
+            response.
+        update: which update: "step" for the optimizer's own step; "gradient" for η times the mean of the update
+            prompts' gradients, preconditioned by Adam's second moment. With "gradient", the scatter of the update
+            prompts counts in the standard error too.
+        sequence_weights: w of the "sequence" objective: "one", or one over the response's "length".
+        step_size: η of update="gradient"; None for the optimizer's learning rate.
+        micro_batch_prompts: number of prompts scored at a time.
+        derivatives: "forward" mode, "central" differences, or "auto": forward mode if the model supports it.
+        weighting: importance weights: "snis" (self-normalised), or "clip" for less variance and some bias.
+        every: `step` makes a forecast in every so many windows.
+        buffer_dtype: dtype of summed gradients, where backwards are needed.
+        offload: keep summed gradients on the CPU while they are not needed.
+        checkpoint: turn on gradient checkpointing during measurements; for models of transformers.
+        strict: refuse E and U that share prompts, rather than warn.
+        level: confidence level of the intervals.
+
+    Raises:
+        ValueError: for an option outside its range.
+
+    Example:
+        >>> EntropyChangeOptions(objective="sequence", micro_batch_prompts=8).update
+        'step'
+    """
+
+    objective: Objective = "per_token"
+    update: Update = "step"
+    sequence_weights: SequenceWeights = "one"
+    step_size: float | None = None
+    micro_batch_prompts: int = 2
+    derivatives: Literal["auto", "forward", "central"] = "auto"
+    weighting: Weighting = "snis"
+    every: int = 1
+    buffer_dtype: torch.dtype = torch.float32
+    offload: bool = False
+    checkpoint: bool = False
+    strict: bool = False
+    level: float = 0.95
+
+    def __post_init__(self) -> None:
+        _check_choice("objective", self.objective, ("per_token", "sequence"))
+        _check_choice("update", self.update, ("step", "gradient"))
+        _check_choice("sequence_weights", self.sequence_weights, ("one", "length"))
+        _check_choice("derivatives", self.derivatives, ("auto", "forward", "central"))
+        _check_choice("weighting", self.weighting, ("snis", "clip"))
+        _check_choice("buffer_dtype", self.buffer_dtype, DTYPES)
+        for name, n in (("micro_batch_prompts", self.micro_batch_prompts), ("every", self.every)):
+            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+                raise ValueError(f"{name} must be a whole number from 1 up, got {n!r}")
+        if not 0 < self.level < 1:
+            raise ValueError(f"level must be between 0 and 1, got {self.level!r}")
+        if self.step_size is not None and not 0 < self.step_size < math.inf:
+            raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}")
+
+
+def _check_choice(name: str, got: object, choices: Sequence[object]) -> None:
+    if got not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {got!r}")

@@ -1,0 +1,85 @@
+"""One optimizer step of a run: the forecast of the entropy's change, and the measured truth beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sonde.policy.stats.entropy_forecast import TOO_LARGE
+from sonde.policy.stats.importance import Per
+
+Z = 1.959964
+"""Standard errors from the centre of a normal distribution to the end of its 95 % interval."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """The measurements around one optimizer step.
+
+    Attributes:
+        step: the step's number, from 1.
+        entropy: the policy's entropy before the step, in nats a token; None if unknown.
+        delta: the forecast of the step's change of entropy, in nats; None if unknown.
+        low: lower end of the forecast's 95 % interval; None if unknown.
+        high: upper end; None if unknown.
+        is_valid: whether the step was small enough for a first-order forecast.
+        truth: the measured change: by fresh rollouts if there were any, otherwise by importance sampling; None if it
+            was not measured.
+        truth_se: standard error of the truth; None if unknown.
+        is_independent: whether the truth comes from fresh rollouts, and not from the responses of the forecast.
+        per: the unit of `delta` and `truth`: nats per "token" or per "response".
+        reason: why the forecast is unknown or not to be trusted; empty if it is to be trusted.
+    """
+
+    step: int
+    entropy: float | None
+    delta: float | None
+    low: float | None
+    high: float | None
+    is_valid: bool
+    truth: float | None
+    truth_se: float | None
+    is_independent: bool
+    per: Per = "token"
+    reason: str = ""
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the forecast is not valid because the step is too large to be linear."""
+        return not self.is_valid and self.reason.startswith(TOO_LARGE)
+
+    @property
+    def has_truth(self) -> bool:
+        """Whether the forecast, its interval and the truth are all known."""
+        return self.delta is not None and self.low is not None and self.truth is not None
+
+    @property
+    def held(self) -> bool:
+        """Whether the interval held the truth. The truth's own standard error widens the interval."""
+        if self.delta is None or self.low is None or self.high is None or self.truth is None:
+            return False
+        end = self.low if self.truth < self.delta else self.high
+        return abs(self.truth - self.delta) <= math.hypot(end - self.delta, Z * (self.truth_se or 0.0))
+
+
+def forecast_point(step: int, metrics: Mapping[str, float | None], per: Per = "token", reason: str = "") -> Point:
+    """A point from a record's metrics; their names are in `records.METRICS`."""
+
+    def metric(name: str) -> float | None:
+        return metrics.get(f"entropy/{name}")
+
+    is_independent = metric("delta_rollouts") is not None
+    return Point(
+        step=step,
+        entropy=metric("per_token"),
+        delta=metric("delta_forecast"),
+        low=metric("delta_low"),
+        high=metric("delta_high"),
+        is_valid=metric("is_valid") == 1.0,
+        truth=metric("delta_rollouts") if is_independent else metric("delta_importance"),
+        truth_se=metric("delta_rollouts_se") if is_independent else 0.0,
+        is_independent=is_independent,
+        per=per,
+        reason=reason,
+    )

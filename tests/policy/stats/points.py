@@ -1,0 +1,16 @@
+"""Points of a run whose forecasts are right, with whatever a test changes in them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sonde.policy.stats.forecast_point import Point
+
+GOOD = Point(
+    step=1, entropy=1.0, delta=-0.02, low=-0.022, high=-0.018, is_valid=True,
+    truth=-0.021, truth_se=0.0, is_independent=True,
+)  # fmt: skip
+
+
+def points(*changes: dict[str, object]) -> list[Point]:
+    return [dataclasses.replace(GOOD, **{"step": i + 1, **change}) for i, change in enumerate(changes)]  # type: ignore[arg-type]

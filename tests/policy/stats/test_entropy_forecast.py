@@ -1,0 +1,105 @@
+"""Forecasts made of values by hand: intervals, reasons, and numbers that are not known."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from sonde.policy.stats.attribution import Cause, Causes, split_gradient, split_step
+from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective, SequenceWeights
+from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, Truths, entropy_forecast, unknown
+from sonde.policy.stats.entropy_gradient import Responses
+from sonde.policy.stats.importance import MeasuredChange
+
+# Two prompts with a response of 2 tokens each, of 1 nat a token.
+RESPONSES = Responses(torch.ones(2, 2), torch.tensor([3, 5]))
+ENTROPY = torch.ones(2, 2)
+CHANGE = EntropyChange(-0.2, 0.1, -0.4, 0.0, "", torch.tensor([-0.3, -0.1]), torch.tensor([-0.2, 0.0]), 0.01)
+FIRST_ORDER = FirstOrder(CHANGE, on_same_prefixes=-0.1, bars_dot=-0.2, derivatives="forward")
+TRUTHS = Truths(-0.11, MeasuredChange(-0.21, 0.02, 1.8, 0.9))
+
+
+def forecast(
+    first_order: FirstOrder = FIRST_ORDER,
+    truths: Truths | None = TRUTHS,
+    kind: Objective = "per_token",
+    weights: SequenceWeights = "one",
+    **options: Any,
+) -> EntropyForecast:
+    objective = EntropyObjective(kind, weights)
+    return entropy_forecast(
+        first_order,
+        truths,
+        ENTROPY,
+        RESPONSES,
+        objective=objective,
+        update="step",
+        level=0.95,
+        seconds={"scores": 1.0},
+        **options,
+    )
+
+
+def test_the_interval_reaches_as_far_as_the_step_bends() -> None:
+    for truth, low, high in ((-0.11, -0.41, 0.0), (-0.09, -0.4, 0.01), (-0.1, -0.4, 0.0)):
+        found = forecast(truths=dataclasses.replace(TRUTHS, on_same_prefixes=truth))
+        assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+        assert found.is_valid
+    # The entropy of a sum over 2 tokens bends twice as far as that of a token.
+    assert forecast(kind="sequence").low == pytest.approx(-0.42)
+    assert forecast(kind="sequence", weights="length").low == pytest.approx(-0.41)
+
+
+def test_numbers_and_parts_are_those_of_the_phases() -> None:
+    found = forecast(peak_bytes=7)
+    assert (found.delta, found.se, found.entropy, found.v_x, found.bars_dot) == (-0.2, 0.1, 1.0, 0.01, -0.2)
+    assert (found.n_evaluation, found.n_update, found.derivatives, found.peak_bytes) == (2, 0, "forward", 7)
+    assert [(s.prompt, s.change) for s in found.shares] == [(3, pytest.approx(-0.15)), (5, pytest.approx(-0.05))]
+    metrics = found.metrics()
+    assert metrics["entropy/linear_over_true"] == pytest.approx(0.1 / 0.11)
+    assert (metrics["entropy/delta_importance"], metrics["entropy/delta_rollouts"]) == (-0.21, None)
+    assert str(found).endswith("importance sampling -2.10e-01 ± 2.0e-02")
+
+
+def test_the_first_of_several_reasons_is_given() -> None:
+    bent = dataclasses.replace(TRUTHS, on_same_prefixes=-0.5)
+    doubtful = dataclasses.replace(FIRST_ORDER, doubt="lost in rounding")
+    few = dataclasses.replace(doubtful, change=dataclasses.replace(CHANGE, reason="too few prompts"))
+    assert "the step is too large to be linear" in forecast(truths=bent).reason
+    assert forecast(doubtful, bent).reason == "lost in rounding"
+    assert forecast(doubtful, None).reason == "the policy's scores are not finite after the step"
+    assert forecast(doubtful, None, problem="another step").reason == "another step"
+    assert forecast(few, None, problem="another step").reason == "too few prompts"
+    assert not forecast(few).is_valid
+
+
+def test_unknown_numbers_are_none_everywhere() -> None:
+    change = EntropyChange(None, None, None, None, "why", torch.tensor([-0.3, -0.1]), None, None)
+    found = forecast(FirstOrder(change, -0.1, None, "forward"), None)
+    assert (found.delta, found.se, found.low, found.high, found.v_x, found.bars_dot) == (None,) * 6
+    assert (found.reason, str(found)) == ("why", "entropy change unknown: why")
+    assert [(share.sharpening, share.drift) for share in found.shares] == [(None, None)] * 2
+    empty = unknown("why", "sequence", "step")
+    assert {name for name, value in empty.metrics().items() if value is not None} == {
+        "entropy/is_valid",
+        "cost/entropy_seconds",
+    }
+    still = dataclasses.replace(TRUTHS, on_same_prefixes=0.0)
+    assert (
+        forecast(dataclasses.replace(FIRST_ORDER, on_same_prefixes=0.0), still).metrics()["entropy/linear_over_true"]
+        is None
+    )
+
+
+def test_causes_of_a_step_and_of_gradients() -> None:
+    prompts = (Cause(1, -0.2, -0.3, 0.1), Cause(2, 0.1, 0.1, 0.0))
+    assert split_step(-0.5, momentum=-0.25, decay=-0.05, prompts=prompts) == Causes(
+        -0.25, pytest.approx(-0.2), -0.05, prompts, pytest.approx(0.5)
+    )
+    assert split_step(-0.5, momentum=-0.25, decay=0.0, prompts=None) == Causes(-0.25, -0.25, 0.0, (), None)
+    assert split_step(None, momentum=None, decay=0.0, prompts=prompts) == Causes(None, None, 0.0, prompts, None)
+    assert split_gradient(-0.1, prompts) == Causes(None, -0.1, 0.0, prompts, pytest.approx(1.0))
+    assert split_gradient(None, prompts).explained is None

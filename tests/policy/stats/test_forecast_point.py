@@ -1,0 +1,36 @@
+"""A forecast beside its truth, made of metrics; and whether its interval held."""
+
+from __future__ import annotations
+
+import pytest
+
+from sonde.policy.stats.forecast_point import forecast_point
+from tests.policy.stats.points import points
+
+
+@pytest.mark.parametrize(
+    ("change", "holds"),
+    [
+        ({}, True),
+        ({"truth": -0.0221}, False),
+        ({"truth": -0.0221, "truth_se": 0.001}, True),  # its own standard error is allowed for
+        ({"truth": -0.0179}, False),
+        ({"truth": -0.0179, "high": -0.015}, True),  # an interval that reaches farther to one side
+        ({"truth": -0.0221, "high": -0.015}, False),
+    ],
+)
+def test_whether_an_interval_holds_the_truth(change: dict[str, object], holds: bool) -> None:
+    assert points(change)[0].held is holds
+
+
+def test_metrics_make_a_point_and_rollouts_come_before_importance_sampling() -> None:
+    metrics = {"entropy/per_token": 1.5, "entropy/delta_forecast": -0.1, "entropy/delta_low": -0.2}
+    metrics |= {"entropy/delta_high": 0.0, "entropy/is_valid": 1.0, "entropy/delta_importance": -0.11}
+    point = forecast_point(7, metrics)
+    assert (point.step, point.truth, point.truth_se, point.is_independent) == (7, -0.11, 0.0, False)
+    point = forecast_point(7, metrics | {"entropy/delta_rollouts": -0.12, "entropy/delta_rollouts_se": 0.01})
+    assert (point.truth, point.truth_se, point.is_independent) == (-0.12, 0.01, True)
+    empty = forecast_point(1, {"entropy/per_token": None})
+    assert empty.entropy is None
+    assert not empty.is_valid
+    assert not empty.has_truth

@@ -1,0 +1,150 @@
+"""Models and responses that cannot be measured: a refusal, or None with a reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.stats.entropy_forecast import EntropyForecast
+from tests.policy.entropy_scene import Scene
+from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, rollouts
+
+
+def test_dropout_is_off_meanwhile() -> None:
+    scene = Scene()
+    expected = scene.probe().forecast(scene.E)
+    scene.model.dropout.p = 0.5
+    scene.model.train()
+    assert scene.probe().forecast(scene.E).delta == expected.delta
+    assert scene.model.dropout.training
+
+
+def test_what_is_random_all_the_same_is_refused() -> None:
+    class Noisy(SmallPolicy):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            logits = super().forward(input_ids)
+            return logits + torch.randn_like(logits)
+
+    model = Noisy()
+    optimizer = optimizer_of(model)
+    loss(model, drawn(model, 0, 4, seed=0)).backward()
+    with pytest.raises(ValueError, match=r"two forwards of the same responses are .* nats apart"):
+        EntropyChangeProbe(model, optimizer).forecast(drawn(model, 0, 4, seed=1))
+
+
+@pytest.mark.parametrize("update", ["step", "gradient"])
+def test_one_prompt_is_too_few(update: str) -> None:
+    scene = Scene()
+    found = scene.probe(update=update).forecast(drawn(scene.model, 0, 1, seed=1), scene.U)
+    assert (found.delta, found.se, found.low, found.high) == (None,) * 4
+    assert "at least 2" in found.reason
+    assert not found.is_valid
+    assert "entropy change unknown" in str(found)
+
+
+def test_gradients_that_are_not_finite() -> None:
+    scene = Scene()
+    next(scene.model.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
+    found = scene.probe().forecast(scene.E)
+    assert (found.delta, found.reason, found.is_valid) == (None, "the step is not finite", False)
+
+
+def test_a_forecast_says_that_it_is_lost_in_rounding() -> None:
+    scene = Scene()
+
+    def rounded(model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
+        """As bf16 would have it."""
+        s, h = STATISTICS(model, rollouts)
+        return (s * 64).round() / 64, (h * 64).round() / 64
+
+    found = scene.probe(derivatives="central", token_statistics=rounded).forecast(scene.E)
+    assert "lost in rounding" in found.reason
+    assert not found.is_valid
+    assert scene.probe(derivatives="central").forecast(scene.E).is_valid
+
+
+def test_scores_that_are_not_finite_before_or_after_the_step() -> None:
+    scene = Scene()
+    with torch.no_grad():
+        next(scene.model.parameters())[1] = torch.nan
+    found = scene.probe().forecast(scene.E)
+    assert (found.delta, found.reason) == (None, "the policy's scores are not finite")
+    scene = Scene()
+    with scene.probe().around_step(scene.E) as around, torch.no_grad():
+        next(scene.model.parameters())[1] = torch.nan
+    assert around.forecast.reason == "the policy's scores are not finite after the step"
+    assert not around.forecast.is_valid
+    assert math.isfinite(around.forecast.delta)
+    assert around.forecast.importance is None
+
+
+def test_evaluation_and_update_that_share_prompts() -> None:
+    scene = Scene()
+    with pytest.warns(UserWarning, match=r"share 24 prompts, \[0, 1, 2\] among them"):
+        scene.probe().forecast(scene.E, scene.E)
+    with pytest.raises(ValueError, match="share 24 prompts"):
+        scene.probe(strict=True).forecast(scene.E, scene.E)
+
+
+def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, **options: Any) -> EntropyForecast:
+    scene = Scene()
+    update = None if U is None else rollouts(**({"prompt": torch.arange(4).repeat_interleave(4) + 50} | U))
+    return scene.probe(**options).forecast(rollouts(**(E or {})), update)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: forecast({"is_truncated": True}), "sampled with top_p < 1 or the like"),
+        (
+            lambda: forecast({"temperature": 0.7}),
+            r"sampled at temperature 0.7, and are scored at 1.0: .*temperature=0.7",
+        ),
+        (lambda: forecast(U={"temperature": 0.7}), "update responses were sampled at temperature 0.7"),
+        (lambda: forecast(U={"advantage": None}), "update responses need their advantages"),
+        (lambda: forecast(update="gradient"), "pass their rollouts"),
+        (lambda: forecast(token_statistics=lambda m, r: (torch.zeros(2), torch.zeros(2))), "token statistics must be"),
+        (lambda: forecast(objective="tokens"), "objective must be one of per_token, sequence, got 'tokens'"),
+        (lambda: forecast(micro_batch_prompts=0), "micro_batch_prompts must be a whole number from 1 up, got 0"),
+        (lambda: forecast(level=95), "level must be between 0 and 1, got 95"),
+        (lambda: forecast(buffer_dtype=torch.int32), "buffer_dtype must be one of"),
+        (lambda: forecast(step_size=0.0), "step_size must be positive"),
+        (lambda: forecast(checkpoint=True), "checkpoint=True needs a model of transformers"),
+    ],
+)
+def test_bad_input(call: Callable[[], EntropyForecast], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+def test_calls_out_of_order() -> None:
+    scene = Scene()
+    with (
+        pytest.raises(ValueError, match="around_step\\(\\) measures the optimizer's own step"),
+        scene.probe(update="gradient").around_step(scene.E),
+    ):
+        pass
+    with pytest.raises(RuntimeError, match="needs a sampler"):
+        scene.probe().measure(scene.E)
+    scene.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="no parameter has a gradient: call this after the backward"):
+        scene.probe().forecast(scene.E)
+
+
+def test_an_optimizer_without_state_or_foresight() -> None:
+    scene = Scene("rmsprop")
+    with pytest.raises(ValueError, match=r"step of RMSprop is not known before it is taken.*around_step"):
+        scene.probe().forecast(scene.E)
+    fresh = torch.optim.AdamW(scene.model.parameters(), lr=1e-3)
+    with pytest.raises(ValueError, match="no second moment"):
+        EntropyChangeProbe(scene.model, fresh, EntropyChangeOptions(update="gradient")).forecast(scene.E, scene.U)
+    # Its first step is known nevertheless.
+    assert math.isfinite(EntropyChangeProbe(scene.model, fresh).forecast(scene.E).delta)

@@ -1,0 +1,158 @@
+"""Nothing of the training changes while an entropy change is measured, wherever the measurement fails."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sonde.policy.scoring.rollouts import Rollouts
+from tests.policy.entropy_scene import Scene
+from tests.small_policy import STATISTICS, loss, sample
+
+
+def held(scene: Scene) -> list[Any]:
+    """All of the training's state, copied."""
+    state = copy.deepcopy(scene.optimizer.state_dict())
+    tensors = [p.detach().clone() for p in scene.model.parameters()]
+    grads = [p.grad for p in scene.model.parameters()]
+    copies = [None if g is None else g.clone() for g in grads]
+    modes = [m.training for m in scene.model.modules()]
+    return [tensors, grads, copies, state, modes, torch.get_rng_state()]
+
+
+def assert_untouched(scene: Scene, before: list[Any]) -> None:
+    tensors, grads, copies, state, modes, rng = before
+    for p, old, grad, copied in zip(scene.model.parameters(), tensors, grads, copies, strict=True):
+        assert torch.equal(p, old)
+        assert p.grad is grad
+        assert grad is None or torch.equal(grad, copied)
+    now = scene.optimizer.state_dict()
+    assert now["param_groups"] == state["param_groups"]
+    for key, values in state["state"].items():
+        for name, value in values.items():
+            assert torch.equal(torch.as_tensor(now["state"][key][name]), torch.as_tensor(value))
+    assert [m.training for m in scene.model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in scene.model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in scene.model.parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("update", ["step", "gradient"])
+@pytest.mark.parametrize("derivatives", ["forward", "central"])
+def test_nothing_of_the_training_changes(update: str, derivatives: str) -> None:
+    scene = Scene()
+    scene.model.train()
+    before = held(scene)
+    probe = scene.probe(update=update, derivatives=derivatives, sampler=lambda m: sample(m, list(range(6))))
+    probe.measure(scene.E, scene.U, causes=update == "step")
+    assert_untouched(scene, before)
+
+
+class Failing:
+    """Token statistics that raise at the k-th call."""
+
+    def __init__(self, k: int) -> None:
+        self.left = k
+
+    def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("out of memory, say")
+        return STATISTICS(model, rollouts)
+
+
+@pytest.mark.parametrize("update", ["step", "gradient"])
+@pytest.mark.parametrize("derivatives", ["forward", "central"])
+def test_nothing_changes_wherever_it_fails(update: str, derivatives: str) -> None:
+    """At every single call of the model, through all phases, and inside the sampler."""
+    scene = Scene()
+    options: dict[str, Any] = {"update": update, "derivatives": derivatives, "micro_batch_prompts": 12}
+    before = held(scene)
+    n_failures = 0
+    while True:
+        probe = scene.probe(
+            token_statistics=Failing(n_failures), sampler=lambda m: sample(m, list(range(6))), **options
+        )
+        error: BaseException | None = None
+        try:
+            probe.measure(scene.E, scene.U, causes=update == "step")
+        except RuntimeError as raised:
+            error = raised
+        assert_untouched(scene, before)
+        if error is None:
+            break
+        assert "out of memory, say" in str(error)
+        n_failures += 1
+    assert n_failures >= 12
+
+    def failing_sampler(model: nn.Module) -> Rollouts:
+        raise RuntimeError("no sample")
+
+    with pytest.raises(RuntimeError, match="no sample"):
+        scene.probe(sampler=failing_sampler, **options).measure(scene.E, scene.U)
+    assert_untouched(scene, before)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+def test_around_a_step_all_is_as_before_or_as_after_it_wherever_it_fails(kind: str) -> None:
+    """At every single call of the model, before the step and after it; forecast, and measured."""
+    n_failures = n_after = 0
+    while True:
+        scene, twin = Scene(kind), Scene(kind)
+        before = held(scene)
+        twin.optimizer.step()
+        after = held(twin)
+        after[1], after[5] = before[1], before[5]
+        probe = scene.probe(
+            token_statistics=Failing(n_failures), sampler=lambda m: sample(m, list(range(6))), micro_batch_prompts=12
+        )
+        is_taken = has_failed = False
+        try:
+            with probe.around_step(scene.E, scene.U, causes=kind == "adamw"):
+                scene.optimizer.step()
+                is_taken = True
+        except RuntimeError:
+            has_failed = True
+        assert_untouched(scene, after if is_taken else before)
+        if not has_failed:
+            break
+        n_failures += 1
+        n_after += is_taken
+    assert n_failures > n_after >= 3
+
+
+@pytest.mark.parametrize("leaves_training", [False, True])
+def test_a_sampler_may_leave_the_model_in_training_mode(leaves_training: bool) -> None:
+    def sampler(model: nn.Module) -> Rollouts:
+        sampled = sample(model, list(range(6)))
+        model.train(leaves_training)
+        return sampled
+
+    plain, scene = Scene(), Scene()
+    scene.model.dropout.p = 0.3
+    expected = plain.probe().forecast(plain.E)
+    found = scene.probe(sampler=sampler).measure(scene.E)
+    assert (found.delta, found.fixed_prefixes) == (expected.delta, expected.fixed_prefixes)
+
+
+def test_training_goes_on_bit_for_bit() -> None:
+    weights = []
+    for is_watched in (False, True):
+        scene = Scene()
+        probe = scene.probe()
+        for k in range(5):
+            U = sample(scene.model, list(range(300 + 10 * k, 310 + 10 * k)))
+            scene.optimizer.zero_grad()
+            loss(scene.model, U).backward()
+            if is_watched:
+                with probe.around_step(scene.E):
+                    scene.optimizer.step()
+            else:
+                scene.optimizer.step()
+        weights.append([p.detach().clone() for p in scene.model.parameters()])
+        torch.manual_seed(0)
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
