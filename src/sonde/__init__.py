@@ -1,41 +1,67 @@
 """sonde measures a PyTorch training run while it runs, changes nothing in it, and costs almost nothing."""
 
+from typing import Any
+
 from sonde.batch_size.probe import NoiseScaleProbe, attach
 from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.batch_size.stats.critical_batch import judge_batch, steps_and_examples
-from sonde.batch_size.stats.noise_scale import noise_scale
-from sonde.batch_size.stats.reading import NoiseScaleReading
-from sonde.config import probes_from_config
+from sonde.batch_size.stats.critical_batch import Tradeoff, Verdict, judge_batch, steps_and_examples
+from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale
+from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
+from sonde.config import ProbesConfig, probes_from_config
 from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
+from sonde.gradient_norm.plan import NormPlan
+from sonde.options import warn_deprecated
 from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
-from sonde.policy.prompt_noise import PromptNoiseProbe
+from sonde.policy.prompt_noise import PromptNoiseProbe, PromptNoiseReading
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.probe import Probe, RolloutProbe
+from sonde.policy.stats.entropy_forecast import EntropyForecast
+from sonde.policy.stats.policy_entropy import PolicyEntropy
+from sonde.probe import Partners, Probe, ProbeConfig, RolloutProbe
 from sonde.records import Metric, ReportSection, RunLog, Sink
 from sonde.runs.reader import Run, read_run
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from sonde.runs.tensorboard import TensorBoardSink
-from sonde.stats.intervals import fieller_interval
+from sonde.stats.intervals import RatioInterval, fieller_interval
 from sonde.version import __version__
 
 __all__ = [
     "CausalLMStatistics",
+    "EntropyChangeOptions",
     "EntropyChangeProbe",
+    "EntropyForecast",
+    "GroupReading",
     "JsonlSink",
+    "Metric",
+    "NoiseScaleOptions",
     "NoiseScaleProbe",
     "NoiseScaleReading",
+    "NormPlan",
+    "Partners",
+    "PolicyEntropy",
     "PolicyEntropyProbe",
+    "PolicyLog",
     "Probe",
+    "ProbeConfig",
+    "ProbesConfig",
     "PromptNoiseProbe",
+    "PromptNoiseReading",
+    "RatioInterval",
+    "ReportSection",
+    "RolloutProbe",
     "Rollouts",
     "Run",
+    "RunLog",
     "Sink",
     "TensorBoardSink",
     "TokenStatistics",
+    "Tradeoff",
+    "Verdict",
+    "WindowEstimate",
     "__version__",
     "attach",
     "clip_grad_norm_",
@@ -49,3 +75,11 @@ __all__ = [
     "steps_and_examples",
     "write_report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The older spelling of a public name, for one more release."""
+    if name == "PolicyJournal":
+        warn_deprecated("PolicyJournal", "sonde.PolicyLog")
+        return PolicyLog
+    raise AttributeError(f"module 'sonde' has no attribute {name!r}")

@@ -2,74 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
 
-from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.options import known_name, options_from, read_yaml
-from sonde.policy.entropy_change import EntropyChangeProbe, Sampler
-from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.policy_entropy import PolicyEntropyProbe
+from sonde.batch_size.probe import GnsProbeConfig
+from sonde.options import known_name, options_from, read_yaml, refuse_unknown
+from sonde.policy.entropy_change import EntropyProbeConfig, Sampler
+from sonde.policy.policy_entropy import PolicyEntropyProbeConfig
 from sonde.policy.scoring.rollouts import TokenStatistics
-from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.probe import Probe
-from sonde.records import Sink
-
-
-@dataclass(frozen=True)
-class GnsProbeConfig:
-    """`gns_probe:`, a `NoiseScaleProbe`; its docstring says what each means."""
-
-    enabled: bool = False
-    unit: str = "sequences"
-    units_per_piece: float | None = None
-    horizon: float = 100.0
-    groups: Literal["blocks"] | None = "blocks"
-    log_every: int = 10
-    tap: Literal["auto", "leaf", "comm_hook"] = "auto"
-    metric: Literal["euclidean", "adam"] = "euclidean"
-
-
-@dataclass(frozen=True)
-class EntropyProbeConfig:
-    """`entropy_probe:`, an `EntropyChangeProbe`; its docstring says what each means."""
-
-    enabled: bool = False
-    every: int = 10
-    objective: Literal["per_token", "sequence"] = "per_token"
-    update: Literal["step", "gradient"] = "step"
-    sequence_weights: Literal["one", "length"] = "one"
-    step_size: float | None = None
-    micro_batch_prompts: int = 2
-    derivatives: Literal["auto", "forward", "central"] = "auto"
-    weighting: Literal["snis", "clip"] = "snis"
-    temperature: float = 1.0
-    offload: bool = False
-    checkpoint: bool = False
-    strict: bool = False
-
-
-@dataclass(frozen=True)
-class PolicyEntropyProbeConfig:
-    """`policy_entropy_probe:`, a `PolicyEntropyProbe`; its docstring says what each means."""
-
-    enabled: bool = False
-    micro_batch_prompts: int = 8
-    temperature: float = 1.0
+from sonde.probe import Partners, Probe, ProbeConfig, RolloutProbe
+from sonde.records import RunLog, log_of
 
 
 @dataclass(frozen=True)
 class ProbesConfig:
-    """Which probes are wanted, and how; all are off by default."""
+    """Which probes are wanted, and how; all are off by default. A further built-in probe is one more line here."""
 
-    gns_probe: GnsProbeConfig = GnsProbeConfig()
-    entropy_probe: EntropyProbeConfig = EntropyProbeConfig()
-    policy_entropy_probe: PolicyEntropyProbeConfig = PolicyEntropyProbeConfig()
+    gns_probe: GnsProbeConfig = field(default_factory=GnsProbeConfig)
+    entropy_probe: EntropyProbeConfig = field(default_factory=EntropyProbeConfig)
+    policy_entropy_probe: PolicyEntropyProbeConfig = field(default_factory=PolicyEntropyProbeConfig)
 
     def attach(
         self,
@@ -78,51 +34,40 @@ class ProbesConfig:
         *,
         token_statistics: TokenStatistics | None = None,
         sampler: Sampler | None = None,
-        sinks: Sequence[Sink] = (),
-        run: str = "",
-    ) -> dict[str, Probe | PolicyEntropyProbe]:
+        log: RunLog | None = None,
+        **deprecated: Any,
+    ) -> dict[str, Probe | RolloutProbe]:
         """The probes that are enabled, by their keys.
 
         Args:
             model: to be measured.
             optimizer: its optimizer.
             token_statistics: scores responses; by default those of a causal language model, at a probe's temperature.
-            sampler: fresh responses for the entropy probe.
-            sinks: where the noise scale's records go.
-            run: the run's name in them.
+            sampler: draws fresh responses for the entropy probe.
+            log: of the run; by default one without sinks.
+            **deprecated: `sinks` and `run`, which are arguments of `RunLog` now.
         """
-        probes: dict[str, Probe | PolicyEntropyProbe] = {}
-        if (gns := self.gns_probe).enabled:
-            probes["gns_probe"] = NoiseScaleProbe(model, optimizer, sinks=sinks, run=run, **options_of(gns))
-        if (entropy := self.entropy_probe).enabled:
-            statistics = token_statistics or CausalLMStatistics(entropy.temperature)
-            probes["entropy_probe"] = EntropyChangeProbe(
-                model,
-                optimizer,
-                EntropyChangeOptions(**options_of(entropy)),
-                token_statistics=statistics,
-                sampler=sampler,
-            )
-        if (policy := self.policy_entropy_probe).enabled:
-            statistics = token_statistics or CausalLMStatistics(policy.temperature)
-            probes["policy_entropy_probe"] = PolicyEntropyProbe(
-                model, token_statistics=statistics, **options_of(policy)
-            )
-        return probes
+        if deprecated:
+            log = log_of(log, deprecated := {"log_every": self.gns_probe.log_every, **deprecated})
+            refuse_unknown("attach", deprecated, ["token_statistics", "sampler", "log"])
+        partners = Partners(model, optimizer, log, token_statistics, sampler)
+        configs: dict[str, ProbeConfig] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {key: config.attach(partners) for key, config in configs.items() if config.enabled}
 
 
 def probes_from_config(config: Mapping[str, Any] | str | Path) -> ProbesConfig:
     """Read which probes are wanted.
 
     Args:
-        config: a mapping such as `{"gns_probe": {"enabled": True}}`, or the path of a YAML file of that form.
+        config: a mapping such as `{"gns_probe": {"enabled": True}}`, or the path of a YAML file of that form;
+            docs/configuration.md has every key.
 
     Returns:
-        What `attach` then makes probes of.
+        The configuration, whose `attach` makes the probes.
 
     Raises:
         FileNotFoundError: when there is no such file.
-        ValueError: for a key that is not known, naming the nearest, or a value of another kind.
+        ValueError: for an unknown key, naming the nearest, or a value of another kind or outside its range.
 
     Example:
         >>> config = probes_from_config({"gns_probe": {"enabled": True, "unit": "prompts"}})
@@ -133,22 +78,13 @@ def probes_from_config(config: Mapping[str, Any] | str | Path) -> ProbesConfig:
     if isinstance(config, str | Path):
         where = config
         config = read_yaml(Path(config), "gns_probe: {enabled: true}")
-    kinds: dict[str, Any] = {
-        "gns_probe": GnsProbeConfig,
-        "entropy_probe": EntropyProbeConfig,
-        "policy_entropy_probe": PolicyEntropyProbeConfig,
-    }
-    found = {}
+    kinds = get_type_hints(ProbesConfig)
+    configs = {}
     for key, options in config.items():
         name = known_name(key, list(kinds), where)
         if not isinstance(options, Mapping):
             raise ValueError(
                 f"{name} in {where} must map options to values, got {options!r}: write {name}: {{enabled: true}}"
             )
-        found[name] = options_from(kinds[name], options, f"{name} of {where}")
-    return ProbesConfig(**found)
-
-
-def options_of(config: Any) -> dict[str, Any]:
-    """What a probe takes of its part of the configuration."""
-    return {name: value for name, value in vars(config).items() if name not in ("enabled", "temperature")}
+        configs[name] = options_from(kinds[name], options, f"{name} of {where}")
+    return ProbesConfig(**configs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -47,7 +47,7 @@ def options_from(kind: type[T], given: Mapping[Any, Any], where: object, *, with
     """A dataclass with the values that are given, and its defaults for the others.
 
     Args:
-        kind: the dataclass, of numbers, texts, paths, switches, choices, and None for those.
+        kind: the dataclass. Fields that are numbers, texts, paths, switches or choices, or None, can be given.
         given: option names, with `_` or `-`, to values.
         where: they were found, for messages.
         without: fields that cannot be given here.
@@ -55,8 +55,9 @@ def options_from(kind: type[T], given: Mapping[Any, Any], where: object, *, with
     Raises:
         ValueError: for an option that does not exist, naming the nearest one, or a value of another kind.
     """
-    known = [field.name for field in fields(kind) if field.name not in without]  # type: ignore[arg-type]
     hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    known = [name for name in names if name not in without and _plain_kinds(hints[name])]
     values = {known_name(key, known, where): value for key, value in given.items()}
     return kind(**{name: _value(name, hints[name], value, where) for name, value in values.items()})
 
@@ -76,15 +77,20 @@ def known_name(key: object, known: list[str], where: object) -> str:
 
 
 def _value(name: str, hint: Any, value: object, where: object) -> object:
-    if get_origin(hint) in (Union, types.UnionType):
-        if value is None:
-            return None
-        [hint] = [kind for kind in get_args(hint) if kind is not type(None)]
+    if value is None and type(None) in get_args(hint):
+        return None
+    [hint] = _plain_kinds(hint)
     try:
         return _converted(hint, value)
     except (TypeError, ValueError) as error:
         expected = f"one of {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else _CALLED[hint]
         raise ValueError(f"{name} in {where} must be {expected}, got {value!r}: change that line") from error
+
+
+def _plain_kinds(hint: Any) -> list[Any]:
+    """The kinds of value among those of a type hint that a file can hold: no functions, no objects of torch."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return [kind for kind in kinds if get_origin(kind) is Literal or kind in _CALLED]
 
 
 def _converted(hint: Any, value: Any) -> object:
@@ -123,14 +129,23 @@ def with_deprecated(call: str, options: T | None, kind: type[T], given: Mapping[
         TypeError: for a keyword that is no option, naming the nearest.
     """
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    for name in given:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            raise TypeError(f"{call} has no argument {name!r}" + (f": did you mean {nearest[0]!r}?" if nearest else ""))
+    refuse_unknown(call, [name for name in given if name not in known], known)
     if given:
         words = ", ".join(f"{name}=…" for name in given)
         warn_deprecated(f"{call}({words})", f"{call}(…, {kind.__name__}({words}))")
     return replace(kind() if options is None else options, **given)  # type: ignore[type-var]
+
+
+def refuse_unknown(call: str, unknown: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse keywords that a call does not know.
+
+    Raises:
+        TypeError: for the first of them, naming the nearest that is known.
+    """
+    for name in unknown:
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(known)}"
+        raise TypeError(f"{call}() has no argument {name!r}: {hint}")
 
 
 def warn_deprecated(old: str, new: str) -> None:

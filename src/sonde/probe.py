@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -41,3 +42,33 @@ class RolloutProbe(Protocol):
 
     def close(self) -> None:
         """Remove everything that was installed. May be called twice."""
+
+
+@dataclass(frozen=True)
+class Partners:
+    """What a probe may need beside its configuration.
+
+    Attributes:
+        model: to be measured.
+        optimizer: its optimizer.
+        log: the `RunLog`; None for none.
+        token_statistics: scores responses; None for those of a causal language model.
+        sampler: draws fresh responses; None for none.
+    """
+
+    model: Any
+    optimizer: Any
+    log: Any = None
+    token_statistics: Any = None
+    sampler: Any = None
+
+
+class ProbeConfig(Protocol):
+    """The configuration of one probe: a frozen dataclass, whose fields are the options of a YAML file."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the probe is wanted."""
+
+    def attach(self, partners: Partners) -> Probe | RolloutProbe:
+        """Make the probe."""

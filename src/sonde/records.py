@@ -116,6 +116,11 @@ class RunLog:
         self._own: dict[int, Probe | RolloutProbe] = {}
 
     @property
+    def has_sinks(self) -> bool:
+        """Whether records go anywhere still."""
+        return bool(self._sinks)
+
+    @property
     def is_first_rank(self) -> bool:
         """Whether this rank writes."""
         return not dist.is_initialized() or dist.get_rank() == 0

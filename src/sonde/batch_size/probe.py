@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -39,6 +40,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.clip import Nonfinite, check_max_norm, clip_measured_
 from sonde.options import with_deprecated
 from sonde.parallel.wrappers import GroupOf, Inventory, clean_name, find_wrapper, unwrap_optimizer
+from sonde.probe import Partners
 from sonde.records import RunLog, log_of
 
 _WINDOWS_HELD = 100
@@ -532,3 +534,21 @@ def _close_left_open(probe: weakref.ref[NoiseScaleProbe]) -> None:
     """Complete the log of a script that ends without `close()`, but for windows that peers have not summed yet."""
     if (left_open := probe()) is not None:
         left_open._close("the process ended without probe.close()", abandon_unfinished=True)
+
+
+@dataclass(frozen=True)
+class GnsProbeConfig(NoiseScaleOptions):
+    """`gns_probe:` in a configuration.
+
+    Attributes:
+        enabled: whether the probe is wanted.
+        log_every: windows between readings, where `attach` is given no log.
+    """
+
+    enabled: bool = False
+    log_every: int = 10
+
+    def attach(self, partners: Partners) -> NoiseScaleProbe:
+        """Make the probe."""
+        log = RunLog(every=self.log_every) if partners.log is None else partners.log
+        return NoiseScaleProbe(partners.model, partners.optimizer, self, log=log)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
-from sonde.config import ProbesConfig, options_of, probes_from_config
+from sonde.config import ProbesConfig, probes_from_config
+from sonde.options import refuse_unknown
 from sonde.parallel.process_groups import data_parallel_group
 from sonde.parallel.wrappers import unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
@@ -22,7 +22,7 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 from sonde.policy.stats.entropy_forecast import EntropyForecast
-from sonde.records import Sink, logger
+from sonde.records import RunLog, log_of, logger
 
 try:
     from accelerate.utils import gather_object
@@ -44,6 +44,9 @@ _SCALARS = ("reward", "reward_std", "kl", "clip_ratio/region_mean")
 """What TRL logs itself that is worth a curve beside the entropy."""
 
 
+_KEYWORDS = ("config", "evaluation", "evaluation_prompts", "causes", "rollouts", "log")
+
+
 def attach(
     trainer: GRPOTrainer,
     config: ProbesConfig | Mapping[str, Any] | str | Path = DEFAULT,
@@ -52,8 +55,8 @@ def attach(
     evaluation_prompts: int = 16,
     causes: bool = False,
     rollouts: bool = False,
-    sinks: Sequence[Sink] = (),
-    run: str = "",
+    log: RunLog | None = None,
+    **deprecated: Any,
 ) -> TrlProbes:
     """Measure a GRPO run; call it before `trainer.train()`. Weights are bit for bit those of a run without it.
 
@@ -72,14 +75,16 @@ def attach(
         evaluation_prompts: of all ranks, for "fresh", each with as many responses as the trainer generates.
         causes: also tell momentum from this batch, and which of the step's prompts do what: takes a backward more.
         rollouts: also measure by fresh rollouts what the step did: as many prompts, answered before and after it.
-        sinks: where records go, such as `sonde.JsonlSink(folder)`, of which `sonde report folder` makes a page; closed
-            when training ends.
-        run: the run's name in them.
+        log: of the run, such as `sonde.RunLog(sonde.JsonlSink(folder))`, of which `sonde report folder` makes a page;
+            the policy's part ends when training ends.
+        **deprecated: `sinks` and `run`, which are arguments of `RunLog` now.
 
     Raises:
         ValueError: for a trainer whose samples are not the policy's (top_p < 1 and the like), or cannot be drawn
             without disturbing training (vLLM), and for options out of range.
     """
+    log = log_of(log, deprecated)
+    refuse_unknown("attach", deprecated, _KEYWORDS)
     config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
     if evaluation not in ("fresh", "same"):
         raise ValueError(f"evaluation must be 'fresh' or 'same', got {evaluation!r}")
@@ -103,8 +108,7 @@ def attach(
         n_prompts=evaluation_prompts // n_ranks,
         causes=causes,
         rollouts=rollouts,
-        sinks=sinks if trainer.accelerator.is_main_process else (),
-        run=run,
+        log=log,
     )
 
 
@@ -184,8 +188,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         n_prompts: int,
         causes: bool,
         rollouts: bool,
-        sinks: Sequence[Sink],
-        run: str,
+        log: RunLog,
     ) -> None:
         self.forecasts: list[tuple[int, EntropyForecast]] = []
         self._trainer = trainer
@@ -193,13 +196,13 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._evaluation = evaluation
         self._has_causes = causes
         self._has_rollouts = rollouts
-        self._sinks, self._run = sinks, run
+        self._run_log, self._has_log = log, log.has_sinks
         self._statistics = FullPrecision(CausalLMStatistics(trainer.args.temperature))
         self._entropy: EntropyChangeProbe | None = None
         self._policy: PolicyEntropyProbe | None = None
         self._noise: PromptNoiseProbe | None = None
         self._has_probes = False
-        self._journal: PolicyLog | None = None
+        self._policy_log: PolicyLog | None = None
         self._rollouts = TrlRollouts(trainer, n_prompts)
         self._around: tuple[ExitStack, AroundStep] | None = None
         self._truth_seed = 0
@@ -216,7 +219,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     @property
     def alerts(self) -> Mapping[str, str]:
         """What has looked wrong so far, a message by name."""
-        return {} if self._journal is None else self._journal.alerts
+        return {} if self._policy_log is None else self._policy_log.alerts
 
     def close(self, reason: str = "closed") -> None:
         """Leave the trainer as it was, and end the log.
@@ -224,8 +227,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         Args:
             reason: why, for the log; one that has ended stays as it is.
         """
-        if self._journal is not None:
-            self._journal.end(reason)
+        if self._policy_log is not None:
+            self._policy_log.end(reason)
         for name, original in self._originals.items():
             if vars(self._trainer).get(name) != self._wrappers[name]:  # somebody has wrapped it since, and goes on
                 continue
@@ -252,9 +255,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The header is written, of the first training: its end closes the sinks."""
-        if self._journal is None:
-            self._journal = PolicyLog(self._sinks, run=self._run, setup=self._setup())
-        elif self._sinks:
+        if self._policy_log is None:
+            self._policy_log = PolicyLog(self._run_log, setup=self._setup())
+        elif self._has_log:
             logger.warning("sonde: the log ended with the first training: attach again to log another")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -304,16 +307,16 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What was measured around the step is written down."""
-        if self._metrics and self._journal is not None:
+        if self._metrics and self._policy_log is not None:
             logged = self._trainer._metrics["train"]
             scalars = {name: float(logged[name][-1]) for name in _SCALARS if logged.get(name)}
-            self._journal.measured(state.global_step, scalars | self._metrics, self._forecast, self.texts)
+            self._policy_log.measured(state.global_step, scalars | self._metrics, self._forecast, self.texts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Nothing follows."""
-        if self._journal is not None:
+        if self._policy_log is not None:
             is_whole = state.global_step >= state.max_steps
-            self._journal.end(
+            self._policy_log.end(
                 "training ended" if is_whole else f"stopped at step {state.global_step} of {state.max_steps}"
             )
 
@@ -327,13 +330,13 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._entropy = EntropyChangeProbe(
                 model,
                 unwrap_optimizer(optimizer),
-                EntropyChangeOptions(**options_of(config.entropy_probe)),
+                config.entropy_probe,
                 token_statistics=statistics,
                 sampler=self._truth if self._has_rollouts else None,
             )
         if config.policy_entropy_probe.enabled:
-            options = options_of(config.policy_entropy_probe)
-            self._policy = PolicyEntropyProbe(model, token_statistics=statistics, **options)
+            n_prompts = config.policy_entropy_probe.micro_batch_prompts
+            self._policy = PolicyEntropyProbe(model, token_statistics=statistics, micro_batch_prompts=n_prompts)
         if config.gns_probe.enabled:
             weighs: Literal["tokens", "completions"] = "completions"
             if self._trainer.loss_type in DIVIDED_BY_TOKENS:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.call_site import stack_level
+from sonde.options import with_deprecated
 from sonde.parallel.placements import local_tensor, reshard
 from sonde.parallel.process_groups import data_parallel_group, gather_from_all_ranks
 from sonde.parallel.wrappers import unwrap_optimizer
@@ -28,16 +28,36 @@ from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything, set_evaluation_mode
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, unknown
+from sonde.probe import Partners
+from sonde.records import Metric
 
 Sampler = Callable[[nn.Module], Rollouts]
 """Samples responses of a model, to the same prompts in each call, with the global random numbers of torch, numpy or
 Python."""
 
-_DEFAULTS = EntropyChangeOptions()
 _LARGEST_DEPARTURE = 0.01
 """Relative difference between the step that was taken and its forecast, above which they count as different steps."""
 _SCORES_NOT_FINITE = "the policy's scores are not finite"
 _STEP_NOT_FINITE = "the step is not finite"
+
+
+METRICS: dict[str, Metric] = {
+    "entropy/per_token": Metric("nats a token", "entropy of the policy, on the responses the forecast is evaluated on"),
+    "entropy/delta_forecast": Metric("nats", "change of entropy that the step was to make, to first order"),
+    "entropy/delta_se": Metric("nats", "its standard error"),
+    "entropy/delta_low": Metric("nats", "lower end of its 95 % interval"),
+    "entropy/delta_high": Metric("nats", "upper end of its 95 % interval"),
+    "entropy/delta_fixed_prefixes": Metric("nats a token", "true change on the same prefixes"),
+    "entropy/linear_over_true": Metric("ratio", "first order over truth on the same prefixes; about 1 for small steps"),
+    "entropy/delta_importance": Metric("nats", "true change by importance sampling"),
+    "entropy/ess_fraction": Metric("fraction", "its effective sample size over the responses"),
+    "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
+    "entropy/delta_rollouts_se": Metric("nats", "its standard error"),
+    "entropy/is_valid": Metric("0 or 1", "whether the step is small enough for a first-order forecast"),
+    "entropy/is_of_own_prompts": Metric("0 or 1", "whether the forecast is of the prompts that the step learns from"),
+    "cost/entropy_seconds": Metric("seconds", "time that the forecast of the entropy change took"),
+}
+"""Metrics of `EntropyChangeProbe`."""
 
 
 class AroundStep:
@@ -89,15 +109,14 @@ class EntropyChangeProbe:
         self,
         model: nn.Module,
         optimizer: Any,
-        options: EntropyChangeOptions = _DEFAULTS,
+        options: EntropyChangeOptions | None = None,
         *,
         token_statistics: TokenStatistics | None = None,
         sampler: Sampler | None = None,
         process_group: dist.ProcessGroup | None = None,
         **deprecated: Any,
     ) -> None:
-        if deprecated:
-            options = _with_deprecated(options, deprecated)
+        options = with_deprecated("EntropyChangeProbe", options, EntropyChangeOptions, deprecated)
         reshard(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         if not self._parameters:
@@ -395,19 +414,23 @@ class EntropyChangeProbe:
             warnings.warn(message, stacklevel=stack_level())
 
 
-def _with_deprecated(options: EntropyChangeOptions, keywords: Mapping[str, Any]) -> EntropyChangeOptions:
-    """The options with those were passed as single keywords."""
-    names = [field.name for field in dataclasses.fields(options)]
-    if unknown_names := [name for name in keywords if name not in names]:
-        known = [*names, "options", "token_statistics", "sampler", "process_group"]
-        nearest = difflib.get_close_matches(unknown_names[0], known, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"the options are {', '.join(names)}"
-        raise TypeError(f"EntropyChangeProbe() has no keyword {unknown_names[0]!r}: {hint}")
-    spelling = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
-    warnings.warn(
-        f"EntropyChangeProbe(model, optimizer, {spelling}) is deprecated: write "
-        f"EntropyChangeProbe(model, optimizer, EntropyChangeOptions({spelling}))",
-        DeprecationWarning,
-        stacklevel=stack_level(),
-    )
-    return dataclasses.replace(options, **keywords)
+@dataclass(frozen=True)
+class EntropyProbeConfig(EntropyChangeOptions):
+    """`entropy_probe:` in a configuration.
+
+    Attributes:
+        enabled: whether the probe is wanted.
+        every: as in `EntropyChangeOptions`.
+        temperature: at which responses are sampled, where `attach` is given no token statistics.
+    """
+
+    enabled: bool = False
+    every: int = 10
+    temperature: float = 1.0
+
+    def attach(self, partners: Partners) -> EntropyChangeProbe:
+        """Make the probe."""
+        statistics = partners.token_statistics or CausalLMStatistics(self.temperature)
+        return EntropyChangeProbe(
+            partners.model, partners.optimizer, self, token_statistics=statistics, sampler=partners.sampler
+        )

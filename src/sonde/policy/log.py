@@ -6,48 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sonde.policy import entropy_change, policy_entropy, prompt_noise
 from sonde.policy.stats.attribution import Causes
 from sonde.policy.stats.coverage import LEVEL
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
 from sonde.policy.stats.policy_alerts import find_policy_alerts
-from sonde.records import Metric, RunLog, Sink, log_of, logger
+from sonde.records import RunLog, Sink, log_of, logger
 
-METRICS: dict[str, Metric] = {
-    "entropy/per_token": Metric("nats a token", "entropy of the policy, on the responses the forecast is evaluated on"),
-    "entropy/delta_forecast": Metric("nats", "change of entropy that the step was to make, to first order"),
-    "entropy/delta_se": Metric("nats", "its standard error"),
-    "entropy/delta_low": Metric("nats", "lower end of its 95 % interval"),
-    "entropy/delta_high": Metric("nats", "upper end of its 95 % interval"),
-    "entropy/delta_fixed_prefixes": Metric("nats a token", "true change on the same prefixes"),
-    "entropy/linear_over_true": Metric("ratio", "first order over truth on the same prefixes; about 1 for small steps"),
-    "entropy/delta_importance": Metric("nats", "true change by importance sampling"),
-    "entropy/ess_fraction": Metric("fraction", "its effective sample size over the responses"),
-    "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
-    "entropy/delta_rollouts_se": Metric("nats", "its standard error"),
-    "entropy/is_valid": Metric("0 or 1", "whether the step is small enough for a first-order forecast"),
-    "entropy/is_of_own_prompts": Metric("0 or 1", "whether the forecast is of the prompts that the step learns from"),
-    "entropy/token_weighted": Metric("nats a token", "entropy of what was sampled, all tokens weighing the same"),
-    "entropy/sequence_weighted": Metric("nats a token", "the same, all responses weighing the same"),
-    "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),
-    "entropy/advantage_correlation": Metric("ratio", "correlation of a response's mean entropy with its advantage"),
-    "entropy/advantage_correlation_low": Metric("ratio", "lower end of its 95 % interval"),
-    "entropy/advantage_correlation_high": Metric("ratio", "upper end of its 95 % interval"),
-    "entropy/cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),
-    "length/mean": Metric("tokens", "mean length of a response"),
-    "length/sd": Metric("tokens", "its standard deviation over responses"),
-    "length/longest": Metric("tokens", "the longest response"),
-    "length/at_limit": Metric("fraction", "responses as long as the mask is wide"),
-    "cost/entropy_seconds": Metric("seconds", "time that the forecast of the entropy change took"),
-    "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts"),
-    "gns_prompts/b_simple_low": Metric("prompts", "lower end of its 95 % interval"),
-    "gns_prompts/b_simple_high": Metric("prompts", "upper end of its 95 % interval; null when there is none"),
-    "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
-    "gns_prompts/trace_cov": Metric("gradient² · prompts", "variance of one prompt's gradient, tr Σ"),
-    "gns_prompts/completions_share": Metric("fraction", "part of tr Σ that more completions to each would reduce"),
-    "gns_prompts/prompts_per_window": Metric("prompts", "prompts in a window"),
-}
+METRICS = {**entropy_change.METRICS, **policy_entropy.METRICS, **prompt_noise.METRICS}
 
 _PROMPTS_AT_MOST = 64
 _LONGEST_TEXT = 200
@@ -79,7 +47,7 @@ class PolicyLog:
         if not isinstance(log, RunLog):  # the older spelling: PolicyJournal([sink], run=…)
             log = log_of(None, {"sinks": log, **deprecated})
         elif deprecated:
-            raise TypeError(f"PolicyLog has no argument {next(iter(deprecated))!r}: give it to RunLog")
+            raise TypeError(f"PolicyLog() has no argument {next(iter(deprecated))!r}: give it to RunLog")
         self.alerts: dict[str, str] = {}
         """What has looked wrong so far: the first message of each name."""
         self.points: list[Point] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +14,23 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import PolicyEntropy, policy_entropy
+from sonde.probe import Partners
+from sonde.records import Metric
+
+METRICS: dict[str, Metric] = {
+    "entropy/token_weighted": Metric("nats a token", "entropy of what was sampled, all tokens weighing the same"),
+    "entropy/sequence_weighted": Metric("nats a token", "the same, all responses weighing the same"),
+    "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),
+    "entropy/advantage_correlation": Metric("ratio", "correlation of a response's mean entropy with its advantage"),
+    "entropy/advantage_correlation_low": Metric("ratio", "lower end of its 95 % interval"),
+    "entropy/advantage_correlation_high": Metric("ratio", "upper end of its 95 % interval"),
+    "entropy/cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),
+    "length/mean": Metric("tokens", "mean length of a response"),
+    "length/sd": Metric("tokens", "its standard deviation over responses"),
+    "length/longest": Metric("tokens", "the longest response"),
+    "length/at_limit": Metric("fraction", "responses as long as the mask is wide"),
+}
+"""Metrics of `PolicyEntropyProbe`."""
 
 
 class PolicyEntropyProbe:
@@ -90,3 +108,25 @@ class PolicyEntropyProbe:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+@dataclass(frozen=True)
+class PolicyEntropyProbeConfig:
+    """`policy_entropy_probe:` in a configuration.
+
+    Attributes:
+        enabled: whether the probe is wanted.
+        micro_batch_prompts: prompts scored at a time.
+        temperature: at which responses are sampled, where `attach` is given no token statistics.
+    """
+
+    enabled: bool = False
+    micro_batch_prompts: int = 8
+    temperature: float = 1.0
+
+    def attach(self, partners: Partners) -> PolicyEntropyProbe:
+        """Make the probe."""
+        statistics = partners.token_statistics or CausalLMStatistics(self.temperature)
+        return PolicyEntropyProbe(
+            partners.model, token_statistics=statistics, micro_batch_prompts=self.micro_batch_prompts
+        )

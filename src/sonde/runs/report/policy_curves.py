@@ -114,9 +114,9 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
             low, high = [_drawn(p.low) for p in some], [_drawn(p.high) for p in some]
             fig.segment(low, truth, high, truth, color=color, line_width=4, alpha=0.3)
             spread = [1.96 * (p.truth_se or 0.0) for p in some]
-            at = [_drawn(p.delta) for p in some]
+            forecasts = [_drawn(p.delta) for p in some]
             below, above = ([t + sign * s for t, s in zip(truth, spread, strict=True)] for sign in (-1, 1))
-            fig.segment(at, below, at, above, color=ORANGE, line_width=2, alpha=0.6)
+            fig.segment(forecasts, below, forecasts, above, color=ORANGE, line_width=2, alpha=0.6)
         fill = color if trusted else "white"
         fig.scatter([_drawn(p.delta) for p in some], truth, size=8, fill_color=fill, line_color=color, line_width=1.5)
     columns: dict[str, Sequence[float | str]] = {
