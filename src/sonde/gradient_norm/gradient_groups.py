@@ -117,8 +117,8 @@ class SeenSpecs:
 
     Attributes:
         latest: the last spec of each parameter's gradient; [parameters].
-        partial: the last spec that was partial, by parameter. These ranks take part with zeros where the gradient is
-            missing, since their peers may have one to sum.
+        partial: the last spec that was partial, by parameter. If such a gradient is missing, this rank joins the
+            sum with zeros, since its peers may have the gradient.
     """
 
     def __init__(self, n_parameters: int) -> None:
@@ -126,7 +126,16 @@ class SeenSpecs:
         self.partial: dict[int, Any] = {}
 
     def look(self, index: int, parameter: Tensor) -> Any:
-        """The spec of a parameter's gradient now; if there is no gradient, the spec it had, or the parameter's own."""
+        """The spec of a parameter's gradient now; if there is no gradient, the spec it had, or the parameter's own.
+
+        Raises:
+            ValueError: for a parameter of FSDP's first version.
+        """
+        if getattr(parameter, "_fsdp_flattened", False):
+            raise ValueError(
+                "FSDP's first version does not tell how it cuts parameters: use fully_shard, or FSDP's own "
+                "clip_grad_norm_"
+            )
         if parameter.grad is not None:
             spec = getattr(parameter.grad, "_spec", None)
         else:
@@ -178,7 +187,7 @@ def group_gradients(
             left_out.append(i)
             continue
         try:
-            number = layouts.number_of(_spec_of(i, parameter, seen))
+            number = layouts.number_of(seen.look(i, parameter))
         except ValueError as error:  # no layout is known: the gradient is in no group
             problem.keep(ValueError(f"gradient of {name_of(i)}: {error}"))
             continue
@@ -214,14 +223,6 @@ def same_placement(a: Any, b: Any) -> bool:
 def _is_left_out(parameter: Tensor) -> bool:
     """Whether a parameter is frozen and has no gradient from before."""
     return parameter.grad is None and not parameter.requires_grad
-
-
-def _spec_of(index: int, parameter: Tensor, seen: SeenSpecs) -> Any:
-    if getattr(parameter, "_fsdp_flattened", False):
-        raise ValueError(
-            "FSDP's first version does not tell how it cuts parameters: use fully_shard, or FSDP's own clip_grad_norm_"
-        )
-    return seen.look(index, parameter)
 
 
 def _groups(members: Mapping[tuple[Any, ...], list[int]], layouts: Sequence[Layout]) -> tuple[ParameterGroup, ...]:
