@@ -29,7 +29,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 # After prepare: the probe then sees the DDP wrapper.
-probe = sonde.attach(model, optimizer, unit="contexts", sinks=[sonde.JsonlSink("runs/accelerate")])
+log = sonde.RunLog(sonde.JsonlSink("runs/accelerate"))
+probe = sonde.attach(model, optimizer, unit="contexts", log=log)
 
 steps = 0
 for inputs, targets in loader:

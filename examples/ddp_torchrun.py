@@ -36,7 +36,8 @@ torch.manual_seed(0)
 layers = [nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 256)]
 model = DistributedDataParallel(nn.Sequential(*layers).to(device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-probe = sonde.attach(model, optimizer, unit="contexts", sinks=[sonde.JsonlSink("runs/ddp")])
+log = sonde.RunLog(sonde.JsonlSink("runs/ddp"))
+probe = sonde.attach(model, optimizer, unit="contexts", log=log)
 
 for _ in range(150):
     for micro in range(MICRO_BATCHES):

@@ -28,7 +28,8 @@ def windows_of_text(n: int) -> torch.Tensor:
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 256))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-probe = sonde.attach(model, optimizer, unit="contexts", sinks=[sonde.JsonlSink("runs/plain-loop")])
+log = sonde.RunLog(sonde.JsonlSink("runs/plain-loop"))
+probe = sonde.attach(model, optimizer, unit="contexts", log=log)
 
 for step in range(150):
     for _ in range(MICRO_BATCHES):

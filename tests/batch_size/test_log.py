@@ -629,7 +629,7 @@ def test_cost_counts_every_second_once() -> None:
 NEVER_CLOSED = """
 import sys, torch, sonde
 model = torch.nn.Linear(5, 1)
-probe = sonde.attach(model, unit="rows", sinks=[sonde.JsonlSink(sys.argv[1])], verbose=False)
+probe = sonde.attach(model, unit="rows", log=sonde.RunLog(sonde.JsonlSink(sys.argv[1])), verbose=False)
 for _ in range(8):
     for _ in range(3):
         with probe.piece(units=4):

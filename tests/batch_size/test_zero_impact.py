@@ -68,7 +68,7 @@ def run(
             optimizer,
             unit="rows",
             verbose=False,
-            log_every=3,
+            log=sonde.RunLog(every=3),
             tap=tap,  # type: ignore[arg-type]
             metric=metric,  # type: ignore[arg-type]
             grad_scaler=scaler,

@@ -250,8 +250,8 @@ def test_records_go_to_sinks_and_rollouts_are_a_truth_of_their_own(tmp_path: Pat
         "entropy_probe": {"enabled": True, "every": 2},
         "policy_entropy_probe": {"enabled": True},
     }
-    sinks = [JsonlSink(tmp_path / "log")]
-    probes = integration.attach(trainer, config, causes=True, rollouts=True, sinks=sinks, run="mine")
+    log = RunLog(JsonlSink(tmp_path / "log"), run="mine")
+    probes = integration.attach(trainer, config, causes=True, rollouts=True, log=log)
     trainer.train()
     assert torch.equal(weights(plain), weights(trainer))
     run = read_run(tmp_path / "log")

@@ -34,6 +34,7 @@ def _trained(port: int, folder: str, watched: bool) -> dict[str, Any]:
     from accelerate.state import AcceleratorState
 
     from sonde.integrations import trl as integration
+    from sonde.records import RunLog
     from sonde.runs.sinks import JsonlSink
     from tests.integrations.grpo_trainer import trainer_of, weights
 
@@ -46,8 +47,8 @@ def _trained(port: int, folder: str, watched: bool) -> dict[str, Any]:
                 "entropy_probe": {"enabled": True, "every": 2},
                 "policy_entropy_probe": {"enabled": True},
             }
-            sinks = [JsonlSink(folder)]
-            probes = integration.attach(trainer, config, evaluation_prompts=8, causes=True, rollouts=True, sinks=sinks)
+            log = RunLog(JsonlSink(folder))
+            probes = integration.attach(trainer, config, evaluation_prompts=8, causes=True, rollouts=True, log=log)
         trainer.train()
         forecasts = [] if probes is None else [forecast for _, forecast in probes.forecasts]
         return {

@@ -15,6 +15,7 @@ import pytest
 from sonde.policy.log import PolicyLog
 from sonde.policy.stats.attribution import Cause, Causes, Share
 from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
+from sonde.records import RunLog
 from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
 
@@ -53,7 +54,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_what_was_measured_is_what_is_read(tmp_path: Path) -> None:
-    journal = PolicyLog([JsonlSink(tmp_path)], run="r", setup={"loss": "dr_grpo"}, metadata={"note": 1})
+    journal = PolicyLog(RunLog(JsonlSink(tmp_path), run="r", metadata={"note": 1}), setup={"loss": "dr_grpo"})
     journal.measured(6, FORECAST.metrics() | {"reward": 0.5}, FORECAST, {1: "1+1=", 7: "7+7="})
     journal.measured(11, {"gns_prompts/b_simple": 3.0, "reward": math.inf})
     journal.end("training ended")
@@ -73,7 +74,7 @@ def test_what_was_measured_is_what_is_read(tmp_path: Path) -> None:
 
 def test_only_the_largest_of_many_prompts_are_kept(tmp_path: Path) -> None:
     shares = tuple(Share(n, (-1) ** n * n * 1e-3, 0.0, 0.0) for n in range(200))
-    journal = PolicyLog([JsonlSink(tmp_path)])
+    journal = PolicyLog(RunLog(JsonlSink(tmp_path)))
     journal.measured(1, {}, changed(shares=shares))
     journal.end("done")
     found = [share["change"] for share in records(tmp_path)[1]["shares"]]
@@ -83,7 +84,7 @@ def test_only_the_largest_of_many_prompts_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_collapse_is_told_once_and_stays_in_the_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = PolicyLog([JsonlSink(tmp_path)])
+    journal = PolicyLog(RunLog(JsonlSink(tmp_path)))
     with caplog.at_level(logging.WARNING, "sonde"):
         for step, entropy in enumerate([2.0, 1.0, 0.15, 0.1], start=1):
             forecast = changed(entropy=entropy)
@@ -97,7 +98,7 @@ def test_a_collapse_is_told_once_and_stays_in_the_records(tmp_path: Path, caplog
 
 
 def test_a_forecast_of_responses_says_so(tmp_path: Path) -> None:
-    journal = PolicyLog([JsonlSink(tmp_path)])
+    journal = PolicyLog(RunLog(JsonlSink(tmp_path)))
     journal.measured(1, {}, changed(objective="sequence", reason="why"))
     journal.end("done")
     [_, record, _] = records(tmp_path)
@@ -106,7 +107,7 @@ def test_a_forecast_of_responses_says_so(tmp_path: Path) -> None:
 
 
 def test_an_alert_stays_while_only_the_noise_is_measured(tmp_path: Path) -> None:
-    journal = PolicyLog([JsonlSink(tmp_path)])
+    journal = PolicyLog(RunLog(JsonlSink(tmp_path)))
     for step, entropy in enumerate([2.0, 0.1], start=1):
         forecast = changed(entropy=entropy, objective="sequence")
         journal.measured(step, forecast.metrics(), forecast, {1: "x" * 1000})
@@ -120,7 +121,7 @@ def test_an_alert_stays_while_only_the_noise_is_measured(tmp_path: Path) -> None
 
 def test_intervals_of_another_level_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="logs are of 95% intervals, got a forecast with one of 80%"):
-        PolicyLog([]).measured(1, {}, changed(level=0.8))
+        PolicyLog(RunLog()).measured(1, {}, changed(level=0.8))
 
 
 class FullDisk:
@@ -135,9 +136,18 @@ class FullDisk:
 
 
 def test_a_sink_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = PolicyLog([FullDisk(), JsonlSink(tmp_path)])
+    journal = PolicyLog(RunLog([FullDisk(), JsonlSink(tmp_path)]))
     journal.measured(1, {}, FORECAST)
     journal.measured(2, {}, FORECAST)
     journal.end("done")
     assert caplog.text.count("FullDisk writes no more: no space left") == 1
     assert len(records(tmp_path)) == 4
+
+
+def test_the_older_spelling_warns_and_writes_the_same(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"write log=sonde\.RunLog\(sinks=…, run=…\)"):
+        log = PolicyLog([JsonlSink(tmp_path)], run="r")
+    log.end("training ended")
+    assert (read_run(tmp_path).name, read_run(tmp_path).header.unit) == ("r", "prompts")
+    with pytest.raises(TypeError, match=r"PolicyLog\(\) has no argument 'run': give it to RunLog"):
+        PolicyLog(RunLog(), run="r")

@@ -18,6 +18,7 @@ from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
 from sonde.demos.arithmetic.progress import ForecastLines
 from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
 from sonde.policy.stats.entropy_verdict import judge_entropy
+from sonde.records import RunLog
 from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
 
@@ -70,8 +71,7 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
             evaluation_prompts=options.evaluation_prompts,
             causes=True,
             rollouts=True,
-            sinks=[JsonlSink(folder), ForecastLines(options.steps, console)],
-            run="adding by GRPO",
+            log=RunLog([JsonlSink(folder), ForecastLines(options.steps, console)], run="adding by GRPO"),
         )
         try:
             with warnings.catch_warnings(), interrupts_noted() as is_interrupted:

@@ -74,15 +74,18 @@ def _train(setup: Setup, device: torch.device, stop: StopRequest) -> Ending:
 
     logging.getLogger("sonde").addHandler(logging.NullHandler())  # the display shows the alerts of the probe
     display = TrainingDisplay(setup, LastingConsole(quiet=rank != 0))
+    log = sonde.RunLog(
+        [sonde.JsonlSink(setup.folder), display],
+        run="sonde demo: byte-level language model",
+        metadata=setup.metadata(),
+        every=setup.log_every,
+    )
     probe = sonde.attach(
         model,
         optimizer,
         unit="sequences",
         horizon=setup.horizon,
-        log_every=setup.log_every,
-        sinks=(sonde.JsonlSink(setup.folder), display),
-        run="sonde demo: byte-level language model",
-        metadata=setup.metadata(),
+        log=log,
     )
     with display, probe:
         for step in range(setup.n_steps):
