@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from sonde.config import ProbesConfig, probes_from_config
-from sonde.options import refuse_unknown
+from sonde.deprecation import refuse_unknown
 from sonde.parallel.process_groups import data_parallel_group
 from sonde.parallel.wrappers import unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
