@@ -126,7 +126,7 @@ class PromptNoiseProbe:
             }
 
         found = gather_from_all_ranks(self._group, work)
-        sq_norm_big = float(norms.of_all(self._group))
+        sq_norm_big = float(norms.reduce_all(self._group))
         if len(found["prompt"].unique()) < len(found["prompt"]):
             raise ValueError("completions of one prompt are on several ranks: its group must be whole on one of them")
         window = solve_prompts([_norms_of(row) for row in found["norms"].tolist()], sq_norm_big)
@@ -181,7 +181,7 @@ class PromptNoiseProbe:
             total: Tensor = (credit[half].to(s) * torch.where(mask, s, 0.0)).sum()
             return total
 
-        whole, squares = norms.of_whole(objective, halves)
+        whole, squares = norms.add_whole(objective, halves)
         weights = [self._row_weights(rollouts, half) for half in halves]
         sq_norms = [float(square) for square in squares]
         w, n = [sum(each) for each in weights], [effective_units(each) for each in weights]

@@ -36,7 +36,7 @@ def along(model: nn.Module, direction: dict[Tensor, Tensor], mode: Any, n_batche
 
 
 def joined(found: Derivatives) -> Tensor:
-    return torch.cat([torch.stack(outputs).flatten(1) for outputs in found.of_batches], dim=1)
+    return torch.cat([torch.stack(outputs).flatten(1) for outputs in found.batches], dim=1)
 
 
 def exact(model: nn.Module, direction: dict[Tensor, Tensor]) -> Tensor:

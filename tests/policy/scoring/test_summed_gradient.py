@@ -29,9 +29,9 @@ def test_it_is_the_gradient_of_the_sum(n_batches: int) -> None:
     assert found.flat is not None
     for p, q, grad in zip(model.parameters(), twin.parameters(), held, strict=True):
         assert q.grad is not None
-        torch.testing.assert_close(found.of[p].double(), q.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.parts[p].double(), q.grad, rtol=1e-4, atol=1e-4)
         assert p.grad is grad
-        assert found.of[p].untyped_storage().data_ptr() == found.flat.untyped_storage().data_ptr()
+        assert found.parts[p].untyped_storage().data_ptr() == found.flat.untyped_storage().data_ptr()
 
 
 def test_sixteen_bit_models_are_summed_in_32() -> None:
@@ -41,8 +41,8 @@ def test_sixteen_bit_models_are_summed_in_32() -> None:
     ones = torch.ones(1, 1, dtype=torch.bfloat16)
     # In bf16 a sum of ones ends at 256.
     found = summed_gradient(lambda x: model(x).sum(), model, [ones] * 300)
-    assert found.of[model.weight].dtype == torch.float32
-    assert float(found.of[model.weight]) == 300.0
+    assert found.parts[model.weight].dtype == torch.float32
+    assert float(found.parts[model.weight]) == 300.0
 
 
 def test_unused_frozen_and_sparse_parameters() -> None:
@@ -52,10 +52,10 @@ def test_unused_frozen_and_sparse_parameters() -> None:
     model["used"].bias.requires_grad_(False)
     ids = torch.tensor([1, 1, 4])
     found = summed_gradient(lambda i: model["used"](model["table"](i)).sum(), model, [ids, ids])
-    assert model["used"].bias not in found.of
-    assert not found.of[model["unused"].weight].any()
+    assert model["used"].bias not in found.parts
+    assert not found.parts[model["unused"].weight].any()
     expected = 2 * torch.bincount(ids, minlength=5)[:, None] * model["used"].weight.sum(0)
-    torch.testing.assert_close(found.of[model["table"].weight], expected.detach())
+    torch.testing.assert_close(found.parts[model["table"].weight], expected.detach())
 
 
 def test_what_would_run_after_accumulation_is_refused() -> None:
