@@ -89,7 +89,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         (["--steps", "0"], "steps must be at least 1, got 0"),
         (["--every", "0"], "every must be at least 1, got 0"),
         (["--prompts", "1"], "prompts must be at least 2, got 1"),
-        (["--prompts", "99"], "there are 100 sums, 2 of them to evaluate on, got --prompts 99"),
+        (["--prompts", "99"], "prompts must be at most 98, got 99: of 100 sums, at least 2 must"),
         (["--evaluation-prompts", "95"], "evaluation_prompts must be from 2 to 92"),
         (["--seed", "-1"], "seed must be at least 0"),
         (["--learning-rate", "0"], "learning_rate must be positive and finite"),

@@ -118,7 +118,7 @@ def test_scores_are_those_of_the_trainers_own_loss(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, steps=1, temperature=0.7)
     probes = integration.attach(trainer, {"policy_entropy_probe": {"enabled": True}})
     trainer.train()
-    rollouts = probes._rollouts.of_window()
+    rollouts = probes._rollouts.window()
     with torch.no_grad():
         s, h = probes._statistics(trainer.model, rollouts)
         of_trl, entropies, _ = trainer._get_per_token_logps_and_entropies(
@@ -172,7 +172,7 @@ def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, ev
         (
             {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
             {"config": {"gns_probe": {"enabled": True}}},
-            "whole groups on each rank and 2 of them in a window, got 8 completions on each of 1 ranks in groups of 8",
+            "at least 2 groups in a window, got 8 completions on each of 1 ranks in groups of 8: change per_device",
         ),
         ({}, {"config": {"gns_probe": {"enabled": True, "metric": "adam"}}}, "gns_probe: metric does nothing with TRL"),
         ({}, {"config": {"entropy_probe": {"temperature": 3.0}}}, "entropy_probe: temperature does nothing"),
@@ -182,7 +182,11 @@ def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, ev
             {"config": {"entropy_probe": {"strict": True}}, "evaluation": "same", "causes": True},
             "refuses evaluation='same'",
         ),
-        ({"top_entropy_quantile": 0.2}, {"causes": True}, "causes=True cannot tell what top_entropy_quantile"),
+        (
+            {"top_entropy_quantile": 0.2},
+            {"causes": True},
+            "causes=True does not know the token weights of top_entropy_quantile",
+        ),
         ({"repetition_penalty": 1.1}, {}, "repetition_penalty=1.1"),
         ({"generation_kwargs": {"typical_p": 0.9}}, {}, "generation_kwargs has typical_p"),
         (
@@ -191,7 +195,7 @@ def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, ev
             "needs windows of whole groups, got steps_per_generation=4 and gradient_accumulation_steps=2",
         ),
         ({}, {"evaluation": "other"}, "evaluation must be 'fresh' or 'same'"),
-        ({}, {"evaluation_prompts": 1}, "evaluation_prompts must be a multiple of 1 ranks, 2 for each, got 1"),
+        ({}, {"evaluation_prompts": 1}, "multiple of the 1 ranks and at least 2 for each, got 1: pass 2"),
         ({}, {"config": {"entropy": {}}}, "did you mean 'entropy_probe'"),
     ],
 )
@@ -207,7 +211,7 @@ def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None
     trainer = trainer_of(tmp_path, steps=3, max_completion_length=2, mask_truncated_completions=True)
     probes = integration.attach(trainer, {"entropy_probe": {"enabled": True, "every": 1}}, causes=True)
     sizes = []
-    rollouts_of_window = probes._rollouts.of_window
+    rollouts_of_window = probes._rollouts.window
 
     def look() -> Any:
         rollouts = rollouts_of_window()
@@ -215,7 +219,7 @@ def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None
         sizes.append(len(rollouts))
         return rollouts
 
-    probes._rollouts.of_window = look  # type: ignore[method-assign]
+    probes._rollouts.window = look  # type: ignore[method-assign]
     trainer.train()
     assert len(probes.forecasts) == 3
     assert all(0 < size < 32 for size in sizes)
@@ -289,14 +293,14 @@ def test_other_things_that_cannot_be_measured_are_refused(tmp_path: Path) -> Non
     trainer.rollout_func = None
     data = trainer.train_dataset
     trainer.train_dataset = data.add_column("image", [0] * len(data))
-    with pytest.raises(ValueError, match="the dataset has image"):
+    with pytest.raises(ValueError, match="the dataset has the column 'image'"):
         integration.attach(trainer)
     trainer.train_dataset = data.to_iterable_dataset()
     with pytest.raises(ValueError, match="can only be read in order"):
         integration.attach(trainer)
     trainer.train_dataset = data
     trainer.model.to(torch.bfloat16)
-    with pytest.raises(ValueError, match="in whose rounding central differences are lost"):
+    with pytest.raises(ValueError, match="its rounding swallows central differences"):
         integration.attach(trainer)
 
 
