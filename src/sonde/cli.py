@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; by default those of the process.
 
     Returns:
-        The exit status: 0, or 2 for input that cannot be used, or what the command says.
+        The exit status: that of the command, or 2 for input that cannot be used.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if args == ["--version"]:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _run(_parse(args))
-    except SystemExit as exit_of_parser:  # after --help, or after it told what is wrong with the arguments
+    except SystemExit as exit_of_parser:  # after --help, or after a message about wrong arguments
         return int(exit_of_parser.code or 0)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -64,7 +64,7 @@ def _parse(args: Sequence[str]) -> Command:
         return _parse_entropy_demo(args[2:])
     command = _parse_with(args, DemoOptions())
     if isinstance(command, DemoOptions) and command.config is not None:
-        command = _parse_with(args, DemoOptions.from_file(command.config))  # what the flags do not say, the file does
+        command = _parse_with(args, DemoOptions.from_file(command.config))  # flags win over the file
     return command
 
 
@@ -73,7 +73,7 @@ def _parse_with(args: Sequence[str], demo: DemoOptions) -> Command:
     return tyro.cli(
         commands,
         prog="sonde",
-        description="Measure a PyTorch training run while it runs. `sonde --version` tells the version.",
+        description="Measure a PyTorch training run while it runs. `sonde --version` prints the version.",
         args=args,
     )
 
@@ -87,7 +87,7 @@ def _parse_entropy_demo(args: Sequence[str]) -> EntropyDemoOptions:
 
 
 def _run(command: Command) -> int:
-    """Carry out a command; what it needs of torch is imported now, so that --help is quick."""
+    """Carry out a command. Each imports torch only here, so that --help is quick."""
     match command:
         case DemoOptions():
             from sonde.demos.byte_lm.run import run_demo

@@ -1,4 +1,4 @@
-"""Options, as a dataclass has them, from a mapping or a YAML file."""
+"""Dataclasses of options, filled from a mapping or a YAML file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def read_yaml(path: Path, example: str) -> dict[str, Any]:
-    """What a YAML file maps to what; an empty one maps nothing.
+    """The mapping that a YAML file holds; an empty file holds an empty one.
 
     Args:
         path: the file.
@@ -23,7 +23,7 @@ def read_yaml(path: Path, example: str) -> dict[str, Any]:
         FileNotFoundError: when there is no such file.
         ValueError: when it is not YAML, or not a mapping.
     """
-    import yaml  # which not everybody who imports sonde needs
+    import yaml  # here, since most users of sonde never need it
 
     if not path.is_file():
         raise FileNotFoundError(f"no config file at {path}: give a YAML file with options such as {example!r}")
@@ -41,12 +41,12 @@ def read_yaml(path: Path, example: str) -> dict[str, Any]:
 
 
 def options_from(kind: type[T], given: Mapping[Any, Any], where: object, *, without: tuple[str, ...] = ()) -> T:
-    """A dataclass with the values that are given, and its defaults for the others.
+    """A dataclass with the given values, and its defaults for the others.
 
     Args:
-        kind: the dataclass. Fields that are numbers, texts, paths, switches or choices, or None, can be given.
-        given: option names, with `_` or `-`, to values.
-        where: they were found, for messages.
+        kind: the dataclass. A field can be given if it is a number, text, path, switch or choice, or None.
+        given: values by option name, with `_` or `-`.
+        where: the place where they were found, for messages.
         without: fields that cannot be given here.
 
     Raises:

@@ -13,10 +13,10 @@ def test_options_as_single_keywords_still_work_for_one_release() -> None:
     with pytest.warns(DeprecationWarning, match=r"write EntropyChangeProbe\(.*, EntropyChangeOptions\(level=0.5\)\)"):
         old = EntropyChangeProbe(scene.model, scene.optimizer, level=0.5)
     assert old.forecast(scene.E).low == scene.probe(level=0.5).forecast(scene.E).low
-    with pytest.raises(TypeError, match=r"has no keyword 'objectiv': did you mean 'objective'\?"):
+    with pytest.raises(TypeError, match=r"has no argument 'objectiv': did you mean 'objective'\?"):
         EntropyChangeProbe(scene.model, scene.optimizer, objectiv="sequence")
     with (
-        pytest.warns(DeprecationWarning, match="deprecated"),
+        pytest.warns(DeprecationWarning, match="will go with the next release"),
         pytest.raises(ValueError, match="level must be between 0 and 1, got 95"),
     ):
         EntropyChangeProbe(scene.model, scene.optimizer, level=95)

@@ -134,7 +134,7 @@ def test_text_of_any_kind_survives(tmp_path: Path) -> None:
 def test_another_unit_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, 1)
     sink = JsonlSink(tmp_path)
-    with pytest.raises(ValueError, match=r"measured in 'sequences', got a header with the unit 'tokens'.*new folder"):
+    with pytest.raises(ValueError, match=r"measured in 'sequences', got a probe that measures in 'tokens'.*new folder"):
         sink.write(header_record(unit="tokens"))
     sink.close()
 

@@ -60,7 +60,7 @@ def test_three_outcomes_and_their_reasons() -> None:
     nothing = fieller_interval(0.1, 0.1, **spread)
     assert (resolved.status, resolved.reason) == ("resolved", "")
     assert (bound.status, bound.high) == ("lower_bound", math.inf)
-    assert "not told from 0" in bound.reason
+    assert "cannot yet be distinguished from 0" in bound.reason
     assert (nothing.status, nothing.low, nothing.high) == ("unresolved", None, None)
     assert fieller_interval(8.0, -2.0, **spread).status == "unresolved"
 

@@ -1,4 +1,4 @@
-"""Values of a record, refused where they are not what its schema says."""
+"""Values of a record; a value of another kind than the schema says is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def as_mapping(value: object) -> Mapping[str, Any]:
     """An object.
 
     Raises:
-        TypeError: when it is none; so in all of these.
+        TypeError: when the value is of another kind. The functions below raise the same.
     """
     if not isinstance(value, dict):
         raise TypeError(f"{value!r:.40} where an object is expected")
@@ -54,7 +54,7 @@ def as_time(value: object) -> float:
 
 
 def as_numbers(value: object) -> dict[str, float | None]:
-    """An object of these."""
+    """An object of finite numbers and nulls."""
     return {name: as_number(each) for name, each in as_mapping(value).items()}
 
 

@@ -17,9 +17,9 @@ class PromptPart:
 
     Attributes:
         prompt: its text, or its number in words.
-        change: in nats; None where it is not known, as are the others.
-        parts: what of it comes from what, in nats: "sharpening" and "drift" of an evaluation prompt, "from_rewarded"
-            and "from_penalised" of one that was learned from.
+        change: in nats; None where it is not known.
+        parts: the change by its source, in nats: "sharpening" and "drift" for an evaluation prompt, "from_rewarded"
+            and "from_penalised" for a prompt that was learned from; None where a part is not known.
     """
 
     prompt: str
@@ -32,11 +32,11 @@ class CausesReading:
     """Where a step's change of entropy comes from.
 
     Attributes:
-        momentum: earlier batches, in nats; None where it is not known, as are the others.
-        batch: this batch.
-        decay: weight decay.
-        explained: the sum of the prompts' parts over that of the batch.
-        prompts: of the batch.
+        momentum: the part of earlier batches, in nats; None where it is not known, as for the next three.
+        batch: the part of this batch, in nats.
+        decay: the part of weight decay, in nats.
+        explained: the sum of the prompts' parts over the part of the batch.
+        prompts: the prompts of the batch with their parts.
     """
 
     momentum: float | None
@@ -54,11 +54,11 @@ class PolicyReading:
         segment: index into `Run.headers` of the start it belongs to.
         window: the optimizer step, from 1.
         time: seconds since 1970.
-        metrics: a number per name, None where it is not known.
+        metrics: a number for each name, None where it is not known.
         reason: why the forecast is unknown or not to be trusted; empty when it is.
-        per: what the forecast is of, "token" or "response".
+        per: the unit of the forecast, "token" or "response".
         shares: evaluation prompts with their parts of the forecast.
-        causes: where the change comes from; None where nobody asked.
+        causes: where the change comes from; None if it was not asked for.
         alerts: what looks wrong, a message by name.
     """
 
@@ -74,7 +74,7 @@ class PolicyReading:
 
     @property
     def point(self) -> Point:
-        """Forecast and truth."""
+        """The forecast beside its truth."""
         return forecast_point(self.window, self.metrics, self.per, self.reason)
 
 

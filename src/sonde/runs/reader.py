@@ -82,12 +82,12 @@ class Reading:
         window: number of windows (optimizer steps) so far.
         time: seconds since 1970.
         status: how far B_simple is known, see `stats.intervals.RatioInterval`.
-        reason: why it is not resolved; empty when it is.
-        metrics: a number per name, None where it is not known.
-        groups: the same for each group of parameters, by name.
+        reason: why B_simple is not resolved; empty when it is.
+        metrics: a number for each name, None where it is not known.
+        groups: the noise scale of each group of parameters, by name.
         dropped: windows left out so far, by reason.
-        alerts: what has looked wrong since the reading before, a message by name.
-        pieces: how a window was cut up, such as pieces per window.
+        alerts: what looked wrong since the reading before, a message by name.
+        pieces: how a window was cut into pieces, such as pieces per window.
     """
 
     segment: int
@@ -116,7 +116,7 @@ class MetricsReading:
         window: the optimizer step, from 1.
         time: seconds since 1970.
         metrics: a number per name, None where it is not known.
-        alerts: none; such a probe has no alerts.
+        alerts: always empty; the user's own probes have no alerts.
     """
 
     segment: int
@@ -149,11 +149,11 @@ class Run:
         path: the log file.
         headers: one per start of the run, at least one; a restarted run has several.
         readings: of the noise scale, of all starts, in the order written.
-        policy: what was measured of a policy, likewise.
-        own: metrics of probes of the user's own, likewise.
+        policy: readings of a policy, in the same order.
+        own: metrics of the user's own probes, in the same order.
         alerts: of all starts, in the order written.
         ended: why the last start ended; None while it goes on, or if it was cut off.
-        torn: what a crash cut off, in words; None if nothing.
+        torn: which lines a crash cut off, in words; None if no line is torn.
     """
 
     path: Path
@@ -183,17 +183,17 @@ class Run:
 
     @property
     def alerts_now(self) -> dict[str, str]:
-        """What looks wrong by the last reading of each kind, a message by name."""
+        """What looks wrong now, by the last reading of each kind: a message by name."""
         last: list[Reading | PolicyReading] = [*self.readings[-1:], *self.policy[-1:]]
-        return {name: said for reading in last for name, said in reading.alerts.items()}
+        return {name: message for reading in last for name, message in reading.alerts.items()}
 
     @property
     def name(self) -> str:
-        """The run's name; that of its folder when it was given none."""
+        """The run's name; the name of its folder if the run was given none."""
         return self.header.run or self.path.resolve().parent.name
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """One metric over the run, without the readings that do not know it.
+        """One metric over the run. Readings that do not know the metric are left out.
 
         Args:
             metric: its name, such as "gns/b_simple".
@@ -212,8 +212,8 @@ def read_run(path: str | Path) -> Run:
         path: the run's folder, or the `.jsonl` file itself.
 
     Returns:
-        A `Run`. A line torn by a crash is left out, and `torn` says so: the last line, or one that a restart's header
-        follows. Record kinds this version does not know are skipped.
+        A `Run`. A line that a crash tore is left out, and `torn` says so: it is the last line, or a restart's header
+        follows it. Kinds of record that this version does not know are skipped.
 
     Raises:
         FileNotFoundError: when there is no such folder or no log in it.

@@ -16,11 +16,12 @@ class RatioInterval:
     """A confidence interval for the ratio of two non-negative expectations.
 
     Attributes:
-        status: "resolved": the interval is [low, high]. "lower_bound": the denominator cannot be told from 0, so only
-            ratio > low is known and `high` is infinite. "unresolved": every ratio is compatible with the data.
+        status: "resolved": the interval is [low, high]. "lower_bound": the denominator cannot yet be distinguished
+            from 0, so only ratio > low is known and `high` is infinite. "unresolved": every ratio is compatible with
+            the data.
         low: lower end; None when unresolved.
         high: upper end, `math.inf` for a lower bound; None when unresolved.
-        reason: why it is not resolved; empty when it is.
+        reason: why the ratio is not resolved; empty when it is.
     """
 
     status: Status
@@ -42,7 +43,8 @@ def fieller_interval(
     """Fieller's interval for E[X]/E[Y] from two sample means, their covariance matrix and the number of samples.
 
     It is the set of ratios R for which the mean of X − R·Y does not differ from 0 by Student's t. Unlike the delta
-    method or the jackknife it stays honest when E[Y] is hardly told from 0: it then opens to one side, or to both.
+    method or the jackknife it stays honest when E[Y] can hardly be distinguished from 0: it then opens to one side, or
+    to both.
 
     Args:
         numerator: mean of X.
@@ -92,7 +94,10 @@ def fieller_interval(
         return RatioInterval("resolved", max((b - root) / a, 0.0), max((b + root) / a, 0.0))
     if not numerator_resolved:
         return RatioInterval(
-            "unresolved", None, None, "neither numerator nor denominator is told from 0 yet: measure more windows"
+            "unresolved",
+            None,
+            None,
+            "neither numerator nor denominator can yet be distinguished from 0: measure more windows",
         )
     # a ≤ 0 < c: one root on each side of 0, and every ratio beyond the positive one is accepted.
     # 2c/(b + √…) is that root written so that a = 0 needs no case of its own.
@@ -102,7 +107,8 @@ def fieller_interval(
         return RatioInterval(
             "unresolved", None, None, "the denominator is negative as far as it is known: measure more windows"
         )
-    return RatioInterval("lower_bound", low, math.inf, "the denominator is not told from 0 yet: measure more windows")
+    reason = "the denominator cannot yet be distinguished from 0: measure more windows"
+    return RatioInterval("lower_bound", low, math.inf, reason)
 
 
 def samples_for_precision(
@@ -124,12 +130,12 @@ def samples_for_precision(
         var_numerator: variance of the mean of X.
         var_denominator: variance of the mean of Y.
         covariance: covariance of the two means.
-        n_samples: effective number of samples behind them.
-        precision: half width wanted, relative to the ratio.
+        n_samples: effective number of samples behind these means.
+        precision: the half width that is wanted, relative to the ratio.
         level: confidence level.
 
     Returns:
-        The total, not the remainder; None when the denominator's mean is not positive, since nothing can then be said.
+        The total, not the remainder; None when one of the means is not positive, since the ratio then has no size.
 
     Reference:
         First-order (delta-method) variance of a ratio: var(X̄/Ȳ)/(X̄/Ȳ)² = var(X̄)/X̄² + var(Ȳ)/Ȳ² − 2cov/(X̄Ȳ).
