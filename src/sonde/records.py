@@ -17,6 +17,7 @@ A run is a sequence of records, each a flat JSON object with a `kind`:
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -226,6 +227,11 @@ class RunLog:
                 sink.close()
             except Exception as error:  # the others must be closed too; what was written stays
                 logger.error("sonde: %s could not be closed: %s", type(sink).__name__, error)
+
+
+def json_number(value: float | None) -> float | None:
+    """A number as records hold it: JSON has no NaN and no infinity, so these become None."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def log_of(log: RunLog | None, deprecated: dict[str, Any]) -> RunLog:

@@ -10,29 +10,27 @@ from dataclasses import dataclass, field
 from sonde.batch_size.stats.reading import GroupReading, find_alerts
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.records import Metric, RunLog, logger
+from sonde.records import Metric, RunLog, json_number, logger
 
 METRICS: dict[str, Metric] = {
     "gns/b_simple": Metric("{unit}", "gradient noise scale tr Σ/|G|²"),
-    "gns/b_simple_low": Metric("{unit}", "lower end of its 95 % interval"),
-    "gns/b_simple_high": Metric("{unit}", "upper end of its 95 % interval; null when there is none"),
+    "gns/b_simple_low": Metric("{unit}", "lower end of the noise scale's 95 % interval"),
+    "gns/b_simple_high": Metric("{unit}", "upper end of the noise scale's 95 % interval; null without one"),
     "gns/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
     "gns/trace_cov": Metric("gradient² · {unit}", "variance of one unit's gradient, tr Σ"),
-    "gns/consistency": Metric(
-        "ratio", "tr Σ seen within ranks over tr Σ seen between ranks; about 1 when data are sound"
-    ),
+    "gns/consistency": Metric("ratio", "tr Σ within ranks over tr Σ between ranks; about 1 when data are sound"),
     "gns/effective_units": Metric("{unit}", "effective number of units in a window (Kish)"),
     "gns/u": Metric("1/{unit}", "mean of one over a piece's units, weighted as the pieces are; gns_mu is tr Σ·u/|G|²"),
     "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
     "gns/windows_needed": Metric("windows", "windows still needed for ± 20 %; null when not known"),
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
-    "gns/scale_residual": Metric("ratio", "part of the gradient that is not that multiple"),
+    "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain"),
     "grad/norm": Metric(
         "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
     ),
     "grad/clip_fraction": Metric("fraction", "share of the windows that were clipped"),
     "cost/seconds_per_window": Metric("seconds", "host time spent inside the probe, per window"),
-    "cost/fraction": Metric("fraction", "that over the time between windows"),
+    "cost/fraction": Metric("fraction", "that host time over the time between windows"),
     "run/units_seen": Metric("{unit}", "units consumed since the start"),
     "run/units_per_second": Metric("{unit} per second", "units consumed per second of wall time"),
 }
@@ -161,7 +159,7 @@ class NoiseScaleLog:
             "run/units_seen": self._units_seen,
             "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
         }
-        metrics |= {name: _finite(mean.value) for name, mean in interval.scalars.items()}
+        metrics |= {name: json_number(mean.value) for name, mean in interval.scalars.items()}
         self._log.write(
             "reading",
             window=self._window,
@@ -194,11 +192,7 @@ def _group_record(group: GroupReading) -> dict[str, object]:
         "status": group.status,
         "b_simple": group.b_simple,
         "low": group.low,
-        "high": _finite(group.high),
+        "high": json_number(group.high),
         "grad_sq": group.grad_sq,
         "trace_cov": group.trace_cov,
     }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -42,20 +42,22 @@ _STEP_NOT_FINITE = "the step is not finite"
 
 
 METRICS: dict[str, Metric] = {
-    "entropy/per_token": Metric("nats a token", "entropy of the policy, on the responses the forecast is evaluated on"),
-    "entropy/delta_forecast": Metric("nats", "change of entropy that the step was to make, to first order"),
-    "entropy/delta_se": Metric("nats", "its standard error"),
-    "entropy/delta_low": Metric("nats", "lower end of its 95 % interval"),
-    "entropy/delta_high": Metric("nats", "upper end of its 95 % interval"),
+    "entropy/per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
+    "entropy/delta_forecast": Metric("nats", "forecast of the change of entropy by the step, to first order"),
+    "entropy/delta_se": Metric("nats", "standard error of the forecast"),
+    "entropy/delta_low": Metric("nats", "lower end of the forecast's 95 % interval"),
+    "entropy/delta_high": Metric("nats", "upper end of the forecast's 95 % interval"),
     "entropy/delta_fixed_prefixes": Metric("nats a token", "true change on the same prefixes"),
     "entropy/linear_over_true": Metric("ratio", "first order over truth on the same prefixes; about 1 for small steps"),
     "entropy/delta_importance": Metric("nats", "true change by importance sampling"),
-    "entropy/ess_fraction": Metric("fraction", "its effective sample size over the responses"),
+    "entropy/ess_fraction": Metric("fraction", "effective sample size of importance sampling, over the responses"),
     "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
-    "entropy/delta_rollouts_se": Metric("nats", "its standard error"),
+    "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),
     "entropy/is_valid": Metric("0 or 1", "whether the step is small enough for a first-order forecast"),
-    "entropy/is_of_own_prompts": Metric("0 or 1", "whether the forecast is of the prompts that the step learns from"),
-    "cost/entropy_seconds": Metric("seconds", "time that the forecast of the entropy change took"),
+    "entropy/is_of_own_prompts": Metric(
+        "0 or 1", "whether the forecast is evaluated on prompts that the step learns from"
+    ),
+    "cost/entropy_seconds": Metric("seconds", "time of the forecast of the entropy change"),
 }
 """Metrics of `EntropyChangeProbe`."""
 

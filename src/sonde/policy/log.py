@@ -1,8 +1,7 @@
-"""What is written down of a policy: one header, a record of each step that was measured, alerts, an end."""
+"""What a policy's probes write down: a record for each measured step, and alerts."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,13 +12,14 @@ from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
 from sonde.policy.stats.policy_alerts import find_policy_alerts
-from sonde.records import RunLog, Sink, log_of, logger
+from sonde.records import RunLog, Sink, json_number, log_of, logger
 
 METRICS = {**entropy_change.METRICS, **policy_entropy.METRICS, **prompt_noise.METRICS}
 
 _PROMPTS_AT_MOST = 64
+"""Prompts in a record, those with the largest parts first."""
 _LONGEST_TEXT = 200
-"""Characters of a prompt: a record holds many."""
+"""Characters of a prompt's text in a record."""
 
 
 class PolicyLog:
@@ -94,7 +94,7 @@ class PolicyLog:
         self._log.write(
             "policy",
             window=step,
-            metrics={name: _finite(value) for name, value in metrics.items()},
+            metrics={name: json_number(value) for name, value in metrics.items()},
             reason="" if forecast is None else forecast.reason,
             per=self._per,
             shares=[] if forecast is None else _shares(forecast, texts or {}),
@@ -118,9 +118,9 @@ def _shares(forecast: EntropyForecast, texts: Mapping[int, str]) -> list[dict[st
     return [
         {
             "prompt": _text(share.prompt, texts),
-            "change": _finite(share.change),
-            "sharpening": _finite(share.sharpening),
-            "drift": _finite(share.drift),
+            "change": share.change,
+            "sharpening": share.sharpening,
+            "drift": share.drift,
         }
         for share in sorted(largest, key=lambda share: share.change)
     ]
@@ -129,16 +129,16 @@ def _shares(forecast: EntropyForecast, texts: Mapping[int, str]) -> list[dict[st
 def _causes(causes: Causes, texts: Mapping[int, str]) -> dict[str, object]:
     largest = sorted(causes.prompts, key=lambda cause: -abs(cause.change))[:_PROMPTS_AT_MOST]
     return {
-        "momentum": _finite(causes.momentum),
-        "batch": _finite(causes.batch),
-        "decay": _finite(causes.decay),
-        "explained": _finite(causes.explained),
+        "momentum": causes.momentum,
+        "batch": causes.batch,
+        "decay": causes.decay,
+        "explained": causes.explained,
         "prompts": [
             {
                 "prompt": _text(cause.prompt, texts),
-                "change": _finite(cause.change),
-                "from_rewarded": _finite(cause.from_rewarded),
-                "from_penalised": _finite(cause.from_penalised),
+                "change": cause.change,
+                "from_rewarded": cause.from_rewarded,
+                "from_penalised": cause.from_penalised,
             }
             for cause in sorted(largest, key=lambda cause: cause.change)
         ],
@@ -148,7 +148,3 @@ def _causes(causes: Causes, texts: Mapping[int, str]) -> dict[str, object]:
 def _text(prompt: int, texts: Mapping[int, str]) -> str:
     text = texts.get(prompt, f"prompt {prompt}")
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

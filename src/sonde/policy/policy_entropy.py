@@ -18,17 +18,19 @@ from sonde.probe import Partners
 from sonde.records import Metric
 
 METRICS: dict[str, Metric] = {
-    "entropy/token_weighted": Metric("nats a token", "entropy of what was sampled, all tokens weighing the same"),
-    "entropy/sequence_weighted": Metric("nats a token", "the same, all responses weighing the same"),
+    "entropy/token_weighted": Metric("nats a token", "entropy of the sampled responses, all tokens weighing the same"),
+    "entropy/sequence_weighted": Metric(
+        "nats a token", "entropy of the sampled responses, all responses weighing the same"
+    ),
     "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),
     "entropy/advantage_correlation": Metric("ratio", "correlation of a response's mean entropy with its advantage"),
-    "entropy/advantage_correlation_low": Metric("ratio", "lower end of its 95 % interval"),
-    "entropy/advantage_correlation_high": Metric("ratio", "upper end of its 95 % interval"),
+    "entropy/advantage_correlation_low": Metric("ratio", "lower end of that correlation's 95 % interval"),
+    "entropy/advantage_correlation_high": Metric("ratio", "upper end of that correlation's 95 % interval"),
     "entropy/cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),
     "length/mean": Metric("tokens", "mean length of a response"),
-    "length/sd": Metric("tokens", "its standard deviation over responses"),
-    "length/longest": Metric("tokens", "the longest response"),
-    "length/at_limit": Metric("fraction", "responses as long as the mask is wide"),
+    "length/sd": Metric("tokens", "standard deviation of the length over responses"),
+    "length/longest": Metric("tokens", "length of the longest response"),
+    "length/at_limit": Metric("fraction", "share of responses that are as long as the mask is wide"),
 }
 """Metrics of `PolicyEntropyProbe`."""
 

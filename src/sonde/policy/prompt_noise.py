@@ -25,11 +25,13 @@ from sonde.stats.intervals import Status
 
 METRICS: dict[str, Metric] = {
     "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts"),
-    "gns_prompts/b_simple_low": Metric("prompts", "lower end of its 95 % interval"),
-    "gns_prompts/b_simple_high": Metric("prompts", "upper end of its 95 % interval; null when there is none"),
+    "gns_prompts/b_simple_low": Metric("prompts", "lower end of the noise scale's 95 % interval"),
+    "gns_prompts/b_simple_high": Metric("prompts", "upper end of the noise scale's 95 % interval; null without one"),
     "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
     "gns_prompts/trace_cov": Metric("gradient² · prompts", "variance of one prompt's gradient, tr Σ"),
-    "gns_prompts/completions_share": Metric("fraction", "part of tr Σ that more completions to each would reduce"),
+    "gns_prompts/completions_share": Metric(
+        "fraction", "part of tr Σ that more completions to each prompt would reduce"
+    ),
     "gns_prompts/prompts_per_window": Metric("prompts", "prompts in a window"),
 }
 """Metrics of `PromptNoiseProbe`."""
