@@ -39,5 +39,5 @@ with tempfile.TemporaryDirectory() as folder:
 
 for step, forecast in probes.forecasts:
     print(f"step {step}: {forecast}")
-print("\nWhere the last one comes from, in nats a token:")
+print("\nWhere the change of the last forecast comes from, in nats a token:")
 print(probes.forecasts[-1][1].table(probes.texts))

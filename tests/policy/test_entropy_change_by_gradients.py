@@ -12,7 +12,7 @@ from sonde.policy.stats.entropy_gradient import Coefficients
 from tests.policy.entropy_scene import N_E, N_U, Scene, coefficients, gradient_per_prompt
 
 
-def of_update(scene: Scene) -> Coefficients:
+def update_coefficients(scene: Scene) -> Coefficients:
     credit = scene.U.credit() * scene.U.responses().share[:, None]
     return Coefficients(torch.zeros_like(credit), credit)
 
@@ -22,7 +22,7 @@ def of_update(scene: Scene) -> Coefficients:
 def test_both_variances_agree_with_those_of_a_vector_for_every_prompt(kind: str, objective: str, weights: str) -> None:
     scene = Scene(kind)
     x = gradient_per_prompt(scene, scene.E, coefficients(objective, weights, scene))
-    y = gradient_per_prompt(scene, scene.U, of_update(scene))
+    y = gradient_per_prompt(scene, scene.U, update_coefficients(scene))
     if kind == "adamw":
         state = [scene.optimizer.state[p] for p in scene.model.parameters()]
         v = torch.cat([s["exp_avg_sq"].flatten().double() / (1 - 0.999 ** float(s["step"])) for s in state])

@@ -29,7 +29,7 @@ def batches() -> tuple[Rollouts, Rollouts]:
     return drawn(model, 0, N_E, seed=1), drawn(model, 200, N_U, seed=2)
 
 
-def of_rank(rollouts: Rollouts, n_first: int) -> Rollouts:
+def own_prompts(rollouts: Rollouts, n_first: int) -> Rollouts:
     """The first rank has the first prompts, the second rank the others."""
     numbers = rollouts.prompt.unique()
     own = numbers[:n_first] if dist.get_rank() == 0 else numbers[n_first:]
@@ -77,7 +77,7 @@ def backward(model: nn.Module, U: Rollouts) -> None:
 def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
     model, optimizer = wrapped(kind, how)
     E, U = batches()
-    backward(model, of_rank(U, N_U // 2))
+    backward(model, own_prompts(U, N_U // 2))
     before = [p.grad for p in model.parameters()]
     probe = EntropyChangeProbe(
         model,
@@ -87,9 +87,9 @@ def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
     )
     options = {"causes": True} if update == "step" else {}
     if how == "DDP":
-        forecast = probe.measure(of_rank(E, 8), of_rank(U, N_U // 2), **options)
+        forecast = probe.measure(own_prompts(E, 8), own_prompts(U, N_U // 2), **options)
     else:  # this sampler does not run in step on all ranks, as a sharded model needs
-        forecast = probe.forecast(of_rank(E, 8), of_rank(U, N_U // 2), **options)
+        forecast = probe.forecast(own_prompts(E, 8), own_prompts(U, N_U // 2), **options)
     return bare(forecast), all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
 
 
@@ -134,18 +134,18 @@ def count_sums(static_graph: bool) -> tuple[int, list[bool], Tensor]:
     model, optimizer = wrapped("sgd", "DDP", static_graph=static_graph)
     assert isinstance(model, DistributedDataParallel)
     E, U = batches()
-    backward(model, of_rank(U, N_U // 2))
+    backward(model, own_prompts(U, N_U // 2))
     watching = Watching(model)
     probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(update="gradient"), token_statistics=watching)
     before = n_collectives(model.process_group)
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathered:
-        probe.forecast(of_rank(E, 8), of_rank(U, N_U // 2))
+        probe.forecast(own_prompts(E, 8), own_prompts(U, N_U // 2))
     # An exchange of objects is two collectives: sizes first. The group counts DDP's own reductions too.
     n_sums = n_collectives(model.process_group) - before - 2 * gathered.call_count
     for _ in range(3):  # DDP still works, and reduces
         optimizer.step()
         optimizer.zero_grad()
-        backward(model, of_rank(U, N_U // 2))
+        backward(model, own_prompts(U, N_U // 2))
     return n_sums, watching.would_reduce, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -161,7 +161,7 @@ def test_no_micro_batch_is_reduced_and_each_sum_is_reduced_once(ranks2: Ranks, s
 def failing(where: int) -> str:
     model, optimizer = wrapped("sgd", "DDP")
     E, U = batches()
-    backward(model, of_rank(U, N_U // 2))
+    backward(model, own_prompts(U, N_U // 2))
 
     def statistics(m: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
         if dist.get_rank() == where:
@@ -169,7 +169,7 @@ def failing(where: int) -> str:
         return STATISTICS(m, rollouts)
 
     with pytest.raises((RuntimeError, MemoryError)) as raised:
-        EntropyChangeProbe(model, optimizer, token_statistics=statistics).forecast(of_rank(E, 8))
+        EntropyChangeProbe(model, optimizer, token_statistics=statistics).forecast(own_prompts(E, 8))
     return str(raised.value)
 
 
@@ -182,8 +182,8 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks2: Ranks) -> None:
 def bad_on_one_rank() -> str:
     model, optimizer = wrapped("sgd", "DDP")
     E, U = batches()
-    backward(model, of_rank(U, N_U // 2))
-    own = of_rank(E, 8)
+    backward(model, own_prompts(U, N_U // 2))
+    own = own_prompts(E, 8)
     if dist.get_rank() == 0:
         own = dataclasses.replace(own, is_truncated=True)
     with pytest.raises((RuntimeError, ValueError)) as raised:

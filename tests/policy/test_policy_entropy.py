@@ -35,7 +35,7 @@ def test_entropy_is_that_of_the_policys_own_distributions() -> None:
     assert model.training
 
 
-def of_rank(n_all: int) -> tuple[float, float, int]:
+def measured_on_rank(n_all: int) -> tuple[float, float, int]:
     """Each rank has other prompts; the first rank has more."""
     model = policy()
     rank = dist.get_rank()
@@ -49,7 +49,7 @@ def of_rank(n_all: int) -> tuple[float, float, int]:
 
 
 def test_uneven_ranks_agree_with_one_process(ranks2: Ranks) -> None:
-    first, second = ranks2(of_rank, 12)
+    first, second = ranks2(measured_on_rank, 12)
     assert first == second
     model = policy()
     alone = PolicyEntropyProbe(model).measure(drawn(model, 0, 12, seed=1))

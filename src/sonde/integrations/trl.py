@@ -295,7 +295,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             evaluation = update if self._evaluation == "same" else self._fresh(state.global_step)
             own_texts = {**update.texts, **evaluation.texts}
             self.texts = {n: text for texts in gather_object([own_texts]) for n, text in texts.items()}
-            self._truth_seed = self._seed_of(state.global_step) + 500_000
+            self._truth_seed = self._seed_for(state.global_step) + 500_000
             stack = ExitStack()
             learned = self._with_loss_weights(update) if self._has_causes else None
             around = stack.enter_context(self._entropy.around_step(evaluation, learned, causes=self._has_causes))
@@ -373,14 +373,14 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def _fresh(self, step: int) -> Rollouts:
         """E: responses to prompts that this window does not learn from."""
         with preserve_training_state(self._trainer.model_wrapped):
-            seed_everything(self._seed_of(step) + self._trainer.accelerator.process_index)
-            return self._rollouts.fresh(self._seed_of(step))
+            seed_everything(self._seed_for(step) + self._trainer.accelerator.process_index)
+            return self._rollouts.fresh(self._seed_for(step))
 
     def _truth(self, _: nn.Module) -> Rollouts:
         """Responses to other prompts, the same before and after the step. The probe seeds the sampler."""
         return self._rollouts.fresh(self._truth_seed)
 
-    def _seed_of(self, step: int) -> int:
+    def _seed_for(self, step: int) -> int:
         return 1_000_003 * (step + 1) + int(self._trainer.args.seed)
 
     def _setup(self) -> dict[str, object]:

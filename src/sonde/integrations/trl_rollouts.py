@@ -151,7 +151,7 @@ class TrlRollouts:
         window = self._window
         prompts = _padded([(i["prompt_ids"], i["prompt_mask"]) for i in window], left=True)
         completions = _padded([(i["completion_ids"], i["completion_mask"]) for i in window], left=False)
-        masks = [_mask_of(i) for i in window]
+        masks = [_sampled_mask(i) for i in window]
         weights = [self._token_weights(mask) for mask in masks]
         sampled, weight = (_padded([(t, t) for t in parts], left=False)[0] for parts in (masks, weights))
         # Leave out completions whose mask TRL has emptied because they did not end.
@@ -275,7 +275,7 @@ class TrlRollouts:
         return ones
 
 
-def _mask_of(inputs: Mapping[str, Any]) -> Tensor:
+def _sampled_mask(inputs: Mapping[str, Any]) -> Tensor:
     """Mask of the tokens that the policy sampled and learns from; without a tool's answers."""
     mask: Tensor = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask

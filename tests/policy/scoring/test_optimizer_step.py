@@ -39,7 +39,7 @@ KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 WAYS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 
 
-def model_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
 
@@ -59,7 +59,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_the_forecast_is_the_step_that_is_taken(kind: Any, options: dict[str, Any], way: dict[str, Any]) -> None:
     """With a clip, a schedule, and two groups of parameters with different options."""
-    model, generator = model_of(), torch.Generator().manual_seed(1)
+    model, generator = make_model(), torch.Generator().manual_seed(1)
     first, last = model[0], model[2]
     if isinstance(options["lr"], Tensor):
         way = {"foreach": False}  # torch requires this for a learning rate that is a tensor
@@ -84,7 +84,7 @@ def test_the_forecast_is_the_step_that_is_taken(kind: Any, options: dict[str, An
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_parts_add_up_to_the_step_and_vanish_without_their_option(kind: Any, options: dict[str, Any]) -> None:
-    model, generator = model_of(), torch.Generator().manual_seed(1)
+    model, generator = make_model(), torch.Generator().manual_seed(1)
     optimizer = kind(model.parameters(), **options)
     for _ in range(3):
         set_gradients(model, generator)
@@ -101,7 +101,7 @@ def test_parts_add_up_to_the_step_and_vanish_without_their_option(kind: Any, opt
 
 
 def test_a_forecast_changes_nothing() -> None:
-    model = model_of()
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     generator = torch.Generator().manual_seed(1)
     for with_state in (False, True):
@@ -119,7 +119,7 @@ def test_a_forecast_changes_nothing() -> None:
 
 
 def test_bf16_parameters_take_the_step_rounded() -> None:
-    model = model_of(torch.bfloat16)
+    model = make_model(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     set_gradients(model, torch.Generator().manual_seed(1))
     forecast, meter = forecast_step(optimizer), StepMeter(model.parameters())
@@ -130,7 +130,7 @@ def test_bf16_parameters_take_the_step_rounded() -> None:
 
 
 def test_a_step_is_undone_bit_for_bit() -> None:
-    model = model_of(torch.float32)
+    model = make_model(torch.float32)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     set_gradients(model, torch.Generator().manual_seed(1))
@@ -143,7 +143,7 @@ def test_a_step_is_undone_bit_for_bit() -> None:
 
 
 def test_a_step_that_cannot_be_forecast_is_refused() -> None:
-    model = model_of()
+    model = make_model()
     optimizer = torch.optim.RMSprop(model.parameters())
     assert why_no_forecast(torch.optim.SGD(model.parameters(), lr=0.1)) == ""
     with pytest.raises(ValueError, match=r"the step of RMSprop is not known before it is taken: measure it"):
@@ -182,7 +182,7 @@ def test_the_forecast_of_sharded_parameters(ranks2: Ranks) -> None:
 
 def trained(kind: Any, options: dict[str, Any]) -> tuple[nn.Module, Any]:
     """A model with gradients, whose optimizer has taken two steps."""
-    model, generator = model_of(), torch.Generator().manual_seed(1)
+    model, generator = make_model(), torch.Generator().manual_seed(1)
     optimizer = kind(model.parameters(), **options)
     for _ in range(2):
         set_gradients(model, generator)
@@ -238,7 +238,7 @@ def test_preconditioning_of_parameters_that_the_optimizer_does_not_hold_or_never
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_taken_restores_the_parameters(dtype: torch.dtype, is_failing: bool) -> None:
-    model = model_of(dtype)
+    model = make_model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     set_gradients(model, torch.Generator().manual_seed(1))
     before = [p.detach().clone() for p in model.parameters()]
@@ -260,7 +260,7 @@ def test_taken_restores_the_parameters(dtype: torch.dtype, is_failing: bool) -> 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1.0, 0.9])
 def test_a_witness_measures_the_departure_from_the_forecast(dtype: torch.dtype, factor: float) -> None:
-    model = model_of(dtype)
+    model = make_model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     set_gradients(model, torch.Generator().manual_seed(1))
     witness = StepWitness(forecast_step(optimizer))

@@ -82,8 +82,8 @@ def y_of_prompts(responses: Responses, prompts: list[int], picked: list[int]) ->
     """Policy gradients with leave-one-out advantages, [prompts, parameters]."""
     reward = REWARD[prompts, picked]
     advantage = reward - responses.leave_one_out(reward)
-    of_responses = advantage[:, None] * J.log_prob[prompts, picked].sum(1)
-    return of_responses.view(responses.n_prompts, -1, tiny.DIM).mean(1)
+    per_response = advantage[:, None] * J.log_prob[prompts, picked].sum(1)
+    return per_response.view(responses.n_prompts, -1, tiny.DIM).mean(1)
 
 
 def exact_policy_gradient() -> Tensor:

@@ -24,19 +24,19 @@ P = tiny.probabilities(THETA)
 J = tiny.jacobians(THETA)
 
 
-def of(prompts: list[int], picked: list[int]) -> tuple[Responses, Tensor, Tensor]:
+def batch(prompts: list[int], picked: list[int]) -> tuple[Responses, Tensor, Tensor]:
     """Responses as a sampler gives them, one row each."""
     responses = Responses(tiny.MASK[picked], torch.tensor(prompts))
     return responses, S[prompts, picked], H[prompts, picked]
 
 
-def x_of(c: Coefficients, responses: Responses, prompts: list[int], picked: list[int]) -> Tensor:
+def x_by_prompt(c: Coefficients, responses: Responses, prompts: list[int], picked: list[int]) -> Tensor:
     """X_n of each prompt; [prompts, parameters]."""
     terms = (
         c.on_entropy[..., None] * J.entropy[prompts, picked] + c.on_log_prob[..., None] * J.log_prob[prompts, picked]
     )
-    of_prompts = torch.zeros(responses.n_prompts, tiny.DIM, dtype=torch.float64)
-    return of_prompts.index_add_(0, torch.tensor(prompts).unique(return_inverse=True)[1], terms.sum(1))
+    by_prompt = torch.zeros(responses.n_prompts, tiny.DIM, dtype=torch.float64)
+    return by_prompt.index_add_(0, torch.tensor(prompts).unique(return_inverse=True)[1], terms.sum(1))
 
 
 def test_probabilities_of_the_policy_add_up_to_1() -> None:
@@ -53,9 +53,9 @@ def test_the_gradient_of_the_rate_is_exact(has_baseline: bool) -> None:
     n_prompts = 0
     for a, b in [(0, 1), (2, 3), (4, 0), (1, 2), (3, 4)]:  # each prompt twice
         for i, j in itertools.product(range(15), repeat=2):
-            responses, _, h = of([a, b], [i, j])
+            responses, _, h = batch([a, b], [i, j])
             c = per_token_coefficients(h, responses, rate=rate, mean_length=length, has_baseline=has_baseline)
-            mean += P[a, i] * P[b, j] * x_of(c, responses, [a, b], [i, j]).sum(0)
+            mean += P[a, i] * P[b, j] * x_by_prompt(c, responses, [a, b], [i, j]).sum(0)
         n_prompts += 2
     torch.testing.assert_close(mean / n_prompts, exact, rtol=1e-10, atol=1e-12)
 
@@ -99,11 +99,11 @@ def test_weights_that_depend_on_the_length_need_their_own_term() -> None:
 
 def test_projections_are_products_with_the_direction() -> None:
     prompts, picked = [0, 0, 3, 4, 4, 4], [1, 14, 9, 2, 0, 8]
-    responses, _, h = of(prompts, picked)
+    responses, _, h = batch(prompts, picked)
     c = per_token_coefficients(h, responses)
     along = torch.randn(tiny.DIM, dtype=torch.float64)
     d_entropy, d_log_prob = J.entropy[prompts, picked] @ along, J.log_prob[prompts, picked] @ along
-    expected = x_of(c, responses, prompts, picked) @ along
+    expected = x_by_prompt(c, responses, prompts, picked) @ along
     torch.testing.assert_close(c.per_prompt(responses, d_entropy, d_log_prob), expected, rtol=1e-12, atol=1e-14)
 
 
@@ -115,7 +115,7 @@ def test_the_plus_sign_gives_the_opposite_direction() -> None:
 
 
 def test_all_prompts_weigh_the_same_in_the_rate_whatever_the_size_of_their_groups() -> None:
-    responses, _, h = of([0, 0, 0, 1], [3, 5, 7, 9])
+    responses, _, h = batch([0, 0, 0, 1], [3, 5, 7, 9])
     by_prompt = [h[:3].sum(1).mean(), h[3].sum()]
     lengths = [tiny.LENGTH[[3, 5, 7]].mean(), tiny.LENGTH[9]]
     rate, length = entropy_rate(h, responses)
@@ -124,13 +124,13 @@ def test_all_prompts_weigh_the_same_in_the_rate_whatever_the_size_of_their_group
 
 
 def test_values_outside_the_mask_do_not_matter() -> None:
-    responses, _, h = of([0, 1], [0, 4])  # one token and two tokens
+    responses, _, h = batch([0, 1], [0, 4])  # one token and two tokens
     spoiled = torch.where(tiny.MASK[[0, 4]], h, torch.nan)
     assert entropy_rate(spoiled, responses) == entropy_rate(h, responses)
 
 
 def test_a_baseline_does_not_depend_on_its_own_prompt() -> None:
-    responses, _, h = of([0, 0, 1, 2], [14, 9, 11, 13])
+    responses, _, h = batch([0, 0, 1, 2], [14, 9, 11, 13])
     baseline = responses.mean_at_position_of_other_prompts(h)
     torch.testing.assert_close(baseline[0], h[2:].mean(0))
     changed = h.clone()
@@ -139,7 +139,7 @@ def test_a_baseline_does_not_depend_on_its_own_prompt() -> None:
 
 
 def test_the_covariance_is_over_tokens() -> None:
-    responses, s, _ = of([0, 1], [0, 14])
+    responses, s, _ = batch([0, 1], [0, 14])
     advantage = torch.tensor([1.0, -2.0])
     flat = torch.cat([s[0, :1], s[1]])
     a = torch.tensor([1.0, -2.0, -2.0, -2.0], dtype=torch.float64)

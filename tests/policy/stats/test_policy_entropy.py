@@ -31,13 +31,13 @@ def test_token_and_sequence_weighted_averages_by_hand() -> None:
 
 def test_advantages_per_response_and_per_token_agree() -> None:
     advantage = torch.tensor([1.0, -1.0, 0.5])
-    of_responses = policy_entropy(S, H, RESPONSES, advantage)
-    of_tokens = policy_entropy(S, H, RESPONSES, advantage[:, None].expand(3, 3))
-    assert of_responses.log_prob_advantage == of_tokens.log_prob_advantage
+    per_response = policy_entropy(S, H, RESPONSES, advantage)
+    per_token = policy_entropy(S, H, RESPONSES, advantage[:, None].expand(3, 3))
+    assert per_response.log_prob_advantage == per_token.log_prob_advantage
     s, a = S[MASK].double(), advantage[:, None].expand(3, 3)[MASK].double()
-    assert of_responses.log_prob_advantage == pytest.approx(float((s * a).mean() - s.mean() * a.mean()))
-    assert of_responses.advantage_correlation is not None
-    assert "at least 3 prompts, got 2" in of_responses.advantage_correlation.reason
+    assert per_response.log_prob_advantage == pytest.approx(float((s * a).mean() - s.mean() * a.mean()))
+    assert per_response.advantage_correlation is not None
+    assert "at least 3 prompts, got 2" in per_response.advantage_correlation.reason
 
 
 def sampled(rho: float, n_clusters: int, generator: torch.Generator) -> Correlation:
