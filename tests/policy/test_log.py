@@ -120,7 +120,7 @@ def test_an_alert_stays_while_only_the_noise_is_measured(tmp_path: Path) -> None
 
 
 def test_intervals_of_another_level_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="logs are of 95% intervals, got a forecast with one of 80%"):
+    with pytest.raises(ValueError, match="a log holds 95% intervals, got a forecast with an interval of 80%"):
         PolicyLog(RunLog()).measured(1, {}, changed(level=0.8))
 
 

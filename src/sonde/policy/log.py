@@ -65,12 +65,12 @@ class PolicyLog:
         forecast: EntropyForecast | None = None,
         texts: Mapping[int, str] | None = None,
     ) -> None:
-        """Write down what was measured around one optimizer step.
+        """Write the measurements around one optimizer step.
 
         Args:
-            step: its number, from 1.
-            metrics: by name; None where not known.
-            forecast: that of the entropy's change, whose metrics are among them; its reason and prompts are written.
+            step: number of the step, from 1.
+            metrics: numbers by metric name, None where one is not known; those of `forecast` among them.
+            forecast: of the entropy's change; its reason, shares and causes are written too.
             texts: of prompts, by their numbers.
 
         Raises:
@@ -80,13 +80,13 @@ class PolicyLog:
         if forecast is not None:
             if forecast.level != LEVEL:
                 raise ValueError(
-                    f"logs are of {LEVEL:.0%} intervals, got a forecast with one of {forecast.level:.0%}: "
-                    f"EntropyChangeProbe(level={LEVEL})"
+                    f"a log holds {LEVEL:.0%} intervals, got a forecast with an interval of {forecast.level:.0%}: "
+                    f"use EntropyChangeOptions(level={LEVEL})"
                 )
             self._per = "response" if forecast.objective == "sequence" else "token"
             self.points.append(forecast_point(step, metrics, self._per, forecast.reason))
-        now = find_policy_alerts(self.points)
-        for name, message in now.items():
+        alerts = find_policy_alerts(self.points)
+        for name, message in alerts.items():
             if name not in self.alerts:
                 self.alerts[name] = message
                 logger.warning("sonde: %s", message)
@@ -99,7 +99,7 @@ class PolicyLog:
             per=self._per,
             shares=[] if forecast is None else _shares(forecast, texts or {}),
             causes=None if forecast is None or forecast.causes is None else _causes(forecast.causes, texts or {}),
-            alerts=now,
+            alerts=alerts,
         )
 
     def end(self, reason: str) -> None:

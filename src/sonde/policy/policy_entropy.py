@@ -18,10 +18,8 @@ from sonde.probe import Partners
 from sonde.records import Metric
 
 METRICS: dict[str, Metric] = {
-    "entropy/token_weighted": Metric("nats a token", "entropy of the sampled responses, all tokens weighing the same"),
-    "entropy/sequence_weighted": Metric(
-        "nats a token", "entropy of the sampled responses, all responses weighing the same"
-    ),
+    "entropy/token_weighted": Metric("nats a token", "entropy of the sampled responses, each token weighing the same"),
+    "entropy/sequence_weighted": Metric("nats a token", "entropy of the sampled responses, each weighing the same"),
     "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),
     "entropy/advantage_correlation": Metric("ratio", "correlation of a response's mean entropy with its advantage"),
     "entropy/advantage_correlation_low": Metric("ratio", "lower end of that correlation's 95 % interval"),

@@ -29,9 +29,7 @@ METRICS: dict[str, Metric] = {
     "gns_prompts/b_simple_high": Metric("prompts", "upper end of the noise scale's 95 % interval; null without one"),
     "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
     "gns_prompts/trace_cov": Metric("gradient² · prompts", "variance of one prompt's gradient, tr Σ"),
-    "gns_prompts/completions_share": Metric(
-        "fraction", "part of tr Σ that more completions to each prompt would reduce"
-    ),
+    "gns_prompts/completions_share": Metric("fraction", "part of tr Σ that more completions a prompt would reduce"),
     "gns_prompts/prompts_per_window": Metric("prompts", "prompts in a window"),
 }
 """Metrics of `PromptNoiseProbe`."""
