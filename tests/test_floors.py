@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.closure import ENTRIES, closure
+
 SOURCE = Path(__file__).parent.parent / "src" / "sonde"
+TESTS = Path(__file__).parent
 
 # From the ground up, as CONTRIBUTING.md draws it.
 HOUSE = [
@@ -69,6 +73,30 @@ def test_equations_import_only_equations(path: Path) -> None:
 def test_private_names_stay_in_their_file(path: Path) -> None:
     for name in _names(path):
         assert not any(part.startswith("_") and part != "__version__" for part in name.split(".")), name
+
+
+def test_no_test_imports_another_test() -> None:
+    for path in sorted(TESTS.rglob("*.py")):
+        modules = {
+            node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+        }
+        for module in modules:
+            assert not (module.startswith("tests.") and module.split(".")[-1].startswith("test_")), f"{path}: {module}"
+
+
+def test_test_files_are_short_enough_to_read() -> None:
+    assert {str(path): n for path in TESTS.rglob("*.py") if (n := len(path.read_text().splitlines())) > 400} == {}
+
+
+def test_contributing_has_the_closures_as_they_are() -> None:
+    text = (TESTS.parent / "CONTRIBUTING.md").read_text()
+    for name, module in ENTRIES.items():
+        lines = closure(module)
+        found = re.search(rf"one\s{name}\s(?:closes\s)?over\s(\d+)\sfiles\s\(([\d,]+)\slines\)", text, flags=re.I)
+        assert found, f"CONTRIBUTING.md does not say what one {name} closes over"
+        n_files, n_lines = found.groups()
+        assert int(n_files) == len(lines), name
+        assert int(n_lines.replace(",", "")) == pytest.approx(sum(lines.values()), rel=0.05), name
 
 
 def test_the_checks_see_imports_anywhere(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from sonde.batch_size.probe import NoiseScaleProbe, attach
+from sonde.batch_size.attach import attach
+from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.critical_batch import Tradeoff, Verdict, judge_batch, steps_and_examples
 from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import nn
 
-from sonde.batch_size.probe import GnsProbeConfig
+from sonde.batch_size.attach import GnsProbeConfig
 from sonde.deprecation import refuse_unknown
 from sonde.options import known_name, options_from, read_yaml
 from sonde.policy.entropy_change import EntropyProbeConfig, Sampler

@@ -1,0 +1,114 @@
+"""The ways in to a noise-scale probe: `sonde.attach`, and `gns_probe:` in a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sonde.batch_size.probe import NoiseScaleProbe
+from sonde.batch_size.setup import NoiseScaleOptions
+from sonde.batch_size.taps.ddp_buckets import CommHook
+from sonde.batch_size.taps.tap_choice import TapName
+from sonde.deprecation import with_deprecated
+from sonde.parallel.wrappers import GroupOf
+from sonde.probe import Partners
+from sonde.records import RunLog, log_of
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    unit: str,
+    units_per_piece: float | None = None,
+    horizon: float = 100.0,
+    groups: Literal["blocks"] | GroupOf | None = "blocks",
+    metric: Literal["euclidean", "adam"] = "euclidean",
+    tap: TapName = "auto",
+    staging_mib: float = 8.0,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    comm_hook: CommHook | None = None,
+    comm_state: object = None,
+    log: RunLog | None = None,
+    verbose: bool = True,
+    **deprecated: Any,
+) -> NoiseScaleProbe:
+    """Measure the gradient noise scale of a model while it trains: the way in.
+
+    `NoiseScaleOptions` says what `unit` to `staging_mib` mean, and `NoiseScaleProbe` the other arguments.
+
+    Args:
+        model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
+        optimizer: lets the probe notice a window that was never measured, or measured twice.
+        unit: plural name of the independent sample ("sequences", "images"); results are in it.
+        units_per_piece: units in a micro-batch where `piece(units=...)` does not say.
+        horizon: length of the exponential averages in windows; `math.inf` averages all windows alike.
+        groups: "blocks", None, or a function from a parameter's name to its group's.
+        metric: "euclidean" or "adam".
+        tap: "leaf", "comm_hook" or "auto".
+        staging_mib: bound of the memory for gradients that wait, in MiB.
+        grad_scaler: the `torch.amp.GradScaler` in use.
+        process_group: the ranks over which you reduce the gradients of a plain module yourself.
+        comm_hook: a DDP communication hook of yours, for tap="comm_hook" to wrap.
+        comm_state: the state that the hook is called with.
+        log: of the run; the same for every probe of it.
+        verbose: print what was found, on rank 0.
+        **deprecated: `sinks`, `run`, `metadata` and `log_every`, which are arguments of `RunLog` now.
+
+    Returns:
+        The probe; close it at the end, or use it in a `with` statement.
+
+    Raises:
+        ValueError: for an argument outside its range, a model that is sharded or has no trainable parameters.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> probe = attach(model, optimizer, unit="rows", verbose=False)
+        >>> for _ in range(20):
+        ...     for _ in range(4):
+        ...         with probe.piece(units=8):
+        ...             model(torch.randn(8, 4)).square().mean().backward()
+        ...     norm = probe.clip_grad_norm_(1.0)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> probe.reading().windows
+        20
+        >>> probe.close()
+    """
+    log = log_of(log, deprecated)
+    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib)
+    return NoiseScaleProbe(
+        model,
+        optimizer,
+        with_deprecated("attach", options, NoiseScaleOptions, deprecated),
+        grad_scaler=grad_scaler,
+        process_group=process_group,
+        comm_hook=comm_hook,
+        comm_state=comm_state,
+        log=log,
+        verbose=verbose,
+    )
+
+
+@dataclass(frozen=True)
+class GnsProbeConfig(NoiseScaleOptions):
+    """`gns_probe:` in a configuration.
+
+    Attributes:
+        enabled: whether the probe is wanted.
+        log_every: windows between readings, where `attach` is given no log.
+    """
+
+    enabled: bool = False
+    log_every: int = 10
+
+    def attach(self, partners: Partners) -> NoiseScaleProbe:
+        """Make the probe."""
+        log = RunLog(every=self.log_every) if partners.log is None else partners.log
+        return NoiseScaleProbe(partners.model, partners.optimizer, self, log=log)
