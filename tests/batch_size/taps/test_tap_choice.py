@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.batch_size.ddp_loops import batches, check, on_rank, wrap
+from tests.batch_size.ddp_loops import batches, check, in_bf16, on_rank, wrap
 from tests.batch_size.loops import (
     attached,
     batch,
@@ -242,3 +243,58 @@ def test_blocks_that_are_skipped_at_random_are_no_empty_pieces(ranks2: Ranks) ->
         assert tap_name == "DDP's communication hook"
         assert not [reason for reason in dropped if "no backward" in reason]
         assert windows >= 25, dropped
+
+
+def _auto_with_one_piece_a_rank() -> dict[str, Any]:
+    return on_rank({}, n_micro=1, tap="auto", windows=6)
+
+
+def test_auto_keeps_leaf_hooks_where_the_ranks_are_no_power_of_two(ranks3: Ranks) -> None:
+    """DDP's rounding of 1/3 depends on its options, and a tap must not change it."""
+    results = ranks3(_auto_with_one_piece_a_rank)
+    check(results, windows=6)
+    assert [r["tap"] for r in results] == ["leaf hooks"] * 3
+
+
+def _auto_beside(rival: str) -> tuple[str, int]:
+    """The user's hook is registered, or another probe reads the buckets, before "auto" would change."""
+    _, model = wrap({})
+    other: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    with attached(model, log_every=1) as probe:
+        if rival == "user's hook":
+            model.register_comm_hook(None, in_bf16)
+        else:
+            other = attached(model, tap="comm_hook")
+        with other:
+            for window in range(8):
+                x, y = batches(dist.get_rank(), 1, window)[0]
+                with probe.piece(units=len(x)):
+                    mean_loss(model, x, y).backward()
+                probe.step()
+                model.zero_grad()
+        return probe._reader.tap_name, probe.reading().windows
+
+
+@pytest.mark.parametrize("rival", ["user's hook", "another probe"])
+def test_auto_keeps_leaf_hooks_where_the_buckets_are_taken(ranks2: Ranks, rival: str) -> None:
+    assert ranks2(_auto_beside, rival) == [("leaf hooks", 8)] * 2
+
+
+def _seconds_of_both_taps() -> tuple[str, float, float]:
+    _, model = wrap({})
+    with attached(model, log_every=1) as probe:
+        leaf = probe._taps.tap
+        for window in range(8):
+            x, y = batches(dist.get_rank(), 1, window)[0]
+            with probe.piece(units=len(x)):
+                mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+        assert leaf.seconds > 0
+        return probe._reader.tap_name, probe._taps.seconds, leaf.seconds + probe._taps.tap.seconds
+
+
+def test_the_time_of_a_replaced_tap_still_counts(ranks2: Ranks) -> None:
+    for tap_name, seconds, of_both in ranks2(_seconds_of_both_taps):
+        assert tap_name == "DDP's communication hook"
+        assert seconds == pytest.approx(of_both)
