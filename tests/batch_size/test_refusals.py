@@ -59,7 +59,7 @@ def test_refuses_a_model_without_trainable_parameters() -> None:
         ({"horizon": 1.0}, "horizon must be more than 1"),
         ({"tap": "hooks"}, "tap must be 'auto', 'leaf' or 'comm_hook'"),
         ({"tap": "comm_hook"}, "got a plain model"),
-        ({"comm_hook": print}, "wrapped by tap='comm_hook' only"),
+        ({"comm_hook": print}, "needs tap='comm_hook'"),
         ({"staging_mib": -1}, "staging_mib must be"),
         ({"groups": "layers"}, "groups must be"),
         ({"groups": len}, "groups must return a group's name"),

@@ -10,18 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
+from tests.batch_size.ddp_loops import in_bf16
 from tests.batch_size.loops import batch, mean_loss
 from tests.ranks import Ranks
 
 STEPS = 20
-
-
-def in_bf16(state: object, bucket):  # type: ignore[no-untyped-def]  # torch's own refuses gloo by its name
-    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def dropout_model() -> nn.Sequential:

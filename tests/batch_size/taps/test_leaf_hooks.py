@@ -193,7 +193,7 @@ def test_no_host_synchronisation_on_the_training_path() -> None:
             return func(*args, **(kwargs or {}))
 
     model = nn.Sequential(nn.Linear(8, 200), nn.Linear(200, 200))
-    with sonde.attach(model, unit="rows", units_per_piece=4, verbose=False, log_every=1000) as probe:
+    with sonde.attach(model, unit="rows", units_per_piece=4, verbose=False, log=sonde.RunLog(every=1000)) as probe:
         x = torch.randn(4, 8)
 
         def train(windows: int) -> None:

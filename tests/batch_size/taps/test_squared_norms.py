@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.squared_norms import add_squares, parts_of, roots
+from sonde.batch_size.taps.squared_norms import add_squares, gradient_parts, roots
 
 
 def sq_norm(grad: Tensor) -> float:
@@ -14,7 +14,7 @@ def sq_norm(grad: Tensor) -> float:
 
 
 def sq_norms(grads: list[Tensor]) -> Tensor:
-    return add_squares(len(grads), parts_of(range(len(grads)), grads), torch.device("cpu"))
+    return add_squares(len(grads), gradient_parts(range(len(grads)), grads), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -1,4 +1,4 @@
-"""What autograd does not say in public about the backward that is running."""
+"""Facts about the running backward that autograd does not publish."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.autograd.graph import get_gradient_edge
 
 
 def accumulates(parameter: Tensor) -> bool:
-    """Whether the backward that runs now adds to `.grad`: `torch.autograd.grad` calls the same hooks, and does not."""
+    """Whether the running backward adds to `.grad`. `torch.autograd.grad` calls the same hooks, but does not add."""
     try:
-        # Private, as nothing public tells the two apart: it refuses to answer for autograd.grad. A test guards it. What
-        # it answers is of no use: False for a parameter that backward was called on.
+        # This function is private, since no public function separates the two; a test guards it. It raises under
+        # torch.autograd.grad. Its answer is not used: it is False for a parameter that backward was called on.
         torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:
         return False
@@ -21,10 +21,11 @@ def accumulates(parameter: Tensor) -> bool:
 
 
 def inside_another_backward(grad: Tensor) -> bool:
-    """Whether this hook runs in a backward that another backward's node has started.
+    """Whether this hook runs in a backward that a node of another backward has started.
 
-    Autograd tells no depth, but the Python stack does: CPU hooks run on the thread that called backward, under one
-    call of the engine; hooks of other devices run on a thread of their own, under none.
+    Autograd does not publish the depth, but the Python stack shows it. CPU hooks run on the thread that called
+    backward, so each backward adds one call of the engine to the stack. Hooks of other devices run on the engine's own
+    threads, where the stack of the outermost backward holds no such call.
     """
     depth, frame = 0, sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]

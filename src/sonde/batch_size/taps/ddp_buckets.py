@@ -1,12 +1,14 @@
-"""Where DDP hides the gradients: its buckets, seen by a communication hook before and after the all-reduce.
+"""Gradients in DDP's buckets, read by a communication hook before and after the all-reduce.
 
-Before it, a bucket holds what this rank has accumulated; after it, what the optimizer gets. So one hook per bucket
-gives both norms that a noise scale needs, each rank's whole window being one piece, with no hook per parameter. DDP
-takes a single communication hook and never lets it go: so a relay is registered, once a model, which reduces as DDP or
-the user's own hook does and lets a tap listen while there is one.
+Before the all-reduce, a bucket holds the gradient that this rank has accumulated. Afterwards, it holds the gradient
+that the optimizer gets. So one hook per bucket gives both norms that a noise scale needs, without a hook per parameter.
+Each rank's whole window is one piece.
+
+DDP takes a single communication hook and cannot remove it. So one relay is registered per model. The relay reduces as
+DDP or the user's own hook does, and lets a tap listen while a tap is attached.
 """
 
-# No `from __future__ import annotations`: DDP checks a hook's annotations, as objects.
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +30,7 @@ from sonde.parallel.devices import to_device
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
 _NO_BACKWARD = -1
+"""Autograd's number of the running backward while no backward runs."""
 AfterReduction = Callable[[Tensor], None]
 """Called with a bucket's reduced buffer."""
 
@@ -48,13 +51,13 @@ def is_tapped(model: DistributedDataParallel) -> bool:
 
 
 def hook_label(hook: object) -> str:
-    """What to call a communication hook."""
+    """The name of a communication hook, for people."""
     return getattr(hook, "__name__", type(hook).__name__)
 
 
 @dataclass(frozen=True)
 class _BucketSummary:
-    """Of the parameters in one bucket: the roots of their squared norms, and what the witness reads."""
+    """The part of one bucket that is kept: the roots of its parameters' squared norms, and the witness's elements."""
 
     parts: list[Part]
     witness: dict[int, Tensor]
@@ -64,16 +67,16 @@ class DDPBucketTap:
     """Reads every bucket before and after DDP's all-reduce.
 
     Args:
-        model: the wrapped model; must have no communication hook yet, other than one that an earlier tap left.
+        model: the wrapped model; must have no communication hook yet, except the relay of an earlier tap.
         parameters: its trainable parameters, in the order in which results are given.
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
-        comm_hook: the user's own hook, which then does the reduction; None for DDP's average.
+        comm_hook: the user's own hook, which does the reduction; None for DDP's average.
         comm_state: the state that the user's hook is called with.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
 
     Raises:
-        ValueError: when DDP has a communication hook of the user's, or another tap reads the buckets.
+        ValueError: when the user's own communication hook is registered, or another tap reads the buckets.
     """
 
     def __init__(
@@ -102,36 +105,38 @@ class DDPBucketTap:
         self._on_backward_end = on_backward_end
         self._explicit = self._only_explicit = self._has_backward = False
         self._backward: int | None = None
-        """The backward outside a declared piece that is running."""
+        """Autograd's number of the running backward, if it is outside declared pieces."""
         self._watched = {i: parameters[i] for i in witness.fixed}
         self._left_over: list[Tensor] = []
-        """Whether something was in `.grad` before the window's first backward, of each watched parameter."""
+        """Per watched parameter: whether `.grad` held anything before the window's first backward."""
         self._start_window()
         self._handles = [p.register_hook(self._hook(i)) for i, p in self._watched.items()]
         self._relay.listener = self._read
 
     def begin_piece(self, *, is_first: bool) -> None:
-        """From here until `end_piece`, all backwards are one piece. From now on, no backward may run outside pieces."""
+        """From here until `end_piece` all backwards are one piece. Later backwards must not run outside pieces."""
         self._explicit = self._only_explicit = True
         self._has_backward = False
 
     def end_piece(self) -> None:
-        """Note whether a backward ran; buckets do not tell of one that DDP did not reduce."""
+        """Note whether a backward ran. The buckets show only backwards that DDP reduced."""
         self._problems[Problem.EMPTY_PIECE] += not self._has_backward
         self._explicit = self._has_backward = False
 
     def discard_piece(self) -> None:
-        """An interrupted piece cannot be taken out of the buckets again."""
+        """Count the interruption. The buckets keep the interrupted piece's part."""
         self._problems[Problem.INTERRUPTED_IN_BUCKETS] += self._has_backward
         self._explicit = self._has_backward = False
 
     def _hook(self, index: int) -> Callable[[Tensor | None], None]:
-        """On a few parameters, spread over the model: which backwards run, and whether they add to what was there."""
+        """A hook for one of a few parameters: notices backwards, and gradients that were left over in `.grad`."""
         parameter = self._watched[index]
 
         def hook(grad: Tensor | None) -> None:
             if grad is None or not accumulates(parameter):
                 return
+            # The hook runs before autograd adds to `.grad`. At the window's first backward, `.grad` must be empty or 0:
+            # DDP reduces all that `.grad` holds. The answer stays on the device.
             if index in self._untouched:
                 self._untouched.discard(index)
                 if parameter.grad is not None and not parameter.grad.is_sparse:
@@ -142,16 +147,19 @@ class DDPBucketTap:
 
     def _saw_backward(self, grad: Tensor) -> None:
         self._has_backward = True
+        # With declared pieces, every backward must run inside a piece.
         if self._only_explicit:
             self._problems[Problem.OUTSIDE_PIECES] += not self._explicit
             return
+        # Without declared pieces, each backward is a piece. Autograd's number of the backward shows a new one. There is
+        # no number where DDP reduces after the backward itself has ended.
         backward = torch._C._current_graph_task_id()
-        if backward in (self._backward, _NO_BACKWARD):  # DDP may reduce after the backward proper
+        if backward in (self._backward, _NO_BACKWARD):
             return
         if inside_another_backward(grad):
             self._problems[Problem.REENTRANT] += 1
             return
-        if self._backward is not None:  # the one before failed half-way
+        if self._backward is not None:  # the previous backward failed half-way: its end was never reported
             self._problems[Problem.INTERRUPTED_IN_BUCKETS] += 1
         self._backward = backward
         Variable._execution_engine.queue_callback(self._close_backward)
@@ -162,7 +170,7 @@ class DDPBucketTap:
 
     def _start_window(self) -> None:
         self._untouched = set(self._watched)
-        # One entry a bucket: callbacks of different buckets may run at the same time, on streams of their own.
+        # One entry per bucket: callbacks of different buckets may run at the same time, each on its own stream.
         self._before: dict[int, _BucketSummary] = {}
         self._after: dict[int, _BucketSummary] = {}
 
@@ -194,35 +202,37 @@ class DDPBucketTap:
         """Read a bucket before its reduction.
 
         Returns:
-            What to call with the reduced buffer.
+            A function to call with the reduced buffer.
         """
         start = time.perf_counter()
         if bucket.buffer().is_sparse:
             self._problems[Problem.SPARSE_IN_BUCKETS] += 1
             return lambda _: None
-        self._saw_backward(bucket.buffer())  # the watched parameters may have had no gradient
+        self._saw_backward(bucket.buffer())  # the hooks miss a backward that reaches no watched parameter
         number = bucket.index()
         if number in self._before:
             self._problems[Problem.SEVERAL_REDUCTIONS] += 1
-        # Parameters frozen after DDP was made are in its buckets still, and not among those measured.
+        # Parameters that were frozen after DDP was made are still in its buckets, but are not measured.
         measured = [
             (self._index[id(p)], g)
             for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
             if id(p) in self._index
         ]
         indices, grads = [i for i, _ in measured], [g for _, g in measured]
+        # The reduction may return another buffer of the same layout: remember where each gradient lies in it.
         base = bucket.buffer().storage_offset()
         layouts = [(g.shape, g.stride(), g.storage_offset() - base) for g in grads]
+        # The local gradients must be read now: the reduction writes to this buffer.
         self._before[number] = self._reduce(indices, grads)
         self.seconds += time.perf_counter() - start
 
-        def after(buffer: Tensor) -> None:
+        def read_reduced(buffer: Tensor) -> None:
             start = time.perf_counter()
             views = [buffer.as_strided(shape, stride, buffer.storage_offset() + at) for shape, stride, at in layouts]
             self._after[number] = self._reduce(indices, views)
             self.seconds += time.perf_counter() - start
 
-        return after
+        return read_reduced
 
     def _reduce(self, indices: list[int], grads: list[Tensor]) -> _BucketSummary:
         return _BucketSummary(
@@ -235,26 +245,28 @@ class DDPBucketTap:
     def _assemble(self, buckets: dict[int, _BucketSummary]) -> GradientSummary:
         """The buckets' results in the parameters' order, zeros for parameters that no bucket held."""
         parts: list[Part] = []
-        read: dict[int, Tensor] = {}
+        witness: dict[int, Tensor] = {}
         for bucket in buckets.values():
             parts += bucket.parts
-            read |= bucket.witness
-            for made in (*(roots for _, roots in bucket.parts), *bucket.witness.values()):
-                if made.is_cuda:  # made on the stream of a callback: its memory must outlive the read on this one
-                    made.record_stream(torch.cuda.current_stream(made.device))
-        return GradientSummary(add_squares(self._size, parts, self._device), self._witness.join(read, self._device))
+            witness |= bucket.witness
+            for result in (*(roots for _, roots in bucket.parts), *bucket.witness.values()):
+                # On a GPU, a callback's results belong to its own stream. The allocator must not reuse their memory
+                # before the present stream has read them.
+                if result.is_cuda:
+                    result.record_stream(torch.cuda.current_stream(result.device))
+        return GradientSummary(add_squares(self._size, parts, self._device), self._witness.join(witness, self._device))
 
 
 class _Relay:
-    """The state of the one hook that DDP keeps: reduces each bucket, and lets a tap read it before and after.
+    """The state of DDP's one communication hook: reduces each bucket, and lets a tap read it before and after.
 
-    Copies of a model, by pickle or deepcopy, get a new reducer without communication hooks: a copied relay is
-    therefore `stale`, and makes way for another.
+    A copy of a model, by pickle or deepcopy, gets a new reducer without communication hooks. A copied relay is
+    therefore `stale`, and is replaced by a new one.
     """
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         self.stale = model is None
-        self.comm_hook: CommHook = _Average(model) if model is not None else _never
+        self.comm_hook: CommHook = _Average(model) if model is not None else _refuse
         self.comm_state: object = None
         self.wraps_users_hook = False
         self.listener: Callable[[GradBucket], AfterReduction] | None = None
@@ -268,10 +280,10 @@ class _Relay:
 
 
 def _relay_of(model: DistributedDataParallel) -> _Relay:
-    """The relay that this model has, or a new one.
+    """The relay of this model; registered now if the model has none.
 
     Raises:
-        ValueError: when a hook of the user's is registered.
+        ValueError: when the user's own hook is registered.
     """
     hooks = model._comm_hooks
     hooks[:] = [(hook, state) for hook, state in hooks if not (isinstance(state, _Relay) and state.stale)]
@@ -279,7 +291,7 @@ def _relay_of(model: DistributedDataParallel) -> _Relay:
         if not isinstance(state, _Relay):
             raise ValueError(
                 f"tap='comm_hook' needs DDP's only communication hook, and {hook_label(hook)!r} is registered already: "
-                "pass it to attach(comm_hook=..., comm_state=...) in place of registering it, or use tap='leaf'"
+                "pass it to attach(comm_hook=..., comm_state=...) instead of registering it, or use tap='leaf'"
             )
         return state
     relay = _Relay(model)
@@ -288,21 +300,21 @@ def _relay_of(model: DistributedDataParallel) -> _Relay:
 
 
 def _relay_bucket(relay: _Relay, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """What is registered with DDP; a function of a module, so that a model can be pickled whole."""
+    """The function that is registered with DDP; at module level, so that a model can be pickled whole."""
     if relay.listener is None:
         return relay.comm_hook(relay.comm_state, bucket)
-    after = relay.listener(bucket)
+    read_reduced = relay.listener(bucket)
 
-    def tell(reduced: torch.futures.Future[Tensor]) -> Tensor:
+    def pass_on(reduced: torch.futures.Future[Tensor]) -> Tensor:
         value = reduced.value()
         buffer: Tensor = value[0] if isinstance(value, (list, tuple)) else value
-        after(buffer)
+        read_reduced(buffer)
         return buffer
 
-    return relay.comm_hook(relay.comm_state, bucket).then(tell)
+    return relay.comm_hook(relay.comm_state, bucket).then(pass_on)
 
 
-def _never(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def _refuse(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     raise AssertionError("a stale relay is registered with no reducer")
 
 
@@ -311,7 +323,7 @@ class _Average:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = model.process_group
-        # DDP multiplies by the rounded reciprocal, which differs from dividing unless the size is a power of two.
+        # DDP multiplies by the rounded reciprocal. A division would round differently unless the size is a power of 2.
         self._share = 1.0 / self._group.size()
 
     def __call__(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:

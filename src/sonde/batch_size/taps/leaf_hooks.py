@@ -1,8 +1,8 @@
 """The squared norm of every micro-batch's own gradient, read by leaf hooks while backward runs.
 
-`Tensor.register_hook` on a leaf parameter is called with the gradient that this backward adds, local to the rank and
-not yet accumulated, with or without DDP and on its synchronising step too. So nothing needs to be stored between
-micro-batches or subtracted afterwards.
+A hook that `Tensor.register_hook` puts on a leaf parameter is called with the gradient that this backward adds: local
+to the rank and not yet accumulated, with or without DDP, and on DDP's synchronising step too. So no gradient is stored
+between micro-batches or subtracted afterwards.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ STAGED_NUMEL = 16_384
 STAGED_NUMEL_ON_CPU = ROW
 """Gradients up to this many elements wait for shared kernels; larger ones are reduced at once.
 
-Inside a backward every operator costs: a launch, or cold caches. But a gradient that waits is referenced, so autograd
-clones it rather than take it over as `.grad`: cheap only if small.
+Inside a backward, every operator costs a kernel launch or runs on cold caches, so small gradients share operators. A
+gradient that waits is still referenced, so autograd clones it instead of taking it over as `.grad`. Only the clone of a
+small gradient is cheap.
 """
 
 
@@ -38,7 +39,7 @@ class LeafHookTap:
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
-        n_collectives: how many collectives the ranks have issued so far, by which `.grad` may have been reduced.
+        n_collectives: counts the collectives that the ranks have issued so far; any of them may have reduced `.grad`.
         staging_bytes: bound of the memory for gradients that wait.
         staged_numel: gradients up to this many elements wait; by default as `STAGED_NUMEL` says.
     """
@@ -75,31 +76,31 @@ class LeafHookTap:
         self._parts: list[Part] = []
         self._cross: list[tuple[int, Tensor]] = []
         self._witnessed: dict[int, Tensor] = {}
-        # Gradients that wait, by stream: kernels on one stream must not read what another still writes.
+        # Gradients that wait, by stream: a kernel on one stream must not read a tensor that another still writes.
         self._staged: dict[torch.cuda.Stream | None, dict[int, Tensor]] = {None: {}}
         self._staged_bytes = 0
-        self._made_on: list[tuple[torch.cuda.Stream, list[Tensor]]] = []
+        self._results: list[tuple[torch.cuda.Stream, list[Tensor]]] = []
         self._fired = bytearray(len(self._parameters))
         self._backwards: set[int] = set()
         self._grad_is_piece = False
         self._n_open = 0
 
     def begin_piece(self, *, is_first: bool) -> None:
-        """From here until `end_piece`, all backwards are one piece; from now on, none outside such a piece counts.
+        """From here until `end_piece` all backwards are one piece. Later backwards outside pieces never count.
 
         Args:
-            is_first: whether it is the first of its window on this rank, so that `.grad` holds nothing else.
+            is_first: whether the piece is the first of its window on this rank, so that `.grad` holds nothing else.
         """
         self._reset()
         self._explicit = self._only_explicit = True
         self._grad_is_piece = is_first
 
     def end_piece(self) -> GradientSummary:
-        """The gradient of the piece that ends here; parameters it did not reach count as 0."""
+        """The gradient of the piece that ends here; parameters that it did not reach count as 0."""
         self._problems[Problem.EMPTY_PIECE] += not self._backwards
         with torch.no_grad():
             self._flush()
-            self._take_over()
+            self._adopt_results()
             sq_norms = add_squares(len(self._parameters), self._parts, self._device)
             for index, twice_the_product in self._cross:
                 sq_norms[index] += to_device(twice_the_product, self._device)
@@ -110,13 +111,13 @@ class LeafHookTap:
         return piece
 
     def discard_piece(self) -> None:
-        """Forget what was seen of the current piece; what its backward has added to `.grad` stays there."""
+        """Forget the present piece. Whatever its backward has added to `.grad` stays there."""
         self._problems[Problem.INTERRUPTED] += bool(self._backwards)
         self._reset()
         self._explicit = False
 
     def end_window(self) -> None:
-        """Nothing: `end_piece` has given the gradient of every piece."""
+        """Return nothing: `end_piece` has given the gradient of every piece."""
 
     def take_problems(self) -> list[Number]:
         """Counts per `Problem` since the last call; the counts start again from 0."""
@@ -131,13 +132,13 @@ class LeafHookTap:
         self._reset()
 
     def _hook(self, index: int) -> Callable[[Tensor | None], None]:
-        # Between two kernels of a backward, caches are cold and every line of Python costs: few are run.
+        # Caches are cold between two kernels of a backward, so every line of Python costs: keep them few.
         def hook(grad: Tensor | None) -> None:
-            if grad is None:  # what a custom Function may return for a leaf
+            if grad is None:  # a custom Function may return None for a leaf
                 return
             start = time.perf_counter()
             if torch._C._current_graph_task_id() in self._backwards or self._opens_backward(index, grad):
-                if torch.is_grad_enabled():  # create_graph: what is measured must not be part of the user's graph
+                if torch.is_grad_enabled():  # create_graph: the measurement must stay out of the user's graph
                     with torch.no_grad():
                         self._take(index, grad)
                 else:
@@ -147,18 +148,20 @@ class LeafHookTap:
         return hook
 
     def _opens_backward(self, index: int, grad: Tensor) -> bool:
-        """Whether a backward not met before counts; if so, find its piece and arrange to hear of its end."""
+        """Whether a backward that is met for the first time counts; if so, add it to a piece and watch for its end."""
+        # Once pieces are declared, a backward outside them does not count; torch.autograd.grad never counts.
         if (self._only_explicit and not self._explicit) or not accumulates(self._parameters[index]):
             return False
         if not self._explicit:
             nested = inside_another_backward(grad)
             if self._backwards and not nested:
-                self.discard_piece()  # the backward before this one failed half-way
+                self.discard_piece()  # the previous backward failed half-way: its end was never reported
             if not self._backwards:
                 self._problems[Problem.REENTRANT] += nested
-                # Private, as there is no public way to learn that a backward has ended; a test fails when it goes.
+                # Private: PyTorch has no public way to learn that a backward has ended. A test guards it.
                 Variable._execution_engine.queue_callback(self._close_backward)
         elif self._grad_is_piece:
+            # `.grad` is this piece's sum until a collective writes to it: count collectives while backwards are open.
             if self._n_open == 0:
                 self._collectives_before = self._n_collectives()
             self._n_open += 1
@@ -169,7 +172,7 @@ class LeafHookTap:
     def _close_backward(self) -> None:
         if self._explicit:
             self._n_open -= 1
-            # What was issued while backward ran may have reduced `.grad`, which then holds more than this piece.
+            # A collective issued while backward ran may have reduced `.grad`, which then holds more than this piece.
             self._grad_is_piece &= self._n_collectives() == self._collectives_before
         elif self._backwards:
             self._on_backward_end()
@@ -187,17 +190,20 @@ class LeafHookTap:
             self._keep((index,), (grad,), self._metric.roots(index, grad))
 
     def _take_again(self, index: int, grad: Tensor) -> None:
-        """A second gradient for the same parameter in one piece: |h₁ + h₂|² needs both at hand."""
+        """Take a second gradient h₂ of the same parameter in one piece: |h₁ + h₂|² needs both gradients at once."""
+        # h₁ may still wait for its kernel.
         staged = self._staged.get(_stream(grad), {})
         if index in staged:
             staged[index] = staged[index] + grad
             return
         so_far = self._parameters[index].grad
         if self._grad_is_piece and so_far is not None and not (grad.is_sparse or so_far.is_sparse):
-            # `.grad` is this piece's gradient up to here: |h₁ + h₂|² = |h₁|² + |h₂|² + 2⟨h₁, h₂⟩.
+            # h₁ has been squared, but `.grad` still holds it: |h₁ + h₂|² = |h₁|² + |h₂|² + 2⟨h₁, h₂⟩.
             self._cross.append((index, 2 * self._metric.dot(index, so_far, grad)))
             self._keep((index,), (grad,), self._metric.roots(index, grad))
             return
+        # h₁ is lost, and so is this window. Later pieces keep all gradients until they end, if the staging area can
+        # hold them.
         self._sums_backwards = self._n_bytes <= self._staging_bytes
         self._problems[Problem.SEVERAL_BACKWARDS if self._sums_backwards else Problem.TOO_LARGE_TO_SUM] += 1
 
@@ -208,7 +214,7 @@ class LeafHookTap:
             self._flush()
 
     def _flush(self) -> None:
-        """Reduce what waits, on the stream that it was made on."""
+        """Reduce the gradients that wait, each on the stream that wrote it."""
         for stream, staged in self._staged.items():
             if not staged:
                 continue
@@ -217,7 +223,7 @@ class LeafHookTap:
                 continue
             with torch.cuda.stream(stream):
                 self._reduce(staged)
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+            torch.cuda.current_stream(stream.device).wait_stream(stream)  # the results are read on the present stream
         self._staged = {None: {}}
         self._staged_bytes = 0
 
@@ -231,27 +237,31 @@ class LeafHookTap:
 
     def _keep(self, indices: tuple[int, ...], grads: Sequence[Tensor], roots: Tensor) -> None:
         self._parts.append((indices, roots))
-        made = [roots]
+        results = [roots]
         for index, grad in zip(indices, grads, strict=True):
             if index in self._witness:
-                read = self._witness.read(index, grad)
-                self._witnessed[index] = self._witnessed[index] + read if index in self._witnessed else read.clone()
-                made.append(self._witnessed[index])
+                elements = self._witness.read(index, grad)
+                # Cloned: the elements are a view of the gradient, which autograd may write to once the hook returns.
+                sum_of_elements = self._witnessed[index] + elements if index in self._witnessed else elements.clone()
+                self._witnessed[index] = sum_of_elements
+                results.append(sum_of_elements)
         if (stream := _stream(roots)) is not None:
-            self._made_on.append((stream, made))
+            self._results.append((stream, results))
 
-    def _take_over(self) -> None:
-        """Before what hooks have made is read: where it lies, and on which stream it was made."""
-        strays = [r.device for _, r in self._parts[:1] if self._one_device and r.device != self._device]
-        if strays:
+    def _adopt_results(self) -> None:
+        """Check the device of the hooks' results and keep them alive on this stream."""
+        if self._one_device and self._parts and (device := self._parts[0][1].device) != self._device:
             raise RuntimeError(
-                f"the model was on {self._device} when the probe was attached and is on {strays[0]} now: "
+                f"the model was on {self._device} when the probe was attached and is on {device} now: "
                 "attach after moving it"
             )
-        for stream, made in self._made_on:
-            if stream != (here := torch.cuda.current_stream(stream.device)):
-                for tensor in made:
-                    tensor.record_stream(here)  # its memory must outlive the read on this stream
+        # Autograd may run a hook on another stream. The allocator must not reuse the memory of the hook's results
+        # before the present stream has read them.
+        for stream, results in self._results:
+            present = torch.cuda.current_stream(stream.device)
+            if stream != present:
+                for result in results:
+                    result.record_stream(present)
 
 
 def _stream(grad: Tensor) -> torch.cuda.Stream | None:

@@ -1,4 +1,4 @@
-"""In which metric a gradient is squared: the plain one, or Adam's."""
+"""The metric in which gradients are squared: the plain one, or Adam's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.squared_norms import Part, norms, parts_of, roots
+from sonde.batch_size.taps.squared_norms import Part, gradient_parts, norms, roots
 from sonde.batch_size.taps.tap import Problem
 from sonde.parallel.devices import accumulation_dtype
 
@@ -20,22 +20,22 @@ class Metric(Protocol):
     """How gradients are measured."""
 
     name: str
-    """As `attach(metric=...)` calls it."""
+    """The name that `attach(metric=...)` takes."""
 
     def roots(self, index: int, grad: Tensor) -> Tensor:
         """Numbers whose squares add up to the squared norm of the gradient of parameter `index`."""
 
     def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
-        """The norm of each of a few small dense gradients on one device. [gradients]."""
+        """The norm of each of several small dense gradients on one device; [gradients]."""
 
     def parts(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
-        """The roots of several gradients on one device, by few kernels."""
+        """The roots of several gradients on one device, in few kernels."""
 
     def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """The inner product of two dense gradients of parameter `index`; 0-dim."""
 
     def take_problems(self) -> list[Problem]:
-        """Why what was measured since the last call cannot be used."""
+        """Problems that were met since the last call."""
 
 
 class Euclidean:
@@ -52,26 +52,27 @@ class Euclidean:
         return norms(grads)
 
     def parts(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
-        """The small ones share a kernel."""
-        return parts_of(indices, grads)
+        """The norms of rows, or norms; small gradients share a kernel."""
+        return gradient_parts(indices, grads)
 
     def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """Σ a_j b_j."""
         total = torch.zeros((), dtype=accumulation_dtype(a.device), device=a.device)
+        # Upcast chunk by chunk, so that no temporary has the size of a gradient.
         for x, y in zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True):
             total += (x.to(total.dtype) * y).sum()
         return total
 
     def take_problems(self) -> list[Problem]:
-        """None: every gradient has a norm."""
+        """Always empty: every gradient has a norm."""
         return []
 
 
 class AdamMetric:
-    """|g|² = Σ P_j g_j² with P = 1/(√v̂ + ε), the second moment v̂ being that of the optimizer's previous step.
+    """|g|² = Σ P_j g_j² with P = 1/(√v̂ + ε), where v̂ is the second moment of the optimizer's previous step.
 
-    Before the optimizer's first step there is no v̂: norms are NaN then, and the window is dropped. With amsgrad, v̂ is
-    the largest so far, as it is for the optimizer.
+    Before the optimizer's first step there is no v̂: norms are NaN, and the window is dropped. With amsgrad, v̂ is the
+    largest second moment so far, as in the optimizer.
 
     Args:
         optimizer: Adam, AdamW or another that keeps `exp_avg_sq` and `step`, with `betas` and `eps` in its groups.
@@ -84,12 +85,12 @@ class AdamMetric:
     name = "adam"
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-        self._optimizer = optimizer  # its state and groups are looked up at use: load_state_dict replaces both
+        self._optimizer = optimizer  # state and groups are looked up at each use: load_state_dict replaces both
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._parameters = list(parameters)
         has_moments = [{"betas", "eps"} <= group.keys() for group in optimizer.param_groups]
         fits = all(id(p) in groups and has_moments[groups[id(p)]] for p in parameters)
-        if not fits or isinstance(optimizer, torch.optim.Adamax):  # which keeps a largest gradient instead
+        if not fits or isinstance(optimizer, torch.optim.Adamax):  # Adamax keeps a maximum instead of v̂
             raise ValueError(
                 f"metric='adam' needs an optimizer of Adam's kind that holds every trainable parameter, "
                 f"got {type(optimizer).__name__}: use Adam or AdamW, or metric='euclidean'"
@@ -98,7 +99,7 @@ class AdamMetric:
         self._lacks_moments = False
 
     def take_problems(self) -> list[Problem]:
-        """That there was no second moment, since the last call."""
+        """Whether a second moment was missing since the last call."""
         lacked, self._lacks_moments = self._lacks_moments, False
         return [Problem.NO_SECOND_MOMENT] if lacked else []
 
@@ -109,7 +110,7 @@ class AdamMetric:
         return self.dot(index, grad, grad).sqrt_()
 
     def parts(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
-        """√(Σ P_j g_j²), one by one."""
+        """√(Σ P_j g_j²) of each gradient, one by one."""
         return [((i,), self.roots(i, g)) for i, g in zip(indices, grads, strict=True)]
 
     def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
@@ -124,12 +125,13 @@ class AdamMetric:
         if moment not in state:
             self._lacks_moments = True
             return torch.full((), torch.nan, dtype=torch.float64, device=a.device)
-        # `step` is a 0-dim tensor, on the CPU or, for fused and capturable optimizers, on the device: either serves as
-        # a scalar there, without being read here.
+        # `step` is a 0-dim tensor on the CPU, or on the device for fused and capturable optimizers. Either kind divides
+        # a tensor on the device without being read on the host.
         correction = (1.0 - group["betas"][1] ** state["step"]) ** 0.5
         total = torch.zeros((), dtype=torch.float64, device=a.device)
+        # Chunk by chunk, so that no temporary has the size of a gradient.
         chunks = (t.reshape(-1).split(_CHUNK) for t in (a, b, state[moment]))
         for x, y, v in zip(*chunks, strict=True):
-            root = v.sqrt().div_(correction).add_(group["eps"])  # sqrt, not sqrt_: v is the optimizer's
+            root = v.sqrt().div_(correction).add_(group["eps"])  # not sqrt_: v belongs to the optimizer
             total += (x.to(root.dtype) * y).div_(root).sum()
         return total

@@ -1,6 +1,6 @@
 """Squared norms of local gradients, for averages over windows: in fp32 or better, without copies of gradient size.
 
-Not the norm that clips: that is summed in fp64, by `power_sums.py`.
+A clip uses another norm: `power_sums.py` sums it in fp64.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from sonde.parallel.devices import accumulation_dtype, to_device
 
-# torch's fp32 reduction over a flat CPU tensor keeps one running sum per vector lane: 8e-4 off at 16M elements. Norms
-# of rows this long, combined in fp64, are off by 4e-9 and no slower (they vectorise along the row).
+# torch's fp32 reduction over a flat CPU tensor keeps one running sum per vector lane, and is off by 8e-4 at 16M
+# elements. Norms of rows of this length, combined in fp64, are off by 4e-9 and no slower: they vectorise along the row.
 ROW = 4096
-_SHORTEST_ROW, _LONGEST_ROW = 256, 4 * ROW  # a matrix's own rows do as well, and save a kernel
-# A dot product would be cheaper still, but BLAS adds in an order that depends on the memory's alignment: replicas would
-# get norms that differ in the last bit, clip by different factors, and drift apart.
+_SHORTEST_ROW, _LONGEST_ROW = 256, 4 * ROW  # a matrix's own rows of these lengths serve as well
+# A dot product would be cheaper, but BLAS adds in an order that depends on the memory's alignment. Replicas would get
+# norms that differ in the last bit, clip by different factors and drift apart.
 
 LEAST_SQ_NORM = 1e-30
-"""Per element: below it, squares may have lost digits to underflow in fp32."""
+"""Squared norm per element below which squares may have lost digits to underflow in fp32."""
 
 Part = tuple[tuple[int, ...], Tensor]
-"""Roots with whom they belong to: all of them to one owner, or each to its own."""
+"""Owners and roots: a single owner has all the roots; otherwise each owner has one."""
 
 
 def roots(grad: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def roots(grad: Tensor) -> Tensor:
         grad: any shape; fp16, bf16, fp32 or fp64; strided or sparse COO (duplicates are summed first).
 
     Returns:
-        Norms of its rows, or its norm: at most one number for 256 elements, fp32 or fp64.
+        Norms of its rows, or its norm: at most one number per 256 elements, fp32 or fp64.
     """
     if grad.is_sparse:
         grad = grad.coalesce().values()
@@ -50,40 +50,41 @@ def roots(grad: Tensor) -> Tensor:
 def _roots_by_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
     n, flat = grad.numel(), _flat(grad)
     if flat is None:
-        return _norm(grad, torch.float64)  # slow but exact; overlapping memory is rare
+        return _norm(grad, torch.float64)  # the elements are no dense block, which is rare: slow but exact
     whole = n // ROW * ROW
-    of_rows = _norm(flat[:whole].view(-1, ROW), dtype, -1)
-    return of_rows if whole == n else torch.cat([of_rows, _norm(flat[whole:], dtype).view(1)])
+    row_norms = _norm(flat[:whole].view(-1, ROW), dtype, -1)
+    return row_norms if whole == n else torch.cat([row_norms, _norm(flat[whole:], dtype).view(1)])
 
 
 def add_squares(n_owners: int, parts: Sequence[Part], device: torch.device) -> Tensor:
     """Sum the squares of roots by owner.
 
     Args:
-        n_owners: how many there are.
+        n_owners: number of owners.
         parts: on any devices.
         device: where the sums go.
 
     Returns:
-        [owners], 0 for those without a part.
+        [owners], 0 for an owner without a part.
     """
     total = torch.zeros(n_owners, dtype=accumulation_dtype(device), device=device)
     if not parts:
         return total
+    # Squared after the upcast: fp32 squares of small numbers would underflow.
     flat = [r if r.dim() == 1 else r.reshape(-1) for _, r in parts]
     values = torch.cat([to_device(r, device) for r in flat]).to(total.dtype).square_()
     owners = _owners(tuple((owners, r.numel()) for owners, r in parts), device)
     return total.index_add_(0, owners, values)
 
 
-@functools.lru_cache(maxsize=64)  # backward visits parameters in the same order again and again
+@functools.lru_cache(maxsize=64)  # backward visits parameters in the same order in every window
 def _owners(parts: tuple[tuple[tuple[int, ...], int], ...], device: torch.device) -> Tensor:
-    of_roots = [i for owners, n in parts for i in (owners if len(owners) > 1 else owners * n)]
-    return to_device(torch.tensor(of_roots, device="cpu"), device)
+    owner_of_each_root = [i for owners, n in parts for i in (owners if len(owners) > 1 else owners * n)]
+    return to_device(torch.tensor(owner_of_each_root, device="cpu"), device)
 
 
 def norms(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each dense gradient, by few kernels; on the CPU of small ones, a row long at most.
+    """The 2-norm of each dense gradient, in few kernels. On the CPU, a gradient must be at most `ROW` long.
 
     Args:
         grads: at least one, on one device, of any dtypes.
@@ -96,15 +97,15 @@ def norms(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(grads), 2, dtype=dtype))
 
 
-def parts_of(indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
-    """The roots of several gradients, by few kernels where launching them is what costs.
+def gradient_parts(indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
+    """The roots of several gradients, in few kernels where launches are the main cost.
 
     Args:
-        indices: whose they are.
+        indices: the owner of each gradient.
         grads: on one device, of any dtypes and layouts that `roots` takes.
 
     Returns:
-        What `add_squares` takes.
+        Parts for `add_squares`.
     """
     parts: list[Part] = []
     shared: dict[int, Tensor] = {}

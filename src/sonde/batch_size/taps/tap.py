@@ -1,4 +1,4 @@
-"""A tap sees the gradients of pieces while backward runs: what every tap does, and what can go wrong in it."""
+"""A tap reads the gradients of pieces while backward runs: what every tap does, and the problems that it can meet."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tap(Protocol):
     """Reads the gradients of pieces and never changes them. A new way to read gradients is a new class of this kind."""
 
     name: str
-    """Where gradients are read, for people."""
+    """The place where gradients are read, for people."""
     seconds: float
     """Host time spent reading so far."""
 
@@ -78,7 +78,7 @@ class Tap(Protocol):
 class Problem(IntEnum):
     """Why the pieces of a window cannot be used. Each rank counts its own problems; the counts are summed over ranks.
 
-    The order is that of causes: of several problems in a window, the first causes the others, and is the one reported.
+    The order is that of causes: the first of several problems in a window causes the others, and is reported.
     """
 
     ENDED_LATE = 0
@@ -98,7 +98,7 @@ class Problem(IntEnum):
 
     @property
     def only_explains(self) -> bool:
-        """Whether the window may be sound all the same. The problem then only explains a gradient that was changed."""
+        """Whether the window may be sound all the same. The problem only explains a gradient that turns out changed."""
         return self is Problem.INTERRUPTED
 
     @property

@@ -1,4 +1,4 @@
-"""Which tap reads a model's gradients, and when another one takes over."""
+"""The choice of the tap that reads a model's gradients, and when another tap replaces it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sonde.parallel.wrappers import Wrapper, n_collectives
 TapName = Literal["auto", "leaf", "comm_hook"]
 
 _WINDOWS_BEFORE_BUCKETS = 3
-_BUCKETS_FAIL = {p.name.lower() for p in (Problem.SEVERAL_REDUCTIONS, Problem.EMPTY_PIECE, Problem.REENTRANT)}
+_BUCKET_PROBLEMS = {p.name.lower() for p in (Problem.SEVERAL_REDUCTIONS, Problem.EMPTY_PIECE, Problem.REENTRANT)}
 """Problems of DDP's buckets that leaf hooks may not have."""
 
 
 class TapChoice:
-    """Holds the tap that reads now. With "auto" it begins with leaf hooks, and reads DDP's buckets where these suffice.
+    """Holds the present tap. With "auto", begins with leaf hooks and changes to DDP's buckets where these suffice.
 
     Args:
         wrapper: the model.
@@ -33,7 +33,7 @@ class TapChoice:
         comm_hook: the user's DDP communication hook, for "comm_hook" to wrap.
         comm_state: the state that the hook is called with.
         staging_bytes: bound of the memory for gradients that wait.
-        on_backward: called when a backward outside a declared piece has ended: it was a piece.
+        on_backward: called when a backward outside a declared piece has ended: that backward was a piece.
 
     Raises:
         ValueError: when the tap does not fit the model.
@@ -59,8 +59,8 @@ class TapChoice:
         self._one_piece_windows = 0
         self._buckets_fail = False
         self._reads_buckets = name == "comm_hook"
-        # Whether DDP divides by the number of ranks, or multiplies by its reciprocal, depends on DDP's options. Both
-        # round alike only for powers of two.
+        # DDP divides by the number of ranks or multiplies by its reciprocal, depending on DDP's options. Both round
+        # alike only for powers of 2, and a change of taps must not change a gradient.
         self._may_tap_buckets = (
             self._is_auto
             and wrapper.ddp_holds_all
@@ -72,7 +72,9 @@ class TapChoice:
         if name == "comm_hook":
             self.tap = self._bucket_tap(comm_hook, comm_state)
         elif comm_hook is not None:
-            raise ValueError(f"comm_hook is wrapped by tap='comm_hook' only, got tap={name!r}: or register it with DDP")
+            raise ValueError(
+                f"comm_hook= needs tap='comm_hook', got tap={name!r}: set it, or register the hook with DDP"
+            )
         else:
             self.tap = self._leaf_tap()
 
@@ -82,33 +84,33 @@ class TapChoice:
         return self._seconds_before + self.tap.seconds
 
     def saw_piece(self, gradient: GradientSummary) -> None:
-        """A piece has ended. If it had several backwards, each of them may reduce: buckets would not do."""
+        """Note a piece. If it had several backwards, each may reduce, and then buckets do not hold the piece."""
         if gradient.n_backwards > 1:
             self._may_tap_buckets = False
 
     def saw_final_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """A window has ended with these gradients. Buckets do not show sparse ones."""
+        """Note the gradients at the end of a window. Buckets do not show sparse gradients."""
         if self._may_tap_buckets and any(g is not None and g.is_sparse for g in grads):
             self._may_tap_buckets = False
 
     def saw_row(self, row: WindowRow, *, is_sound: bool) -> None:
-        """A window's numbers have come to the host and were judged."""
-        is_fit = is_sound and row.n_pieces == self._wrapper.n_ranks
-        self._one_piece_windows = self._one_piece_windows + 1 if is_fit else 0
-        self._buckets_fail |= any(problem.kind in _BUCKETS_FAIL for problem in row.problems)
+        """Note a window whose numbers have come to the host, and whether they can be used."""
+        one_piece_per_rank = is_sound and row.n_pieces == self._wrapper.n_ranks
+        self._one_piece_windows = self._one_piece_windows + 1 if one_piece_per_rank else 0
+        self._buckets_fail |= any(problem.kind in _BUCKET_PROBLEMS for problem in row.problems)
 
     def change_if_due(self) -> str:
-        """With "auto", change the tap where another serves better.
+        """With "auto", change the tap where another is better.
 
-        Once every rank has had one piece in each of a few windows, DDP's buckets show as much as leaf hooks, for less.
-        If the loop comes to reduce several times a window, leaf hooks read again.
+        Once every rank has had one piece in each of a few windows, DDP's buckets show as much as leaf hooks at a lower
+        cost. If the buckets later fail, for example since the loop reduces several times per window, leaf hooks return.
 
         Returns:
             Why the tap has changed, in words; empty when it has not.
         """
         if self._is_auto and self._buckets_fail and self._reads_buckets:
             self._replace(self._leaf_tap, reads_buckets=False)
-            return "several reductions a window: leaf hooks read from now on"
+            return "DDP's buckets no longer hold one piece per rank: leaf hooks read the gradients from now on"
         if not self._may_tap_buckets or self._one_piece_windows < _WINDOWS_BEFORE_BUCKETS:
             return ""
         self._may_tap_buckets = False
@@ -119,8 +121,8 @@ class TapChoice:
         try:
             self._replace(lambda: self._bucket_tap(None, None), reads_buckets=True)
         except (RuntimeError, ValueError) as error:  # DDP may hold a built-in hook, which it does not list
-            return f"leaf hooks stay, since DDP takes no communication hook: {error}"
-        return "one piece a rank: DDP's buckets are read from now on, by its communication hook"
+            return f"leaf hooks keep reading the gradients, since DDP accepts no communication hook: {error}"
+        return "each rank has one piece per window: DDP's communication hook reads the gradients from now on"
 
     def close(self) -> None:
         """Remove every hook."""

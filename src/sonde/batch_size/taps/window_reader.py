@@ -1,4 +1,4 @@
-"""Reads the gradients of one window after the other: its pieces by a tap, its final gradient from `.grad`."""
+"""Reads the gradients of each window: its pieces by a tap, its final gradient from `.grad` or DDP's buckets."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from sonde.parallel.wrappers import Wrapper
 
 
 class WindowReader:
-    """Counts pieces, reads their gradients and the window's, and starts the sum over ranks: one collective a window.
+    """Reads the gradients of pieces and windows, and starts the sum over ranks: one collective per window.
 
     Args:
         wrapper: the model.
         group_names: the parameter group of each parameter, [parameters].
         metric: how gradients are squared.
         witness: which elements are compared.
-        taps: what reads the pieces.
-        grad_scaler: the enabled GradScaler; pieces are divided by its scale at their time.
+        taps: the choice of the tap that reads the pieces.
+        grad_scaler: the enabled GradScaler; a piece is divided by the scale that it was taken at.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class WindowReader:
 
     @property
     def n_pieces(self) -> int:
-        """Pieces of the present window on this rank, so far."""
+        """Pieces of the present window on this rank so far."""
         return self._sums.n_pieces
 
     @property
     def seconds(self) -> float:
-        """Host time spent reading, so far."""
+        """Host time spent reading so far."""
         return self._seconds + self._taps.seconds
 
     @property
@@ -78,14 +78,14 @@ class WindowReader:
         self._taps.tap.begin_piece(is_first=self._sums.n_pieces == 0)
 
     def discard_piece(self) -> None:
-        """Forget what was seen of the present piece."""
+        """Forget the present piece."""
         self._taps.tap.discard_piece()
 
     def end_piece(self, counts: PieceCounts) -> None:
         """Add the piece that ends here to the window."""
         start = time.perf_counter()
         gradient = self._taps.tap.end_piece()
-        if gradient is None:  # the tap sees whole windows: the gradient follows in end_window
+        if gradient is None:  # the tap sees whole windows: end_window gets the gradient
             self._sums.count(counts)
         else:
             self._taps.saw_piece(gradient)
@@ -93,7 +93,7 @@ class WindowReader:
         self._seconds += time.perf_counter() - start
 
     def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
-        """The gradient without the GradScaler's present scale, which stays on the device."""
+        """The gradient divided by the GradScaler's present scale, which stays on the device."""
         if self._grad_scaler is None:
             return gradient
         scale = self._grad_scaler.scale(torch.ones((), device=self.device))
@@ -102,13 +102,13 @@ class WindowReader:
     # Windows.
 
     def end_window(self, *, reads_grad: bool, is_late: bool = False) -> tuple[Window, GlobalNorm | None]:
-        """Read the gradient that the window ends with and start the sum over ranks.
+        """Read the gradient at the end of the window and start the sum over ranks.
 
         A rank without pieces takes part too: only all ranks together know whether a window was ended twice.
 
         Args:
             reads_grad: read `.grad` itself, as a clip needs it, even where DDP's buckets gave its norm.
-            is_late: the optimizer has stepped already, and the window's pieces were forgotten.
+            is_late: whether the optimizer has stepped already, and the window's pieces were forgotten.
 
         Returns:
             The window; and the plain norm of its gradient, including parameters given to `clip_also`, if `reads_grad`.
@@ -120,6 +120,7 @@ class WindowReader:
         if rank_gradient is not None and self._sums.n_pieces:
             self._sums.merge(self._unscaled(rank_gradient.local))
         witness = self._read_witness(grads)
+        # |F|² comes from the cheapest source: DDP's buckets, the norm that a clip needs anyway, or a read of `.grad`.
         norm = global_norm(self.plan, 2.0) if reads_grad else None
         if rank_gradient is not None and norm is None:
             sq_norm_big = self._scaled_since_reduction(rank_gradient, witness)
@@ -128,23 +129,23 @@ class WindowReader:
             sq_norm_big = by_group.to(self._sums.dtype).square()
         else:
             sq_norm_big = self._sums.per_group(self._sq_norms(grads))
-        # After all reading: the metric, too, may have met a problem.
+        # Problems are taken after all reading, since the metric may have met some too.
         problems = self._take_problems()
         problems[Problem.ENDED_LATE] += is_late
         packed = self._sums.pack(problems)
         work = start_reduce(packed, self._wrapper.group)
         window = Window(packed, sq_norm_big, witness, dict(self._witness.sizes), work)
-        self._witness.move()
+        self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
         self._seconds += time.perf_counter() - start
         return window, norm
 
     def forget_window(self) -> None:
-        """Drop the pieces seen since the last window ended."""
+        """Forget the pieces since the last window ended."""
         self._sums.pack(self._take_problems())
         self._taps.tap.end_window()
 
     def clip_also(self, unmeasured: Mapping[str, Tensor]) -> None:
-        """Have the plain norm cover parameters that are not measured, by name."""
+        """Include parameters that are not measured, by name, in the plain norm."""
         ids = [id(p) for p in unmeasured.values()]
         if self._unmeasured == ids:
             return
@@ -170,8 +171,9 @@ class WindowReader:
     def _scaled_since_reduction(self, rank_gradient: RankGradient, witness: Tensor) -> Tensor:
         """|F|² per group from DDP's buckets, without another read of `.grad`.
 
-        The buckets show the gradient as the reduction left it. A scaling since then (a clip, a GradScaler) has scaled
-        the witness alike, so the witness gives its factor. Any other change shows in the witness, and is refused later.
+        The buckets show the gradient as the reduction left it. A later scaling (a clip, a GradScaler) has scaled the
+        witness by the same factor, so the witness gives the factor. Any other change shows in the witness and drops the
+        window later.
         """
         before, now = rank_gradient.reduced.witness.square().sum(), witness.square().sum()
         return self._sums.per_group(rank_gradient.reduced.sq_norms) * torch.where(before > 0, now / before, 1.0)
@@ -179,7 +181,7 @@ class WindowReader:
     def _sq_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         """|F|² per parameter in the metric, [parameters].
 
-        In fp32, at half the cost of a norm that clips: it is only compared with the pieces, which are squared alike.
+        In fp32, at half the cost of a clip's norm: |F|² is only compared with the pieces, which are squared alike.
         """
         present = [(i, g) for i, g in enumerate(grads) if g is not None]
         parts: list[Part] = []

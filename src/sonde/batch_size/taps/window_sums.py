@@ -1,6 +1,6 @@
 """The sums of one window on the device, packed into one vector: one collective, no host synchronisation.
 
-A window goes down here as `WindowSums` → `Window` on the device, and comes back on the host as a `WindowRow`.
+The device keeps a window as `WindowSums`, then as `Window`. The host gets it back as a `WindowRow`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[fl
     """Check the counts that a user gives for a piece, and complete them.
 
     Args:
-        units: units in the piece; None for one per entry of `unit_weights`.
+        units: units in the piece; None for one unit per entry of `unit_weights`.
         weight: the piece's weight in the loss.
-        unit_weights: weights of the units within it, [units].
+        unit_weights: weights of the units within the piece, [units].
 
     Raises:
         ValueError: for a number that is not positive and finite, or a tensor of the wrong shape.
@@ -93,14 +93,14 @@ _N_COUNTS = 6
 
 @dataclass(frozen=True)
 class Window:
-    """One window's numbers on the device, on their way to the host.
+    """The numbers of one window on the device, on their way to the host.
 
     Attributes:
         packed: the pieces' sums, as `WindowSums.pack` returned them; a collective may still be adding other ranks'.
         sq_norm_big: |F|² of the gradient at the end of the window per parameter group, in the metric; [groups].
         witness_final: the witness's elements of that gradient; [witness].
         witness_sizes: elements that the witness read of each parameter, in order, by index.
-        work: the collective that is adding to `packed`; None for one rank.
+        work: the collective that is adding to `packed`; None with a single rank.
     """
 
     packed: Tensor
@@ -145,18 +145,19 @@ class WindowSums:
         self.count(counts)
 
     def count(self, counts: PieceCounts) -> None:
-        """Count a piece whose gradient will be seen only together with the others of this rank."""
+        """Count a piece whose gradient will be seen only together with the other pieces of this rank."""
         self.n_pieces += 1
         self._weight += counts.weight
         self._weight_over_units += counts.weight / counts.effective_units
         self._sq_weight_over_units += counts.weight * counts.weight / counts.effective_units
         self._units += counts.units
         for number in (counts.weight, counts.effective_units, counts.units):
-            if isinstance(number, Tensor):  # numbers were checked at the door; tensors cannot be without waiting
+            # `piece_counts` has checked Python numbers. Tensors cannot be checked without waiting for the device.
+            if isinstance(number, Tensor):
                 self._not_finite += ~(torch.isfinite(number) & (number > 0))
 
     def merge(self, gradient: GradientSummary) -> None:
-        """Make the pieces counted so far one piece, with the sum of their gradients."""
+        """Turn the pieces counted so far into one piece, with the sum of their gradients."""
         self._add_gradient(gradient, self._weight)
         # One piece of weight W_r and n_r = W_r²/Σ w_k²/n_k effective units.
         self._weight_over_units = self._sq_weight_over_units / self._weight
@@ -180,7 +181,7 @@ class WindowSums:
         """This rank's sums as the vector that is summed over ranks; starts the next window.
 
         Args:
-            problems: count per `Problem` that the tap has seen.
+            problems: count per `Problem`.
         """
         has_pieces = self.n_pieces > 0
         no_rank_sum = self._witness_small.new_zeros(())
@@ -195,7 +196,7 @@ class WindowSums:
         numbers = as_vector([*counts, *problems], self._device)
         numbers[_N_COUNTS + Problem.NOT_FINITE] += self._not_finite
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
-        # In the order in which `read_row` takes it apart.
+        # `read_row` splits the vector in this order.
         packed = torch.cat(
             [
                 self.per_group(self._small),
@@ -213,7 +214,7 @@ class WindowSums:
 
 
 def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Mapping[int, int]) -> WindowRow:
-    """Name the numbers of a window that has come to the host.
+    """Name the numbers of a window once they are on the host.
 
     Args:
         packed: as in `Window`, summed over ranks; on the CPU.
@@ -248,7 +249,7 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
 
 
 def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
-    """Numbers as one vector on the device, without waiting for those that are there already; [numbers]."""
+    """Numbers as one vector on the device, without waiting for tensors that are there already; [numbers]."""
     dtype = accumulation_dtype(device)
     on_device = {i: n for i, n in enumerate(numbers) if isinstance(n, Tensor) and n.device.type == device.type}
     values = [0.0 if i in on_device else float(n) for i, n in enumerate(numbers)]

@@ -11,7 +11,10 @@ from torch import Tensor
 from sonde.parallel.devices import accumulation_dtype, to_device
 
 _VECTORS, _MATRICES = 4, 2
-"""How many stay, and as many move on. Fewer matrices: their gradients are too large to wait, so each costs a read."""
+"""Vectors and matrices that are read in every window. As many again change from window to window.
+
+Matrices are fewer: their gradients are too large to wait for a shared kernel, so each costs a read of its own.
+"""
 
 _ELEMENTS_PER_PARAMETER = 32
 
@@ -19,10 +22,10 @@ _ELEMENTS_PER_PARAMETER = 32
 class Witness:
     """Which elements of which parameters stand for the whole gradient in a window, and how to read them.
 
-    Matrices and vectors are among them, spread over the depth of the model: some communication hooks touch only one
-    kind. From each a strided block of at most 32 elements is read, never the whole gradient. Half of
-    them stay, so that there is always something to compare; the other half, and the block's place in each, move on
-    with every window, so that whatever changes a part of the gradient in every window is met before long.
+    The parameters are matrices and vectors, spread over the depth of the model, since some communication hooks change
+    only one kind. A strided block of at most 32 elements is read from each, never the whole gradient. Half of the
+    parameters are read in every window, so that there is always something to compare. The other half, and the place of
+    the block in each, move on with every window. So a change to one part of the gradient in every window is soon seen.
 
     Args:
         parameters: in the model's order.
@@ -40,16 +43,17 @@ class Witness:
         self.move()
 
     def move(self) -> None:
-        """Choose the elements of the next window: the same on every rank, if all end the same windows."""
+        """Choose the elements of the next window: the same on every rank, if all ranks end the same windows."""
         self._window += 1
         window = self._window
         chosen: list[int] = []
         for fixed, moving, n in self._kinds:
+            # Each round takes every n_rounds-th of the moving parameters, so that they are spread over the depth.
             n_rounds = math.ceil(len(moving) / n)
             chosen += fixed + (moving[window % n_rounds :: n_rounds] if moving else [])
         self.indices = sorted(chosen)
         self._slices = {i: _strided_block(self._shapes[i], window) for i in self.indices}
-        self._shapes_read = {i: _shape_of(self._shapes[i], self._slices[i]) for i in self.indices}
+        self._shapes_read = {i: _sliced_shape(self._shapes[i], self._slices[i]) for i in self.indices}
         self.sizes = {i: math.prod(shape) for i, shape in self._shapes_read.items()}
 
     @property
@@ -68,7 +72,7 @@ class Witness:
             rows = range(*slices[0].indices(grad.shape[0]))
             picked = grad.index_select(0, torch.tensor(rows, device=grad.device)).to_dense()
             return picked[(slice(None), *slices[1:])]
-        # grad[slices] as one view: inside a backward, what costs is the number of operators.
+        # grad[slices] as a single view: inside a backward, each operator costs.
         if grad.shape != self._shapes[index]:  # `.data` was replaced since attach
             return grad.new_zeros(self._shapes_read[index])
         strides = grad.stride()
@@ -78,18 +82,20 @@ class Witness:
             grad.storage_offset() + sum(s.start * stride for s, stride in zip(slices, strides, strict=True)),
         )
 
-    def join(self, read: Mapping[int, Tensor], device: torch.device) -> Tensor:
-        """What was read of each parameter, by index, as one vector as long in every window: [size].
+    def join(self, elements: Mapping[int, Tensor], device: torch.device) -> Tensor:
+        """The elements read of each parameter, by index, as one vector: [size], the same length in every window.
 
-        Parameters that were not read count as 0; zeros fill what is left.
+        Parameters that were not read count as 0. Zeros fill the rest of the vector.
         """
         zeros = torch.zeros(self.size, dtype=accumulation_dtype(device), device=device)
-        parts = [to_device(read[i].reshape(-1), device) if i in read else zeros[:n] for i, n in self.sizes.items()]
+        parts = [
+            to_device(elements[i].reshape(-1), device) if i in elements else zeros[:n] for i, n in self.sizes.items()
+        ]
         return torch.cat([*parts, zeros[sum(self.sizes.values()) :]]).to(zeros.dtype)
 
 
 def _split(items: list[int], most: int) -> tuple[list[int], list[int]]:
-    """At most so many items, evenly spaced, the ends included; and the others."""
+    """At most `most` items, evenly spaced with both ends among them; and the other items."""
     if len(items) <= most:
         return items, []
     fixed = [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
@@ -100,14 +106,15 @@ def _strided_block(shape: tuple[int, ...], window: int) -> tuple[slice, ...]:
     """Slices that pick at most `_ELEMENTS_PER_PARAMETER` elements spread over the whole shape, others each window."""
     slices, budget = [], _ELEMENTS_PER_PARAMETER
     for left, size in zip(range(len(shape) - 1, -1, -1), shape, strict=True):
-        # Share what is left evenly over the dims still to come: its (left + 1)-th root for this one.
+        # The budget is shared evenly over this dim and the `left` later dims: its (left + 1)-th root for this dim.
         take = min(size, max(int(budget ** (1 / (left + 1)) + 1e-9), 1))
         step = -(-size // take)
+        # The window's number, counted in mixed radix over the steps, gives every block its turn.
         window, start = divmod(window, step)
         slices.append(slice(start, None, step))
         budget //= -(-size // step)
     return tuple(slices)
 
 
-def _shape_of(shape: tuple[int, ...], slices: tuple[slice, ...]) -> list[int]:
+def _sliced_shape(shape: tuple[int, ...], slices: tuple[slice, ...]) -> list[int]:
     return [len(range(*s.indices(size))) for s, size in zip(slices, shape, strict=True)]

@@ -1,0 +1,125 @@
+"""The averages and their saved state."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+
+from sonde.batch_size.stats.averages import NoiseScaleAverages
+from sonde.batch_size.stats.noise_scale import WindowEstimate
+from sonde.batch_size.stats.scale_witness import ScaleReading
+from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.window_row import Drop
+
+SOUND = ScaleReading(0.5, 1e-8, "scaled", sound=frozenset({0}))
+CHANGED = ScaleReading(0.5, 0.3, "changed", changed=frozenset({7}), sound=frozenset({0}))
+
+
+def solved(trace_cov: float, grad_sq: float, *, between: float = 1.0, differences: float = 1.0) -> SolvedWindow:
+    """A window of two groups that share its estimates one to three."""
+    return SolvedWindow(
+        total=WindowEstimate(trace_cov, grad_sq),
+        per_group=(WindowEstimate(trace_cov / 4, grad_sq / 4), WindowEstimate(3 * trace_cov / 4, 3 * grad_sq / 4)),
+        within_between=WindowEstimate(2.0, between),
+        norm=1.0,
+        effective_units=8.0,
+        witness_squares=10.0,
+        witness_differences=differences,
+    )
+
+
+def averages_of_some_windows() -> NoiseScaleAverages:
+    averages = NoiseScaleAverages(["a", "b"], horizon=10.0)
+    for trace_cov, grad_sq in ((30.0, 14.0), (34.0, 18.0), (31.0, 17.0)):
+        averages.see_units(8)
+        averages.add(solved(trace_cov, grad_sq), SOUND)
+    averages.see_units(8)
+    averages.drop(Drop("changed", "noise was added"), CHANGED)
+    return averages
+
+
+def test_averages_by_hand() -> None:
+    averages = NoiseScaleAverages(["a", "b"], horizon=10.0)
+    assert (averages.units_per_window, averages.consistency) == (None, None)
+    averages.see_units(8)
+    averages.see_units(16)
+    assert averages.units_per_window == pytest.approx((0.9 * 8 + 16) / 1.9)  # the decay is 1 − 1/horizon
+    averages.add(solved(30.0, 14.0), SOUND)
+    averages.add(solved(34.0, 18.0), SOUND)
+    assert averages.total.trace_cov == pytest.approx((0.9 * 30 + 34) / 1.9)
+    assert averages.per_group["b"].grad_sq == pytest.approx(0.75 * (0.9 * 14 + 18) / 1.9)
+    assert averages.consistency == pytest.approx(2.0)
+    assert averages.pieces_differ
+    assert (averages.effective_units, averages.scale, averages.scale_residual) == (8.0, 0.5, 1e-8)
+
+
+def test_ranks_that_do_not_differ_have_an_infinite_consistency() -> None:
+    averages = NoiseScaleAverages(["a", "b"], horizon=10.0)
+    averages.add(solved(30.0, 14.0, between=1e-12), SOUND)
+    assert averages.consistency == math.inf
+
+
+def test_pieces_that_differ_by_rounding_only_do_not_differ() -> None:
+    averages = NoiseScaleAverages(["a", "b"], horizon=10.0)
+    averages.add(solved(30.0, 14.0, differences=1e-11), SOUND)
+    assert not averages.pieces_differ
+
+
+def test_dropped_windows_are_counted_by_reason() -> None:
+    averages = averages_of_some_windows()
+    for _ in range(2):
+        averages.drop(Drop("zero", "the gradient was 0"), SOUND)
+    assert averages.dropped == {"noise was added": 1, "the gradient was 0": 2}
+    assert averages.total.windows == 3
+
+
+def test_the_state_round_trips_through_json() -> None:
+    averages, restored = averages_of_some_windows(), NoiseScaleAverages(["a", "b"], horizon=10.0)
+    restored.load_state_dict(json.loads(json.dumps(averages.state_dict())))
+    assert restored.state_dict() == averages.state_dict()
+    assert restored.changed.doubt() == averages.changed.doubt() is not None
+    for each in (averages, restored):  # and both go on alike
+        each.see_units(16)
+        each.add(solved(40.0, 10.0), SOUND)
+    assert restored.state_dict() == averages.state_dict()
+    assert restored.total.interval(0.95) == averages.total.interval(0.95)
+
+
+# The last of them are read after others have been taken: still nothing may have changed.
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["more"], 1),
+        (["units"], -1.0),
+        (["differences"], math.nan),
+        (["scale"], "half"),
+        (["dropped"], ["noise was added"]),
+        (["dropped", "noise was added"], -1),
+        (["groups", "c"], {}),
+        (["groups", "b", "windows"], -3),
+        (["consistency", "windows"], 1.5),
+        (["tampering", "weight"], -1.0),
+    ],
+    ids=str,
+)
+def test_a_damaged_state_changes_nothing(path: list[str], value: Any) -> None:
+    averages = NoiseScaleAverages(["a", "b"], horizon=10.0)
+    averages.see_units(8)
+    averages.add(solved(2.0, 1.0), SOUND)
+    before = copy.deepcopy(averages.state_dict())
+    damaged = entry = copy.deepcopy(averages_of_some_windows().state_dict())
+    for key in path[:-1]:
+        entry = entry[key]
+    entry[path[-1]] = value
+    with pytest.raises(ValueError, match=r"unknown keys|must be|must map"):
+        averages.load_state_dict(damaged)
+    assert averages.state_dict() == before
+
+
+def test_a_state_of_other_groups_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"parameter groups of the state: unknown keys \['b'\]"):
+        NoiseScaleAverages(["a"], horizon=10.0).load_state_dict(averages_of_some_windows().state_dict())

@@ -1,0 +1,284 @@
+"""DDP's buckets as pieces: a rank's window is one piece, and what else the buckets hold is named."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from sonde.batch_size.taps.ddp_buckets import comm_hook_name
+from tests.batch_size.ddp_loops import batches, by_hand, check, on_rank, wrap
+from tests.batch_size.loops import (
+    attached,
+    batch,
+    mean_loss,
+    small_model,
+)
+from tests.ranks import Ranks
+
+
+def _without_accumulation(tap: str, ddp_options: dict[str, Any], clip: bool) -> dict[str, Any]:
+    return on_rank(ddp_options, n_micro=1, windows=6, tap=tap, clip=clip)
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("ddp_options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.01}], ids=str)
+@pytest.mark.parametrize("tap", ["leaf", "comm_hook", "auto"])
+def test_one_piece_a_rank(ranks2: Ranks, tap: str, ddp_options: dict[str, Any], clip: bool) -> None:
+    results = ranks2(_without_accumulation, tap, ddp_options, clip)
+    check(results, windows=6)
+    expected = "leaf hooks" if tap == "leaf" else "DDP's communication hook"
+    assert [r["tap"] for r in results] == [expected] * 2
+    first, *_, last = results[0]["taps_logged"]  # rank 0 writes
+    assert (first, last) == ("leaf hooks" if tap == "auto" else expected, expected)
+
+
+def _buckets_with_accumulation(hook: str | None) -> dict[str, Any]:
+    return on_rank({}, tap="comm_hook", hook=hook)
+
+
+@pytest.mark.parametrize("hook", [None, "allreduce"])
+def test_buckets_take_a_rank_as_one_piece(ranks2: Ranks, hook: str | None) -> None:
+    check(ranks2(_buckets_with_accumulation, hook))
+
+
+def _buckets_reduced_each_time() -> dict[str, Any]:
+    return on_rank({}, tap="comm_hook", no_sync=False)
+
+
+def test_buckets_reduced_more_than_once_are_refused(ranks2: Ranks) -> None:
+    for result in ranks2(_buckets_reduced_each_time):
+        assert result["reading"].windows == 0
+        assert "accumulate under model.no_sync()" in result["reading"].reason
+
+
+def _second_hook() -> str:
+    _, model = wrap({})
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    try:
+        attached(model, tap="comm_hook")
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_registered_hook_cannot_be_wrapped_and_the_way_out_is_named(ranks2: Ranks) -> None:
+    for said in ranks2(_second_hook):
+        assert "'allreduce_hook' is registered already" in said
+        assert "attach(comm_hook=" in said
+
+
+def _attach_again(how: str) -> dict[str, Any]:
+    """Once "auto" has changed to the communication hook and closed, the model can be copied and measured again."""
+    plain, model = wrap({})
+    with attached(model, log_every=1) as probe:
+        for window in range(6):
+            with probe.piece(units=4):
+                mean_loss(model, *batches(dist.get_rank(), 1, window)[0]).backward()
+            probe.step()
+            model.zero_grad()
+        assert probe._reader.tap_name == "DDP's communication hook"
+    if how != "same":
+        model = pickle.loads(pickle.dumps(model)) if how == "pickled" else copy.deepcopy(model)
+        plain = model.module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    names = [comm_hook_name(model)]
+    with attached(model, optimizer, tap="comm_hook") as probe:
+        for window in range(3):
+            x, y = batches(dist.get_rank(), 1, window)[0]
+            with probe.piece(units=len(x)):
+                mean_loss(model, x, y).backward()
+            probe.step()
+            optimizer.zero_grad()
+        try:
+            attached(model, tap="comm_hook")
+        except ValueError as error:
+            names.append(str(error))
+        reading = probe.reading()
+    return {
+        "reading": reading,
+        "norms": [],
+        "names": names,
+        "expected": by_hand(plain, 2, 1, 3, per_rank=True),
+        "hooks": sum(len(p._backward_hooks or ()) for p in plain.parameters()),
+    }
+
+
+@pytest.mark.parametrize("how", ["same", "pickled", "deepcopied"])
+def test_a_model_is_as_good_as_new_after_close(ranks2: Ranks, how: str) -> None:
+    results = ranks2(_attach_again, how)
+    check(results)
+    for result in results:
+        assert result["names"][0] is None  # no hook of the user's, whatever sonde has left
+        assert "another probe reads the buckets" in result["names"][1]
+
+
+def _changed_behind_the_buckets(tap: str) -> tuple[str, dict[str, int], str]:
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(small_model())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, tap=tap, log_every=1, horizon=20.0) as probe:
+        for _ in range(30):
+            with probe.piece(units=4):
+                mean_loss(model, *batch(4, generator)).backward()
+            for p in model.parameters():
+                p.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
+            probe.step()
+            model.zero_grad()
+        return probe.reading().status, dict(probe.reading().dropped), probe._reader.tap_name
+
+
+@pytest.mark.parametrize("tap", ["auto", "comm_hook"])
+def test_what_is_changed_after_the_reduction_is_seen(ranks2: Ranks, tap: str) -> None:
+    for status, dropped, tap_name in ranks2(_changed_behind_the_buckets, tap):
+        assert status == "unresolved"
+        assert sum(dropped.values()) == 30
+        assert all("clipped by value" in reason for reason in dropped)
+        assert (tap_name == "leaf hooks") == (tap == "auto")  # no reason to change to a tap that sees less
+
+
+def _scaled_behind_the_buckets() -> list[tuple[float | None, float | None]]:
+    """Clipped by norm, differently in each window, before probe.step(): the same as not clipped."""
+    found = []
+    for clips in (False, True):
+        model = DistributedDataParallel(small_model())
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        with attached(model, tap="comm_hook") as probe:
+            for _ in range(20):
+                with probe.piece(units=4):
+                    mean_loss(model, *batch(4, generator)).backward()
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                probe.step()
+                model.zero_grad()
+            found.append((probe.reading().trace_cov, probe.reading().grad_sq))
+    return found
+
+
+def test_scaling_after_the_reduction_does_not_matter(ranks2: Ranks) -> None:
+    for plain, clipped in ranks2(_scaled_behind_the_buckets):
+        assert clipped == pytest.approx(plain, rel=1e-4)
+
+
+def _odd_pieces(what: str) -> tuple[int, list[str]]:
+    model = DistributedDataParallel(small_model())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, tap="comm_hook", units_per_piece=4) as probe:
+        for _ in range(5):
+            if what == "empty":
+                with probe.piece():
+                    pass
+            elif what == "interrupted":
+                with contextlib.suppress(KeyError), model.no_sync(), probe.piece():
+                    mean_loss(model, *batch(4, generator)).backward()
+                    raise KeyError
+            with contextlib.nullcontext() if what == "undeclared" else probe.piece():
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        return probe.reading().windows, list(probe.reading().dropped)
+
+
+@pytest.mark.parametrize(
+    ("what", "windows", "reason"),
+    [
+        ("empty", 0, "no backward reached the parameters in a piece"),
+        ("interrupted", 0, "a piece was interrupted in or after its backward"),
+        ("undeclared", 5, None),
+        ("plain", 5, None),
+    ],
+)
+def test_pieces_that_buckets_cannot_see_for_themselves(
+    ranks2: Ranks, what: str, windows: int, reason: str | None
+) -> None:
+    for got, dropped in ranks2(_odd_pieces, what):
+        assert got == windows
+        assert (reason in dropped[0]) if reason else dropped == []
+
+
+def _ungated(what: str, tap: str) -> tuple[str, float | None, int, list[str]]:
+    """The loss of one rank's batch in each window, without `piece()` unless a case is about it."""
+    torch.manual_seed(3)
+    model = DistributedDataParallel(small_model())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, tap=tap, units_per_piece=4, log_every=1, groups=None) as probe:
+        for window in range(12):
+            x, y = batch(4, generator)
+            if what == "left over" and window == 0:
+                model.zero_grad()
+            if what == "failed" and window == 4:
+                with contextlib.suppress(KeyError), model.no_sync():
+                    _fails_halfway(model, x)
+                model.zero_grad()
+            if what == "outside":
+                with model.no_sync():
+                    mean_loss(model, x, y).backward()
+            with probe.piece() if what == "outside" else contextlib.nullcontext():
+                mean_loss(model, x, y).backward()
+            probe.step()
+            if what != "left over":
+                model.zero_grad()
+        return probe._reader.tap_name, probe.reading().trace_cov, probe.reading().windows, list(probe.reading().dropped)
+
+
+def _fails_halfway(model: nn.Module, x: torch.Tensor) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError
+
+    handle = next(model.parameters()).register_hook(fail)  # the last that backward reaches
+    try:
+        model(x).sum().backward()
+    finally:
+        handle.remove()
+
+
+def test_auto_reads_buckets_without_declared_pieces_too(ranks2: Ranks) -> None:
+    expected = ranks2(_ungated, "plain", "leaf")[0]
+    for tap_name, trace_cov, windows, dropped in ranks2(_ungated, "plain", "auto"):
+        assert (tap_name, windows, dropped) == ("DDP's communication hook", 12, [])
+        assert trace_cov == pytest.approx(expected[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("what", "windows", "reason"),
+    [
+        ("left over", 1, "gradients from before the window's first backward"),
+        ("failed", 11, "a piece was interrupted in or after its backward"),
+        ("outside", 1, "a backward outside piece() added to the gradients"),
+    ],
+)
+def test_what_ddps_buckets_hold_besides_the_piece_is_named(ranks2: Ranks, what: str, windows: int, reason: str) -> None:
+    for _, _, got, dropped in ranks2(_ungated, what, "comm_hook"):
+        assert got == windows, dropped
+        assert reason in dropped[0]
+
+
+def _all_checkpointed(tap: str) -> tuple[int, list[str]]:
+    model = small_model()
+    ddp = DistributedDataParallel(model)
+    forward = model.forward
+    model.forward = lambda x: checkpoint(forward, x, use_reentrant=True)  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(ddp, tap=tap, units_per_piece=4) as probe:
+        for _ in range(5):
+            x, y = batch(4, generator)
+            mean_loss(ddp, x.requires_grad_(), y).backward()
+            probe.step()
+            ddp.zero_grad()
+        return probe.reading().windows, list(probe.reading().dropped)
+
+
+@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
+def test_reentrant_checkpointing_without_declared_pieces_is_named(ranks2: Ranks, tap: str) -> None:
+    for windows, dropped in ranks2(_all_checkpointed, tap):
+        assert windows == 0
+        assert "reentrant checkpointing runs backward inside backward" in dropped[0]

@@ -1,0 +1,76 @@
+"""Adam's metric, against the optimizer's own second moment."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.batch_size.loops import (
+    assert_same,
+    attached,
+    flat_grad,
+    piece_losses,
+    small_model,
+    train,
+)
+from tests.oracles import window_by_hand
+
+
+@pytest.mark.parametrize("variant", [{}, {"fused": True}, {"amsgrad": True}], ids=str)
+def test_adam_metric_is_the_weighted_sum_of_squares(variant: dict[str, bool]) -> None:
+    """Σ P_j g_j² with the second moment of the previous step, from the optimizer's own state, by hand."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **variant)
+    losses = piece_losses(model, [4, 6])
+    with attached(model, optimizer, metric="adam") as probe:
+        for _ in range(2):
+            weight = []
+            for p in model.parameters():
+                state = optimizer.state.get(p)
+                if state:
+                    moment = state["max_exp_avg_sq" if variant.get("amsgrad") else "exp_avg_sq"]
+                    corrected = moment.double() / (1 - 0.999 ** float(state["step"]))
+                    weight.append(1 / (corrected.sqrt() + 1e-8).flatten())
+            gradients = [flat_grad(model, loss()) for loss in losses]
+            for loss, n in zip(losses, (4, 6), strict=True):
+                with probe.piece(units=n):
+                    loss().backward()
+            norm = probe.clip_grad_norm_(math.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+        reading = probe.reading()
+    # The first window came before any second moment, which is no cause for alarm.
+    assert (reading.windows, sum(reading.dropped.values())) == (1, 1)
+    assert "the optimizer's second moment, which exists only after its first step" in next(iter(reading.dropped))
+    assert probe.alerts == {}
+    root = torch.cat(weight).sqrt()
+    assert_same(reading, window_by_hand([root * h for h in gradients], [1, 1], [4, 6], root * sum(gradients)))
+    assert float(norm) == pytest.approx(float(sum(gradients).norm()), rel=1e-5)  # type: ignore[union-attr]
+
+
+def test_adam_metric_follows_a_loaded_state() -> None:
+    """Resuming: the optimizer's state is loaded after the probe was attached."""
+    model = small_model()
+    trained = torch.optim.Adam(model.parameters(), lr=0.0)
+    piece_losses(model, [4])[0]().backward()
+    trained.step()
+    trained.zero_grad()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    with attached(model, optimizer, metric="adam") as probe:
+        optimizer.load_state_dict(trained.state_dict())
+        train(model, probe, optimizer, windows=2)
+        assert probe.reading().windows == 2
+
+
+def test_adam_metric_needs_such_an_optimizer() -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match="got no optimizer"):
+        attached(model, metric="adam")
+    with pytest.raises(ValueError, match="got SGD: use Adam"):
+        attached(model, torch.optim.SGD(model.parameters(), lr=0.1), metric="adam")
+    with pytest.raises(ValueError, match="got Adamax: use Adam"):
+        attached(model, torch.optim.Adamax(model.parameters()), metric="adam")
+    with pytest.raises(ValueError, match="metric must be"):
+        attached(model, metric="sign")

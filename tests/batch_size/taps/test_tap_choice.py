@@ -1,0 +1,300 @@
+"""When tap="auto" changes from leaf hooks to DDP's buckets, when it changes back, and when it stays."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.batch_size.ddp_loops import batches, check, in_bf16, on_rank, wrap
+from tests.batch_size.loops import (
+    attached,
+    batch,
+    mean_loss,
+    small_model,
+)
+from tests.ranks import Ranks
+
+
+def _auto_when_accumulation_starts_later() -> tuple[list[str], int, int]:
+    """One piece a rank for a while, then three without no_sync: DDP's buckets hold no rank's gradient then."""
+    _, model = wrap({})
+    names = []
+    with attached(model, log_every=1) as probe:
+        for window in range(16):
+            for x, y in batches(dist.get_rank(), 1 if window < 6 else 3, window):
+                with probe.piece(units=len(x)):
+                    mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+            names.append(probe._reader.tap_name)
+        reading = probe.reading()
+    return names, reading.windows, sum(reading.dropped.values())
+
+
+def test_auto_goes_back_to_leaf_hooks_when_buckets_do_not_do(ranks2: Ranks) -> None:
+    for names, windows, dropped in ranks2(_auto_when_accumulation_starts_later):
+        assert "DDP's communication hook" in names
+        assert names[-1] == "leaf hooks"
+        assert (windows + dropped, dropped <= 3) == (16, True)
+
+
+def _auto_with_two_backwards() -> str:
+    _, model = wrap({})
+    with attached(model, log_every=1) as probe:
+        for window in range(8):
+            with probe.piece(units=4):
+                for x, y in batches(dist.get_rank(), 2, window):
+                    mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+        return probe._reader.tap_name
+
+
+def test_auto_does_not_change_where_a_piece_has_several_backwards(ranks2: Ranks) -> None:
+    assert ranks2(_auto_with_two_backwards) == ["leaf hooks"] * 2
+
+
+def _auto_with_accumulation() -> dict[str, Any]:
+    return on_rank({}, tap="auto", windows=6)
+
+
+def test_auto_keeps_leaf_hooks_under_accumulation(ranks2: Ranks) -> None:
+    results = ranks2(_auto_with_accumulation)
+    check(results, windows=6)
+    assert [r["tap"] for r in results] == ["leaf hooks"] * 2
+
+
+def _frozen_after_wrapping() -> tuple[str, int]:
+    plain, model = wrap({"find_unused_parameters": True})
+    plain[0].requires_grad_(False)  # type: ignore[index]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, log_every=1) as probe:
+        for _ in range(8):
+            with probe.piece(units=4):
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        return probe._reader.tap_name, probe.reading().windows
+
+
+def test_parameters_frozen_after_wrapping(ranks2: Ranks) -> None:
+    assert ranks2(_frozen_after_wrapping) == [("DDP's communication hook", 8)] * 2
+
+
+def _two_ddp_modules() -> tuple[str, list[float | None], str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(DistributedDataParallel(nn.Linear(12, 8)), DistributedDataParallel(nn.Linear(8, 3)))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    traces = []
+    with attached(model, log_every=1) as probe:
+        for _ in range(8):
+            with probe.piece(units=4):
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+            traces.append(probe.reading().groups["1"].trace_cov)
+        name = probe._reader.tap_name
+    try:
+        attached(model, tap="comm_hook")
+    except ValueError as error:
+        return name, traces, str(error)
+    return name, traces, "no error"
+
+
+def test_two_ddp_modules_stay_with_leaf_hooks(ranks2: Ranks) -> None:
+    for name, traces, said in ranks2(_two_ddp_modules):
+        assert name == "leaf hooks"
+        assert min(traces) > 0.3 * max(traces)
+        assert "parameters outside" in said
+
+
+def _a_tap_each() -> tuple[float | None, float | None, bool]:
+    """One rank reads leaf hooks, the other DDP's buckets, as when "auto" changes at different windows."""
+    model, plain = DistributedDataParallel(small_model()), DistributedDataParallel(small_model())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, tap="leaf" if dist.get_rank() == 0 else "comm_hook") as probe:
+        for _ in range(10):
+            x, y = batch(4, generator)
+            with probe.piece(units=4):
+                mean_loss(model, x, y).backward()
+            mean_loss(plain, x, y).backward()
+            probe.step()
+            same = all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
+            if not same:
+                break
+            model.zero_grad()
+            plain.zero_grad()
+        return probe.reading().trace_cov, probe.reading().grad_sq, same
+
+
+def _leaf_on_both() -> tuple[float | None, float | None]:
+    model = DistributedDataParallel(small_model())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, tap="leaf") as probe:
+        for _ in range(10):
+            with probe.piece(units=4):
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        return probe.reading().trace_cov, probe.reading().grad_sq
+
+
+def test_ranks_may_change_taps_at_different_windows(ranks2: Ranks) -> None:
+    expected = ranks2(_leaf_on_both)[0]
+    for trace_cov, grad_sq, same in ranks2(_a_tap_each):
+        assert same
+        assert (trace_cov, grad_sq) == pytest.approx(expected, rel=1e-5)
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients, which DDP reduces in a bucket of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 6, sparse=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embed(rows))
+        return out
+
+
+def _sparse_under_ddp(tap: str) -> tuple[str, int, list[str]]:
+    model = DistributedDataParallel(Sparse())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, tap=tap, log_every=1) as probe:
+        for _ in range(12):
+            with probe.piece(units=8):
+                model(torch.randint(50, (8,), generator=generator)).square().sum(1).mean().backward()
+            probe.step()
+            model.zero_grad()
+        return probe._reader.tap_name, probe.reading().windows, list(probe.reading().dropped)
+
+
+def test_sparse_gradients_stay_with_leaf_hooks(ranks2: Ranks) -> None:
+    for tap_name, windows, dropped in ranks2(_sparse_under_ddp, "auto"):
+        assert (tap_name, windows, dropped) == ("leaf hooks", 12, [])
+    for _, windows, dropped in ranks2(_sparse_under_ddp, "comm_hook"):
+        assert windows == 0
+        assert "DDP does not put a sparse gradient into a bucket" in dropped[0]
+
+
+def _builtin_hook() -> tuple[str, int]:
+    model = DistributedDataParallel(small_model())
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, log_every=1) as probe:
+        for _ in range(10):
+            with probe.piece(units=4):
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        return probe._reader.tap_name, probe.reading().windows
+
+
+def test_where_ddp_takes_no_hook_leaf_hooks_stay(ranks2: Ranks) -> None:
+    for tap_name, windows in ranks2(_builtin_hook):
+        assert (tap_name, windows) == ("leaf hooks", 10)
+
+
+class Blocks(nn.Module):
+    """Residual blocks that a step may skip; the first and last of them are what the witness always reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(6))
+        self.kept = [True] * 6
+        self.checkpoints = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, kept in zip(self.layers, self.kept, strict=True):
+            if kept:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+def _skipped() -> tuple[str, int, list[str]]:
+    model = Blocks()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    generator, choose = torch.Generator().manual_seed(dist.get_rank()), torch.Generator().manual_seed(9)
+    with attached(ddp, units_per_piece=4, log_every=1, groups=None) as probe:
+        for _ in range(30):
+            model.kept = [True] * 6
+            if float(torch.rand((), generator=choose)) < 0.5:
+                model.kept = [False, True, True, True, True, False]  # those that are always compared
+            x = torch.randn(4, 12, generator=generator)
+            with probe.piece():
+                ddp(x).square().sum(1).mean().backward()
+            probe.step()
+            ddp.zero_grad()
+        return probe._reader.tap_name, probe.reading().windows, list(probe.reading().dropped)
+
+
+def test_blocks_that_are_skipped_at_random_are_no_empty_pieces(ranks2: Ranks) -> None:
+    for tap_name, windows, dropped in ranks2(_skipped):
+        assert tap_name == "DDP's communication hook"
+        assert not [reason for reason in dropped if "no backward" in reason]
+        assert windows >= 25, dropped
+
+
+def _auto_with_one_piece_a_rank() -> dict[str, Any]:
+    return on_rank({}, n_micro=1, tap="auto", windows=6)
+
+
+def test_auto_keeps_leaf_hooks_where_the_ranks_are_no_power_of_two(ranks3: Ranks) -> None:
+    """DDP's rounding of 1/3 depends on its options, and a tap must not change it."""
+    results = ranks3(_auto_with_one_piece_a_rank)
+    check(results, windows=6)
+    assert [r["tap"] for r in results] == ["leaf hooks"] * 3
+
+
+def _auto_beside(rival: str) -> tuple[str, int]:
+    """The user's hook is registered, or another probe reads the buckets, before "auto" would change."""
+    _, model = wrap({})
+    other: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    with attached(model, log_every=1) as probe:
+        if rival == "user's hook":
+            model.register_comm_hook(None, in_bf16)
+        else:
+            other = attached(model, tap="comm_hook")
+        with other:
+            for window in range(8):
+                x, y = batches(dist.get_rank(), 1, window)[0]
+                with probe.piece(units=len(x)):
+                    mean_loss(model, x, y).backward()
+                probe.step()
+                model.zero_grad()
+        return probe._reader.tap_name, probe.reading().windows
+
+
+@pytest.mark.parametrize("rival", ["user's hook", "another probe"])
+def test_auto_keeps_leaf_hooks_where_the_buckets_are_taken(ranks2: Ranks, rival: str) -> None:
+    assert ranks2(_auto_beside, rival) == [("leaf hooks", 8)] * 2
+
+
+def _seconds_of_both_taps() -> tuple[str, float, float]:
+    _, model = wrap({})
+    with attached(model, log_every=1) as probe:
+        leaf = probe._taps.tap
+        for window in range(8):
+            x, y = batches(dist.get_rank(), 1, window)[0]
+            with probe.piece(units=len(x)):
+                mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+        assert leaf.seconds > 0
+        return probe._reader.tap_name, probe._taps.seconds, leaf.seconds + probe._taps.tap.seconds
+
+
+def test_the_time_of_a_replaced_tap_still_counts(ranks2: Ranks) -> None:
+    for tap_name, seconds, of_both in ranks2(_seconds_of_both_taps):
+        assert tap_name == "DDP's communication hook"
+        assert seconds == pytest.approx(of_both)

@@ -1,0 +1,90 @@
+"""The probe's clip: torch's numbers, and the window is measured before it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.batch_size.loops import (
+    attached,
+    piece_losses,
+    small_model,
+)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.1, 1e9, math.inf])
+def test_clip_is_torchs(max_norm: float) -> None:
+    ours, theirs = small_model(), small_model()
+    with attached(ours) as probe:
+        for a, b in zip(piece_losses(ours, [4, 4]), piece_losses(theirs, [4, 4]), strict=True):
+            with probe.piece(units=4):
+                a().backward()
+            b().backward()
+        got = probe.clip_grad_norm_(max_norm)
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+        assert float(got) == pytest.approx(float(expected), rel=1e-6)
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
+        assert probe.reading().windows == 1  # measured before the clip
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+def test_clip_refuses_a_bad_threshold_and_touches_nothing(max_norm: float) -> None:
+    model = small_model()
+    piece_losses(model, [4])[0]().backward()
+    before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    with attached(model) as probe, pytest.raises(ValueError, match="max_norm must be ≥ 0"):
+        probe.clip_grad_norm_(max_norm)
+    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))  # type: ignore[arg-type]
+
+
+def test_clip_raises_on_a_norm_that_is_not_finite() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        with probe.piece(units=4):
+            (piece_losses(model, [4])[0]() * math.nan).backward()
+        with pytest.raises(RuntimeError, match="the gradient norm is nan"):
+            probe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_a_norm_that_is_not_finite_is_counted_before_it_is_raised() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(units=4):
+                (loss() * math.nan).backward()
+        with pytest.raises(RuntimeError, match="the gradient norm is nan"):
+            probe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        assert list(probe.reading().dropped.values()) == [1]
+
+
+def test_clip_takes_parameters_unfrozen_after_attach() -> None:
+    model = small_model()
+    model[0].requires_grad_(False)
+    with attached(model) as probe:
+        model[0].requires_grad_(True)
+        with probe.piece(units=4):
+            piece_losses(model, [4])[0]().backward()
+        probe.clip_grad_norm_(0.1)
+    assert torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]) == pytest.approx(0.1, rel=1e-4)  # type: ignore[misc]
+
+
+def test_a_child_named_module_is_not_lost() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.module = nn.Linear(3, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(x * self.weight)
+
+    model = Outer()
+    with attached(model) as probe:
+        with probe.piece(units=1):
+            model(torch.ones(2, 3)).sum().backward()
+        norm = probe.clip_grad_norm_(math.inf)
+    assert float(norm) == pytest.approx(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))  # type: ignore[misc]

@@ -1,0 +1,122 @@
+"""The saved state: a restart continues from it, and a foreign or damaged state changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sonde import NoiseScaleProbe
+from tests.batch_size.loops import (
+    attached,
+    small_model,
+    train,
+)
+
+
+def test_state_goes_on_where_it_stopped() -> None:
+    def run(model: nn.Module, probe: NoiseScaleProbe, seed: int) -> None:
+        train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=10, seed=seed)
+
+    model = small_model()
+    with attached(model, horizon=20.0) as whole:
+        run(model, whole, 0)
+        run(model, whole, 1)
+        expected = whole.reading()
+    with attached(model, horizon=20.0) as first:
+        run(model, first, 0)
+        state, before = first.state_dict(), first.reading()
+    with attached(model, horizon=20.0) as second:
+        second.load_state_dict(state)
+        assert second.reading() == before
+        run(model, second, 1)
+        got = second.reading()
+    # Other elements are compared after a restart, and κ has their rounding: some 1e-8.
+    assert (got.b_simple, got.low, got.high) == pytest.approx(
+        (expected.b_simple, expected.low, expected.high), rel=1e-6
+    )
+    assert got.windows == 20
+    for name, group in got.groups.items():
+        assert group.trace_cov == pytest.approx(expected.groups[name].trace_cov, rel=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"version": 1}, {"more": 1}, {"averages": {}}, {"run": {"window": 1}}])
+def test_foreign_state_is_refused_whole(change: dict[str, Any]) -> None:
+    model = small_model()
+    with attached(model) as probe:
+        train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=3)
+        before = probe.state_dict()
+        with pytest.raises(ValueError, match=r"version|unknown keys"):
+            probe.load_state_dict(before | change)
+        assert probe.state_dict() == before
+
+
+_DAMAGE: list[tuple[list[str], Any]] = [
+    (["run"], None),
+    (["run", "window"], -1),
+    (["run", "window"], 2.5),
+    (["run", "units_seen"], "many"),
+    (["averages", "groups"], []),
+    (["averages", "total"], 7),
+    (["averages", "total", "windows"], True),
+    (["averages", "total", "windows"], -3),
+    (["averages", "total", "windows"], 0),
+    (["averages", "total", "weight"], 0.0),
+    (["averages", "total", "sq_weight"], math.nan),
+    (["averages", "total", "dev_trace_trace"], -1.0),
+    (["averages", "groups", "4", "trace_cov"], None),
+    (["averages", "units"], math.inf),
+    (["averages", "units_weight"], -1),
+    (["averages", "dropped"], ["zero"]),
+    (["averages", "dropped"], {"zero": -1}),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), _DAMAGE, ids=str)
+def test_damaged_state_is_refused_whole(path: list[str], value: Any) -> None:
+    model = small_model()
+    with attached(model) as probe:
+        train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=3)
+        before = probe.state_dict()
+        damaged = place = copy.deepcopy(before)
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        with pytest.raises(ValueError, match=r"must be|must map|do not fit"):
+            probe.load_state_dict(damaged)
+        assert probe.state_dict() == before
+
+
+def test_state_of_another_model_is_refused() -> None:
+    with (
+        attached(small_model()) as a,
+        attached(nn.Linear(2, 2)) as b,
+        pytest.raises(ValueError, match="state is of other parameters"),
+    ):
+        b.load_state_dict(a.state_dict())
+
+
+def test_state_of_another_unit_or_metric_is_refused() -> None:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with attached(model) as rows:
+        state = rows.state_dict()
+    with attached(model, unit="images") as images, pytest.raises(ValueError, match="of other unit"):
+        images.load_state_dict(state)
+    with attached(model, optimizer, metric="adam") as adam, pytest.raises(ValueError, match="of other metric"):
+        adam.load_state_dict(state)
+
+
+def test_windows_on_their_way_are_not_added_to_a_loaded_state() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(model, optimizer) as probe:
+        train(model, probe, optimizer, windows=5)
+        state = probe.state_dict()
+        train(model, probe, optimizer, windows=7)
+        probe.load_state_dict(state)
+        assert probe.reading().windows == 5
