@@ -1,4 +1,4 @@
-"""How exact each estimator is: against the exact gradients of a finite population, at weights that do not move."""
+"""Accuracy of each estimator, against the exact gradients of a finite population at frozen weights."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Bias:
     """Mean error of one quantity over independent runs, and the standard error of that mean, both relative.
 
     Attributes:
-        mean: 0.01 is 1 % too large.
-        standard_error: of the mean.
-        n_runs: runs that gave a number.
+        mean: 0.01 means 1 % too large.
+        standard_error: the standard error of `mean`.
+        n_runs: number of runs with a result.
     """
 
     mean: float
@@ -50,7 +50,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Bias of an estimator's results; None where no run gave a number."""
+    """Bias of an estimator's results; None where no run had a result."""
 
     b_simple: Bias | None
     trace_cov: Bias | None
@@ -75,14 +75,14 @@ def train_then_freeze(setup: Setup, n_windows: int, path: Path) -> Moments:
 
 
 def exact_moments(weights: dict[str, Tensor], tokens: Tensor) -> Moments:
-    """|G|² and tr Σ from every sequence's own gradient, one backward each, in float64."""
+    """|G|² and tr Σ from every sequence's own gradient in float64, by one backward per sequence."""
     model = build(TINY, torch.device("cpu")).double()
     model.load_state_dict(weights)
     parameters = list(model.parameters())
     mean = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     sq_norm = 0.0
-    for one in tokens:
-        grad = torch.cat([g.flatten() for g in torch.autograd.grad(model(one[None]), parameters)])
+    for sequence in tokens:
+        grad = torch.cat([g.flatten() for g in torch.autograd.grad(model(sequence[None]), parameters)])
         mean += grad / len(tokens)
         sq_norm += float(grad @ grad) / len(tokens)
     grad_sq = float(mean @ mean)
@@ -90,7 +90,7 @@ def exact_moments(weights: dict[str, Tensor], tokens: Tensor) -> Moments:
 
 
 def estimates(setup: Setup, entry: Entry, weights_path: Path, n_windows: int, seeds: Sequence[int]) -> list[Estimate]:
-    """What an estimator says after so many windows at frozen weights, once for each seed."""
+    """The estimates after `n_windows` windows at frozen weights, one for each seed."""
     weights = torch.load(weights_path)
     results = []
     for seed in seeds:

@@ -1,7 +1,7 @@
 """The estimators that are compared, each behind the same two calls of the training loop.
 
-Foreign ones run as published: their files are imported unmodified, and only the mapping of their results to tr Σ and
-|G|² *per sequence* is written here, from their documented definitions.
+Estimators of other packages run as published: their files are imported unmodified. Only the mapping of their results to
+tr Σ and |G|² *per sequence* is written here, from their documented definitions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.training import Contestant, Run
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an estimator says: tr Σ of one sequence, |G|², and the B_simple it would show its user, if any."""
+    """The result of an estimator: tr Σ of one sequence, |G|², and the B_simple that its user would see, if any."""
 
     trace_cov: float
     grad_sq: float
@@ -31,14 +31,14 @@ class Estimate:
 
 
 class Estimator(Contestant, Protocol):
-    """A contestant that has an answer."""
+    """A contestant with a result."""
 
     def estimate(self) -> Estimate:
-        """The answer so far."""
+        """The result so far."""
 
 
 class Plain:
-    """Training and nothing else: what every cost is measured against."""
+    """Training and nothing else. Every cost is measured against it."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -52,7 +52,7 @@ class Plain:
 
 
 class Sonde(Plain):
-    """sonde's probe at its defaults, but reporting every second window, so that every timed block bears a report."""
+    """sonde's probe at its defaults, but reporting every second window, so that every timed block holds a report."""
 
     tap: Literal["auto", "leaf"] = "auto"
 
@@ -86,8 +86,8 @@ class SondeLeaf(Sonde):
 class SnapshotAndSubtract(Plain):
     """The usual home-made way: copy `.grad` before each micro-batch, subtract the copy afterwards.
 
-    As it is commonly found, the loss is divided by the number of micro-batches, so increments are that much too small
-    beside the whole gradient; each window's tr Σ then comes out negative and is clamped to 0.
+    In the common form, the loss is divided by the number of micro-batches, so that increments are too small by this
+    factor beside the whole gradient. Each window's tr Σ is then negative and is clamped to 0.
     """
 
     decay = 0.99
@@ -131,7 +131,7 @@ class SnapshotAndSubtract(Plain):
 
 
 class RescaledSnapshot(SnapshotAndSubtract):
-    """The same with increments multiplied by the number of micro-batches and nothing clamped, as it should be."""
+    """The corrected form: increments are multiplied by the number of micro-batches, and nothing is clamped."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -142,7 +142,7 @@ class FairscaleAdaScale(Plain):
     """fairscale's AdaScale around the optimizer, at its defaults.
 
     Its variance is that of one piece's gradient, so tr Σ = sequences in a piece × variance. It shows a gain
-    r = (var + sqr)/(var/S + sqr), S the number of pieces, from which var/sqr = (r − 1)/(1 − r/S).
+    r = (var + sqr)/(var/S + sqr), where S is the number of pieces. So var/sqr = (r − 1)/(1 − r/S).
     """
 
     def __init__(self, run: Run) -> None:
@@ -166,16 +166,16 @@ class FairscaleAdaScale(Plain):
 
 
 class AdaptdlNoiseScale(Plain):
-    """adaptdl's GradientNoiseScale without its data loader and checkpoints, so at its cheapest.
+    """adaptdl's GradientNoiseScale without its data loader and checkpoints: its cheapest form.
 
-    Its file alone is imported: the package around it needs `pkg_resources`, which setuptools 81 dropped, and more.
-    Micro-losses are not divided: it divides the accumulated gradient itself. Its variance is that of a piece.
+    Only its file is imported, since the package needs `pkg_resources`, which setuptools 81 dropped, and more.
+    Micro-losses are not divided, since it divides the accumulated gradient. Its variance is that of a piece.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         module = _load_file("adaptdl", "torch/gradient_noise_scale.py")
-        # It asks its wrapper one thing only: whether this backward is the window's last. DDP knows; one process says.
+        # Its wrapper must only answer whether this backward is the window's last. DDP knows; without DDP, this answers.
         self._accumulation = run.wrapped if run.setup.ranks > 1 else SimpleNamespace(require_backward_grad_sync=True)
         self._gns: Any = module.GradientNoiseScale(self._accumulation, run.optimizer, num_replicas=run.setup.ranks)
 
@@ -198,8 +198,8 @@ class AdaptdlNoiseScale(Plain):
 class KDiffusionHook(Plain):
     """k-diffusion's DDP communication hook and its GradientNoiseScale, as its training script uses them.
 
-    Its file alone is imported: the package around it needs torchvision, scikit-image, wandb and more. It sees what a
-    rank has accumulated, so it needs two ranks, and micro-batches of one rank count as one piece.
+    Only its file is imported, since the package needs torchvision, scikit-image, wandb and more. It sees the gradient
+    that a rank has accumulated, so it needs two ranks, and the micro-batches of one rank count as one piece.
     """
 
     def __init__(self, run: Run) -> None:
@@ -225,11 +225,11 @@ class Entry:
     Attributes:
         title: for tables.
         make: attaches the contestant to a run.
-        package: what it needs from a registry; None for none.
+        package: the package that it needs; None for none.
         alone: whether it runs without DDP.
         ddp: whether it runs under DDP.
-        timed: whether its cost is measured; not where another row has the same.
-        has_goal: whether a goal is set for its cost, which is then measured longer.
+        timed: whether its cost is measured; False where another row has the same cost.
+        has_goal: whether its cost has a goal; such a cost is measured longer.
     """
 
     title: str
@@ -250,7 +250,7 @@ _FOLDERS = {"adaptdl": "adaptdl", "fairscale": "fairscale", "k-diffusion": "k_di
 
 
 def _load_file(folder: str, file: str) -> ModuleType:
-    """One file of an installed package, unmodified, without its `__init__` and what that would import."""
+    """One file of an installed package, unmodified, without the package's `__init__` and its imports."""
     package = importlib.util.find_spec(folder)
     assert package is not None
     assert package.submodule_search_locations
@@ -264,7 +264,7 @@ def _load_file(folder: str, file: str) -> ModuleType:
 
 
 def import_packages() -> None:
-    """Import what is installed of the packages that are compared."""
+    """Import the installed packages among those that are compared."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if importlib.util.find_spec("fairscale") is not None:

@@ -69,14 +69,14 @@ class Gpt(nn.Module):
 
 
 def build(shape: GptShape, device: torch.device) -> Gpt:
-    """The model with the weights that everyone starts from."""
+    """The model with the weights that every contestant starts from."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Gpt(shape).to(device)
 
 
 def sequences(shape: GptShape) -> Tensor:
-    """English text that comes with Python, the help topics, cut into sequences of bytes: [sequences, context + 1]."""
+    """Python's help topics, an English text, cut into sequences of bytes: [sequences, context + 1]."""
     text = "\n".join(pydoc_data.topics.topics.values()).encode()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     length = shape.context + 1

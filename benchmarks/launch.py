@@ -24,14 +24,14 @@ DEADLINE_SECONDS = 1800.0
 def on_ranks(
     setup: Setup, function: Callable[..., Any], *args: Any, start: Literal["spawn", "forkserver"] = "forkserver"
 ) -> list[Any]:
-    """`function(setup, *args)` on every rank, each a new process; their results, by rank.
+    """Run `function(setup, *args)` on every rank, each in a new process, and return the results by rank.
 
     Args:
-        setup: says how many ranks, and how many threads each.
-        function: importable, as are the arguments and the results.
+        setup: the number of ranks, and the threads of each.
+        function: importable; its arguments and results can be pickled.
         *args: for the function.
-        start: "spawn" takes seconds and gives every process a memory layout of its own, as timings want;
-            "forkserver" takes milliseconds, and hands memory back to the system as soon as it is freed.
+        start: "spawn" takes seconds and gives every process a memory layout of its own, as timings need; "forkserver"
+            takes milliseconds, and its processes return freed memory to the system at once.
 
     Raises:
         RuntimeError: with the traceback of a rank that failed, or when one does not answer in time.
@@ -59,9 +59,9 @@ def on_ranks(
 
 
 def _start_forkserver(context: Any) -> None:
-    """Have glibc give freed tensors back at once in its processes, so that a peak of memory repeats to 0.1 MiB.
+    """Start the server so that glibc returns freed tensors at once: peaks of memory then repeat to 0.1 MiB.
 
-    It costs time: processes that are timed are spawned.
+    Returning memory costs time, so processes that are timed are spawned instead.
     """
     context.set_forkserver_preload(["benchmarks.preload"])
     given = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}

@@ -1,4 +1,4 @@
-"""Where and with what a result was measured."""
+"""The machine, versions and commit behind a result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe(device: str, compared: Sequence[str] = ("adaptdl", "fairscale", "k-
 
 
 def import_seconds(n_repeats: int) -> float:
-    """Seconds that `import sonde` takes beyond `import torch`: medians of new processes, one kind after the other."""
+    """Seconds that `import sonde` takes beyond `import torch`: medians of new processes, which alternate."""
     took: dict[str, list[float]] = {"torch": [], "sonde": []}
     for _ in range(n_repeats):
         for name, seconds in took.items():
@@ -51,16 +51,16 @@ def _cpu_model() -> str:
 
 
 def _git(*args: str) -> str:
-    here = Path(__file__).parent.parent
-    done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, check=False)
+    root = Path(__file__).parent.parent
+    done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 def _versions(*packages: str) -> list[str]:
-    found = []
+    versions = []
     for package in packages:
         try:
-            found.append(f"{package} {version(package)}")
+            versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return found
+    return versions

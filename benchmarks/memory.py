@@ -14,7 +14,7 @@ from benchmarks.training import Run, Setup, draw_windows
 
 
 def peak_bytes(setup: Setup, entry: Entry, n_windows: int) -> int:
-    """Peak memory of this process after training some windows: all of it on the CPU, the allocator's on a GPU.
+    """Peak memory of this process after training some windows: resident memory on the CPU, the allocator's on a GPU.
 
     Call in a fresh process that has imported the same modules for every contestant.
     """
@@ -29,7 +29,7 @@ def peak_bytes(setup: Setup, entry: Entry, n_windows: int) -> int:
 
 def _peak_resident_bytes() -> int:
     status = Path("/proc/self/status")
-    if status.exists():  # getrusage would count the parent's peak too, which survives fork and exec
+    if status.exists():  # getrusage also counts the parent's peak, which survives fork and exec
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""What the noise-scale probe costs and how exact it is, beside other estimators: `python -m benchmarks.noise_scale`."""
+"""Cost and accuracy of the noise-scale probe, beside other estimators: `python -m benchmarks.noise_scale`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Effort:
     Attributes:
         processes: fresh processes that time each contestant.
         blocks: blocks of four windows timed in each.
-        goal_factor: times as many processes for the rows that a goal is set for: it takes them to decide 1 %.
-        memory_repeats: processes whose peak memory is read; an odd number.
+        goal_factor: factor on `processes` for rows with a goal: a decision about 1 % takes more processes.
+        memory_repeats: processes whose peak memory is measured; an odd number.
         accuracy_runs: independent runs behind each bias.
-        accuracy_windows: windows in each.
-        weights: at how many of the `WEIGHTS` biases are measured.
+        accuracy_windows: windows in each run.
+        weights: number of the `WEIGHTS` at which biases are measured.
         import_repeats: new processes that import each package.
         start: how timed processes start: "spawn" gives each a memory layout of its own.
     """
@@ -79,12 +79,12 @@ QUICK = Effort(
     start="forkserver",
 )
 GOAL = {"cpu": 0.01, "cuda": 0.005}
-# Early, B_simple is about a window's size; later the noise drowns |G|², which is where estimators differ.
+# Early in training, B_simple is about the size of a window. Later, noise drowns |G|², and estimators differ.
 WEIGHTS = {"early in training": 20, "late in training": 150}
 
 
 def setups(device: str, *, quick: bool) -> list[Setup]:
-    """One process that accumulates, DDP with one piece per rank, and both; the same sequences in a window."""
+    """One process that accumulates, DDP with one piece per rank, and DDP that accumulates; windows of equal size."""
     if device == "cuda":
         alone = Setup(1, 1, micro_batches=4, sequences=8, shape=GPT2_SMALL, device="cuda")
         n_gpus = torch.cuda.device_count()
@@ -99,14 +99,14 @@ def setups(device: str, *, quick: bool) -> list[Setup]:
 
 
 def measure(device: str, effort: Effort, *, quick: bool, command: str, only: Sequence[str] = tuple(ENTRIES)) -> Results:
-    """Everything, one contestant after the other."""
+    """Measure one contestant after the other."""
     start = time.monotonic()
     pairs = [
         (entry, setup)
         for setup in setups(device, quick=quick)
         for entry in (ENTRIES[name] for name in only)
         if (entry.ddp if setup.ranks > 1 else entry.alone)
-        # Accumulation under DDP: others see a rank as one piece, as in the set-up before.
+        # Accumulation under DDP: other contestants see a rank as one piece, as in the set-up before.
         and (setup.ranks == 1 or setup.micro_batches == 1 or entry.make in (PLAIN.make, ENTRIES["sonde"].make))
     ]
     rows = [Row(entry.title, str(setup), setup.pieces, note=_how_to_get(entry)) for entry, setup in pairs]
@@ -134,7 +134,7 @@ def _measure_cost(row: Row, entry: Entry, setup: Setup, effort: Effort) -> None:
         row.blocks += on_ranks(setup, _time, entry, effort.blocks, k % 2 == 1, start=effort.start)[:1]
     row.cost = cost(row.blocks)
     for _ in range(effort.memory_repeats):
-        # A plain process beside each: what a machine does to memory (huge pages, caches) drifts too.
+        # Each is compared with a plain process of its own, since memory (huge pages, caches) drifts on a machine.
         plain, with_it = (on_ranks(setup, peak_bytes, e, 4) for e in (PLAIN, entry))
         row.extra_bytes.append((sum(with_it) - sum(plain)) / setup.ranks)
     if setup.ranks > 1:
@@ -166,7 +166,7 @@ def _measure_accuracy(
 
 
 def _estimates(setup: Setup, entry: Entry, path: Path, effort: Effort) -> list[Estimate]:
-    """What every run says; no time is measured, so as many run at once as there are cores."""
+    """The estimates of all runs. No time is measured here, so that runs share the cores."""
     one_thread = dataclasses.replace(setup, threads=1)
     n_jobs = min(max((os.cpu_count() or 1) // setup.ranks, 1), effort.accuracy_runs)
     shares = [range(first, effort.accuracy_runs, n_jobs) for first in range(n_jobs)]
@@ -193,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write `noise_scale_<device>.json` and `.md`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.noise_scale", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--quick", action="store_true", help="a minute, to see that it works; numbers mean nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="take a minute to show that it works; the numbers mean nothing"
+    )
     parser.add_argument("--only", nargs="+", choices=list(ENTRIES), default=list(ENTRIES), help="contestants, by name")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
     options = parser.parse_args(arguments)

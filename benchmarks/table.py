@@ -13,15 +13,15 @@ from benchmarks.timing import Cost
 
 @dataclass
 class Row:
-    """Everything measured of one contestant in one set-up; None where it was not.
+    """The measurements of one contestant in one set-up; None where a number was not measured.
 
     Attributes:
         title: of the contestant.
-        setup: how windows were cut, and on what, for the cost.
-        pieces: how they were cut.
-        note: why it did not run; empty when it did.
+        setup: how windows were cut into pieces for the cost, and the model.
+        pieces: how windows were cut into pieces.
+        note: why the contestant did not run; empty when it ran.
         cost: time added.
-        blocks: seconds per window without and with it, [processes][blocks][2].
+        blocks: seconds per window without and with the contestant, [processes][blocks][2].
         extra_bytes: peak memory added, per process, for each repeat.
         extra_collectives: collectives added per window.
         synchronisations: host synchronisations per window; GPU only.
@@ -45,14 +45,14 @@ class Results:
     """One run of the benchmark.
 
     Attributes:
-        machine: where and with what, for people.
-        command: repeats it.
-        quick: whether it was too short to quote.
-        goal: most that the probe may add to a window, as a share.
+        machine: the machine and versions, for people.
+        command: the command that repeats the run.
+        quick: whether the run was too short to quote.
+        goal: the largest share of a window's time that the probe may add.
         windows: windows and runs behind each accuracy.
         exact: moments that accuracies are measured against, by name of the weights.
         rows: contestants in set-ups.
-        import_seconds: what `import sonde` takes beyond `import torch`.
+        import_seconds: seconds that `import sonde` takes beyond `import torch`.
     """
 
     machine: Mapping[str, str]
@@ -68,9 +68,10 @@ class Results:
 def markdown(results: Results) -> str:
     """The results as a page."""
     parts = [
-        "# What the noise scale costs, and how exact it is",
-        *(["**A quick run, to see that it works: its numbers mean nothing.**"] if results.quick else []),
-        "\n".join(f"- {name}: {value}" for name, value in results.machine.items()) + f"\n- again: `{results.command}`",
+        "# Cost and accuracy of the noise scale",
+        *(["**A quick run that shows that the benchmark works: its numbers mean nothing.**"] if results.quick else []),
+        "\n".join(f"- {name}: {value}" for name, value in results.machine.items())
+        + f"\n- command: `{results.command}`",
         *([] if results.quick else [_verdict(results)]),
         "## Cost",
         _COST,
@@ -90,17 +91,18 @@ def markdown(results: Results) -> str:
 
 
 _COST = (
-    "Time: two models side by side in one process, one without any probe, windows interleaved in blocks "
-    "plain–probe–probe–plain; median over blocks of the ratio of their times, with a 95 % bootstrap interval "
-    "(processes drawn first, then blocks). The control is training without probe against itself: what this machine "
-    "cannot tell from 0. Memory: peak of a new process above that of the plain one, median of repeats and their range, "
-    "after the same windows and the same imports. Collectives: those added to DDP's own in each window."
+    "Time: two models train side by side in one process, one of them without a probe, in blocks of windows in the "
+    "order plain–probe–probe–plain. The number is the median over blocks of the ratio of their times, with a 95 % "
+    "bootstrap interval (processes are drawn first, then blocks). The control compares training without a probe with "
+    "itself: it shows the differences that this machine cannot distinguish from 0. Memory: the peak of a new process "
+    "above the peak of a plain process, after the same windows and imports; median and range of the repeats. "
+    "Collectives: those that are added to DDP's own in each window."
 )
 _ACCURACY = (
-    "A small GPT of the same make, at weights that do not move. Windows are drawn with replacement from a finite "
-    "population whose |G|² and tr Σ are known exactly, from every sequence's own gradient in float64. {windows}. Bias "
-    "of what each estimator shows at the end of a run, ± its Monte-Carlo standard error; all rows of a table see the "
-    "same windows."
+    "A small GPT of the same architecture, at frozen weights. Windows are drawn with replacement from a finite "
+    "population whose |G|² and tr Σ are known exactly, from every sequence's own gradient in float64. {windows}. The "
+    "tables show the bias of each estimator at the end of a run, ± the Monte-Carlo standard error. All rows of a table "
+    "see the same windows."
 )
 
 
@@ -121,14 +123,14 @@ def _cost_table(rows: Iterable[Row]) -> str:
         head.append("host synchronisations")
     tables = []
     for setup in dict.fromkeys(r.setup for r in rows):
-        here = [r for r in rows if r.setup == setup]
+        setup_rows = [r for r in rows if r.setup == setup]
         cells = [
             [r.title, r.note or _cost(r.cost), _memory(r.extra_bytes), _number(r.extra_collectives)]
             + ([_number(r.synchronisations)] if on_gpu else [])
-            for r in here
+            for r in setup_rows
         ]
-        plain = next((r.cost.window_seconds for r in here if r.cost is not None), None)
-        window = f" A window takes {plain * 1000:.0f} ms without probe." if plain is not None else ""
+        plain = next((r.cost.window_seconds for r in setup_rows if r.cost is not None), None)
+        window = f" A window takes {plain * 1000:.0f} ms without a probe." if plain is not None else ""
         tables.append(f"**{setup}.**{window}\n\n{_table(head, cells)}")
     return "\n\n".join(tables)
 

@@ -1,4 +1,4 @@
-"""What a contestant adds to the time of a window: paired with no probe, interleaved, in the same process."""
+"""Time that a contestant adds to a window: compared with no probe, interleaved, in the same process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.gpt import sequences
 from benchmarks.training import Run, Setup, draw_windows
 
 WARM_UP_WINDOWS = 6
-"""Enough for the optimizer's state, DDP's second set of buckets, and sonde's change to its bucket tap."""
+"""Windows until the optimizer has its state, DDP its second set of buckets, and sonde its bucket tap."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Cost:
     """Time added to a window.
 
     Attributes:
-        median: of the ratios to no probe, minus 1.
-        low: lower end of its bootstrap 95 % interval.
-        high: upper end.
-        n_blocks: ratios it is taken from.
+        median: median of the ratios to no probe, minus 1.
+        low: lower end of the median's bootstrap 95 % interval.
+        high: upper end of the interval.
+        n_blocks: number of ratios.
         seconds_added: median of the differences, per window.
-        window_seconds: median time of a window without probe.
+        window_seconds: median time of a window without a probe.
     """
 
     median: float
@@ -45,9 +45,9 @@ class Cost:
 def time_blocks(setup: Setup, entry: Entry, n_blocks: int, *, contestant_first: bool) -> list[tuple[float, float]]:
     """Seconds per window without and with the contestant, in blocks of two windows of each: [blocks].
 
-    Blocks go plain, contestant, contestant, plain, and the other way round every second time, so that a machine that
-    slows down steadily slows both alike. Two models are trained side by side on the same windows; which is built
-    first is the caller's, as memory layout alone is worth some tenths of a per cent.
+    A block goes plain, contestant, contestant, plain; every second block goes the other way round. So a machine that
+    slows down steadily slows both alike. Two models are trained side by side on the same windows. The caller chooses
+    the model that is built first, since memory layout alone makes some tenths of a per cent.
     """
     windows = draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + 2 * n_blocks, seed=1)
     order = [entry, PLAIN] if contestant_first else [PLAIN, entry]
@@ -100,9 +100,9 @@ def _seconds(setup: Setup, train: Callable[[Tensor], None], window: Tensor) -> f
 
 
 def cost(rounds: Sequence[Sequence[tuple[float, float]]], *, n_resamples: int = 4000) -> Cost:
-    """Summarise the blocks of several processes; rounds: what `time_blocks` returned in each.
+    """Summarise the blocks of several processes; rounds: the result of `time_blocks` in each process.
 
-    The bootstrap draws processes first, then blocks within them: blocks of one process share its memory layout.
+    The bootstrap draws processes first, then blocks within each: blocks of one process share its memory layout.
     """
     ratios = [[contestant / plain for plain, contestant in blocks] for blocks in rounds]
     rng = random.Random(0)

@@ -22,9 +22,9 @@ class Setup:
         ranks: DDP processes; 1 trains without DDP.
         threads: of each process.
         micro_batches: accumulated by each rank.
-        sequences: in a micro-batch.
-        shape: of the model.
-        lr: learning rate of AdamW; 0 keeps the weights where they are.
+        sequences: sequences in a micro-batch.
+        shape: the shape of the model.
+        lr: learning rate of AdamW; 0 freezes the weights.
         device: "cpu", or "cuda" with a GPU for each rank.
     """
 
@@ -58,22 +58,22 @@ class Setup:
 
 
 class Contestant(Protocol):
-    """What measures a run, or nothing, seen from the training loop."""
+    """An estimator, or no estimator, as the training loop sees it."""
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Differentiate the mean loss of one micro-batch; `is_last` in its window."""
+        """Differentiate the mean loss of one micro-batch; `is_last`: whether it is the last of its window."""
 
     def step(self) -> None:
         """End the window: measure, step the optimizer, zero the gradients."""
 
 
 class Run:
-    """The model of one contestant, made alike on every rank.
+    """The model of one contestant, the same on every rank.
 
     Attributes:
         setup: how windows are cut.
-        model: plain.
-        wrapped: what is called: the model, or DDP around it.
+        model: the plain model.
+        wrapped: the module that the loop calls: the model, or DDP around it.
         optimizer: AdamW.
     """
 
@@ -101,7 +101,7 @@ class Run:
 
 
 def device_of(setup: Setup) -> torch.device:
-    """Where this rank trains."""
+    """The device that this rank trains on."""
     return torch.device("cuda", rank_of(setup)) if setup.device == "cuda" else torch.device("cpu")
 
 

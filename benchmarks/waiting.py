@@ -1,4 +1,4 @@
-"""What a contestant makes others wait for: collectives between ranks, and host synchronisations with a GPU."""
+"""Waiting that a contestant causes: collectives between ranks, and host synchronisations with a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def collectives_per_window(setup: Setup, entry: Entry, n_windows: int = 4) -> fl
     windows = draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + n_windows, seed=1)
     for window in windows[:WARM_UP_WINDOWS]:
         run.train_window(contestant, window)
-    # Not from torch's profiler, which crashes with collectives under way when it stops (2.13).
+    # torch's profiler is not used: it crashes if collectives are under way when it stops (torch 2.13).
     before = _issued()
     for window in windows[WARM_UP_WINDOWS:]:
         run.train_window(contestant, window)
@@ -37,7 +37,7 @@ def _issued() -> int:
 def synchronisations_per_window(setup: Setup, entry: Entry, n_windows: int = 20) -> float:
     """Host synchronisations with the GPU in a window after warm-up, as torch's sync debug mode counts them.
 
-    Where it counts none, the windows are trained again in its "error" mode, which raises at the first.
+    If the mode counts none, the windows are trained again in its "error" mode, which raises at the first.
     """
     run = Run(setup)
     contestant = entry.make(run)

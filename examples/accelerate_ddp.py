@@ -28,7 +28,7 @@ model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEX
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-# After prepare: the probe then sees the DDP wrapper.
+# Attach after prepare, so that the probe sees the DDP wrapper.
 log = sonde.RunLog(sonde.JsonlSink("runs/accelerate"))
 probe = sonde.attach(model, optimizer, unit="contexts", log=log)
 
@@ -41,7 +41,7 @@ for inputs, targets in loader:
         if accelerator.sync_gradients:
             probe.log(loss=loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            probe.step()  # before or after the clip: it makes no difference
+            probe.step()  # before or after the clip: both give the same noise scale
             steps += 1
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A plain loop on one process, with gradient accumulation: the ten lines of the README around a small byte model.
+"""A plain loop on one process with gradient accumulation: the README's ten lines, around a small byte model.
 
 python examples/plain_loop.py
 """

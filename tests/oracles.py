@@ -1,4 +1,4 @@
-"""Slow, obvious, right: what estimators are compared with. Float64 throughout."""
+"""Oracles that estimators are compared with: slow, obvious and right, in float64 throughout."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def per_example_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets:
     """Every example's own gradient, flattened: [examples, parameters]."""
     parameters = {n: p.detach() for n, p in model.named_parameters()}
 
-    def of_one(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    def example_loss(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return loss(functional_call(model, p, (x[None],)), y[None])
 
-    grads = vmap(grad(of_one), in_dims=(None, 0, 0))(parameters, inputs, targets)
+    grads = vmap(grad(example_loss), in_dims=(None, 0, 0))(parameters, inputs, targets)
     return torch.cat([g.flatten(1) for g in grads.values()], dim=1).double()
 
 

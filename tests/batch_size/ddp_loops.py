@@ -44,7 +44,7 @@ def wrap(options: dict[str, Any]) -> tuple[nn.Module, DistributedDataParallel]:
     return plain, DistributedDataParallel(plain, **options)
 
 
-def on_rank(
+def train_on_rank(
     ddp_options: dict[str, Any],
     *,
     n_micro: int = 3,
@@ -113,12 +113,12 @@ def by_hand(model: nn.Module, world: int, n_micro: int, windows: int, *, per_ran
         gradients, units = [], []
         for rank in range(world):
             data = batches(rank, n_micro, window)
-            of_rank = [flat_grad(model, mean_loss(model, x, y)) for x, y in data]
+            rank_gradients = [flat_grad(model, mean_loss(model, x, y)) for x, y in data]
             if per_rank:  # the rank's micro-batches as one piece: weight m, m²/Σ(1/n) units
-                gradients.append(torch.stack(of_rank).sum(0))
+                gradients.append(torch.stack(rank_gradients).sum(0))
                 units.append(n_micro**2 / sum(1 / len(x) for x, _ in data))
             else:
-                gradients += of_rank
+                gradients += rank_gradients
                 units += [len(x) for x, _ in data]
         final = torch.stack(gradients).sum(0) / world
         weights = [float(n_micro) if per_rank else 1.0] * len(gradients)
@@ -128,7 +128,7 @@ def by_hand(model: nn.Module, world: int, n_micro: int, windows: int, *, per_ran
     return {"trace_cov": sum(traces) / windows, "grad_sq": sum(grads) / windows, "norms": norms}
 
 
-def check(results: list[dict[str, Any]], *, windows: int = 3, rel: float = 2e-5) -> None:
+def assert_as_by_hand(results: list[dict[str, Any]], *, windows: int = 3, rel: float = 2e-5) -> None:
     first = results[0]["reading"]
     for result in results:
         reading, expected = result["reading"], result["expected"]

@@ -41,7 +41,7 @@ def test_healthy_data_raise_no_alert() -> None:
         assert probe.alerts == {}
 
 
-def test_unresolved_signal_is_said() -> None:
+def test_a_signal_that_stays_unresolved_raises_an_alert() -> None:
     """Pure noise: the true gradient is 0, so no number of windows finds an upper end."""
     model = nn.Linear(30, 1, bias=False)
     generator = torch.Generator().manual_seed(0)

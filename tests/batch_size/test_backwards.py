@@ -23,7 +23,7 @@ from tests.batch_size.tied_model import Tied, token_losses
 from tests.oracles import window_by_hand
 
 
-def test_without_piece_each_backward_is_one() -> None:
+def test_without_piece_each_backward_is_a_piece() -> None:
     model = small_model()
     losses = piece_losses(model, [4, 4, 4])
     with attached(model, units_per_piece=4) as probe:
@@ -38,7 +38,7 @@ def test_without_piece_each_backward_is_one() -> None:
 
 @pytest.mark.parametrize("metric", ["euclidean", "adam"])
 @pytest.mark.parametrize("zeroed", ["None", "0"])
-def test_several_backwards_in_the_first_piece_need_no_memory(metric: str, zeroed: str) -> None:
+def test_several_backwards_in_the_first_piece_need_no_staging(metric: str, zeroed: str) -> None:
     """`.grad` is the piece's gradient so far, so cross terms are at hand, from the first window on."""
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
@@ -98,7 +98,7 @@ def test_several_backwards_beyond_the_staging_area_are_refused() -> None:
     assert "add the losses and call backward once, raise staging_mib" in reading.reason
 
 
-def test_summed_backwards_of_large_gradients_are_as_exact() -> None:
+def test_summed_backwards_of_large_gradients_are_exact() -> None:
     """tr Σ is a small difference here: fp32 norms of a whole 1.4M-element gradient would be off by 1.6e-3 of it."""
     model = nn.Linear(1200, 1200)
     generator = torch.Generator().manual_seed(0)
@@ -153,7 +153,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     assert_same(reading, window_by_hand(gradients, [1] * 3, [4] * 3, torch.stack(gradients).sum(0)))
 
 
-def test_backward_inside_backward_first_is_refused_with_the_way_out() -> None:
+def test_backward_inside_backward_is_refused_and_the_message_says_what_to_do() -> None:
     model = small_model().requires_grad_(False)
     model[3].requires_grad_(True)
     x, y = batch(4, torch.Generator().manual_seed(0))
@@ -179,7 +179,7 @@ def test_backward_inside_backward_first_is_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_gradient_penalty_by_autograd_grad_is_no_backward(declared: bool) -> None:
+def test_a_gradient_penalty_by_autograd_grad_does_not_count_as_a_backward(declared: bool) -> None:
     """autograd.grad calls the same hooks and adds nothing to `.grad`: the piece is what the penalised loss adds."""
     model = small_model()
     parameters = list(model.parameters())
@@ -202,7 +202,7 @@ def test_a_gradient_penalty_by_autograd_grad_is_no_backward(declared: bool) -> N
     assert_same(reading, window_by_hand(gradients, [1] * 3, [4] * 3, torch.stack(gradients).sum(0)))
 
 
-def test_gradients_set_by_hand_are_no_pieces() -> None:
+def test_gradients_set_by_hand_do_not_count_as_pieces() -> None:
     model = small_model()
     parameters = list(model.parameters())
     with attached(model) as probe:

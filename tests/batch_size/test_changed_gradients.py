@@ -170,7 +170,7 @@ def _add_noise(model: nn.Module) -> Callable[[], None]:
     [(_clip_by_value, "clipped by value"), (_add_noise, "noise was added")],
     ids=["value", "noise"],
 )
-def test_more_than_a_scale_is_told_apart_and_named(before_step: Any, reason: str) -> None:
+def test_changes_other_than_a_scale_are_named(before_step: Any, reason: str) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(model, optimizer) as probe:
@@ -261,7 +261,7 @@ def test_weights_that_cannot_be_added_up(weight: float) -> None:
         assert "too large or too small to add up" in probe.reading().reason
 
 
-def test_a_change_to_one_layer_of_many_is_met() -> None:
+def test_a_change_to_one_layer_of_many_is_found() -> None:
     """Half of the elements that are compared move with every window; here one layer of 40 is set to 0 each time."""
     model = nn.ModuleList(nn.Linear(12, 3) for _ in range(40))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -299,7 +299,7 @@ def test_a_gradient_larger_than_its_pieces_allow_is_dropped() -> None:
         assert "larger than the sum of its pieces can be" in probe.reading().reason
 
 
-def test_gradients_present_at_attach_are_noticed_and_zeros_are_fine() -> None:
+def test_gradients_present_at_attach_are_noticed_but_zeros_are_accepted() -> None:
     model = small_model()
     losses = piece_losses(model, [4, 4])
     losses[0]().backward()

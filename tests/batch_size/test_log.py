@@ -23,7 +23,7 @@ from tests.batch_size.loops import (
 )
 
 
-def test_what_sinks_receive() -> None:
+def test_the_records_that_sinks_receive() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     sink = Recording()
@@ -63,7 +63,7 @@ def test_what_sinks_receive() -> None:
     assert sink.closed == 1
 
 
-def test_norm_is_logged_as_it_was_before_somebody_else_clipped() -> None:
+def test_the_logged_norm_is_that_before_a_foreign_clip() -> None:
     model = small_model()
     sink = Recording()
     norms = []
@@ -141,7 +141,7 @@ def test_a_sink_that_cannot_be_closed_does_not_keep_others_open(caplog: pytest.L
     assert "Stuck could not be closed: stuck" in caplog.text
 
 
-def test_a_log_that_cannot_be_begun_is_the_error_and_closes_the_others() -> None:
+def test_a_sink_that_fails_at_the_start_is_raised_and_the_others_are_closed() -> None:
     class Full(Recording):
         def write(self, record: Any) -> None:
             raise OSError("disk full")

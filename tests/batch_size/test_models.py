@@ -105,7 +105,7 @@ def test_compiled_model() -> None:
     assert list(reading.groups) == ["0", "2", "3", "4"]
 
 
-def test_sixteen_bit_gradients_are_squared_in_more() -> None:
+def test_sixteen_bit_gradients_are_squared_in_higher_precision() -> None:
     model = small_model().bfloat16()
     losses = piece_losses(model, [4, 4], torch.bfloat16)
     reading, expected = one_window(model, losses, units=[4, 4])
@@ -114,7 +114,7 @@ def test_sixteen_bit_gradients_are_squared_in_more() -> None:
 
 
 @pytest.mark.parametrize(("n_pieces", "windows"), [(64, 2), (192, 2), (3000, 0)])
-def test_many_sixteen_bit_gradients_are_sums_until_they_stop_adding_up(n_pieces: int, windows: int) -> None:
+def test_many_sixteen_bit_gradients_count_until_their_sum_stops_growing(n_pieces: int, windows: int) -> None:
     """Rounding grows as the root of the pieces; past some thousand, bf16 sums no longer move, and that is named."""
     model = nn.Linear(12, 3).bfloat16()
     generator = torch.Generator().manual_seed(0)

@@ -45,8 +45,8 @@ def test_kish_from_unit_weights() -> None:
     skewed, flat = [1.0, 2.0, 3.0, 10.0], [1.0] * 4
     for weights in (skewed, torch.tensor(skewed)):
         with attached(model) as probe:
-            for loss, of_units in zip(losses, (weights, flat), strict=True):
-                with probe.piece(unit_weights=of_units):
+            for loss, unit_weights in zip(losses, (weights, flat), strict=True):
+                with probe.piece(unit_weights=unit_weights):
                     loss().backward()
             probe.step()
             reading = probe.reading()
@@ -72,7 +72,7 @@ def test_counts_may_stay_on_the_device() -> None:
     assert_same(reading, window_by_hand(gradients, [4, 8], [4, 8], gradients[0] + gradients[1]))
 
 
-def test_groups_add_up_and_are_what_they_say() -> None:
+def test_groups_add_up_and_equal_a_model_of_their_own() -> None:
     model = small_model()
     losses = piece_losses(model, [4, 4])
     reading, total = one_window(model, losses, units=[4, 4])
@@ -121,14 +121,14 @@ def test_unbiased_for_the_exact_moments_of_a_population() -> None:
         reading = probe.reading()
         moments = probe._tracker._averages.total._moments()
     squares = sum(SIZES) ** 2  # they are in units of the sum of the pieces
-    for got, true, variance in (
+    for measured, true, variance in (
         (reading.trace_cov, exact.trace_cov, moments["var_numerator"]),
         (reading.grad_sq, exact.grad_sq, moments["var_denominator"]),
     ):
-        assert got is not None
+        assert measured is not None
         error = math.sqrt(variance) / squares
         assert error < 0.01 * true / 2.5  # so that 1 % would be seen
-        assert got / squares == pytest.approx(true, rel=0.01)
+        assert measured / squares == pytest.approx(true, rel=0.01)
     assert reading.low is not None
     assert reading.high is not None
     assert reading.low <= exact.b_simple <= reading.high
@@ -146,7 +146,7 @@ def test_another_default_device_does_not_matter() -> None:
             assert probe.reading().windows == 1
 
 
-def test_a_single_piece_gives_no_number_and_both_ways_out() -> None:
+def test_a_single_piece_gives_no_number_and_names_two_solutions() -> None:
     model = small_model()
     with attached(model) as probe:
         with probe.piece(units=4):
@@ -159,14 +159,14 @@ def test_a_single_piece_gives_no_number_and_both_ways_out() -> None:
     assert "not known yet" in str(reading)
 
 
-def test_reading_before_anything() -> None:
+def test_reading_before_the_first_window() -> None:
     with attached(small_model()) as probe:
         reading = probe.reading()
     assert (reading.status, reading.windows, reading.units_per_window) == ("unresolved", 0, None)
     assert reading.reason == "no window has ended yet"
 
 
-def test_the_batch_size_is_the_present_one() -> None:
+def test_the_batch_size_follows_a_change() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(model, optimizer, horizon=5.0) as probe:
@@ -185,7 +185,7 @@ def test_one_piece_with_all_the_weight_is_dropped() -> None:
         assert "all the weight" in probe.reading().reason
 
 
-def test_a_closed_probe_says_so() -> None:
+def test_a_closed_probe_refuses_to_end_a_window() -> None:
     probe = attached(small_model())
     probe.close()
     with pytest.raises(RuntimeError, match="the probe is closed"):

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import sonde
-from tests.batch_size.ddp_loops import batches, by_hand, check, on_rank, wrap
+from tests.batch_size.ddp_loops import assert_as_by_hand, batches, by_hand, train_on_rank, wrap
 from tests.batch_size.loops import (
     attached,
     flat_grad,
@@ -34,15 +34,15 @@ from tests.ranks import Ranks, mesh_of
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 def test_accumulation(ranks2: Ranks, ddp_options: dict[str, Any], no_sync: bool) -> None:
-    check(ranks2(_accumulate, ddp_options, no_sync))
+    assert_as_by_hand(ranks2(_accumulate, ddp_options, no_sync))
 
 
 def _accumulate(ddp_options: dict[str, Any], no_sync: bool) -> dict[str, Any]:
-    return on_rank(ddp_options, no_sync=no_sync)
+    return train_on_rank(ddp_options, no_sync=no_sync)
 
 
 def test_three_ranks(ranks3: Ranks) -> None:
-    check(ranks3(_accumulate, {}, True))
+    assert_as_by_hand(ranks3(_accumulate, {}, True))
 
 
 def _two_backwards(first_reduces: bool) -> dict[str, Any]:
@@ -72,21 +72,21 @@ def _two_backwards(first_reduces: bool) -> dict[str, Any]:
 
 
 def test_two_backwards_in_a_ranks_only_piece(ranks2: Ranks) -> None:
-    check(ranks2(_two_backwards, False))
+    assert_as_by_hand(ranks2(_two_backwards, False))
 
 
-def test_two_backwards_that_both_reduce_are_not_taken_for_one(ranks2: Ranks) -> None:
+def test_two_backwards_that_both_reduce_are_refused(ranks2: Ranks) -> None:
     for result in ranks2(_two_backwards, True):
         assert result["reading"].windows == 0
         assert "several backwards, and their gradients are too large for the staging area" in result["reading"].reason
 
 
 def _summed() -> dict[str, Any]:
-    return on_rank({}, summed=True, clip=False)
+    return train_on_rank({}, summed=True, clip=False)
 
 
 def test_ranks_summed_instead_of_averaged(ranks2: Ranks) -> None:
-    check(ranks2(_summed))
+    assert_as_by_hand(ranks2(_summed))
 
 
 def _plain_reduced_by_hand(average: bool) -> tuple[sonde.NoiseScaleReading, dict[str, Any]]:
@@ -124,7 +124,7 @@ def _reduced_without_telling() -> str:
         return probe.reading().reason
 
 
-def test_ranks_that_the_probe_was_not_told_of(ranks2: Ranks) -> None:
+def test_a_reduction_without_process_group_is_named(ranks2: Ranks) -> None:
     for reason in ranks2(_reduced_without_telling):
         assert "pass process_group= if you reduce them yourself" in reason
 
@@ -142,5 +142,5 @@ def _sharded() -> str:
 
 
 def test_sharded_models_are_refused_by_name(ranks2: Ranks) -> None:
-    for said in ranks2(_sharded):
-        assert "got sharded parameters (FSDPSequential)" in said
+    for message in ranks2(_sharded):
+        assert "got sharded parameters (FSDPSequential)" in message

@@ -102,7 +102,7 @@ def test_refuses_bad_counts_at_the_door(counts: dict[str, Any]) -> None:
             pass
 
 
-def test_unknown_units_are_asked_for() -> None:
+def test_a_missing_number_of_units_is_refused() -> None:
     model = small_model()
     with attached(model) as probe:
         with pytest.raises(RuntimeError, match="pass units_per_piece="), probe.piece():
@@ -130,7 +130,7 @@ def test_a_closed_probe_takes_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("max_norm", ["1", None, torch.ones(2), True])
-def test_a_threshold_that_is_no_number(max_norm: Any) -> None:
+def test_a_clip_threshold_that_is_not_a_number_is_refused(max_norm: Any) -> None:
     with attached(small_model()) as probe, pytest.raises(ValueError, match="max_norm must be a number"):
         probe.clip_grad_norm_(max_norm)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.batch_size.ddp_loops import check, in_bf16, in_fp16, on_rank
+from tests.batch_size.ddp_loops import assert_as_by_hand, in_bf16, in_fp16, train_on_rank
 from tests.batch_size.loops import (
     attached,
     batch,
@@ -22,14 +22,14 @@ from tests.ranks import Ranks
 
 
 def _with_hook(hook: str, tap: str) -> dict[str, Any]:
-    return on_rank({}, hook=hook, tap=tap, windows=6, clip=False)
+    return train_on_rank({}, hook=hook, tap=tap, windows=6, clip=False)
 
 
 @pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
-def test_sixteen_bit_communication_is_rounding(ranks2: Ranks, tap: str) -> None:
+def test_sixteen_bit_communication_counts_as_rounding(ranks2: Ranks, tap: str) -> None:
     # bf16 rounds each element by up to 2⁻⁸; B moves by the square of that, κ by its mean over the witness.
     results = ranks2(_with_hook, "bf16", tap)
-    check(results, windows=6, rel=3e-3)
+    assert_as_by_hand(results, windows=6, rel=3e-3)
     assert 1e-4 < results[0]["reading"].scale_residual < 1e-2
 
 
@@ -74,6 +74,6 @@ def _bias_before_batch_norm() -> tuple[int, dict[str, int]]:
         return probe.reading().windows, dict(probe.reading().dropped)
 
 
-def test_what_fp16_loses_by_underflow_is_no_change(ranks2: Ranks) -> None:
+def test_underflow_in_fp16_does_not_count_as_a_change(ranks2: Ranks) -> None:
     for windows, dropped in ranks2(_bias_before_batch_norm):
         assert (windows, dropped) == (10, {})

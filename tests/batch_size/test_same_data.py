@@ -72,7 +72,7 @@ def _repeated_micro_batch() -> dict[str, str]:
         return dict(probe.alerts)
 
 
-def test_the_same_micro_batch_again_and_again(ranks2: Ranks) -> None:
+def test_the_same_micro_batch_repeated_on_a_rank_is_named(ranks2: Ranks) -> None:
     for alerts in ranks2(_repeated_micro_batch):
         assert "several micro-batches of a rank" in alerts["same_data"]
 
@@ -98,7 +98,7 @@ def test_consistency_is_about_one_on_sound_data(ranks2: Ranks) -> None:
 
 
 def _one_spike() -> list[bool]:
-    """Independent data, one window with huge labels: is the data said to be the same?"""
+    """Whether the data are called the same, for independent data with huge labels in one window."""
     accused = []
     for seed in range(6):
         torch.manual_seed(0)

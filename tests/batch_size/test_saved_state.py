@@ -18,7 +18,7 @@ from tests.batch_size.loops import (
 )
 
 
-def test_state_goes_on_where_it_stopped() -> None:
+def test_a_restart_continues_from_the_state() -> None:
     def run(model: nn.Module, probe: NoiseScaleProbe, seed: int) -> None:
         train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=10, seed=seed)
 
@@ -114,7 +114,7 @@ def test_state_of_another_unit_or_metric_is_refused() -> None:
         adam.load_state_dict(state)
 
 
-def test_windows_on_their_way_are_not_added_to_a_loaded_state() -> None:
+def test_windows_still_in_the_readback_are_not_added_to_a_loaded_state() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(model, optimizer) as probe:

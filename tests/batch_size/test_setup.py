@@ -12,14 +12,14 @@ from tests.batch_size.loops import (
 )
 
 
-def test_what_attach_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_message_of_attach(capsys: pytest.CaptureFixture[str]) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(model, optimizer, verbose=True) as probe:
-        said = capsys.readouterr()
-        assert said.out == ""
+        printed = capsys.readouterr()
+        assert printed.out == ""
         for part in ("plain", "28,", "1 data-parallel", "rows", "4: 0, 2, 3, 4", "leaf hooks"):
-            assert part in said.err
+            assert part in printed.err
         train(model, probe, optimizer, windows=1)
         probe.reading()
         assert "3 pieces per window, 12 rows in all" in capsys.readouterr().err

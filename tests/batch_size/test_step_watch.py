@@ -12,7 +12,7 @@ from tests.batch_size.loops import (
 )
 
 
-def test_called_twice_is_said_and_counted_once() -> None:
+def test_a_window_ended_twice_raises_an_alert_and_counts_once() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attached(model, optimizer) as probe:
@@ -32,7 +32,7 @@ def test_called_twice_is_said_and_counted_once() -> None:
         assert "ended twice" in probe.alerts["called_twice"]
 
 
-def test_never_called_is_said_and_the_pieces_forgotten() -> None:
+def test_a_window_never_ended_raises_an_alert_and_its_pieces_are_forgotten() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(model, optimizer) as probe:
@@ -49,7 +49,7 @@ def test_never_called_is_said_and_the_pieces_forgotten() -> None:
         assert "call probe.step()" in probe.alerts["never_called"]
 
 
-def test_a_window_that_is_never_ended_is_said_at_the_end_too() -> None:
+def test_a_last_window_that_is_never_ended_raises_an_alert_at_close() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attached(model, optimizer) as probe:
@@ -60,7 +60,7 @@ def test_a_window_that_is_never_ended_is_said_at_the_end_too() -> None:
     assert "was not ended" in probe.alerts["never_called"]
 
 
-def test_ended_after_the_optimizers_step_has_one_name_and_no_other() -> None:
+def test_a_window_ended_after_the_optimizers_step_raises_one_alert_only() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attached(model, optimizer) as probe:

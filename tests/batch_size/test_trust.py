@@ -19,7 +19,7 @@ def windows_of(
 ) -> list[str]:
     """Train `n` windows of two pieces of a regression; the status after each."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    statuses = []
     with attached(model, groups=None, **options) as probe:
         for _ in range(n):
             for _ in range(2):
@@ -30,8 +30,8 @@ def windows_of(
             change()
             probe.step()
             model.zero_grad()
-            found.append(probe.reading().status)
-    return found
+            statuses.append(probe.reading().status)
+    return statuses
 
 
 class Many(nn.Module):
@@ -47,7 +47,7 @@ class Many(nn.Module):
 
 
 @pytest.mark.parametrize("horizon", [100.0, 10.0])
-def test_one_matrix_of_many_changed_in_every_window_is_never_forgotten(horizon: float) -> None:
+def test_one_matrix_of_many_changed_in_every_window_stays_in_doubt(horizon: float) -> None:
     """It is compared in every 40th window only, longer apart than the averages remember."""
     model = Many(80)
     middle = model.layers[41].weight
@@ -102,7 +102,7 @@ def test_sixteen_bit_sums_raise_no_false_alarm(n_pieces: int) -> None:
 
 @pytest.mark.parametrize("units", [4, 1024])
 @pytest.mark.parametrize("n_pieces", [3, 7, 12])
-def test_the_same_micro_batch_shows_whatever_the_unit(n_pieces: int, units: int) -> None:
+def test_the_same_micro_batch_is_noticed_for_any_unit(n_pieces: int, units: int) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     x, y = batch(4, torch.Generator().manual_seed(0))
@@ -118,7 +118,7 @@ def test_the_same_micro_batch_shows_whatever_the_unit(n_pieces: int, units: int)
     assert reading.b_simple is None
 
 
-def test_changes_by_accident_are_forgiven_where_all_windows_are_averaged() -> None:
+def test_rare_changes_end_their_doubt_even_where_all_windows_are_averaged() -> None:
     """Two changed windows of many: with horizon=math.inf too they are no reason for silence for ever."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -135,7 +135,7 @@ def test_changes_by_accident_are_forgiven_where_all_windows_are_averaged() -> No
         assert sum(probe.reading().dropped.values()) == 2
 
 
-def test_a_piece_without_a_backward_is_none() -> None:
+def test_a_piece_without_a_backward_drops_the_window() -> None:
     model = small_model()
     with attached(model) as probe:
         for loss in piece_losses(model, [4, 4]):
@@ -149,7 +149,7 @@ def test_a_piece_without_a_backward_is_none() -> None:
     assert "no backward reached the parameters in a piece: leave out skipped micro-batches" in reading.reason
 
 
-def test_parameters_that_came_later_are_clipped_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_parameters_added_after_attach_are_clipped_too(caplog: pytest.LogCaptureFixture) -> None:
     """They are not measured, and said so; a clip is of the whole model all the same, as torch's is."""
     model = small_model()
     with caplog.at_level(logging.CRITICAL), attached(model) as probe:
@@ -165,7 +165,7 @@ def test_parameters_that_came_later_are_clipped_too(caplog: pytest.LogCaptureFix
         assert "not measured" in probe.alerts["not_watched"]
 
 
-def test_a_dominant_matrix_changed_in_every_window_is_not_taken_for_the_rule() -> None:
+def test_a_dominant_matrix_changed_in_every_window_is_found_by_the_median_scale() -> None:
     """It carries most of the gradient, and so of κ: what most parameters have is right, and it is the odd one."""
     torch.manual_seed(0)
     model = Many(41)
@@ -188,7 +188,7 @@ def test_gradients_present_at_attach_do_not_silence_a_large_model() -> None:
     assert status[-1] == "resolved"
 
 
-def test_a_parameter_that_is_used_no_more_is_no_reason_for_doubt() -> None:
+def test_a_parameter_that_is_no_longer_used_raises_no_doubt() -> None:
     model = nn.ModuleDict({"body": nn.Linear(12, 3), "unused": nn.Linear(12, 3)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     generator = torch.Generator().manual_seed(0)
@@ -224,7 +224,7 @@ def test_large_pieces_in_sixteen_bits_are_not_the_same_data() -> None:
         assert probe.reading().windows == 20
 
 
-def test_one_accident_in_a_deep_model_is_soon_forgiven(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_changed_window_in_a_deep_model_is_soon_forgotten(caplog: pytest.LogCaptureFixture) -> None:
     """All that was compared in that window was changed, matrices among it that come round much later."""
     model, after = Many(80), 0
     generator = torch.Generator().manual_seed(0)

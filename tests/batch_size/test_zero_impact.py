@@ -164,7 +164,7 @@ def test_static_graph(ranks2: Ranks) -> None:
 
 @pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
 @pytest.mark.parametrize("n_micro", [1, 3])
-def test_a_communication_hook_of_ones_own(ranks2: Ranks, tap: str, n_micro: int) -> None:
+def test_the_users_own_communication_hook(ranks2: Ranks, tap: str, n_micro: int) -> None:
     options = {"n_micro": n_micro, "autocast": False, "clip": True, "ddp_options": {}, "tap": tap, "compressed": True}
     for on, off in ranks2(_both, options):
         assert_untouched(on, off)

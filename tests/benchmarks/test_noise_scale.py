@@ -36,16 +36,16 @@ def test_the_exact_moments_are_those_of_the_oracle() -> None:
 def test_sonde_agrees_with_the_exact_moments_and_the_common_snapshot_does_not(tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     [exact] = on_ranks(ALONE, train_then_freeze, 20, weights)
-    [of_sonde] = on_ranks(ALONE, estimates, ENTRIES["sonde"], weights, 100, range(3))
-    [of_snapshot] = on_ranks(ALONE, estimates, ENTRIES["snapshot"], weights, 10, range(1))
-    sonde = accuracy(of_sonde, exact)
+    [sonde_estimates] = on_ranks(ALONE, estimates, ENTRIES["sonde"], weights, 100, range(3))
+    [snapshot_estimates] = on_ranks(ALONE, estimates, ENTRIES["snapshot"], weights, 10, range(1))
+    sonde = accuracy(sonde_estimates, exact)
     for bias in (sonde.b_simple, sonde.trace_cov, sonde.grad_sq):
         assert bias is not None
         assert bias.n_runs == 3
         # One run of 100 windows is good to about 9 %, the mean of three to 5 %; three of those.
         assert abs(bias.mean) < 0.15
     # Increments of a loss divided by 4 are 4 times too small: tr Σ is clamped to 0 in every window.
-    assert of_snapshot[0].trace_cov == 0
+    assert snapshot_estimates[0].trace_cov == 0
 
 
 def test_the_cost_is_the_median_ratio() -> None:

@@ -41,5 +41,5 @@ def test_the_same_data_is_named(given: dict[str, Any], match: str) -> None:
         (8.0, UNKNOWN),
     ],
 )
-def test_what_is_not_certain_is_not_said(consistency: float | None, interval: RatioInterval) -> None:
+def test_an_uncertain_judgement_is_not_given(consistency: float | None, interval: RatioInterval) -> None:
     assert same_data(20, pieces_differ=True, consistency=consistency, interval=interval) is None

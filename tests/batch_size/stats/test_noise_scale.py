@@ -121,10 +121,10 @@ def simulated_noise(n: int, generator: torch.Generator, *, heavy: bool = False, 
 
 def windows_of(noise: torch.Tensor, ratio: float) -> torch.Tensor:
     """tr Σ and |G|² of windows of 8 pieces of 8 units, B_simple = 64·ratio; [runs, n, 2]."""
-    of_pieces, of_window, along = noise
+    piece_noise, window_noise, along = noise
     true_gradient = (1 / (64 * ratio) / DIMS) ** 0.5  # of each element
     signal = 2 * true_gradient * along + DIMS * true_gradient**2
-    small, big = of_pieces + signal, of_window + signal
+    small, big = piece_noise + signal, window_noise + signal
     u, v = 1 / UNITS, 1 / (UNITS * PIECES)
     return torch.stack([(small - big) / (u - v), (u * big - v * small) / (u - v)], dim=-1)
 
@@ -183,9 +183,9 @@ def gaussian_noise(n: int, n_runs: int) -> torch.Tensor:
 
     variance = 1 / (DIMS * UNITS * PIECES)  # of one element of the window's gradient
     along = torch.randn(n_runs, n, generator=generator, dtype=torch.float64)
-    of_window = variance * (along.square() + chi_sq(DIMS - 1))
-    of_pieces = of_window + variance * chi_sq((PIECES - 1) * DIMS)
-    return torch.stack([of_pieces, of_window, along * (DIMS * variance) ** 0.5])
+    window_noise = variance * (along.square() + chi_sq(DIMS - 1))
+    piece_noise = window_noise + variance * chi_sq((PIECES - 1) * DIMS)
+    return torch.stack([piece_noise, window_noise, along * (DIMS * variance) ** 0.5])
 
 
 @functools.lru_cache(maxsize=1)
@@ -196,7 +196,7 @@ def heavy_noise(n: int, n_runs: int) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def test_the_short_cut_has_the_moments_of_the_simulation() -> None:
+def test_the_fast_simulation_has_the_moments_of_the_full_simulation() -> None:
     long, short = (
         simulated_windows(20_000, 4.0, torch.Generator().manual_seed(0))[0],
         windows_of(gaussian_noise(20_000, 1), 4.0)[0],
@@ -253,7 +253,7 @@ def test_too_few_windows_give_nothing() -> None:
     assert running.interval().low is None
 
 
-def test_windows_needed_comes_true() -> None:
+def test_the_number_of_windows_needed_is_right() -> None:
     windows = simulated_windows(4000, 8.0, torch.Generator().manual_seed(5))[0].tolist()
     running = running_over(windows[:60], math.inf)
     needed = running.windows_needed()

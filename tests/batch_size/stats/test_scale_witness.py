@@ -16,7 +16,7 @@ def test_a_multiple_is_read_exactly(kappa: float) -> None:
     assert got.residual == pytest.approx(0.0, abs=1e-12)
 
 
-def test_what_else_was_done_is_told_apart() -> None:
+def test_a_change_other_than_a_scale_has_its_kind() -> None:
     noise = torch.randn(256, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     noisy = read_scale(SUMMED + 0.1 * noise, SUMMED, tolerance=1e-4)
     assert noisy.kind == "changed"

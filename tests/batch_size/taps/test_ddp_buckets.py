@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
-from tests.batch_size.ddp_loops import batches, by_hand, check, on_rank, wrap
+from tests.batch_size.ddp_loops import assert_as_by_hand, batches, by_hand, train_on_rank, wrap
 from tests.batch_size.loops import (
     attached,
     batch,
@@ -27,7 +27,7 @@ from tests.ranks import Ranks
 
 
 def _without_accumulation(tap: str, ddp_options: dict[str, Any], clip: bool) -> dict[str, Any]:
-    return on_rank(ddp_options, n_micro=1, windows=6, tap=tap, clip=clip)
+    return train_on_rank(ddp_options, n_micro=1, windows=6, tap=tap, clip=clip)
 
 
 @pytest.mark.parametrize("clip", [True, False])
@@ -35,7 +35,7 @@ def _without_accumulation(tap: str, ddp_options: dict[str, Any], clip: bool) -> 
 @pytest.mark.parametrize("tap", ["leaf", "comm_hook", "auto"])
 def test_one_piece_a_rank(ranks2: Ranks, tap: str, ddp_options: dict[str, Any], clip: bool) -> None:
     results = ranks2(_without_accumulation, tap, ddp_options, clip)
-    check(results, windows=6)
+    assert_as_by_hand(results, windows=6)
     expected = "leaf hooks" if tap == "leaf" else "DDP's communication hook"
     assert [r["tap"] for r in results] == [expected] * 2
     first, *_, last = results[0]["taps_logged"]  # rank 0 writes
@@ -43,16 +43,16 @@ def test_one_piece_a_rank(ranks2: Ranks, tap: str, ddp_options: dict[str, Any], 
 
 
 def _buckets_with_accumulation(hook: str | None) -> dict[str, Any]:
-    return on_rank({}, tap="comm_hook", hook=hook)
+    return train_on_rank({}, tap="comm_hook", hook=hook)
 
 
 @pytest.mark.parametrize("hook", [None, "allreduce"])
 def test_buckets_take_a_rank_as_one_piece(ranks2: Ranks, hook: str | None) -> None:
-    check(ranks2(_buckets_with_accumulation, hook))
+    assert_as_by_hand(ranks2(_buckets_with_accumulation, hook))
 
 
 def _buckets_reduced_each_time() -> dict[str, Any]:
-    return on_rank({}, tap="comm_hook", no_sync=False)
+    return train_on_rank({}, tap="comm_hook", no_sync=False)
 
 
 def test_buckets_reduced_more_than_once_are_refused(ranks2: Ranks) -> None:
@@ -71,10 +71,10 @@ def _second_hook() -> str:
     return "no error"
 
 
-def test_a_registered_hook_cannot_be_wrapped_and_the_way_out_is_named(ranks2: Ranks) -> None:
-    for said in ranks2(_second_hook):
-        assert "'allreduce_hook' is registered already" in said
-        assert "attach(comm_hook=" in said
+def test_a_registered_hook_cannot_be_wrapped_and_the_message_says_what_to_do(ranks2: Ranks) -> None:
+    for message in ranks2(_second_hook):
+        assert "'allreduce_hook' is registered already" in message
+        assert "attach(comm_hook=" in message
 
 
 def _attach_again(how: str) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _attach_again(how: str) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["same", "pickled", "deepcopied"])
 def test_a_model_is_as_good_as_new_after_close(ranks2: Ranks, how: str) -> None:
     results = ranks2(_attach_again, how)
-    check(results)
+    assert_as_by_hand(results)
     for result in results:
         assert result["names"][0] is None  # no hook of the user's, whatever sonde has left
         assert "another probe reads the buckets" in result["names"][1]
@@ -138,7 +138,7 @@ def _changed_behind_the_buckets(tap: str) -> tuple[str, dict[str, int], str]:
 
 
 @pytest.mark.parametrize("tap", ["auto", "comm_hook"])
-def test_what_is_changed_after_the_reduction_is_seen(ranks2: Ranks, tap: str) -> None:
+def test_changes_after_the_reduction_are_seen(ranks2: Ranks, tap: str) -> None:
     for status, dropped, tap_name in ranks2(_changed_behind_the_buckets, tap):
         assert status == "unresolved"
         assert sum(dropped.values()) == 30
@@ -148,7 +148,7 @@ def test_what_is_changed_after_the_reduction_is_seen(ranks2: Ranks, tap: str) ->
 
 def _scaled_behind_the_buckets() -> list[tuple[float | None, float | None]]:
     """Clipped by norm, differently in each window, before probe.step(): the same as not clipped."""
-    found = []
+    moments = []
     for clips in (False, True):
         model = DistributedDataParallel(small_model())
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -160,8 +160,8 @@ def _scaled_behind_the_buckets() -> list[tuple[float | None, float | None]]:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
                 probe.step()
                 model.zero_grad()
-            found.append((probe.reading().trace_cov, probe.reading().grad_sq))
-    return found
+            moments.append((probe.reading().trace_cov, probe.reading().grad_sq))
+    return moments
 
 
 def test_scaling_after_the_reduction_does_not_matter(ranks2: Ranks) -> None:
@@ -169,19 +169,19 @@ def test_scaling_after_the_reduction_does_not_matter(ranks2: Ranks) -> None:
         assert clipped == pytest.approx(plain, rel=1e-4)
 
 
-def _odd_pieces(what: str) -> tuple[int, list[str]]:
+def _odd_pieces(case: str) -> tuple[int, list[str]]:
     model = DistributedDataParallel(small_model())
     generator = torch.Generator().manual_seed(dist.get_rank())
     with attached(model, tap="comm_hook", units_per_piece=4) as probe:
         for _ in range(5):
-            if what == "empty":
+            if case == "empty":
                 with probe.piece():
                     pass
-            elif what == "interrupted":
+            elif case == "interrupted":
                 with contextlib.suppress(KeyError), model.no_sync(), probe.piece():
                     mean_loss(model, *batch(4, generator)).backward()
                     raise KeyError
-            with contextlib.nullcontext() if what == "undeclared" else probe.piece():
+            with contextlib.nullcontext() if case == "undeclared" else probe.piece():
                 mean_loss(model, *batch(4, generator)).backward()
             probe.step()
             model.zero_grad()
@@ -189,7 +189,7 @@ def _odd_pieces(what: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("what", "windows", "reason"),
+    ("case", "windows", "reason"),
     [
         ("empty", 0, "no backward reached the parameters in a piece"),
         ("interrupted", 0, "a piece was interrupted in or after its backward"),
@@ -197,15 +197,15 @@ def _odd_pieces(what: str) -> tuple[int, list[str]]:
         ("plain", 5, None),
     ],
 )
-def test_pieces_that_buckets_cannot_see_for_themselves(
-    ranks2: Ranks, what: str, windows: int, reason: str | None
+def test_empty_interrupted_and_undeclared_pieces_in_buckets(
+    ranks2: Ranks, case: str, windows: int, reason: str | None
 ) -> None:
-    for got, dropped in ranks2(_odd_pieces, what):
-        assert got == windows
+    for got_windows, dropped in ranks2(_odd_pieces, case):
+        assert got_windows == windows
         assert (reason in dropped[0]) if reason else dropped == []
 
 
-def _ungated(what: str, tap: str) -> tuple[str, float | None, int, list[str]]:
+def _ungated(case: str, tap: str) -> tuple[str, float | None, int, list[str]]:
     """The loss of one rank's batch in each window, without `piece()` unless a case is about it."""
     torch.manual_seed(3)
     model = DistributedDataParallel(small_model())
@@ -213,19 +213,19 @@ def _ungated(what: str, tap: str) -> tuple[str, float | None, int, list[str]]:
     with attached(model, tap=tap, units_per_piece=4, log_every=1, groups=None) as probe:
         for window in range(12):
             x, y = batch(4, generator)
-            if what == "left over" and window == 0:
+            if case == "left over" and window == 0:
                 model.zero_grad()
-            if what == "failed" and window == 4:
+            if case == "failed" and window == 4:
                 with contextlib.suppress(KeyError), model.no_sync():
                     _fails_halfway(model, x)
                 model.zero_grad()
-            if what == "outside":
+            if case == "outside":
                 with model.no_sync():
                     mean_loss(model, x, y).backward()
-            with probe.piece() if what == "outside" else contextlib.nullcontext():
+            with probe.piece() if case == "outside" else contextlib.nullcontext():
                 mean_loss(model, x, y).backward()
             probe.step()
-            if what != "left over":
+            if case != "left over":
                 model.zero_grad()
         return probe._reader.tap_name, probe.reading().trace_cov, probe.reading().windows, list(probe.reading().dropped)
 
@@ -249,16 +249,18 @@ def test_auto_reads_buckets_without_declared_pieces_too(ranks2: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "windows", "reason"),
+    ("case", "windows", "reason"),
     [
         ("left over", 1, "gradients from before the window's first backward"),
         ("failed", 11, "a piece was interrupted in or after its backward"),
         ("outside", 1, "a backward outside piece() added to the gradients"),
     ],
 )
-def test_what_ddps_buckets_hold_besides_the_piece_is_named(ranks2: Ranks, what: str, windows: int, reason: str) -> None:
-    for _, _, got, dropped in ranks2(_ungated, what, "comm_hook"):
-        assert got == windows, dropped
+def test_gradients_in_ddps_buckets_beside_the_piece_are_named(
+    ranks2: Ranks, case: str, windows: int, reason: str
+) -> None:
+    for _, _, got_windows, dropped in ranks2(_ungated, case, "comm_hook"):
+        assert got_windows == windows, dropped
         assert reason in dropped[0]
 
 

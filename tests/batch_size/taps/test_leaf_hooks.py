@@ -1,4 +1,4 @@
-"""What the taps promise about memory, and guards on what PyTorch does that they lean on."""
+"""The memory that leaf hooks take, and guards on the PyTorch behaviour that they rely on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-def test_no_copy_of_a_large_gradient_not_even_by_autograd() -> None:
+def test_a_large_gradient_is_not_copied_even_by_autograd() -> None:
     """With the tap on, autograd still hands its gradient over as `.grad` instead of cloning it."""
 
     def storage_kept(tapped: bool) -> bool:
@@ -54,7 +54,7 @@ def test_no_copy_of_a_large_gradient_not_even_by_autograd() -> None:
     assert storage_kept(tapped=True)
 
 
-def test_the_hook_makes_nothing_of_gradient_size() -> None:
+def test_the_hook_creates_no_tensor_of_gradient_size() -> None:
     weight = nn.Parameter(torch.randn(512, 512))
     weight.grad = torch.zeros(512, 512)  # added to in place: autograd makes nothing of that size either
     tap = LeafHookTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None)
@@ -68,7 +68,7 @@ def test_the_hook_makes_nothing_of_gradient_size() -> None:
     tap.close()
 
 
-def test_small_gradients_wait_within_a_bound() -> None:
+def test_small_gradients_are_staged_within_a_bound() -> None:
     parameters = [nn.Parameter(torch.randn(100, 100)) for _ in range(50)]
     tap = LeafHookTap(
         parameters,
@@ -84,7 +84,7 @@ def test_small_gradients_wait_within_a_bound() -> None:
     most = 0
     for index in range(len(parameters)):
         grad = grads.pop(0)
-        tap._take(index, grad)  # what a hook calls
+        tap._take(index, grad)  # as a hook does
         del grad
         most = max(most, sum(r() is not None for r in alive) - len(grads))
     assert 2 <= most * 40_000 / 100_000 <= 6
@@ -104,7 +104,7 @@ def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> Non
 
 
 @pytest.mark.parametrize("staging_bytes", [0, 3_000, 10**9])
-def test_waiting_changes_no_result(staging_bytes: int) -> None:
+def test_staging_changes_no_result(staging_bytes: int) -> None:
     """What waits for a shared kernel on an accelerator, forced on a CPU: the same numbers, whenever it is flushed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 30), nn.Linear(30, 2))
@@ -121,14 +121,14 @@ def test_waiting_changes_no_result(staging_bytes: int) -> None:
             staging_bytes=staging_bytes,
             staged_numel=staged_numel,
         )
-        found = []
+        summaries = []
         for x in inputs:  # .grad accumulates beside what waits
             tap.begin_piece(is_first=False)
             model(x).square().mean().backward()
-            found.append(tap.end_piece())
+            summaries.append(tap.end_piece())
         tap.close()
         model.zero_grad()
-        pieces.append(found)
+        pieces.append(summaries)
     for direct, waited in zip(*pieces, strict=True):
         assert torch.equal(direct.sq_norms, waited.sq_norms)
         assert torch.equal(direct.witness, waited.witness)
@@ -159,7 +159,7 @@ def test_guard_private_end_of_backward_callback() -> None:
     assert order == ["hook", "end", "after"]
 
 
-def test_guard_graph_task_id_tells_backwards_apart() -> None:
+def test_guard_graph_task_id_differs_between_backwards() -> None:
     weight = nn.Parameter(torch.ones(3))
     ids: list[int] = []
     weight.register_hook(lambda _: ids.append(torch._C._current_graph_task_id()))
@@ -169,7 +169,7 @@ def test_guard_graph_task_id_tells_backwards_apart() -> None:
     assert min(ids) >= 0
 
 
-def test_guard_private_question_that_tells_autograd_grad_from_backward() -> None:
+def test_guard_private_function_that_separates_autograd_grad_from_backward() -> None:
     weight = nn.Parameter(torch.ones(3))
     answers: list[bool] = []
     weight.register_hook(lambda _: answers.append(accumulates(weight)))

@@ -64,7 +64,7 @@ def test_adam_metric_follows_a_loaded_state() -> None:
         assert probe.reading().windows == 2
 
 
-def test_adam_metric_needs_such_an_optimizer() -> None:
+def test_adam_metric_needs_an_optimizer_of_adams_kind() -> None:
     model = small_model()
     with pytest.raises(ValueError, match="got no optimizer"):
         attached(model, metric="adam")

@@ -28,7 +28,7 @@ def test_norm_is_exact_to_fp32(shape: tuple[int, ...], dtype: torch.dtype) -> No
     assert float(roots(grad).double().square().sum()) == pytest.approx(expected**2, rel=2 * rel)
 
 
-def test_a_large_norm_is_not_misjudged() -> None:
+def test_a_large_norm_is_exact() -> None:
     """torch's flat fp32 sum is off by about 8e-4 here."""
     grad = torch.randn(4096, 4096)
     expected = float(grad.double().norm())
@@ -47,7 +47,7 @@ def test_any_memory_layout(layout: str) -> None:
     assert sq_norm(grad) == pytest.approx(float(grad.double().norm()) ** 2, rel=2e-6)
 
 
-def test_squares_of_bf16_are_taken_in_fp32() -> None:
+def test_bf16_is_squared_in_fp32() -> None:
     grad = torch.full((4096,), 0.01, dtype=torch.bfloat16)
     assert sq_norm(grad) == pytest.approx(float(grad.double().norm()) ** 2, rel=2e-6)
 
@@ -58,7 +58,7 @@ def test_sparse_duplicates_add_up_before_they_are_squared() -> None:
     assert sq_norm(grad) == pytest.approx(10)
 
 
-def test_zeros_have_no_norm() -> None:
+def test_zeros_have_norm_zero() -> None:
     for n in (0, 1, 300_000):
         assert sq_norm(torch.zeros(n)) == 0.0
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.batch_size.ddp_loops import batches, check, in_bf16, on_rank, wrap
+from tests.batch_size.ddp_loops import assert_as_by_hand, batches, in_bf16, train_on_rank, wrap
 from tests.batch_size.loops import (
     attached,
     batch,
@@ -37,7 +37,7 @@ def _auto_when_accumulation_starts_later() -> tuple[list[str], int, int]:
     return names, reading.windows, sum(reading.dropped.values())
 
 
-def test_auto_goes_back_to_leaf_hooks_when_buckets_do_not_do(ranks2: Ranks) -> None:
+def test_auto_goes_back_to_leaf_hooks_when_buckets_fail(ranks2: Ranks) -> None:
     for names, windows, dropped in ranks2(_auto_when_accumulation_starts_later):
         assert "DDP's communication hook" in names
         assert names[-1] == "leaf hooks"
@@ -61,12 +61,12 @@ def test_auto_does_not_change_where_a_piece_has_several_backwards(ranks2: Ranks)
 
 
 def _auto_with_accumulation() -> dict[str, Any]:
-    return on_rank({}, tap="auto", windows=6)
+    return train_on_rank({}, tap="auto", windows=6)
 
 
 def test_auto_keeps_leaf_hooks_under_accumulation(ranks2: Ranks) -> None:
     results = ranks2(_auto_with_accumulation)
-    check(results, windows=6)
+    assert_as_by_hand(results, windows=6)
     assert [r["tap"] for r in results] == ["leaf hooks"] * 2
 
 
@@ -108,10 +108,10 @@ def _two_ddp_modules() -> tuple[str, list[float | None], str]:
 
 
 def test_two_ddp_modules_stay_with_leaf_hooks(ranks2: Ranks) -> None:
-    for name, traces, said in ranks2(_two_ddp_modules):
+    for name, traces, message in ranks2(_two_ddp_modules):
         assert name == "leaf hooks"
         assert min(traces) > 0.3 * max(traces)
-        assert "parameters outside" in said
+        assert "parameters outside" in message
 
 
 def _a_tap_each() -> tuple[float | None, float | None, bool]:
@@ -199,7 +199,7 @@ def _builtin_hook() -> tuple[str, int]:
         return probe._reader.tap_name, probe.reading().windows
 
 
-def test_where_ddp_takes_no_hook_leaf_hooks_stay(ranks2: Ranks) -> None:
+def test_leaf_hooks_stay_where_ddp_accepts_no_hook(ranks2: Ranks) -> None:
     for tap_name, windows in ranks2(_builtin_hook):
         assert (tap_name, windows) == ("leaf hooks", 10)
 
@@ -238,7 +238,7 @@ def _skipped() -> tuple[str, int, list[str]]:
         return probe._reader.tap_name, probe.reading().windows, list(probe.reading().dropped)
 
 
-def test_blocks_that_are_skipped_at_random_are_no_empty_pieces(ranks2: Ranks) -> None:
+def test_blocks_skipped_at_random_do_not_count_as_empty_pieces(ranks2: Ranks) -> None:
     for tap_name, windows, dropped in ranks2(_skipped):
         assert tap_name == "DDP's communication hook"
         assert not [reason for reason in dropped if "no backward" in reason]
@@ -246,13 +246,13 @@ def test_blocks_that_are_skipped_at_random_are_no_empty_pieces(ranks2: Ranks) ->
 
 
 def _auto_with_one_piece_a_rank() -> dict[str, Any]:
-    return on_rank({}, n_micro=1, tap="auto", windows=6)
+    return train_on_rank({}, n_micro=1, tap="auto", windows=6)
 
 
 def test_auto_keeps_leaf_hooks_where_the_ranks_are_no_power_of_two(ranks3: Ranks) -> None:
     """DDP's rounding of 1/3 depends on its options, and a tap must not change it."""
     results = ranks3(_auto_with_one_piece_a_rank)
-    check(results, windows=6)
+    assert_as_by_hand(results, windows=6)
     assert [r["tap"] for r in results] == ["leaf hooks"] * 3
 
 
@@ -295,6 +295,6 @@ def _seconds_of_both_taps() -> tuple[str, float, float]:
 
 
 def test_the_time_of_a_replaced_tap_still_counts(ranks2: Ranks) -> None:
-    for tap_name, seconds, of_both in ranks2(_seconds_of_both_taps):
+    for tap_name, seconds, seconds_of_both in ranks2(_seconds_of_both_taps):
         assert tap_name == "DDP's communication hook"
-        assert seconds == pytest.approx(of_both)
+        assert seconds == pytest.approx(seconds_of_both)

@@ -50,7 +50,7 @@ def test_every_element_has_its_turn(shape: tuple[int, ...]) -> None:
     assert len(seen) == grad.numel()
 
 
-def test_what_is_read_is_a_copy() -> None:
+def test_the_joined_elements_are_a_copy() -> None:
     grad = torch.ones(40, dtype=torch.float64)
     witness = Witness([grad])
     read = witness.join({0: witness.read(0, grad)}, grad.device)
