@@ -33,11 +33,11 @@ class Readback(Generic[T]):
         self._copies: list[_Copy[T]] = []
 
     def put(self, vectors: list[Tensor], read: Read[T], work: dist.Work | None = None) -> None:
-        """Put vectors in.
+        """Put the vectors of one value in.
 
         Args:
             vectors: 1-D tensors of one floating dtype on one device; they must not be written to again.
-            read: makes the value of them when they have come to the CPU.
+            read: makes the value of the vectors once they are on the CPU.
             work: a collective that is still writing to them.
         """
         self._put.append((work, vectors, read))
@@ -55,12 +55,13 @@ class Readback(Generic[T]):
         put, self._put = self._put, []
         finished: list[tuple[list[Tensor], Read[T]]] = []
         failure: RuntimeError | None = None
+        # A collective that fails must not keep the others from the host: the failure is raised at the end.
         for work, vectors, read in put:
             if abandon_unfinished and work is not None and not work.is_completed():
                 continue
             try:
                 if work is not None:
-                    work.wait()  # on a GPU only the stream waits; gloo finished it during the windows in between
+                    work.wait()  # on a GPU only the stream waits; gloo has usually finished in the windows since
             except RuntimeError as error:
                 failure = error
                 continue
@@ -75,6 +76,7 @@ class Readback(Generic[T]):
         sizes = [[vector.numel() for vector in vectors] for vectors, _ in finished]
         copied = None
         if packed.is_cuda:
+            # Pinned memory lets the copy run beside training; the event shows when it is done.
             host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
             host.copy_(packed, non_blocking=True)
             copied = torch.cuda.Event()

@@ -11,11 +11,11 @@ from sonde.parallel.wrappers import Wrapper, lowest_precision
 
 
 class RoundingWatch:
-    """Notices what changes the rounding after attach: a communication hook given to DDP, another dtype of the model.
+    """Notices changes of the rounding after attach: a communication hook that DDP gets, a model in another dtype.
 
     Args:
         wrapper: the model.
-        comm_hook: name of the communication hook that its gradients go through, read before a tap wraps that hook.
+        comm_hook: name of the user's communication hook, looked up before a tap wraps that hook; None without a hook.
     """
 
     def __init__(self, wrapper: Wrapper, comm_hook: str | None) -> None:

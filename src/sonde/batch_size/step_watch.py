@@ -13,8 +13,8 @@ class StepWatch:
     """Listens to the optimizer's steps: every window must be ended before its step.
 
     Args:
-        optimizer: the one that steps; None to notice nothing.
-        reader: its window is forgotten when the optimizer steps before the window was ended.
+        optimizer: the optimizer of the loop; None to notice nothing.
+        reader: the reader of the window, which is forgotten when the optimizer steps before the window was ended.
         on_never_ended: called when it is certain that a window was not ended, not even late.
     """
 
@@ -27,10 +27,10 @@ class StepWatch:
             self._handle = unwrap_optimizer(optimizer).register_step_pre_hook(self._before_step)
 
     def window_ends(self) -> bool:
-        """A window is being ended.
+        """Note that a window is being ended.
 
         Returns:
-            Whether it is ended late: the optimizer has stepped on it already.
+            Whether the window is ended late: the optimizer has stepped already.
         """
         is_late = self._stepped_unended and self._reader.n_pieces == 0
         if not is_late:

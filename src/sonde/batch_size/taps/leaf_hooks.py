@@ -99,9 +99,11 @@ class LeafHookTap:
         """The gradient of the piece that ends here; parameters that it did not reach count as 0."""
         self._problems[Problem.EMPTY_PIECE] += not self._backwards
         with torch.no_grad():
+            # Gradients that still wait come first: they add to the parts and to the witness.
             self._flush()
             self._adopt_results()
             sq_norms = add_squares(len(self._parameters), self._parts, self._device)
+            # Where a piece had several backwards, the parts hold their squares, and these are the cross terms.
             for index, twice_the_product in self._cross:
                 sq_norms[index] += to_device(twice_the_product, self._device)
             witness = self._witness.join(self._witnessed, self._device)
@@ -178,6 +180,7 @@ class LeafHookTap:
             self._on_backward_end()
 
     def _take(self, index: int, grad: Tensor) -> None:
+        """Let a gradient wait for a shared kernel, or reduce it at once."""
         if self._fired[index]:
             self._take_again(index, grad)
             return
@@ -236,6 +239,7 @@ class LeafHookTap:
                 self._keep((index,), (grad,), self._metric.roots(index, grad))
 
     def _keep(self, indices: tuple[int, ...], grads: Sequence[Tensor], roots: Tensor) -> None:
+        """Keep the roots of some gradients, and the witness's elements of them."""
         self._parts.append((indices, roots))
         results = [roots]
         for index, grad in zip(indices, grads, strict=True):

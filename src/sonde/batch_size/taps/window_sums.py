@@ -185,6 +185,7 @@ class WindowSums:
         """
         has_pieces = self.n_pieces > 0
         no_rank_sum = self._witness_small.new_zeros(())
+        # The last count and `rank_sum` are ratios of this rank's own sums: they are formed before the sum over ranks.
         counts: list[Number] = [
             self._weight,
             self._weight_over_units,
@@ -206,6 +207,7 @@ class WindowSums:
                 self._witness_squares,
             ]
         )
+        # `packed` is a copy, so the accumulators can be zeroed in place for the next window.
         accumulators = (self._small, self._witness, self._witness_squares, self._witness_small, self._not_finite)
         for accumulator in accumulators:
             accumulator.zero_()
