@@ -1,4 +1,4 @@
-"""How right forecasts of a policy's entropy are, and what they cost: `python -m benchmarks.entropy`."""
+"""Accuracy and cost of forecasts of a policy's entropy: `python -m benchmarks.entropy`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BY_BACKWARDS = "gradient, three backwards for every prompt"
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """Everything."""
+    """All measurements: accuracy, cost and memory."""
     start = time.monotonic()
-    warnings.simplefilter("ignore")  # of packages that are not ours
+    warnings.simplefilter("ignore")  # warnings of other packages
     size = TINY if quick else Size()
     _say(start, "accuracy, along a GRPO run")
     accuracy = summary(trials(QUICK if quick else Plan()))
@@ -42,7 +42,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 def markdown(found: dict[str, Any], command: str) -> str:
     """The results as a page."""
-    lines = ["# Forecasts of a policy's entropy: how right, at what cost", ""]
+    lines = ["# Forecasts of a policy's entropy: accuracy and cost", ""]
     lines += [f"- {name}: {value}" for name, value in found["machine"].items()]
     lines += [f"- again: `{command}`", ""]
     if found["quick"]:
@@ -52,26 +52,27 @@ def markdown(found: dict[str, Any], command: str) -> str:
 
 def _accuracy(found: dict[str, Any]) -> list[str]:
     lines = [
-        "## How right",
+        "## Accuracy",
         "",
-        "The run of `sonde demo entropy` (TRL's GRPOTrainer, dr_grpo, AdamW at 3e-3). Before steps 20, 25, … 120 the "
-        "step is forecast from 8 independent batches of 32 prompts, drawn with replacement from the hundred sums, with "
-        "8 responses each; as it is, and scaled to a tenth. Truth: fresh rollouts before and after it, to all sums, "
-        "with common random numbers, 8 times 16 responses each. An interval holds the truth up to that one's own 95 %.",
+        "The run of `sonde demo entropy` (TRL's GRPOTrainer, dr_grpo, AdamW at 3e-3). Before steps 20, 25, … 120, the "
+        "step is forecast from 8 independent batches of 32 prompts with 8 responses each, drawn with replacement from "
+        "the hundred sums. This is done for the whole step and for a tenth of it. The truth comes from fresh rollouts "
+        "to all sums before and after the step, 8 times 16 responses each, with common random numbers. An interval "
+        "holds the truth if the two agree within the truth's own 95 % interval.",
         "",
-        "| | steps as they are | a tenth of them | goal |",
+        "| | whole steps | a tenth of each step | goal |",
         "| --- | --- | --- | --- |",
     ]
     whole, tenth = found["by_scale"]["1.0"], found["by_scale"]["0.1"]
     rows = [
         ("forecasts", "forecasts", "{:.0f}", ""),
-        ("that say they are to be trusted", "trusted", "{:.0f}", ""),
+        ("forecasts to be trusted, by their own report", "trusted", "{:.0f}", ""),
         ("change, median size, nats a token", "median_size", "{:.1e}", ""),
         ("standard error of the forecast, median", "median_se", "{:.1e}", ""),
         ("standard error of the truth, median", "median_truth_se", "{:.1e}", ""),
-        ("same sign as the truth, where above 2 standard errors", "sign_agreement", "{:.1%}", "≥ 95 %"),
+        ("same sign as the truth, for changes above 2 standard errors", "sign_agreement", "{:.1%}", "≥ 95 %"),
         ("correlation with the truth", "correlation", "{:.3f}", "≥ 0.95"),
-        ("the same, of those to be trusted", "correlation_of_trusted", "{:.3f}", ""),
+        ("the same, of forecasts to be trusted", "correlation_of_trusted", "{:.3f}", ""),
         ("intervals that hold the truth", "coverage", "{:.1%}", "90–98 % at a tenth"),
         ("the same, of forecasts to be trusted", "coverage_of_trusted", "{:.1%}", ""),
         ("the same, by the standard error alone", "coverage_by_se_alone", "{:.1%}", ""),
@@ -82,7 +83,7 @@ def _accuracy(found: dict[str, Any]) -> list[str]:
     flagged = found["flagged_at_step_0"]
     lines += [
         "",
-        f"At step 0, where the policy is nearly uniform, {flagged:.0%} of the forecasts of the whole step say that "
+        f"At step 0, where the policy is nearly uniform, {flagged:.0%} of the forecasts of the whole step report that "
         "they are not to be trusted (goal: all).",
         "",
     ]
@@ -92,20 +93,20 @@ def _accuracy(found: dict[str, Any]) -> list[str]:
 def _cost(found: dict[str, Any]) -> list[str]:
     size, said = found["size"], found["said"]
     lines = [
-        "## At what cost",
+        "## Cost",
         "",
-        f"A Qwen2 of {found['parameters'] / 1e6:.1f}M parameters with random weights; {size['prompts']} prompts to "
-        "evaluate on and as many to learn from, 8 responses of 48 tokens each. SGD, so that the step is the mean "
-        "gradient and all forecast the same. Contestants in turn in one process; medians. At equal standard error: the "
-        "time times the square of the standard error over that of sonde's step, as twice as many prompts halve a "
-        "variance; the gradients' own standard error, by V_X + V_Y, counts noise that both batches share twice, and "
-        "that of sonde's gradients is taken in its place.",
+        f"A Qwen2 of {found['parameters'] / 1e6:.1f}M parameters with random weights; {size['prompts']} evaluation "
+        "prompts and as many to learn from, 8 responses of 48 tokens each. The optimizer is SGD: its step is the mean "
+        "gradient, so all contestants forecast the same change. Contestants run in turn in one process; medians. "
+        "Seconds at equal standard error are seconds times the square of the standard error over that of sonde's step, "
+        "since twice as many prompts halve the variance. The gradients' own standard error, by V_X + V_Y, counts the "
+        "noise of both batches twice: the standard error of sonde's gradients replaces it.",
         "",
         "| | seconds | forecast, nats a token | its SE | seconds at equal SE | over sonde's step |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     ours = said[OURS]["se"]
-    # V_X + V_Y counts noise common to both batches twice: sonde's own for the same estimate does not.
+    # V_X + V_Y counts noise common to both batches twice. Sonde's standard error of the same estimate does not.
     se = {n: said["sonde, update='gradient'"]["se"] if n == BY_BACKWARDS else of["se"] for n, of in said.items()}
     at_equal = {n: statistics.median(s) * (se[n] / ours) ** 2 for n, s in found["seconds"].items()}
     for name, seconds in found["seconds"].items():
@@ -115,13 +116,13 @@ def _cost(found: dict[str, Any]) -> list[str]:
         )
     phases = {name: statistics.median([p[name] for p in found["phases"]]) for name in found["phases"][0]}
     truth = phases.get("truth", 0.0)
-    of_phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
+    phase_times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
     without = at_equal[BY_BACKWARDS] / (at_equal[OURS] - truth)
     lines += [
         "",
         f"Goal: 3 times faster than gradients with a backward for every prompt, at equal standard error: "
         f"{at_equal[BY_BACKWARDS] / at_equal[OURS]:.2f} times; {without:.2f} times without the two truths that sonde "
-        f"measures besides. Its phases: {of_phases}.",
+        f"also measures. Its phases: {phase_times}.",
         "",
     ]
     return lines
@@ -133,8 +134,7 @@ def _memory(found: dict[str, Any]) -> list[str]:
     lines = [
         "## Memory",
         "",
-        "By how much a process's peak grows, parameters and their gradients being there already; micro-batches of 2 "
-        "prompts.",
+        "Growth of a process's peak memory after parameters and their gradients exist; micro-batches of 2 prompts.",
         "",
         "| | MB |",
         "| --- | --- |",
@@ -154,7 +154,7 @@ def _say(start: float, text: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write `entropy_cpu.json` and `.md`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.entropy", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="half a minute, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="half a minute, to check that the benchmark runs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
     options = parser.parse_args(arguments)
     found = measure(quick=options.quick)

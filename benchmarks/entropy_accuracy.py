@@ -1,4 +1,4 @@
-"""How right forecasts of the entropy's change are, along a real GRPO run: the run of `sonde demo entropy`."""
+"""Accuracy of forecasts of the entropy's change, along a real GRPO run: the run of `sonde demo entropy`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ SCALES = (1.0, 0.1)
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """The size of the measurement.
 
     Attributes:
-        steps: before which optimizer steps, counted from 0.
-        batches: independent evaluation batches at each.
-        prompts: in each, drawn with replacement from all sums, so that they are the independent prompts that a
-            standard error assumes.
-        truths: independent measurements of what the step does, by fresh rollouts to all sums.
-        responses: to each sum, in each of these.
+        steps: the optimizer steps that are measured, counted from 0.
+        batches: number of independent evaluation batches at each step.
+        prompts: number of prompts in a batch, drawn with replacement from all sums: a standard error assumes
+            independent prompts.
+        truths: number of independent measurements of the step's effect, by fresh rollouts to all sums.
+        responses: number of responses to each sum in each of these measurements.
     """
 
     steps: tuple[int, ...] = (0, *range(20, 121, 5))
@@ -51,18 +51,18 @@ class Trial:
     """One forecast and its truth.
 
     Attributes:
-        step: before which optimizer step.
-        scale: of that step.
+        step: the optimizer step.
+        scale: factor of this step.
         delta: the forecast, in nats a token.
         se: its standard error.
         low: lower end of its interval.
         high: upper end.
         t_low: lower end by the standard error alone.
         t_high: upper end by the standard error alone.
-        is_valid: whether it says that it is to be trusted.
-        linear_over_true: on the same prefixes.
-        truth: by fresh rollouts to all prompts.
-        truth_se: its standard error, by independent repeats.
+        is_valid: whether the forecast reports that it is to be trusted.
+        linear_over_true: first-order over true change on the same prefixes; None if nothing changes.
+        truth: the change by fresh rollouts to all prompts.
+        truth_se: standard error of the truth, by independent repeats.
     """
 
     step: int
@@ -74,18 +74,18 @@ class Trial:
     t_low: float
     t_high: float
     is_valid: bool
-    linear_over_true: float
+    linear_over_true: float | None
     truth: float
     truth_se: float
 
     def held(self, low: float, high: float) -> bool:
-        """Whether an interval held the truth, whose own standard error widens it."""
+        """Whether an interval held the truth. The truth's own standard error widens the interval."""
         end = low if self.truth < self.delta else high
         return abs(self.truth - self.delta) <= math.hypot(end - self.delta, 1.96 * self.truth_se)
 
 
 def trials(plan: Plan) -> list[Trial]:
-    """Train, and at each of the plan's steps forecast and measure what it would do, whole and scaled down."""
+    """Train, and at each of the plan's steps forecast and measure its effect, whole and scaled down."""
     from transformers import TrainerCallback
 
     found: list[Trial] = []
@@ -119,7 +119,7 @@ def _at_step(trainer: Any, optimizer: Any, step: int, plan: Plan) -> list[Trial]
         before = _everything(trainer, step, plan)
         for scale in SCALES:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = scale * rate  # which a step of AdamW, decay included, is proportional to
+                group["lr"] = scale * rate  # a step of AdamW, decay included, is proportional to it
             forecasts = [probe.forecast(batch) for batch in batches]
             with taken(forecast_step(optimizer, of=list(model.parameters())), model):
                 after = _everything(trainer, step, plan)
@@ -154,7 +154,7 @@ def _at_step(trainer: Any, optimizer: Any, step: int, plan: Plan) -> list[Trial]
 
 
 def _everything(trainer: Any, step: int, plan: Plan) -> list[Scored]:
-    """Responses to all sums, several times over; with the same random numbers at each call for one step."""
+    """Responses to all sums, several times over, with the same random numbers in each call for one step."""
     scorer = Scorer(trainer.model, CausalLMStatistics(), 100, None)
     found = []
     for k in range(plan.truths):
@@ -165,7 +165,7 @@ def _everything(trainer: Any, step: int, plan: Plan) -> list[Scored]:
 
 @torch.no_grad()
 def _respond(trainer: Any, rows: list[int], n_each: int) -> sonde.Rollouts:
-    """By the model's own probabilities and torch's random numbers; each row is a prompt of its own."""
+    """Responses with the model's own probabilities and torch's random numbers; each row is a separate prompt."""
     tokens = trainer.processing_class
     texts = [trainer.train_dataset[i]["prompt"] for i in rows for _ in range(n_each)]
     prompts = tokens(texts, return_tensors="pt", padding=True)
@@ -194,7 +194,7 @@ def _next(model: nn.Module, ids: Tensor, attention: Tensor) -> Tensor:
 
 
 def summary(found: list[Trial]) -> dict[str, Any]:
-    """What the trials say, scale by scale; step 0 apart."""
+    """Summary of the trials by scale; step 0 separately."""
     of_scale = {}
     for scale in SCALES:
         some = [t for t in found if t.scale == scale and t.step > 0]

@@ -1,4 +1,4 @@
-"""What a forecast of the entropy's change costs, beside a backward for every prompt written straightforwardly."""
+"""The cost of a forecast of the entropy's change, beside a plain implementation with a backward for every prompt."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from sonde.policy.stats.entropy_gradient import Responses, per_token_coefficient
 
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 16, 48, 8
 STATISTICS = CausalLMStatistics()
-_LOGIT_SCALE = 8.0  # a policy at its random beginning is uniform, and has no gradient of its entropy
+_LOGIT_SCALE = 8.0  # with random weights the policy is uniform, and the gradient of its entropy is 0
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a policy and its batches.
+    """The size of a policy and its batches.
 
     Attributes:
-        width: of its hidden states.
-        layers: of it.
-        vocabulary: tokens.
-        prompts: to evaluate on, and as many to learn from, each with 8 responses.
+        width: size of the hidden states.
+        layers: number of layers.
+        vocabulary: number of tokens.
+        prompts: number of evaluation prompts, and of prompts to learn from, each with 8 responses.
     """
 
     width: int = 256
@@ -48,13 +48,13 @@ TINY = Size(32, 1, 64, 4)
 
 @dataclass(frozen=True)
 class Scene:
-    """A policy that is about to be updated by SGD, whose step is η times the mean of the prompts' gradients.
+    """A policy before an update by SGD. The step is η times the mean of the prompts' gradients.
 
     Attributes:
-        model: of transformers.
-        optimizer: its own.
+        model: a model of transformers.
+        optimizer: the model's optimizer.
         evaluation: E.
-        update: U, with advantages; its mean gradient is in `.grad`, with the sign of a loss.
+        update: U, with advantages. Its mean gradient is in `.grad`, with the sign of a loss.
     """
 
     model: nn.Module
@@ -64,7 +64,7 @@ class Scene:
 
 
 def scene(size: Size) -> Scene:
-    """The same at each call."""
+    """The same scene in each call."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -108,7 +108,7 @@ def _responses(model: Any, size: Size, first: int) -> sonde.Rollouts:
 
 
 def _gradient_of(model: nn.Module, rollouts: sonde.Rollouts, rows: slice | Tensor) -> Tensor:
-    """A prompt's objective J: what its responses' advantages make of their log-probabilities."""
+    """The objective J of prompts: advantages times log-probabilities, a mean over each prompt's responses."""
     index = torch.arange(len(rollouts))[rows]
     some = rollouts.rows(index)
     s, _ = STATISTICS(model, some)
@@ -124,9 +124,9 @@ def by_backwards_along_the_step(made: Scene) -> tuple[float, float]:
 
 
 def by_backwards_of_both(made: Scene) -> tuple[float, float]:
-    """The same along η times the mean of the update prompts' gradients, whose scatter counts, as V_X + V_Y.
+    """δH along η times the mean of the update prompts' gradients. Its variance is V_X + V_Y: both batches scatter.
 
-    Two backwards for every update prompt and one for every evaluation prompt, and no gradient is kept.
+    It takes two backwards for every update prompt and one for every evaluation prompt, and keeps no gradient.
     """
     rate, n = made.optimizer.param_groups[0]["lr"], made.evaluation.n_prompts
     y_mean = _mean(_update_gradients(made), n)
@@ -142,7 +142,7 @@ def by_backwards_of_both(made: Scene) -> tuple[float, float]:
 
 
 def _entropy_gradients(made: Scene) -> Any:
-    """X_n of one evaluation prompt after the other."""
+    """X_n, one evaluation prompt after the other."""
     e, model = made.evaluation, made.model
     with torch.no_grad():
         parts = [STATISTICS(model, e.rows(rows)) for rows in e.order(1)]
@@ -156,7 +156,7 @@ def _entropy_gradients(made: Scene) -> Any:
 
 
 def _update_gradients(made: Scene) -> Any:
-    """Y_p of one update prompt after the other."""
+    """Y_p, one update prompt after the other."""
     for rows in made.update.order(1):
         yield _backward(made.model, _gradient_of(made.model, made.update, rows))
 
@@ -179,7 +179,7 @@ def _dot(a: dict[Tensor, Tensor], b: dict[Tensor, Tensor]) -> float:
 
 
 def by_sonde(made: Scene, update: Any = "step", derivatives: Any = "auto") -> tuple[float, float, dict[str, float]]:
-    """What sonde forecasts, and the seconds of its phases."""
+    """Sonde's forecast: δH, its standard error, and the seconds of the phases."""
     options = EntropyChangeOptions(update=update, derivatives=derivatives)
     probe = sonde.EntropyChangeProbe(made.model, made.optimizer, options, token_statistics=STATISTICS)
     found = probe.forecast(made.evaluation, made.update)
@@ -196,7 +196,7 @@ OURS = "sonde, update='step'"
 
 
 def costs(size: Size, rounds: int) -> dict[str, Any]:
-    """Contestants in turn on the same batches; those of sonde include the truths on E."""
+    """Run the contestants in turn on the same batches. Sonde's include the truths on E."""
     made = scene(size)
     seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     said: dict[str, Any] = {}
@@ -216,16 +216,16 @@ def costs(size: Size, rounds: int) -> dict[str, Any]:
 
 
 def peak_bytes(what: str, size: Size) -> int:
-    """By how much the process's peak memory grows, in a process of its own; `.grad` is there before."""
+    """Growth of the process's peak memory, in a separate process; `.grad` exists before."""
     made = scene(size)
-    rows = slice(0, 2 * RESPONSES)  # the micro-batch that sonde has by default
+    rows = slice(0, 2 * RESPONSES)  # sonde's default micro-batch
     work: dict[str, Callable[[], object]] = {
         "training micro-batch": lambda: _gradient_of(made.model, made.update, rows).backward(),
         **{name: (lambda name=name: CONTESTANTS[name](made)) for name in CONTESTANTS},
     }
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present memory
     before = _memory("VmRSS")
     work[what]()
     return _memory("VmHWM") - before
@@ -237,8 +237,8 @@ def _memory(name: str) -> int:
 
 
 def peaks(size: Size, names: Sequence[str] = tuple(CONTESTANTS)) -> dict[str, int]:
-    """Of contestants and of a training micro-batch, each in a process of its own."""
-    context = multiprocessing.get_context("forkserver")  # what has imported everything once
+    """Peak memory of contestants and of a training micro-batch, each in a separate process."""
+    context = multiprocessing.get_context("forkserver")  # it has imported everything already
     context.set_forkserver_preload(["benchmarks.entropy_cost", "transformers.models.qwen2"])
     everything = ("training micro-batch", *names)
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as processes:

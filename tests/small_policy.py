@@ -12,12 +12,12 @@ from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 
 N_TOKENS, END, LONGEST = 7, 0, 6
-"""Of the vocabulary; the one that ends a response; tokens in a response at most."""
+"""Tokens of the vocabulary; the token that ends a response; most tokens in a response."""
 STATISTICS = CausalLMStatistics()
 
 
 class SmallPolicy(nn.Module):
-    """Logits of the next token from the last one and the mean of those so far."""
+    """Logits of the next token, from the last token and the mean of all tokens so far."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class SmallPolicy(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """[responses, length] → [responses, length, tokens]."""
         position = torch.arange(input_ids.shape[1])
-        here = self.token(input_ids) + self.position(position)
-        past = here.cumsum(1) / (position[:, None] + 1)
-        logits: Tensor = self.out(self.dropout(torch.tanh(self.hidden(torch.cat([here, past], -1)))))
+        last = self.token(input_ids) + self.position(position)
+        past = last.cumsum(1) / (position[:, None] + 1)
+        logits: Tensor = self.out(self.dropout(torch.tanh(self.hidden(torch.cat([last, past], -1)))))
         return logits
 
 
 def policy(seed: int = 0, dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> SmallPolicy:
-    """One that is far from uniform."""
+    """A policy that is far from uniform."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = SmallPolicy(dropout)
@@ -48,7 +48,7 @@ def policy(seed: int = 0, dtype: torch.dtype = torch.float32, dropout: float = 0
 
 @torch.no_grad()
 def sample(model: nn.Module, prompts: list[int], n_each: int = 4, longest: int = LONGEST) -> Rollouts:
-    """By torch's global random numbers, at temperature 1; a response is rewarded for its 2s."""
+    """Responses by torch's global random numbers, at temperature 1. The reward is the number of 2s."""
     number = torch.tensor(prompts).repeat_interleave(n_each)
     ids = torch.stack([1 + number % 5, 1 + number // 5 % 5], 1)
     is_over = torch.zeros(len(ids), dtype=torch.bool)
@@ -81,13 +81,13 @@ def rollouts(**changes: Any) -> Rollouts:
 
 
 def loss(model: nn.Module, rollouts: Rollouts) -> Tensor:
-    """The policy gradient's, a mean over responses."""
+    """The loss of the policy gradient, a mean over responses."""
     s, _ = STATISTICS(model, rollouts)
     return -(rollouts.credit().to(s) * s).sum() / len(rollouts)
 
 
 def optimizer_of(model: nn.Module, kind: str = "adamw", lr: float = 1e-3) -> torch.optim.Optimizer:
-    """With state: it has taken a few steps on other prompts."""
+    """An optimizer with state: it has taken a few steps on other prompts."""
     made: dict[str, Any] = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.1),
         "sgd": lambda p: torch.optim.SGD(p, lr=lr),

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "sonde"
 # From the ground up, as CONTRIBUTING.md draws it.
 HOUSE = [
     ["version", "wording", "call_site", "probe"],
-    ["stats", "parallel", "options"],
+    ["stats", "parallel", "options", "deprecation"],
     ["records"],
     ["gradient_norm"],
     ["batch_size"],

@@ -1,4 +1,4 @@
-"""A policy small enough to enumerate: 3 tokens, one of which ends the response, at most 3 of them; float64."""
+"""A policy small enough to enumerate: 3 tokens, one of them ends the response, at most 3 tokens long; float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESPONSES = [
     for y in itertools.product(range(N_TOKENS), repeat=n)
     if END not in y[:-1] and (y[-1] == END or n == LONGEST)
 ]
-"""All that can be sampled: 15."""
+"""All 15 possible responses."""
 MASK = torch.tensor([[k < len(y) for k in range(LONGEST)] for y in RESPONSES])
 LENGTH = MASK.sum(1).double()
 DIM = 16
@@ -27,7 +27,7 @@ def parameters(seed: int = 0, scale: float = 0.7) -> Tensor:
 
 
 def _features() -> Tensor:
-    """Of every prompt, prefix and token; [prompts, responses, position, token, parameters], which all share."""
+    """Features of every prompt, prefix and token; [prompts, responses, position, token, parameters]."""
     generator = torch.Generator().manual_seed(1)
     made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     rows = torch.zeros(N_PROMPTS, len(RESPONSES), LONGEST, N_TOKENS, DIM, dtype=torch.float64)
@@ -44,7 +44,7 @@ _TAKEN = torch.tensor([[*y, *[0] * (LONGEST - len(y))] for y in RESPONSES])
 
 
 def tokens(theta: Tensor) -> tuple[Tensor, Tensor]:
-    """s_k and H_k of every prompt's every response, 0 past its end; [prompts, responses, position] each."""
+    """s_k and H_k of every response to every prompt, 0 past its end; [prompts, responses, position] each."""
     log_p = (torch.sin(3.0 * FEATURES @ theta) + FEATURES @ theta).log_softmax(-1)
     s = log_p.gather(-1, _TAKEN.expand(N_PROMPTS, -1, -1)[..., None])[..., 0]
     h = -(log_p.exp() * log_p).sum(-1)
@@ -52,12 +52,12 @@ def tokens(theta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def probabilities(theta: Tensor) -> Tensor:
-    """Of each response given its prompt, [prompts, responses]."""
+    """Probability of each response given its prompt, [prompts, responses]."""
     return tokens(theta)[0].sum(-1).exp()
 
 
 def rate(theta: Tensor) -> Tensor:
-    """R = E[Σ H]/E[T], all prompts alike; exactly."""
+    """R = E[Σ H]/E[T], exactly; all prompts weigh the same."""
     p, h = probabilities(theta), tokens(theta)[1].sum(-1)
     return (p * h).sum() / (p * LENGTH).sum()
 
@@ -80,7 +80,7 @@ def gradient(function: object, theta: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Jacobians:
-    """∇s_k and ∇H_k of every prompt's every response; [prompts, responses, position, parameters]."""
+    """∇s_k and ∇H_k of every response to every prompt; [prompts, responses, position, parameters]."""
 
     log_prob: Tensor
     entropy: Tensor

@@ -8,9 +8,9 @@ from sonde.batch_size.stats.critical_batch import Tradeoff, Verdict, judge_batch
 from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.config import ProbesConfig, probes_from_config
+from sonde.deprecation import warn_deprecated
 from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
 from sonde.gradient_norm.plan import NormPlan
-from sonde.options import warn_deprecated
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.log import PolicyLog

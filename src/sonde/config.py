@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from sonde.batch_size.probe import GnsProbeConfig
-from sonde.options import known_name, options_from, read_yaml, refuse_unknown
+from sonde.deprecation import refuse_unknown
+from sonde.options import known_name, options_from, read_yaml
 from sonde.policy.entropy_change import EntropyProbeConfig, Sampler
 from sonde.policy.policy_entropy import PolicyEntropyProbeConfig
 from sonde.policy.scoring.rollouts import TokenStatistics

@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from sonde.options import warn_deprecated
+from sonde.deprecation import warn_deprecated
 from sonde.probe import Probe, RolloutProbe
 from sonde.version import __version__
 
@@ -234,10 +234,15 @@ def log_of(log: RunLog | None, deprecated: dict[str, Any]) -> RunLog:
     Args:
         log: as the call gives it now; None for a log without sinks.
         deprecated: keywords that the call does not list; those of the older spelling are taken out.
+
+    Raises:
+        TypeError: for both at once.
     """
     old = {name: deprecated.pop(name) for name in ("sinks", "run", "metadata", "log_every") if name in deprecated}
     if not old:
         return RunLog() if log is None else log
+    if log is not None:
+        raise TypeError(f"log= has its own {next(iter(old)).removeprefix('log_')}: give it to sonde.RunLog")
     words = ", ".join(f"{name.removeprefix('log_')}=…" for name in old)
     warn_deprecated(", ".join(f"{name}=…" for name in old), f"log=sonde.RunLog({words})")
     return RunLog(

@@ -302,7 +302,7 @@ def test_what_sinks_receive() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     sink = Recording()
-    with attached(model, optimizer, sinks=[sink], log_every=5, run="a run", metadata={"lr": 0.01}) as probe:
+    with attached(model, optimizer, log=sonde.RunLog(sink, every=5, run="a run", metadata={"lr": 0.01})) as probe:
         generator = torch.Generator().manual_seed(0)
         norms, losses = [], []
         for window in range(12):
@@ -414,7 +414,7 @@ def test_metadata_that_is_not_json_is_refused_at_attach(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(ValueError, match="must hold JSON values only"):
-        attached(model, optimizer, sinks=[sonde.JsonlSink(tmp_path / "run")], metadata={"model": model})
+        attached(model, optimizer, log=sonde.RunLog(sonde.JsonlSink(tmp_path / "run"), metadata={"model": model}))
     assert not any(p._backward_hooks for p in model.parameters())
     assert not optimizer._optimizer_step_pre_hooks
     assert list(tmp_path.glob("run/*")) == []

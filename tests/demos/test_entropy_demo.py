@@ -1,4 +1,4 @@
-"""`sonde demo entropy` as people start it: TRL's own trainer, a real terminal's signals, a report at the end."""
+"""`sonde demo entropy` as users start it: TRL's own trainer, real signals, a report at the end."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ SMALL = ["--steps", "4", "--every", "2", "--prompts", "4", "--evaluation-prompts
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_it_trains_forecasts_and_leaves_log_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_trains_forecasts_and_leaves_log_and_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
     assert main(["demo", "entropy", *SMALL, "--out", str(folder)]) == 0
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     run = read_run(folder)
     assert [reading.window for reading in run.policy] == [1, 3]
     assert run.ended == "training ended"
@@ -40,14 +42,14 @@ def test_it_trains_forecasts_and_leaves_log_and_report(tmp_path: Path, capsys: p
         assert all(share.prompt.endswith("=") for share in reading.shares)
         assert reading.metrics["gns_prompts/prompts_per_window"] == 4
         assert reading.metrics["reward"] is not None
-        assert f"{reading.window}/4" in said
-    assert "verdict" in said
+        assert f"{reading.window}/4" in message
+    assert "verdict" in message
     assert (folder / "report.html").stat().st_size > 100_000
     assert "Forecast against truth" in (folder / "report.html").read_text()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_training_that_fails_says_so_and_keeps_what_was_measured(
+def test_a_failing_training_is_reported_and_keeps_its_measurements(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -60,7 +62,7 @@ def test_a_training_that_fails_says_so_and_keeps_what_was_measured(
     assert run.policy[0].reason == "the policy's scores are not finite after the step"
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_measurements(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "sonde", "demo", "entropy", "--steps", "100000", "--out", str(folder)]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -84,24 +86,24 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--steps", "0"], "steps must be at least 1, got 0"),
         (["--every", "0"], "every must be at least 1, got 0"),
         (["--prompts", "1"], "prompts must be at least 2, got 1"),
-        (["--prompts", "99"], "there are 100 sums, 2 of them to evaluate on, got --prompts 99"),
+        (["--prompts", "99"], "prompts must be at most 98, got 99: of 100 sums, at least 2 must"),
         (["--evaluation-prompts", "95"], "evaluation_prompts must be from 2 to 92"),
         (["--seed", "-1"], "seed must be at least 0"),
         (["--learning-rate", "0"], "learning_rate must be positive and finite"),
         (["--learning-rate", "nan"], "learning_rate must be positive and finite"),
     ],
 )
-def test_bad_options(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "entropy", *options]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_options_from_a_file_give_way_to_flags(tmp_path: Path) -> None:
+def test_flags_override_options_from_a_file(tmp_path: Path) -> None:
     from sonde.cli import _parse
 
     config = tmp_path / "demo.yaml"
@@ -111,17 +113,17 @@ def test_options_from_a_file_give_way_to_flags(tmp_path: Path) -> None:
     assert (options.steps, options.learning_rate, options.every) == (9, 1e-4, 5)
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").write_text("mine")
     assert main(["demo", "entropy", *SMALL, "--out", str(tmp_path)]) == 2
     assert "a folder that is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "entropy", "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "sonde demo entropy" in said
-    assert "forecasts what the optimizer's step will do" in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert "sonde demo entropy" in message
+    assert "forecasts what the optimizer's step will do" in message
     assert main(["demo", "--help"]) == 0
     assert "sonde demo entropy" in " ".join(capsys.readouterr().out.split())

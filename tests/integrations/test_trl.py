@@ -1,4 +1,4 @@
-"""A real GRPO run with and without probes: the same weights, and numbers that are what they say."""
+"""A real GRPO run with and without probes: the same weights, and correct numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("trl", reason="needs trl: pip install 'sonde[trl]'")
-# Imports and runs of packages that are not ours warn of this and that, version by version.
+# Other packages cause various warnings when they are imported and run.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 from transformers import Trainer, TrainerCallback  # noqa: E402
@@ -47,7 +47,7 @@ def test_twenty_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) ->
         assert forecast.se > 0
         assert forecast.causes is not None
         assert len(forecast.causes.prompts) == 4  # 32 completions of a window, 8 to a prompt
-        # On policy, without KL: the loss is what causes are told by.
+        # On policy and without KL, the loss is the mean of advantage × log-probability that causes assume.
         assert forecast.causes.explained == pytest.approx(1.0, abs=0.05)
     probes.close()
 
@@ -77,8 +77,8 @@ class Watching(TrainerCallback):  # type: ignore[misc]
         self.events.append("step_end")
 
 
-def test_what_is_leaned_on_upstream_is_there(tmp_path: Path) -> None:
-    """Fails when TRL or transformers rename a method or change the order of callbacks."""
+def test_upstream_has_the_methods_and_events_that_sonde_needs(tmp_path: Path) -> None:
+    """Fails if TRL or transformers rename a method or change the order of callbacks."""
     for name in (*integration.WRAPPED, *USED):
         assert callable(getattr(GRPOTrainer, name)), name
     assert list(inspect.signature(GRPOTrainer._generate_and_score_completions).parameters) == ["self", "inputs"]
@@ -114,12 +114,12 @@ def test_each_completion_keeps_its_prompt_through_shuffle_and_split(tmp_path: Pa
     assert set(counted.values()) == {8}
 
 
-def test_scores_are_those_of_the_trainers_own_loss(tmp_path: Path) -> None:
+def test_scores_agree_with_the_trainers_own(tmp_path: Path) -> None:
     """With padding on both sides: log-probabilities and entropies beside TRL's fused head."""
     trainer = trainer_of(tmp_path, steps=1, temperature=0.7)
     probes = integration.attach(trainer, {"policy_entropy_probe": {"enabled": True}})
     trainer.train()
-    rollouts = probes._rollouts.of_window()
+    rollouts = probes._rollouts.window()
     with torch.no_grad():
         s, h = probes._statistics(trainer.model, rollouts)
         of_trl, entropies, _ = trainer._get_per_token_logps_and_entropies(
@@ -135,7 +135,7 @@ def test_scores_are_those_of_the_trainers_own_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("evaluation", ["fresh", "same"])
-def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, evaluation: Any) -> None:
+def test_evaluation_takes_other_prompts_or_the_windows_own(tmp_path: Path, evaluation: Any) -> None:
     trainer = trainer_of(tmp_path, steps=2)
     probes = integration.attach(
         trainer, {"entropy_probe": {"enabled": True, "every": 1}}, evaluation=evaluation, evaluation_prompts=6
@@ -166,14 +166,14 @@ def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, ev
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "said"),
+    ("options", "arguments", "message"),
     [
         ({"top_p": 0.9}, {}, "samples with top_p=0.9"),
         ({"top_k": 5}, {}, "top_k=5"),
         (
             {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
             {"config": {"gns_probe": {"enabled": True}}},
-            "whole groups on each rank and 2 of them in a window, got 8 completions on each of 1 ranks in groups of 8",
+            "at least 2 groups in a window, got 8 completions on each of 1 ranks in groups of 8: change per_device",
         ),
         ({}, {"config": {"gns_probe": {"enabled": True, "metric": "adam"}}}, "gns_probe: metric does nothing with TRL"),
         ({}, {"config": {"entropy_probe": {"temperature": 3.0}}}, "entropy_probe: temperature does nothing"),
@@ -183,7 +183,11 @@ def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, ev
             {"config": {"entropy_probe": {"strict": True}}, "evaluation": "same", "causes": True},
             "refuses evaluation='same'",
         ),
-        ({"top_entropy_quantile": 0.2}, {"causes": True}, "causes=True cannot tell what top_entropy_quantile"),
+        (
+            {"top_entropy_quantile": 0.2},
+            {"causes": True},
+            "causes=True does not know the token weights of top_entropy_quantile",
+        ),
         ({"repetition_penalty": 1.1}, {}, "repetition_penalty=1.1"),
         ({"generation_kwargs": {"typical_p": 0.9}}, {}, "generation_kwargs has typical_p"),
         (
@@ -192,14 +196,14 @@ def test_evaluation_is_of_other_prompts_or_of_the_windows_own(tmp_path: Path, ev
             "needs windows of whole groups, got steps_per_generation=4 and gradient_accumulation_steps=2",
         ),
         ({}, {"evaluation": "other"}, "evaluation must be 'fresh' or 'same'"),
-        ({}, {"evaluation_prompts": 1}, "evaluation_prompts must be a multiple of 1 ranks, 2 for each, got 1"),
+        ({}, {"evaluation_prompts": 1}, "multiple of the 1 ranks and at least 2 for each, got 1: pass 2"),
         ({}, {"config": {"entropy": {}}}, "did you mean 'entropy_probe'"),
     ],
 )
-def test_bad_input(tmp_path: Path, options: dict[str, Any], arguments: dict[str, Any], said: str) -> None:
+def test_bad_input(tmp_path: Path, options: dict[str, Any], arguments: dict[str, Any], message: str) -> None:
     trainer = trainer_of(tmp_path, **options)
     before = trainer._compute_loss
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         integration.attach(trainer, **arguments)
     assert trainer._compute_loss == before
 
@@ -208,7 +212,7 @@ def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None
     trainer = trainer_of(tmp_path, steps=3, max_completion_length=2, mask_truncated_completions=True)
     probes = integration.attach(trainer, {"entropy_probe": {"enabled": True, "every": 1}}, causes=True)
     sizes = []
-    rollouts_of_window = probes._rollouts.of_window
+    rollouts_of_window = probes._rollouts.window
 
     def look() -> Any:
         rollouts = rollouts_of_window()
@@ -216,16 +220,16 @@ def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None
         sizes.append(len(rollouts))
         return rollouts
 
-    probes._rollouts.of_window = look  # type: ignore[method-assign]
+    probes._rollouts.window = look  # type: ignore[method-assign]
     trainer.train()
     assert len(probes.forecasts) == 3
     assert all(0 < size < 32 for size in sizes)
 
 
-def test_a_window_of_which_nothing_is_left_is_passed_over(tmp_path: Path) -> None:
+def test_a_window_with_empty_masks_is_skipped(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, steps=2, max_completion_length=1, mask_truncated_completions=True)
     with torch.no_grad():
-        trainer.model.lm_head.weight[trainer.processing_class.eos_token_id] = -10.0  # no completion ever ends
+        trainer.model.lm_head.weight[trainer.processing_class.eos_token_id] = -10.0  # so no completion ends
         trainer.model.model.norm.weight.mul_(3.0)
     generate = trainer._generate_and_score_completions
 
@@ -241,8 +245,8 @@ def test_a_window_of_which_nothing_is_left_is_passed_over(tmp_path: Path) -> Non
     assert probes.forecasts == []
 
 
-def test_records_go_to_sinks_and_rollouts_are_a_truth_of_their_own(tmp_path: Path) -> None:
-    """With everything on: the log, a third truth, and weights that are those without any of it."""
+def test_records_go_to_sinks_and_rollouts_are_an_independent_truth(tmp_path: Path) -> None:
+    """With everything on: the log, the third truth, and the same weights as without probes."""
     plain = trainer_of(tmp_path / "plain", steps=4)
     plain.train()
     trainer = trainer_of(tmp_path / "watched", steps=4)
@@ -263,7 +267,7 @@ def test_records_go_to_sinks_and_rollouts_are_a_truth_of_their_own(tmp_path: Pat
         assert (step, forecast.delta) == (reading.window, reading.metrics["entropy/delta_forecast"])
         assert forecast.rollouts is not None
         assert forecast.rollouts.delta == reading.metrics["entropy/delta_rollouts"]
-        # Within 5 standard errors of the truth on the forecast's own responses: both are of the same population.
+        # Both truths estimate the same change: they agree within 5 standard errors.
         assert forecast.importance is not None
         apart = abs(forecast.rollouts.delta - forecast.importance.delta)
         assert apart < 5 * (forecast.rollouts.se**2 + forecast.importance.se**2) ** 0.5
@@ -273,14 +277,14 @@ def test_records_go_to_sinks_and_rollouts_are_a_truth_of_their_own(tmp_path: Pat
     assert read_run(tmp_path / "log").policy == run.policy
 
 
-def test_other_things_that_cannot_be_measured_are_refused(tmp_path: Path) -> None:
+def test_other_trainers_that_cannot_be_measured_are_refused(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
-    for name, value, said in (
+    for name, value, message in (
         ("use_vllm", True, "vLLM samples by random numbers of its own"),
         ("use_transformers_continuous_batching", True, "continuous batching moves the model"),
     ):
         setattr(trainer.args, name, value)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             integration.attach(trainer)
         setattr(trainer.args, name, False)
     trainer.rollout_func = lambda *_: None
@@ -290,18 +294,18 @@ def test_other_things_that_cannot_be_measured_are_refused(tmp_path: Path) -> Non
     trainer.rollout_func = None
     data = trainer.train_dataset
     trainer.train_dataset = data.add_column("image", [0] * len(data))
-    with pytest.raises(ValueError, match="the dataset has image"):
+    with pytest.raises(ValueError, match="the dataset has the column 'image'"):
         integration.attach(trainer)
     trainer.train_dataset = data.to_iterable_dataset()
     with pytest.raises(ValueError, match="can only be read in order"):
         integration.attach(trainer)
     trainer.train_dataset = data
     trainer.model.to(torch.bfloat16)
-    with pytest.raises(ValueError, match="in whose rounding central differences are lost"):
+    with pytest.raises(ValueError, match="its rounding swallows central differences"):
         integration.attach(trainer)
 
 
-def test_two_that_are_attached_can_be_closed_in_either_order(tmp_path: Path) -> None:
+def test_two_attached_probes_can_be_closed_in_either_order(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     first, second = integration.attach(trainer), integration.attach(trainer)
     second.close()
@@ -338,11 +342,11 @@ def test_other_ways_to_train_are_the_same_to_the_bit(tmp_path: Path, options: di
     for _, forecast in probes.forecasts:
         assert forecast.se > 0
         assert forecast.causes is not None
-        if "bf16" not in options:  # whose gradients were rounded
+        if "bf16" not in options:  # bf16 rounds the gradients
             assert forecast.causes.explained == pytest.approx(1.0, abs=0.1)
 
 
-def test_closing_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+def test_closing_restores_the_trainer(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, steps=1)
     n = len(trainer.callback_handler.callbacks)
     before = (trainer._compute_loss, trainer._generate_and_score_completions)

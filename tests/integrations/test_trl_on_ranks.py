@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 
 def _as_launched(port: int) -> None:
-    """What torchrun tells a process, for accelerate to read."""
+    """The environment that torchrun sets, for accelerate."""
     import torch.distributed as dist
 
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
@@ -71,8 +71,8 @@ def test_two_ranks_train_as_without_probes_and_agree_on_every_number(ranks2: Ran
     plain = ranks2(_trained, port, "", False)
     first, second = ranks2(_trained, port, str(tmp_path), True)
     assert first["ranks"] == 2
-    for found in (first, second):
-        assert torch.equal(found["weights"], plain[0]["weights"])
+    for result in (first, second):
+        assert torch.equal(result["weights"], plain[0]["weights"])
     assert first["deltas"] == second["deltas"]
     assert len(first["deltas"]) == 2
     assert first["n"] == [(8, 4), (8, 4)]  # of all ranks: 2 × 16 completions, 8 to a prompt

@@ -48,13 +48,13 @@ def coefficients(objective: str, weights: str, scene: Scene) -> Coefficients:
 
 
 def gradient_per_prompt(scene: Scene, rollouts: Rollouts, c: Coefficients) -> Tensor:
-    """By a backward for every prompt; [prompts, parameters], fp64."""
+    """Gradients by one backward for every prompt; [prompts, parameters], fp64."""
     model = copy.deepcopy(scene.model).double()
-    found = []
+    gradients = []
     for prompt in rollouts.prompt.unique():
         own = (rollouts.prompt == prompt).nonzero()[:, 0]
         s, h = STATISTICS(model, rollouts.rows(own))
         total = (c.on_log_prob[own] * s + c.on_entropy[own] * h).sum()
         grads = torch.autograd.grad(total, list(model.parameters()))
-        found.append(torch.cat([g.flatten() for g in grads]))
-    return torch.stack(found)
+        gradients.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(gradients)

@@ -1,4 +1,4 @@
-"""The forecast of an entropy change beside loops over prompts, real steps, and what is sampled after them."""
+"""The forecast of an entropy change beside loops over prompts, real steps, and responses sampled after them."""
 
 from __future__ import annotations
 
@@ -24,48 +24,49 @@ def test_each_prompts_share_is_its_gradient_along_the_real_step(
     step = torch.cat([d.flatten() for d in real_step(scene.model, scene.optimizer).values()]).double()
     expected = x @ step
     probe = scene.probe(objective=objective, sequence_weights=weights, derivatives=derivatives)
-    found = probe.forecast(scene.E)
-    assert found.derivatives == derivatives
-    by_prompt = torch.tensor([s.change for s in sorted(found.shares, key=lambda s: s.prompt)]) * N_E
+    forecast = probe.forecast(scene.E)
+    assert forecast.derivatives == derivatives
+    by_prompt = torch.tensor([s.change for s in sorted(forecast.shares, key=lambda s: s.prompt)]) * N_E
     # Central differences of fp32 scores keep 2 to 3 digits; the real step is rounded to the parameters' fp32.
     off = 6e-3 if derivatives == "central" else 5e-4
     assert float((by_prompt - expected).norm() / expected.norm()) < off
-    assert found.delta == pytest.approx(float(expected.mean()), abs=off * float(expected.std()))
-    assert found.bars_dot == found.delta
-    assert (found.n_evaluation, found.n_update, found.v_y) == (N_E, 0, 0.0)
-    assert found.se == pytest.approx(math.sqrt(found.v_x))
-    assert found.low < found.delta < found.high
+    assert forecast.delta == pytest.approx(float(expected.mean()), abs=off * float(expected.std()))
+    assert forecast.bars_dot == forecast.delta
+    assert (forecast.n_evaluation, forecast.n_update, forecast.v_y) == (N_E, 0, 0.0)
+    assert forecast.se == pytest.approx(math.sqrt(forecast.v_x))
+    assert forecast.low < forecast.delta < forecast.high
     if objective == "per_token":
-        assert all(s.change == pytest.approx(s.sharpening + s.drift) for s in found.shares)
+        assert all(s.change == pytest.approx(s.sharpening + s.drift) for s in forecast.shares)
 
 
 def test_the_standard_error_is_the_scatter_of_the_prompts() -> None:
     scene = Scene()
     x = gradient_per_prompt(scene, scene.E, coefficients("sequence", "one", scene))
     step = torch.cat([d.flatten() for d in real_step(scene.model, scene.optimizer).values()]).double()
-    found = scene.probe(objective="sequence").forecast(scene.E)
-    assert found.se == pytest.approx(float((x @ step).std()) / N_E**0.5, rel=1e-3)
+    forecast = scene.probe(objective="sequence").forecast(scene.E)
+    assert forecast.se == pytest.approx(float((x @ step).std()) / N_E**0.5, rel=1e-3)
 
 
-def test_truth_is_what_a_real_step_does() -> None:
+def test_the_truth_is_the_effect_of_a_real_step() -> None:
     scene = Scene(lr=5e-4)
     with torch.no_grad():
         _, before = STATISTICS(scene.model, scene.E)
-    found = scene.probe().forecast(scene.E)
+    forecast = scene.probe().forecast(scene.E)
     scene.optimizer.step()
     with torch.no_grad():
         _, after = STATISTICS(scene.model, scene.E)
     mask = scene.E.mask
     true = float((after - before)[mask].double().sum() / mask.sum())
-    assert found.fixed_prefixes is not None
-    assert found.importance is not None
-    assert found.fixed_prefixes.true == pytest.approx(true, rel=1e-3)  # the last bits of the step are rounded otherwise
-    assert found.fixed_prefixes.linear_over_true == pytest.approx(1.0, abs=0.1)
-    assert found.is_valid, found.reason
-    # Both scatter with the responses, each in its own way.
-    assert abs(found.delta - found.importance.delta) < 2 * found.se
-    assert 0.9 < found.importance.ess_fraction <= 1.0
-    assert "nats a token" in str(found)
+    assert forecast.fixed_prefixes is not None
+    assert forecast.importance is not None
+    # The real step rounds its last bits differently.
+    assert forecast.fixed_prefixes.true == pytest.approx(true, rel=1e-3)
+    assert forecast.fixed_prefixes.linear_over_true == pytest.approx(1.0, abs=0.1)
+    assert forecast.is_valid, forecast.reason
+    # Both scatter with the responses, in different ways.
+    assert abs(forecast.delta - forecast.importance.delta) < 2 * forecast.se
+    assert 0.9 < forecast.importance.ess_fraction <= 1.0
+    assert "nats a token" in str(forecast)
 
 
 @pytest.mark.parametrize("objective", ["per_token", "sequence"])
@@ -75,21 +76,21 @@ def test_fresh_rollouts_agree_within_their_errors(objective: str) -> None:
     probe = scene.probe(
         objective=objective, micro_batch_prompts=50, sampler=lambda m: sample(m, list(range(150)), n_each=16)
     )
-    found = probe.measure(E)
-    assert found.rollouts is not None
-    assert found.rollouts.se > 0
-    error = math.hypot(found.se, found.rollouts.se)
-    # Real: three errors of the two together, and what is not linear in the step.
-    assert abs(found.delta - found.rollouts.delta) < 3 * error + 0.1 * abs(found.rollouts.delta)
-    assert found.rollouts.se < 10 * abs(found.rollouts.delta)
+    forecast = probe.measure(E)
+    assert forecast.rollouts is not None
+    assert forecast.rollouts.se > 0
+    error = math.hypot(forecast.se, forecast.rollouts.se)
+    # Three standard errors of the difference, and a tenth for the deviation from first order.
+    assert abs(forecast.delta - forecast.rollouts.delta) < 3 * error + 0.1 * abs(forecast.rollouts.delta)
+    assert forecast.rollouts.se < 10 * abs(forecast.rollouts.delta)
 
 
 def test_a_large_step_is_not_to_be_trusted() -> None:
-    found = Scene(lr=0.3).probe().forecast(drawn(policy(), 0, N_E, seed=1))
-    assert not found.is_valid
-    assert "not to be trusted: the step is too large to be linear" in found.reason
-    assert math.isfinite(found.delta)
-    assert math.isfinite(found.se)
+    forecast = Scene(lr=0.3).probe().forecast(drawn(policy(), 0, N_E, seed=1))
+    assert not forecast.is_valid
+    assert "not to be trusted: the step is too large to be linear" in forecast.reason
+    assert math.isfinite(forecast.delta)
+    assert math.isfinite(forecast.se)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "rmsprop"])
@@ -105,19 +106,19 @@ def test_around_a_real_step(kind: str) -> None:
         scene.optimizer.step()
     for p, old, delta in zip(scene.model.parameters(), before, step.values(), strict=True):
         assert torch.allclose(p.detach() - old, delta, atol=1e-7)
-    found = around.forecast
-    assert found.is_valid, found.reason
-    assert found.rollouts is not None
-    assert found.fixed_prefixes is not None
-    assert abs(found.fixed_prefixes.true - found.fixed_prefixes.linear) < 0.5 * found.se
+    forecast = around.forecast
+    assert forecast.is_valid, forecast.reason
+    assert forecast.rollouts is not None
+    assert forecast.fixed_prefixes is not None
+    assert abs(forecast.fixed_prefixes.true - forecast.fixed_prefixes.linear) < 0.5 * forecast.se
     if expected is not None:
-        assert found.delta == pytest.approx(expected.delta, rel=1e-6)
-        assert found.importance is not None
+        assert forecast.delta == pytest.approx(expected.delta, rel=1e-6)
+        assert forecast.importance is not None
         assert expected.importance is not None
-        assert found.importance.delta == pytest.approx(expected.importance.delta, rel=1e-2)
+        assert forecast.importance.delta == pytest.approx(expected.importance.delta, rel=1e-2)
 
 
-def test_a_gradient_changed_inside_the_block_is_noticed() -> None:
+def test_another_step_than_the_forecast_is_noticed() -> None:
     scene = Scene("sgd")
     with scene.probe().around_step(scene.E) as around:
         torch.nn.utils.clip_grad_norm_(scene.model.parameters(), 1e-3)
@@ -126,20 +127,20 @@ def test_a_gradient_changed_inside_the_block_is_noticed() -> None:
     assert "differs from the forecast by" in around.forecast.reason
 
 
-def test_a_scale_that_is_still_to_come() -> None:
+def test_a_gradient_scale_scales_the_step() -> None:
     scene = Scene("sgd")
     whole = scene.probe().forecast(scene.E)
     half = scene.probe().forecast(scene.E, gradient_scale=0.5)
     assert half.delta == pytest.approx(0.5 * whole.delta, rel=1e-3)
 
 
-def test_an_optimizer_that_holds_others_too() -> None:
+def test_an_optimizer_may_hold_parameters_of_other_models() -> None:
     scene = Scene("sgd")
     alone = scene.probe().forecast(scene.E, scene.U, causes=True)
     critic = nn.Linear(3, 1)
     critic(torch.ones(1, 3)).sum().backward()
     both = torch.optim.SGD([*scene.model.parameters(), *critic.parameters()], lr=1e-3)
-    found = EntropyChangeProbe(scene.model, both).forecast(scene.E, scene.U, causes=True)
-    assert found.delta == alone.delta
-    assert found.causes is not None
-    assert found.causes.explained == pytest.approx(1.0, rel=2e-2)
+    forecast = EntropyChangeProbe(scene.model, both).forecast(scene.E, scene.U, causes=True)
+    assert forecast.delta == alone.delta
+    assert forecast.causes is not None
+    assert forecast.causes.explained == pytest.approx(1.0, rel=2e-2)

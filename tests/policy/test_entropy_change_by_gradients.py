@@ -19,7 +19,7 @@ def of_update(scene: Scene) -> Coefficients:
 
 @pytest.mark.parametrize(("objective", "weights"), [("per_token", "one"), ("sequence", "one")])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_gradients_of_both_batches_beside_a_vector_for_every_prompt(kind: str, objective: str, weights: str) -> None:
+def test_both_variances_agree_with_those_of_a_vector_for_every_prompt(kind: str, objective: str, weights: str) -> None:
     scene = Scene(kind)
     x = gradient_per_prompt(scene, scene.E, coefficients(objective, weights, scene))
     y = gradient_per_prompt(scene, scene.U, of_update(scene))
@@ -33,19 +33,19 @@ def test_gradients_of_both_batches_beside_a_vector_for_every_prompt(kind: str, o
     a, b = (y @ half for half in halves)
     v_y = float(((a - a.mean()) * (b - b.mean())).sum()) / (N_U * (N_U - 1))
     probe = scene.probe(update="gradient", objective=objective)
-    found = probe.forecast(scene.E, scene.U)
-    assert found.bars_dot == pytest.approx(float(along_y.mean()), rel=2e-3)
-    assert found.delta == pytest.approx(eta * found.bars_dot)
-    assert found.v_x == pytest.approx(eta**2 * v_x, rel=5e-3)
-    assert found.v_y == pytest.approx(eta**2 * v_y, rel=5e-3)
-    assert found.se == pytest.approx(math.sqrt(found.v_x + found.v_y))
-    assert (found.n_evaluation, found.n_update) == (N_E, N_U)
-    assert found.causes is not None
-    parts = torch.tensor([c.change for c in sorted(found.causes.prompts, key=lambda c: c.prompt)])
+    forecast = probe.forecast(scene.E, scene.U)
+    assert forecast.bars_dot == pytest.approx(float(along_y.mean()), rel=2e-3)
+    assert forecast.delta == pytest.approx(eta * forecast.bars_dot)
+    assert forecast.v_x == pytest.approx(eta**2 * v_x, rel=5e-3)
+    assert forecast.v_y == pytest.approx(eta**2 * v_y, rel=5e-3)
+    assert forecast.se == pytest.approx(math.sqrt(forecast.v_x + forecast.v_y))
+    assert (forecast.n_evaluation, forecast.n_update) == (N_E, N_U)
+    assert forecast.causes is not None
+    parts = torch.tensor([c.change for c in sorted(forecast.causes.prompts, key=lambda c: c.prompt)])
     expected = eta / N_U * (y @ x.mean(0))
     assert float((parts - expected).norm() / expected.norm()) < 5e-3
-    assert found.causes.explained == pytest.approx(1.0, rel=1e-2)
-    for cause in found.causes.prompts:
+    assert forecast.causes.explained == pytest.approx(1.0, rel=1e-2)
+    for cause in forecast.causes.prompts:
         assert cause.change == pytest.approx(cause.from_rewarded + cause.from_penalised)
 
 
@@ -56,12 +56,12 @@ def test_gradients_of_both_batches_beside_a_vector_for_every_prompt(kind: str, o
         ({"micro_batch_prompts": 5}, 1e-4),
         ({"buffer_dtype": torch.float64}, 1e-4),
         ({"buffer_dtype": torch.bfloat16}, 0.1),  # 8 bits
-        ({"buffer_dtype": torch.float16}, 0.02),  # 11 bits, where nothing is too small for them
+        ({"buffer_dtype": torch.float16}, 0.02),  # 11 bits, and no value is too small for fp16
     ],
 )
-def test_options_of_the_sums_change_no_more_than_rounding(options: dict[str, Any], rel: float) -> None:
+def test_options_of_the_sums_change_only_the_rounding(options: dict[str, Any], rel: float) -> None:
     scene = Scene("sgd")
     plain = scene.probe(update="gradient", derivatives="forward").forecast(scene.E, scene.U)
-    found = scene.probe(update="gradient", derivatives="forward", **options).forecast(scene.E, scene.U)
-    assert found.delta == pytest.approx(plain.delta, rel=rel)
-    assert found.se == pytest.approx(plain.se, rel=rel)
+    forecast = scene.probe(update="gradient", derivatives="forward", **options).forecast(scene.E, scene.U)
+    assert forecast.delta == pytest.approx(plain.delta, rel=rel)
+    assert forecast.se == pytest.approx(plain.se, rel=rel)

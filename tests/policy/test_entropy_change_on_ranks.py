@@ -1,4 +1,4 @@
-"""The forecast of an entropy change on ranks with uneven batches, beside one process with all of them."""
+"""The forecast of an entropy change on ranks with uneven batches, beside one process with all responses."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def batches() -> tuple[Rollouts, Rollouts]:
 
 
 def of_rank(rollouts: Rollouts, n_first: int) -> Rollouts:
-    """The first rank has some prompts, the second the others."""
+    """The first rank has the first prompts, the second rank the others."""
     numbers = rollouts.prompt.unique()
     own = numbers[:n_first] if dist.get_rank() == 0 else numbers[n_first:]
     return rollouts.rows(torch.isin(rollouts.prompt, own).nonzero()[:, 0])
 
 
-def bare(found: EntropyForecast) -> dict[str, Any]:
+def bare(forecast: EntropyForecast) -> dict[str, Any]:
     """A forecast without the numbers that a clock or the system gives."""
-    return {k: v for k, v in dataclasses.asdict(found).items() if k not in ("seconds", "peak_bytes")}
+    return {k: v for k, v in dataclasses.asdict(forecast).items() if k not in ("seconds", "peak_bytes")}
 
 
 def trained(kind: str) -> tuple[SmallPolicy, torch.optim.Optimizer]:
@@ -47,7 +47,7 @@ def trained(kind: str) -> tuple[SmallPolicy, torch.optim.Optimizer]:
 
 
 def wrapped(kind: str, how: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same policy and optimizer as alone, cut or copied."""
+    """The policy and the optimizer of one process, sharded or replicated."""
     model, optimizer = trained(kind)
     if how == "DDP":
         return DistributedDataParallel(model, **options), optimizer
@@ -69,7 +69,7 @@ def wrapped(kind: str, how: str, **options: Any) -> tuple[nn.Module, torch.optim
 
 
 def backward(model: nn.Module, U: Rollouts) -> None:
-    """As training does; DDP and FSDP2 average over ranks."""
+    """The backward of training; DDP and FSDP2 average over ranks."""
     s, _ = STATISTICS(model, U)
     (-(U.credit().to(s) * s).sum() / len(U)).backward()
 
@@ -87,16 +87,16 @@ def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
     )
     options = {"causes": True} if update == "step" else {}
     if how == "DDP":
-        found = probe.measure(of_rank(E, 8), of_rank(U, N_U // 2), **options)
-    else:  # sampling with a model whose ranks must run together is the sampler's own affair
-        found = probe.forecast(of_rank(E, 8), of_rank(U, N_U // 2), **options)
-    return bare(found), all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+        forecast = probe.measure(of_rank(E, 8), of_rank(U, N_U // 2), **options)
+    else:  # this sampler does not run in step on all ranks, as a sharded model needs
+        forecast = probe.forecast(of_rank(E, 8), of_rank(U, N_U // 2), **options)
+    return bare(forecast), all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("update", ["step", "gradient"])
 @pytest.mark.parametrize("how", ["DDP", "FSDP2"])
-def test_uneven_ranks_say_the_same_as_one_process(ranks2: Ranks, how: str, update: str, kind: str) -> None:
+def test_uneven_ranks_agree_with_one_process(ranks2: Ranks, how: str, update: str, kind: str) -> None:
     (first, is_kept), (second, _) = ranks2(on_rank, how, update, kind)
     assert is_kept
     assert first == second  # to the last bit
@@ -108,7 +108,7 @@ def test_uneven_ranks_say_the_same_as_one_process(ranks2: Ranks, how: str, updat
     alone = probe.forecast(E, U, **({"causes": True} if update == "step" else {}))
     assert first["n_evaluation"] == N_E
     for name in ("delta", "se", "entropy", "v_x", "v_y"):
-        # fp32 scores of changes of 1e-3: central differences keep 3 to 4 digits
+        # central differences of fp32 scores keep 3 to 4 digits
         assert first[name] == pytest.approx(getattr(alone, name), rel=1e-2, abs=1e-12), name
     assert alone.causes is not None
     expected = {c.prompt: c.change for c in alone.causes.prompts}
@@ -118,7 +118,7 @@ def test_uneven_ranks_say_the_same_as_one_process(ranks2: Ranks, how: str, updat
 
 
 class Watching:
-    """Token statistics that note whether DDP would reduce what comes next."""
+    """Token statistics that note whether DDP would reduce the next backward."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = ddp
@@ -140,7 +140,7 @@ def count_sums(static_graph: bool) -> tuple[int, list[bool], Tensor]:
     before = n_collectives(model.process_group)
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathered:
         probe.forecast(of_rank(E, 8), of_rank(U, N_U // 2))
-    # Each exchange of objects tells sizes first. DDP's own reductions are not seen from Python, but the group counts.
+    # An exchange of objects is two collectives: sizes first. The group counts DDP's own reductions too.
     n_sums = n_collectives(model.process_group) - before - 2 * gathered.call_count
     for _ in range(3):  # DDP still works, and reduces
         optimizer.step()
@@ -150,7 +150,7 @@ def count_sums(static_graph: bool) -> tuple[int, list[bool], Tensor]:
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
-def test_no_micro_batch_is_reduced_and_each_sum_once(ranks2: Ranks, static_graph: bool) -> None:
+def test_no_micro_batch_is_reduced_and_each_sum_is_reduced_once(ranks2: Ranks, static_graph: bool) -> None:
     (n_sums, would_reduce, weights), (_, _, others) = ranks2(count_sums, static_graph)
     assert n_sums == 3  # the two halves of X̄, and Ȳ
     assert would_reduce
@@ -173,7 +173,7 @@ def failing(where: int) -> str:
     return str(raised.value)
 
 
-def test_what_fails_on_one_rank_is_raised_on_all(ranks2: Ranks) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(ranks2: Ranks) -> None:
     other, own = ranks2(failing, 1)
     assert other == "rank 1 of the group failed: MemoryError: no memory left"
     assert own == "no memory left"
@@ -192,5 +192,5 @@ def bad_on_one_rank() -> str:
 
 
 def test_bad_input_on_one_rank_is_refused_on_all(ranks2: Ranks) -> None:
-    for said in ranks2(bad_on_one_rank):
-        assert "sampled with top_p < 1 or the like" in said
+    for message in ranks2(bad_on_one_rank):
+        assert "sampled with top_p < 1 or the like" in message

@@ -1,4 +1,4 @@
-"""Options of the probe of an entropy change, as one object and as the single keywords of before."""
+"""Options of the probe of an entropy change: as one object, and as the deprecated single keywords."""
 
 from __future__ import annotations
 

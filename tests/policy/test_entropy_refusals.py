@@ -18,7 +18,7 @@ from tests.policy.entropy_scene import Scene
 from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, rollouts
 
 
-def test_dropout_is_off_meanwhile() -> None:
+def test_dropout_is_off_during_a_measurement() -> None:
     scene = Scene()
     expected = scene.probe().forecast(scene.E)
     scene.model.dropout.p = 0.5
@@ -27,7 +27,7 @@ def test_dropout_is_off_meanwhile() -> None:
     assert scene.model.dropout.training
 
 
-def test_what_is_random_all_the_same_is_refused() -> None:
+def test_a_model_that_is_random_without_dropout_is_refused() -> None:
     class Noisy(SmallPolicy):
         def forward(self, input_ids: Tensor) -> Tensor:
             logits = super().forward(input_ids)
@@ -43,31 +43,31 @@ def test_what_is_random_all_the_same_is_refused() -> None:
 @pytest.mark.parametrize("update", ["step", "gradient"])
 def test_one_prompt_is_too_few(update: str) -> None:
     scene = Scene()
-    found = scene.probe(update=update).forecast(drawn(scene.model, 0, 1, seed=1), scene.U)
-    assert (found.delta, found.se, found.low, found.high) == (None,) * 4
-    assert "at least 2" in found.reason
-    assert not found.is_valid
-    assert "entropy change unknown" in str(found)
+    forecast = scene.probe(update=update).forecast(drawn(scene.model, 0, 1, seed=1), scene.U)
+    assert (forecast.delta, forecast.se, forecast.low, forecast.high) == (None,) * 4
+    assert "at least 2" in forecast.reason
+    assert not forecast.is_valid
+    assert "entropy change unknown" in str(forecast)
 
 
 def test_gradients_that_are_not_finite() -> None:
     scene = Scene()
     next(scene.model.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
-    found = scene.probe().forecast(scene.E)
-    assert (found.delta, found.reason, found.is_valid) == (None, "the step is not finite", False)
+    forecast = scene.probe().forecast(scene.E)
+    assert (forecast.delta, forecast.reason, forecast.is_valid) == (None, "the step is not finite", False)
 
 
-def test_a_forecast_says_that_it_is_lost_in_rounding() -> None:
+def test_a_forecast_reports_that_it_is_lost_in_rounding() -> None:
     scene = Scene()
 
     def rounded(model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
-        """As bf16 would have it."""
+        """Scores with the digits of bf16."""
         s, h = STATISTICS(model, rollouts)
         return (s * 64).round() / 64, (h * 64).round() / 64
 
-    found = scene.probe(derivatives="central", token_statistics=rounded).forecast(scene.E)
-    assert "lost in rounding" in found.reason
-    assert not found.is_valid
+    forecast = scene.probe(derivatives="central", token_statistics=rounded).forecast(scene.E)
+    assert "lost in rounding" in forecast.reason
+    assert not forecast.is_valid
     assert scene.probe(derivatives="central").forecast(scene.E).is_valid
 
 
@@ -75,8 +75,8 @@ def test_scores_that_are_not_finite_before_or_after_the_step() -> None:
     scene = Scene()
     with torch.no_grad():
         next(scene.model.parameters())[1] = torch.nan
-    found = scene.probe().forecast(scene.E)
-    assert (found.delta, found.reason) == (None, "the policy's scores are not finite")
+    forecast = scene.probe().forecast(scene.E)
+    assert (forecast.delta, forecast.reason) == (None, "the policy's scores are not finite")
     scene = Scene()
     with scene.probe().around_step(scene.E) as around, torch.no_grad():
         next(scene.model.parameters())[1] = torch.nan
@@ -101,7 +101,7 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: forecast({"is_truncated": True}), "sampled with top_p < 1 or the like"),
         (
@@ -120,8 +120,8 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
         (lambda: forecast(checkpoint=True), "checkpoint=True needs a model of transformers"),
     ],
 )
-def test_bad_input(call: Callable[[], EntropyForecast], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_bad_input(call: Callable[[], EntropyForecast], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()
 
 
@@ -139,12 +139,12 @@ def test_calls_out_of_order() -> None:
         scene.probe().forecast(scene.E)
 
 
-def test_an_optimizer_without_state_or_foresight() -> None:
+def test_an_optimizer_without_state_and_one_that_cannot_be_forecast() -> None:
     scene = Scene("rmsprop")
     with pytest.raises(ValueError, match=r"step of RMSprop is not known before it is taken.*around_step"):
         scene.probe().forecast(scene.E)
     fresh = torch.optim.AdamW(scene.model.parameters(), lr=1e-3)
     with pytest.raises(ValueError, match="no second moment"):
         EntropyChangeProbe(scene.model, fresh, EntropyChangeOptions(update="gradient")).forecast(scene.E, scene.U)
-    # Its first step is known nevertheless.
+    # The first step can be forecast without state.
     assert math.isfinite(EntropyChangeProbe(scene.model, fresh).forecast(scene.E).delta)

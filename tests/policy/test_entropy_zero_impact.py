@@ -15,7 +15,7 @@ from tests.small_policy import STATISTICS, loss, sample
 
 
 def held(scene: Scene) -> list[Any]:
-    """All of the training's state, copied."""
+    """The training state, copied."""
     state = copy.deepcopy(scene.optimizer.state_dict())
     tensors = [p.detach().clone() for p in scene.model.parameters()]
     grads = [p.grad for p in scene.model.parameters()]
@@ -68,7 +68,7 @@ class Failing:
 @pytest.mark.parametrize("update", ["step", "gradient"])
 @pytest.mark.parametrize("derivatives", ["forward", "central"])
 def test_nothing_changes_wherever_it_fails(update: str, derivatives: str) -> None:
-    """At every single call of the model, through all phases, and inside the sampler."""
+    """Every single call of the model fails, through all phases, and the sampler fails."""
     scene = Scene()
     options: dict[str, Any] = {"update": update, "derivatives": derivatives, "micro_batch_prompts": 12}
     before = held(scene)
@@ -98,8 +98,8 @@ def test_nothing_changes_wherever_it_fails(update: str, derivatives: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
-def test_around_a_step_all_is_as_before_or_as_after_it_wherever_it_fails(kind: str) -> None:
-    """At every single call of the model, before the step and after it; forecast, and measured."""
+def test_around_a_step_the_state_is_that_before_or_after_the_step_wherever_it_fails(kind: str) -> None:
+    """Every single call of the model fails, before and after the step; the step is forecast, or measured."""
     n_failures = n_after = 0
     while True:
         scene, twin = Scene(kind), Scene(kind)
@@ -135,8 +135,8 @@ def test_a_sampler_may_leave_the_model_in_training_mode(leaves_training: bool) -
     plain, scene = Scene(), Scene()
     scene.model.dropout.p = 0.3
     expected = plain.probe().forecast(plain.E)
-    found = scene.probe(sampler=sampler).measure(scene.E)
-    assert (found.delta, found.fixed_prefixes) == (expected.delta, expected.fixed_prefixes)
+    forecast = scene.probe(sampler=sampler).measure(scene.E)
+    assert (forecast.delta, forecast.fixed_prefixes) == (expected.delta, expected.fixed_prefixes)
 
 
 def test_training_goes_on_bit_for_bit() -> None:

@@ -1,4 +1,4 @@
-"""The probe of what was sampled, beside torch's own distributions, alone and on ranks."""
+"""The probe of a policy's entropy beside torch's own distributions, alone and on ranks."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from tests.ranks import Ranks
 from tests.small_policy import drawn, policy
 
 
-def test_it_is_the_entropy_of_the_policys_own_distributions() -> None:
+def test_entropy_is_that_of_the_policys_own_distributions() -> None:
     model = policy()
     model.train()
     rollouts = drawn(model, 0, 20, seed=1)
     probe = PolicyEntropyProbe(model)
     assert probe.metrics() == {}
-    found = probe.measure(rollouts)
+    measured = probe.measure(rollouts)
     logits = model(rollouts.inputs["input_ids"])[:, 1:-1].detach().double()
     h = torch.distributions.Categorical(logits=logits).entropy()[rollouts.mask]
-    assert found.token_weighted == pytest.approx(float(h.mean()), rel=1e-6)
-    assert found.n_prompts == 20
-    assert found.advantage_correlation is not None
-    assert -1 < found.advantage_correlation.low < found.advantage_correlation.r < found.advantage_correlation.high < 1
+    assert measured.token_weighted == pytest.approx(float(h.mean()), rel=1e-6)
+    assert measured.n_prompts == 20
+    correlation = measured.advantage_correlation
+    assert correlation is not None
+    assert -1 < correlation.low < correlation.r < correlation.high < 1  # type: ignore[operator]
     metrics = probe.metrics()
-    assert metrics["entropy/token_weighted"] == found.token_weighted
+    assert metrics["entropy/token_weighted"] == measured.token_weighted
     assert metrics["length/mean"] == pytest.approx(float(rollouts.mask.sum(1).float().mean()))
     assert model.training
 
 
 def of_rank(n_all: int) -> tuple[float, float, int]:
-    """Each rank has its own prompts, more on the first."""
+    """Each rank has other prompts; the first rank has more."""
     model = policy()
     rank = dist.get_rank()
     first, n = (0, n_all - 3) if rank == 0 else (n_all - 3, 3)
     everything = drawn(model, 0, n_all, seed=1)
     own = (everything.prompt >= first) & (everything.prompt < first + n)
     probe = PolicyEntropyProbe(DistributedDataParallel(model), micro_batch_prompts=2)
-    found = probe.measure(everything.rows(own.nonzero()[:, 0]))
-    assert found.advantage_correlation is not None
-    return found.sequence_weighted, found.advantage_correlation.r, found.n_prompts
+    measured = probe.measure(everything.rows(own.nonzero()[:, 0]))
+    assert measured.advantage_correlation is not None
+    return measured.sequence_weighted, measured.advantage_correlation.r, measured.n_prompts
 
 
-def test_uneven_ranks_are_one(ranks2: Ranks) -> None:
+def test_uneven_ranks_agree_with_one_process(ranks2: Ranks) -> None:
     first, second = ranks2(of_rank, 12)
     assert first == second
     model = policy()

@@ -20,18 +20,18 @@ from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, policy
 
 
 def row_gradients(model: SmallPolicy, rollouts: Rollouts) -> Tensor:
-    """Of each completion's Σ credit·s; [completions, parameters], fp64."""
-    twin, found = copy.deepcopy(model).double(), []
+    """Gradients of each completion's Σ credit·s; [completions, parameters], fp64."""
+    twin, gradients = copy.deepcopy(model).double(), []
     for i in range(len(rollouts)):
         row = rollouts.rows(torch.tensor([i]))
         s, _ = STATISTICS(twin, row)
         grads = torch.autograd.grad((row.credit() * s).sum(), list(twin.parameters()))
-        found.append(torch.cat([g.flatten() for g in grads]))
-    return torch.stack(found)
+        gradients.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(gradients)
 
 
 def by_hand(model: SmallPolicy, rollouts: Rollouts) -> tuple[float, float, float]:
-    """tr Σ, |G|² and the completions' part, for groups of 4 that all weigh the same."""
+    """tr Σ, |G|² and the completions' part, for groups of 4 with equal weights."""
     rows = row_gradients(model, rollouts).view(-1, 4, sum(p.numel() for p in model.parameters()))
     n = len(rows)
     h = rows.sum(1)
@@ -41,14 +41,14 @@ def by_hand(model: SmallPolicy, rollouts: Rollouts) -> tuple[float, float, float
     return trace_cov, small - trace_cov, within
 
 
-def assert_same(found: PromptNoiseReading, expected: tuple[float, float, float], n_prompts: int) -> None:
-    assert found.trace_cov == pytest.approx(expected[0], rel=1e-4)
-    assert found.grad_sq == pytest.approx(expected[1], rel=1e-3, abs=1e-4 * expected[0])
-    assert found.completions_share == pytest.approx(expected[2] / expected[0], rel=1e-4)
-    assert (found.prompts_per_window, found.windows) == (n_prompts, 1)
+def assert_same(reading: PromptNoiseReading, expected: tuple[float, float, float], n_prompts: int) -> None:
+    assert reading.trace_cov == pytest.approx(expected[0], rel=1e-4)
+    assert reading.grad_sq == pytest.approx(expected[1], rel=1e-3, abs=1e-4 * expected[0])
+    assert reading.completions_share == pytest.approx(expected[2] / expected[0], rel=1e-4)
+    assert (reading.prompts_per_window, reading.windows) == (n_prompts, 1)
 
 
-def test_one_window_is_that_of_single_completions_gradients() -> None:
+def test_one_window_agrees_with_gradients_of_single_completions() -> None:
     model = policy()
     model.train()
     rollouts = drawn(model, 0, 8, seed=1)
@@ -57,17 +57,17 @@ def test_one_window_is_that_of_single_completions_gradients() -> None:
     copies = [g.clone() for g in grads if g is not None]
     probe = PromptNoiseProbe(model)
     assert probe.metrics() == {}
-    found = probe.measure(rollouts)
-    assert_same(found, by_hand(model, rollouts), 8)
-    assert (found.status, found.b_simple) == ("unresolved", None)
-    assert "too few for an interval" in found.reason
+    reading = probe.measure(rollouts)
+    assert_same(reading, by_hand(model, rollouts), 8)
+    assert (reading.status, reading.b_simple) == ("unresolved", None)
+    assert "too few for an interval" in reading.reason
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
     assert all(torch.equal(g, c) for g, c in zip(grads, copies, strict=True))  # type: ignore[arg-type]
     assert model.training
-    assert probe.metrics()["gns_prompts/trace_cov"] == found.trace_cov
+    assert probe.metrics()["gns_prompts/trace_cov"] == reading.trace_cov
 
 
-def test_many_windows_resolve_and_more_completions_reduce_their_part() -> None:
+def test_many_windows_resolve_the_noise_scale_and_more_completions_reduce_their_part() -> None:
     model = policy()
     readings = []
     for n_each in (4, 16):
@@ -82,8 +82,8 @@ def test_many_windows_resolve_and_more_completions_reduce_their_part() -> None:
         assert reading.trace_cov is not None
         assert 0.05 < reading.completions_share < 1.2
     # Sums over groups: a prompt's gradient grows with its completions, and its variance with the square of that.
-    of_few, of_many = (r.completions_share * r.trace_cov for r in (few, many))  # type: ignore[operator]
-    assert of_many / 16 < of_few / 2  # per completion's share of the group, in the same unit
+    from_few, from_many = (r.completions_share * r.trace_cov for r in (few, many))  # type: ignore[operator]
+    assert from_many / 16 < from_few / 2  # per completion's share of the group, in the same unit
 
 
 def on_rank() -> PromptNoiseReading:
@@ -93,7 +93,7 @@ def on_rank() -> PromptNoiseReading:
     return PromptNoiseProbe(DistributedDataParallel(model)).measure(everything.rows(own.nonzero()[:, 0]))
 
 
-def test_uneven_ranks_are_one(ranks2: Ranks) -> None:
+def test_uneven_ranks_agree_with_one_process(ranks2: Ranks) -> None:
     first, second = ranks2(on_rank)
     assert first == second
     model = policy()
@@ -109,9 +109,9 @@ def split_group() -> str:
     return str(raised.value)
 
 
-def test_a_group_that_is_cut_is_refused_on_all_ranks(ranks2: Ranks) -> None:
-    for said in ranks2(split_group):
-        assert "its group must be whole on one of them" in said
+def test_a_group_split_over_ranks_is_refused_on_all_ranks(ranks2: Ranks) -> None:
+    for message in ranks2(split_group):
+        assert "its group must be whole on one of them" in message
 
 
 def sharded() -> str:
@@ -123,20 +123,20 @@ def sharded() -> str:
 
 
 def test_sharded_models_are_refused(ranks2: Ranks) -> None:
-    for said in ranks2(sharded):
-        assert "measure the model under DDP" in said
+    for message in ranks2(sharded):
+        assert "measure the model under DDP" in message
 
 
-def test_single_completions_and_weights_by_tokens() -> None:
+def test_single_completions_with_weights_by_tokens() -> None:
     model = policy()
     rollouts = drawn(model, 0, 6, seed=1, n_each=1)
     rollouts = dataclasses.replace(rollouts, advantage=torch.linspace(-1, 1, 6))
-    found = PromptNoiseProbe(model, weighs="tokens").measure(rollouts)
-    assert found.completions_share is None
+    reading = PromptNoiseProbe(model, weighs="tokens").measure(rollouts)
+    assert reading.completions_share is None
     h, w = row_gradients(model, rollouts), rollouts.mask.sum(1).double()
     a = w / w.sum()
     small, big = float((h.square().sum(1) / a).sum()), float(h.sum(0).square().sum())
-    assert found.trace_cov == pytest.approx((small - big) / float(1 - a.square().sum()), rel=1e-4)
+    assert reading.trace_cov == pytest.approx((small - big) / float(1 - a.square().sum()), rel=1e-4)
 
 
 def test_bad_input() -> None:

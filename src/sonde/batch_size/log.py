@@ -22,6 +22,7 @@ METRICS: dict[str, Metric] = {
         "ratio", "tr Σ seen within ranks over tr Σ seen between ranks; about 1 when data are sound"
     ),
     "gns/effective_units": Metric("{unit}", "effective number of units in a window (Kish)"),
+    "gns/u": Metric("1/{unit}", "mean of one over a piece's units, weighted as the pieces are; gns_mu is tr Σ·u/|G|²"),
     "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
     "gns/windows_needed": Metric("windows", "windows still needed for ± 20 %; null when not known"),
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),

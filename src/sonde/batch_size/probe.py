@@ -37,8 +37,8 @@ from sonde.batch_size.taps.tap_choice import TapChoice, TapName
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import Window, as_vector, piece_counts, read_row
 from sonde.batch_size.taps.witness import Witness
-from sonde.gradient_norm.clip import Nonfinite, check_max_norm, clip_measured_
-from sonde.options import with_deprecated
+from sonde.deprecation import with_deprecated
+from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_measured_
 from sonde.parallel.wrappers import GroupOf, Inventory, clean_name, find_wrapper, unwrap_optimizer
 from sonde.probe import Partners
 from sonde.records import RunLog, log_of

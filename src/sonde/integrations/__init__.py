@@ -1,1 +1,1 @@
-"""One file for each trainer; nothing else of sonde imports them."""
+"""One or two files for each trainer; no probe imports them."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from sonde.config import ProbesConfig, probes_from_config
-from sonde.options import refuse_unknown
+from sonde.deprecation import refuse_unknown
 from sonde.parallel.process_groups import data_parallel_group
 from sonde.parallel.wrappers import unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
@@ -34,14 +34,15 @@ except ImportError as error:
     raise ImportError("this needs trl: pip install 'sonde[trl]'") from error
 
 WRAPPED = ("_generate_and_score_completions", "_compute_loss")
-"""Methods of the trainer that are wrapped."""
+"""Methods of the trainer that `attach` wraps."""
 DEFAULT = {name: {"enabled": True} for name in ("entropy_probe", "policy_entropy_probe")}
+"""The probes of `attach` without a config."""
 DIVIDED_BY_TOKENS = ("bnpo", "dapo", "cispo", "vespo")
-"""Losses that are divided by the number of all tokens."""
+"""Losses that TRL divides by the number of all tokens."""
 _PROMPTS_EACH = 8
-"""Scored at a time."""
+"""Prompts scored at a time."""
 _SCALARS = ("reward", "reward_std", "kl", "clip_ratio/region_mean")
-"""What TRL logs itself that is worth a curve beside the entropy."""
+"""Metrics of TRL that the log has beside the entropy."""
 
 
 _KEYWORDS = ("config", "evaluation", "evaluation_prompts", "causes", "rollouts", "log")
@@ -58,30 +59,32 @@ def attach(
     log: RunLog | None = None,
     **deprecated: Any,
 ) -> TrlProbes:
-    """Measure a GRPO run; call it before `trainer.train()`. Weights are bit for bit those of a run without it.
+    """Measure a GRPO run. Call it before `trainer.train()`. Weights are bit for bit those of a run without it.
 
-    `gns_probe` is the noise scale in prompts here, measured every `log_every` steps: TRL shuffles a prompt's
-    completions over micro-batches, which are no independent samples then, so it takes backwards of its own
-    (`PromptNoiseProbe`).
-    Every `entropy_probe.every` optimizer steps the change of entropy along the step is forecast before it is taken and
-    measured after it, on responses that the trainer's own sampler draws with random numbers of their own. Metrics go
-    to the trainer's logs under sonde's names.
+    Here `gns_probe` is the noise scale in prompts, measured every `log_every` steps. TRL shuffles a prompt's
+    completions over micro-batches, so these are not independent samples; `PromptNoiseProbe` runs its own backwards.
+    Every `entropy_probe.every` optimizer steps, the change of entropy along the step is forecast before the step and
+    measured after it. The trainer's own sampler draws the responses, with separate random numbers. Metrics go to the
+    trainer's logs under sonde's names.
 
     Args:
-        trainer: with any of its losses.
+        trainer: the trainer, with any of its losses.
         config: which probes, as for `probes_from_config`; the temperature is the trainer's.
-        evaluation: "fresh" samples responses to prompts that the step does not learn from; "same" takes those that it
-            learns from, at no generation, biased by what an update does to its own prompts.
-        evaluation_prompts: of all ranks, for "fresh", each with as many responses as the trainer generates.
-        causes: also tell momentum from this batch, and which of the step's prompts do what: takes a backward more.
-        rollouts: also measure by fresh rollouts what the step did: as many prompts, answered before and after it.
+        evaluation: "fresh" samples responses to prompts that the step does not learn from. "same" takes the responses
+            that the step learns from: it needs no generation, but an update changes its own prompts more than others,
+            so the forecast is biased.
+        evaluation_prompts: number of prompts of "fresh" on all ranks, each with as many responses as the trainer
+            generates.
+        causes: also split the change into momentum and this batch, and by prompt of the step; this takes another
+            backward.
+        rollouts: also measure the step's effect by fresh rollouts: as many prompts, answered before and after it.
         log: of the run, such as `sonde.RunLog(sonde.JsonlSink(folder))`, of which `sonde report folder` makes a page;
             the policy's part ends when training ends.
         **deprecated: `sinks` and `run`, which are arguments of `RunLog` now.
 
     Raises:
-        ValueError: for a trainer whose samples are not the policy's (top_p < 1 and the like), or cannot be drawn
-            without disturbing training (vLLM), and for options out of range.
+        ValueError: for a trainer whose samples are not the policy's (top_p < 1 and the like) or cannot be drawn without
+            disturbing training (vLLM); for options out of range.
     """
     log = log_of(log, deprecated)
     refuse_unknown("attach", deprecated, _KEYWORDS)
@@ -91,7 +94,8 @@ def attach(
     n_ranks = trainer.accelerator.num_processes
     if evaluation_prompts < 2 * n_ranks or evaluation_prompts % n_ranks:
         raise ValueError(
-            f"evaluation_prompts must be a multiple of {n_ranks} ranks, 2 for each, got {evaluation_prompts}"
+            f"evaluation_prompts must be a multiple of the {n_ranks} ranks and at least 2 for each, got "
+            f"{evaluation_prompts}: pass {max(2, evaluation_prompts // n_ranks) * n_ranks}"
         )
     if config.gns_probe.enabled:
         _check_whole_groups(trainer)
@@ -113,43 +117,46 @@ def attach(
 
 
 def _check_config(config: ProbesConfig, evaluation: str, *, causes: bool) -> None:
-    """Refuse what would do nothing here, or fail at the first step."""
+    """Refuse options that have no effect with TRL, or would fail at the first step."""
     used = {
         "gns_probe": ("enabled", "horizon", "log_every"),
         "entropy_probe": tuple(name for name in vars(config.entropy_probe) if name != "temperature"),
         "policy_entropy_probe": ("enabled", "micro_batch_prompts"),
     }
     for probe, names in used.items():
-        of = getattr(config, probe)
-        idle = [n for n, value in vars(of).items() if n not in names and value != getattr(type(of)(), n)]
+        options = getattr(config, probe)
+        idle = [n for n, value in vars(options).items() if n not in names and value != getattr(type(options)(), n)]
         if idle:
             raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out (temperatures are the trainer's)")
     if config.entropy_probe.update == "gradient":
-        raise ValueError("entropy_probe: {update: gradient} is not TRL's step, which is what is forecast: leave it out")
+        raise ValueError(
+            "entropy_probe: {update: gradient} is not TRL's step, and only TRL's is forecast: leave it out"
+        )
     if config.entropy_probe.strict and evaluation == "same" and causes:
         raise ValueError(
-            "entropy_probe: {strict: true} refuses evaluation='same', whose prompts are the update's: pass 'fresh'"
+            "entropy_probe: {strict: true} refuses evaluation='same', which shares all prompts with the update: pass "
+            "evaluation='fresh'"
         )
 
 
 def _check_loss(trainer: Any) -> None:
-    """Refuse to tell causes of a loss in which tokens weigh what is not known here."""
+    """Refuse causes of a loss whose token weights are not known here."""
     args = trainer.args
-    what = {
+    unsupported = {
         "top_entropy_quantile": args.top_entropy_quantile < 1.0,
         "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
         "vllm_importance_sampling_correction": args.use_vllm and args.vllm_importance_sampling_correction,
         "loss_type='vespo'": trainer.loss_type == "vespo",
     }
-    if named := [name for name, is_on in what.items() if is_on]:
-        raise ValueError(f"causes=True cannot tell what {named[0]} makes of tokens' weights: leave out one of the two")
+    if named := [name for name, is_on in unsupported.items() if is_on]:
+        raise ValueError(f"causes=True does not know the token weights of {named[0]}: leave out one of the two")
 
 
 def _check_dtypes(trainer: Any) -> None:
     narrow = next((p.dtype for p in trainer.model.parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
     if narrow is not None:
         raise ValueError(
-            f"the model's parameters are {narrow}, in whose rounding central differences are lost: train fp32 "
+            f"the model's parameters are {narrow}, and its rounding swallows central differences: train fp32 "
             "parameters in mixed precision (bf16=True), or pass entropy_probe: {derivatives: forward} with a model "
             "loaded by attn_implementation='eager'"
         )
@@ -160,23 +167,24 @@ def _check_whole_groups(trainer: Any) -> None:
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     if rows % trainer.num_generations or rows * n_ranks < 2 * trainer.num_generations:
         raise ValueError(
-            f"the noise scale in prompts needs whole groups on each rank and 2 of them in a window, got {rows} "
-            f"completions on each of {n_ranks} ranks in groups of {trainer.num_generations}"
+            f"the noise scale in prompts needs whole groups on each rank and at least 2 groups in a window, got {rows} "
+            f"completions on each of {n_ranks} ranks in groups of {trainer.num_generations}: change "
+            "per_device_train_batch_size or gradient_accumulation_steps, or turn gns_probe off"
         )
     if args.steps_per_generation != args.gradient_accumulation_steps:
         raise ValueError(
             "the noise scale in prompts needs windows of whole groups, got steps_per_generation="
-            f"{args.steps_per_generation} and gradient_accumulation_steps={args.gradient_accumulation_steps}, so that "
-            "a group's completions are learned from in several windows: make them equal, or turn gns_probe off"
+            f"{args.steps_per_generation} and gradient_accumulation_steps={args.gradient_accumulation_steps}, so a "
+            "group's completions are spread over several windows: make them equal, or turn gns_probe off"
         )
 
 
 class TrlProbes(TrainerCallback):  # type: ignore[misc]
-    """What `attach` returns; it is a callback of the trainer already.
+    """The probes of a trainer, as `attach` returns them: already a callback of the trainer.
 
     Attributes:
-        forecasts: every forecast with the number of the optimizer step it was of, from 1 up.
-        texts: of the prompts of the last one, by their numbers, for its `table`.
+        forecasts: every forecast with the number of its optimizer step, from 1.
+        texts: the texts of the last forecast's prompts by their numbers, for its `table`.
     """
 
     def __init__(
@@ -218,28 +226,28 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     @property
     def alerts(self) -> Mapping[str, str]:
-        """What has looked wrong so far, a message by name."""
+        """The alerts so far: messages by name."""
         return {} if self._policy_log is None else self._policy_log.alerts
 
     def close(self, reason: str = "closed") -> None:
-        """Leave the trainer as it was, and end the log.
+        """Restore the trainer, and end the log.
 
         Args:
-            reason: why, for the log; one that has ended stays as it is.
+            reason: why the log ends; a log that has ended already stays unchanged.
         """
         if self._policy_log is not None:
             self._policy_log.end(reason)
         for name, original in self._originals.items():
-            if vars(self._trainer).get(name) != self._wrappers[name]:  # somebody has wrapped it since, and goes on
+            if vars(self._trainer).get(name) != self._wrappers[name]:  # wrapped again since: the newer wrapper stays
                 continue
             delattr(self._trainer, name)
-            if getattr(self._trainer, name) != original:  # it was wrapped before
+            if getattr(self._trainer, name) != original:  # it had a wrapper before ours
                 setattr(self._trainer, name, original)
         if self._originals:
             self._trainer.remove_callback(self)
         self._originals = {}
 
-    # What the trainer does, with the prompts' numbers carried along.
+    # Wrappers of the trainer's methods.
 
     def _generated(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output: dict[str, Any] = self._originals[WRAPPED[0]](inputs)
@@ -251,29 +259,29 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._rollouts.learned_from(inputs)
         return self._originals[WRAPPED[1]](model, inputs)
 
-    # What it tells its callbacks.
+    # Events of the trainer, in their order.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The header is written, of the first training: its end closes the sinks."""
+        """Write the header. Only the first training is logged: its end ends the log."""
         if self._policy_log is None:
             self._policy_log = PolicyLog(self._run_log, setup=self._setup())
         elif self._has_log:
-            logger.warning("sonde: the log ended with the first training: attach again to log another")
+            logger.warning("sonde: the log ended with the first training: attach again to log this training")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A window begins."""
+        """Begin a window."""
         self._rollouts.begin_window()
         self._metrics, self._forecast = {}, None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Gradients are whole, and clipped."""
+        """Measure, and forecast the step: gradients are whole and clipped."""
         measures_noise = self._config.gns_probe.enabled and state.global_step % self._config.gns_probe.log_every == 0
         forecasts = state.global_step % self._config.entropy_probe.every == 0
         if not (measures_noise or forecasts):
             return
         self._make_probes(kwargs["optimizer"])
-        update = self._rollouts.of_window()
-        if update is None:  # there is nothing to learn from
+        update = self._rollouts.window()
+        if update is None:  # TRL has emptied all masks
             return
         if measures_noise and self._noise is not None:
             self._noise.measure(update)
@@ -285,16 +293,16 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._log(self._policy.metrics())
         if self._entropy is not None:
             evaluation = update if self._evaluation == "same" else self._fresh(state.global_step)
-            own = {**update.texts, **evaluation.texts}
-            self.texts = {n: text for texts in gather_object([own]) for n, text in texts.items()}
+            own_texts = {**update.texts, **evaluation.texts}
+            self.texts = {n: text for texts in gather_object([own_texts]) for n, text in texts.items()}
             self._truth_seed = self._seed_of(state.global_step) + 500_000
             stack = ExitStack()
-            learned_from = self._learned_from(update) if self._has_causes else None
-            around = stack.enter_context(self._entropy.around_step(evaluation, learned_from, causes=self._has_causes))
+            learned = self._with_loss_weights(update) if self._has_causes else None
+            around = stack.enter_context(self._entropy.around_step(evaluation, learned, causes=self._has_causes))
             self._around = stack, around
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The step is taken."""
+        """Measure the step, which has been taken."""
         if self._around is None:
             return
         stack, around = self._around
@@ -306,14 +314,14 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._log({"entropy/is_of_own_prompts": float(self._evaluation == "same")})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What was measured around the step is written down."""
+        """Log the measurements around the step."""
         if self._metrics and self._policy_log is not None:
             logged = self._trainer._metrics["train"]
             scalars = {name: float(logged[name][-1]) for name in _SCALARS if logged.get(name)}
             self._policy_log.measured(state.global_step, scalars | self._metrics, self._forecast, self.texts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Nothing follows."""
+        """End the log."""
         if self._policy_log is not None:
             is_whole = state.global_step >= state.max_steps
             self._policy_log.end(
@@ -321,7 +329,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             )
 
     def _make_probes(self, optimizer: Any) -> None:
-        """Of the model that is trained, which is wrapped only once training has begun."""
+        """Make the probes at the first measurement: the model gets its wrapper only when training begins."""
         if self._has_probes:
             return
         self._has_probes = True
@@ -346,14 +354,14 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             )
 
     def _log(self, metrics: Mapping[str, float | None]) -> None:
-        """TRL writes means of what was logged between two of its own logs."""
+        """Add metrics to the record, and to TRL's own logs, which are means since the previous log."""
         self._metrics |= metrics
         for name, value in metrics.items():
             if value is not None:
                 self._trainer._metrics["train"][name].append(value)
 
-    def _learned_from(self, update: Rollouts) -> Rollouts:
-        """U, its tokens weighing what they do in the loss."""
+    def _with_loss_weights(self, update: Rollouts) -> Rollouts:
+        """U, with the weights that its tokens have in the loss."""
         if not self._rollouts.is_off_policy:
             return update
         model = self._trainer.model_wrapped
@@ -369,7 +377,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             return self._rollouts.fresh(self._seed_of(step))
 
     def _truth(self, _: nn.Module) -> Rollouts:
-        """Responses to other prompts, the same before and after the step; the probe seeds them."""
+        """Responses to other prompts, the same before and after the step. The probe seeds the sampler."""
         return self._rollouts.fresh(self._truth_seed)
 
     def _seed_of(self, step: int) -> int:

@@ -1,4 +1,4 @@
-"""TRL's batches as rollouts: what a window learns from, and fresh responses by the trainer's own sampler."""
+"""TRL's batches as rollouts: the responses that a window learns from, and fresh ones of the trainer's own sampler."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 
 GROUP = "sonde_prompt"
-"""The key under which each completion's prompt travels through TRL's shuffle and split."""
+"""Key of each completion's prompt number in TRL's batches, through shuffle and split."""
 USED = ("_tokenize_prompts", "_generate_single_turn")
 """Methods of the trainer that sample evaluation responses."""
 
 _MEANS_OVER_COMPLETIONS = ("grpo", "sapo")
-"""Losses in which each completion is averaged over its own tokens."""
+"""Losses that average each completion over its own tokens."""
 _MEANS_OVER_MICRO_BATCHES = ("bnpo",)
-"""Those in which each micro-batch is averaged over all its tokens."""
+"""Losses that average each micro-batch over all its tokens."""
 _HARMLESS = {"use_cache", "cache_implementation", "max_new_tokens", "pad_token_id", "bos_token_id", "eos_token_id"}
-"""Arguments of generation that leave the distribution of each token alone."""
+"""Arguments of generation that do not change the distribution of a token."""
 
 
 def check_sampling(trainer: Any, *, is_fresh: bool) -> None:
@@ -31,7 +31,7 @@ def check_sampling(trainer: Any, *, is_fresh: bool) -> None:
 
     Args:
         trainer: a `GRPOTrainer`.
-        is_fresh: whether fresh responses are to be drawn.
+        is_fresh: whether fresh responses will be drawn.
 
     Raises:
         ValueError: naming the option.
@@ -41,44 +41,48 @@ def check_sampling(trainer: Any, *, is_fresh: bool) -> None:
     cuts["repetition_penalty"] = (args.repetition_penalty, 1.0)
     if any(value and value != neutral for value, neutral in cuts.values()):
         raise ValueError(
-            f"the trainer samples with {', '.join(f'{n}={v}' for n, (v, _) in cuts.items())}, and the entropy of what "
-            "is cut off or made less likely is not the policy's: sample with "
+            f"the trainer samples with {', '.join(f'{n}={v}' for n, (v, _) in cuts.items())}, which cuts off tokens or "
+            "makes them less likely, so the responses do not have the policy's entropy: sample with "
             f"{', '.join(f'{n}={neutral}' for n, (_, neutral) in cuts.items())}"
         )
     if others := sorted(set(args.generation_kwargs or {}) - _HARMLESS):
         raise ValueError(
-            f"generation_kwargs has {', '.join(others)}, which may change what is sampled, so that its entropy is not "
-            "the policy's: leave them out"
+            f"generation_kwargs has {', '.join(others)}, which may change the sampling, so the responses may not have "
+            "the policy's entropy: leave them out"
         )
     columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
     if images := sorted(columns & {"image", "images"}):
-        raise ValueError(f"the dataset has {images[0]}, and only text is scored so far: there is no probe for images")
+        raise ValueError(
+            f"the dataset has the column {images[0]!r}, and sonde scores only text so far: attach no probe"
+        )
     if trainer.is_deepspeed_enabled:
-        raise ValueError("DeepSpeed keeps gradients to itself, where no step can be told from them: use DDP or FSDP2")
+        raise ValueError("DeepSpeed does not show its gradients, so no step can be forecast: use DDP or FSDP2")
     if is_fresh and (getattr(trainer, "tools", None) or getattr(trainer, "rollout_func", None)):
         raise ValueError(
-            "the trainer samples with tools or a rollout_func, which fresh responses would not go through: "
+            "the trainer samples with tools or a rollout_func, and fresh responses would not use them: pass "
             "evaluation='same', without rollouts"
         )
     if is_fresh and getattr(args, "use_transformers_continuous_batching", False):
-        raise ValueError("continuous batching moves the model while it samples: evaluation='same', without rollouts")
+        raise ValueError(
+            "continuous batching moves the model while it samples: pass evaluation='same', without rollouts"
+        )
     if is_fresh and args.use_vllm:
         raise ValueError(
-            "vLLM samples by random numbers of its own, which fresh responses would move on, so that training would "
-            "not be what it is without them: evaluation='same', without rollouts"
+            "vLLM samples by random numbers of its own, which cannot be restored: fresh responses would change the "
+            "training. Pass evaluation='same', without rollouts"
         )
     if is_fresh and not hasattr(trainer.train_dataset, "__len__"):
         raise ValueError(
-            "the dataset can only be read in order, and fresh responses need prompts out of it: evaluation='same', "
-            "without rollouts"
+            "the dataset can only be read in order, and fresh responses need its prompts in any order: pass "
+            "evaluation='same', without rollouts"
         )
 
 
 class FullPrecision:
-    """Scores without the autocast that accelerate wraps a model's forward in: differences are lost in its rounding.
+    """Scores without the autocast that accelerate puts around a model's forward: its rounding swallows differences.
 
     Args:
-        statistics: what scores.
+        statistics: the token statistics that score.
     """
 
     def __init__(self, statistics: CausalLMStatistics) -> None:
@@ -86,7 +90,7 @@ class FullPrecision:
         self._statistics = statistics
 
     def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
-        """As `CausalLMStatistics`."""
+        """The scores of `CausalLMStatistics`."""
         unwrapped_forward = getattr(model, "_original_forward", None)  # accelerate's name for it
         with torch.autocast(rollouts.mask.device.type, enabled=False):
             if unwrapped_forward is None:
@@ -100,11 +104,11 @@ class FullPrecision:
 
 
 class TrlRollouts:
-    """What a trainer samples and learns from, with prompts known by numbers.
+    """The responses that a trainer samples and learns from, with prompts as numbers.
 
     Args:
         trainer: a `GRPOTrainer`.
-        n_prompts: fresh prompts on each rank.
+        n_prompts: number of fresh prompts on each rank.
     """
 
     def __init__(self, trainer: Any, n_prompts: int) -> None:
@@ -114,14 +118,14 @@ class TrlRollouts:
         self._texts: dict[int, str] = {}
         self._n_generations = 0
         self._sampled_at: Tensor | None = None
-        """Log-probabilities that the window's tokens were sampled at, where that was by an older policy."""
+        """Log-probabilities of the window's tokens when they were sampled, if an older policy sampled them."""
 
-    # What the trainer does.
+    # Called as the trainer goes on.
 
     def generated(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> None:
-        """Number the prompts of a batch that was generated."""
+        """Number the prompts of a generated batch."""
         trainer = self._trainer
-        # Rows of all ranks, one after the other, are whole groups.
+        # The rows of all ranks, one rank after the other, form whole groups.
         rows = torch.arange(len(inputs)) + trainer.accelerator.process_index * len(inputs)
         n_groups = len(inputs) * trainer.accelerator.num_processes // trainer.num_generations
         numbers = self._n_generations * n_groups + rows // trainer.num_generations
@@ -130,9 +134,9 @@ class TrlRollouts:
         self._texts |= {int(n): str(x["prompt"]) for n, x in zip(numbers, inputs, strict=True)}
 
     def begin_window(self) -> None:
-        """What follows is learned from by the next optimizer step."""
+        """Begin a window: the next optimizer step learns from the micro-batches that follow."""
         self._window = []
-        kept = sorted(self._texts)[-10_000:]  # a generation may serve many windows, but not for ever
+        kept = sorted(self._texts)[-10_000:]  # one generation may serve many windows, but a bounded number
         self._texts = {n: self._texts[n] for n in kept}
 
     def learned_from(self, inputs: Mapping[str, Any]) -> None:
@@ -140,17 +144,17 @@ class TrlRollouts:
         if GROUP in inputs:
             self._window.append(inputs)
 
-    # What probes ask for.
+    # Called for measurements.
 
-    def of_window(self) -> Rollouts | None:
-        """What the window learns from; None where TRL has emptied all masks, on this rank or another."""
+    def window(self) -> Rollouts | None:
+        """The responses that the window learns from; None if TRL has emptied all masks on some rank."""
         window = self._window
         prompts = _padded([(i["prompt_ids"], i["prompt_mask"]) for i in window], left=True)
         completions = _padded([(i["completion_ids"], i["completion_mask"]) for i in window], left=False)
         masks = [_mask_of(i) for i in window]
         weights = [self._token_weights(mask) for mask in masks]
-        sampled, weight = (_padded([(t, t) for t in of], left=False)[0] for of in (masks, weights))
-        # TRL can empty the mask of a completion that did not end.
+        sampled, weight = (_padded([(t, t) for t in parts], left=False)[0] for parts in (masks, weights))
+        # Leave out completions whose mask TRL has emptied because they did not end.
         rows = sampled.bool().any(1).nonzero()[:, 0]
         if min(gather_object([len(rows)])) == 0:
             return None
@@ -173,15 +177,17 @@ class TrlRollouts:
 
     @property
     def is_off_policy(self) -> bool:
-        """Whether the window that was asked for last may have been sampled by an older policy."""
+        """Whether an older policy may have sampled the last `window`."""
         return self._sampled_at is not None
 
     def reweighed(self, update: Rollouts, log_prob: Tensor) -> Rollouts:
-        """What the loss makes of a window that an older policy has sampled: its ratios, 0 where they are clipped.
+        """The window with the weights that the loss gives it if an older policy sampled it.
+
+        The weights are the loss's likelihood ratios, 0 where they are clipped.
 
         Args:
-            update: what `of_window` gave.
-            log_prob: of its tokens, by the policy as it is; [responses, tokens].
+            update: the last `window`.
+            log_prob: log-probabilities of its tokens under the present policy; [responses, tokens].
         """
         assert self._sampled_at is not None
         assert update.weight is not None
@@ -193,14 +199,14 @@ class TrlRollouts:
         return dataclasses.replace(update, weight=update.weight * slope.to(update.weight.device))
 
     def _slope(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """The derivative of a token's objective with respect to its log-probability, over its advantage."""
+        """The derivative of a token's objective with respect to its log-probability, divided by its advantage."""
         trainer, args = self._trainer, self._trainer.args
         low, high = trainer.epsilon_low, trainer.epsilon_high
         if trainer.loss_type == "cispo":
             return ratio.clamp(max=high)
         if trainer.loss_type == "sapo":
-            warmth = torch.where(advantage > 0, args.sapo_temperature_pos, args.sapo_temperature_neg)
-            soft = torch.sigmoid(warmth * (ratio - 1))
+            temperature = torch.where(advantage > 0, args.sapo_temperature_pos, args.sapo_temperature_neg)
+            soft = torch.sigmoid(temperature * (ratio - 1))
             return 4 * soft * (1 - soft) * ratio
         if trainer.loss_type == "vespo":
             return torch.ones_like(ratio)
@@ -212,14 +218,14 @@ class TrlRollouts:
     def fresh(self, seed: int) -> Rollouts:
         """Responses to prompts that this window does not learn from, by the trainer's own sampler.
 
-        The prompts depend on the seed alone; the responses on the global random numbers.
+        The prompts depend only on the seed, the responses on the global random numbers.
 
         Raises:
-            ValueError: when the dataset has too few.
+            ValueError: if the dataset has too few prompts.
         """
         trainer = self._trainer
-        data, own = trainer.train_dataset, self._chosen(seed)
-        rows = [i for i in own for _ in range(trainer.num_generations)]
+        data, chosen = trainer.train_dataset, self._choose(seed)
+        rows = [i for i in chosen for _ in range(trainer.num_generations)]
         with torch.no_grad():
             prompt_ids, images, fields = trainer._tokenize_prompts([data[i]["prompt"] for i in rows])
             completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, fields, trainer.num_generations)
@@ -234,11 +240,11 @@ class TrlRollouts:
             mask=completions[1],
             prompt=torch.tensor([-1 - i for i in rows], device=device),
             temperature=trainer.args.temperature,
-            texts={-1 - i: str(data[i]["prompt"]) for i in own},
+            texts={-1 - i: str(data[i]["prompt"]) for i in chosen},
         )
 
-    def _chosen(self, seed: int) -> list[int]:
-        """Rows of the dataset for this rank; each rank takes a part of the same choice."""
+    def _choose(self, seed: int) -> list[int]:
+        """Rows of the dataset for this rank: all ranks make the same choice, and each takes its part."""
         trainer = self._trainer
         data, numbers = trainer.train_dataset, {int(n) for i in self._window for n in i[GROUP].unique()}
         learned = set(gather_object([self._texts[n] for n in sorted(numbers)]))
@@ -252,14 +258,14 @@ class TrlRollouts:
                 break
         if len(chosen) < n:
             raise ValueError(
-                f"the dataset has {len(chosen)} prompts that this step does not learn from, fewer than "
-                "evaluation_prompts=: ask for fewer, or evaluation='same'"
+                f"the dataset has {len(chosen)} prompts that this step does not learn from, fewer than the {n} of "
+                "evaluation_prompts=: pass a smaller number, or evaluation='same'"
             )
         rank = trainer.accelerator.process_index
         return list(chosen.values())[rank * self._n_prompts : (rank + 1) * self._n_prompts]
 
     def _token_weights(self, mask: Tensor) -> Tensor:
-        """What the loss multiplies the tokens of a micro-batch by, up to a number common to all."""
+        """The weights of a micro-batch's tokens in the loss, up to a common factor."""
         ones = mask.double()
         if self._trainer.loss_type in _MEANS_OVER_MICRO_BATCHES:
             return ones / ones.sum().clamp(min=1.0)
@@ -270,17 +276,17 @@ class TrlRollouts:
 
 
 def _mask_of(inputs: Mapping[str, Any]) -> Tensor:
-    """Tokens that the policy sampled and learns from; not those that a tool answered."""
+    """Mask of the tokens that the policy sampled and learns from; without a tool's answers."""
     mask: Tensor = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def _advantages(window: Sequence[Mapping[str, Any]], width: int) -> Tensor:
-    """Of each completion, or of each of its tokens."""
-    of = [i["advantages"] for i in window]
-    if of[0].dim() == 1 or of[0].shape[1] == 1:
-        return torch.cat([a.reshape(-1) for a in of])
-    return torch.cat([torch.nn.functional.pad(a, (0, width - a.shape[1])) for a in of])
+    """Advantages of each completion, or of each of its tokens."""
+    parts = [i["advantages"] for i in window]
+    if parts[0].dim() == 1 or parts[0].shape[1] == 1:
+        return torch.cat([a.reshape(-1) for a in parts])
+    return torch.cat([torch.nn.functional.pad(a, (0, width - a.shape[1])) for a in parts])
 
 
 def _as_rows(ids: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
@@ -288,7 +294,7 @@ def _as_rows(ids: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]
 
 
 def _padded(parts: Sequence[tuple[Tensor, Tensor]], *, left: bool) -> tuple[Tensor, Tensor]:
-    """Ids and masks of all rows, padded to the widest by 0, which the mask hides."""
+    """Ids and masks of all rows, padded with 0 to the widest; the mask hides the padding."""
     width = max(ids.shape[1] for ids, _ in parts)
 
     def wide(tensor: Tensor) -> Tensor:

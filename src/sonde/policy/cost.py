@@ -1,4 +1,4 @@
-"""What a measurement has cost: seconds by phase, and memory."""
+"""The cost of a measurement: seconds by phase, and memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _STATUS = Path("/proc/self/status")
 
 
 class Cost:
-    """Counts from when it is made.
+    """Counts seconds and memory from its creation on.
 
     Args:
-        device: the model's.
+        device: the model's device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._peak = _peak_bytes(device)
         self.seconds: dict[str, float] = {}
-        """By phase."""
+        """Seconds by phase."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what happens inside to a phase, which may come several times."""
+        """Count the seconds inside as this phase; a phase may come several times."""
         start = time.perf_counter()
         try:
             yield
@@ -35,7 +35,7 @@ class Cost:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def peak_bytes(self) -> int | None:
-        """By how much the process's peak has grown; None where the system does not say."""
+        """Growth of the process's peak memory; None if the system does not report it."""
         if self._peak is None:
             return None
         now = _peak_bytes(self._device)
@@ -43,7 +43,7 @@ class Cost:
 
 
 def _peak_bytes(device: torch.device) -> int | None:
-    """Allocated on a GPU, or resident on Linux, at most so far."""
+    """The peak so far: allocated memory on a GPU, resident memory on Linux."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if not _STATUS.exists():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.call_site import stack_level
-from sonde.options import with_deprecated
+from sonde.deprecation import with_deprecated
 from sonde.parallel.placements import local_tensor, reshard
 from sonde.parallel.process_groups import data_parallel_group, gather_from_all_ranks
 from sonde.parallel.wrappers import unwrap_optimizer

@@ -1,4 +1,4 @@
-"""The entropy of what the policy has sampled, exact from its logits, and how it goes with reward and length."""
+"""The entropy of a policy's responses, exact from its logits; and how entropy varies with reward and length."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ METRICS: dict[str, Metric] = {
 
 
 class PolicyEntropyProbe:
-    """Measures the entropy of a policy on responses that it sampled, one forward without gradients.
+    """Measures the entropy of a policy on its own responses, by one forward without gradients.
 
     Args:
-        model: plain, compiled, in DDP or FSDP2.
-        token_statistics: scores responses; by default that of a causal language model of transformers.
-        micro_batch_prompts: prompts scored at a time.
-        level: of the correlation's interval.
-        process_group: ranks that hold responses of their own; by default DDP's or FSDP2's.
+        model: the policy: plain, compiled, in DDP or FSDP2.
+        token_statistics: scores responses; by default `CausalLMStatistics`, for a causal language model of
+            transformers.
+        micro_batch_prompts: number of prompts scored at a time.
+        level: confidence level of the correlation's interval.
+        process_group: the ranks that hold different responses; by default those of DDP or FSDP2.
 
     Raises:
         ValueError: for an argument outside its range.
@@ -69,10 +70,10 @@ class PolicyEntropyProbe:
         self._latest: PolicyEntropy | None = None
 
     def measure(self, rollouts: Rollouts) -> PolicyEntropy:
-        """What all ranks' responses say; each rank passes its own.
+        """Entropy and lengths of all ranks' responses; each rank passes its own.
 
         Raises:
-            ValueError: when they were sampled at another temperature than they are scored at.
+            ValueError: if the responses are scored at another temperature than they were sampled at.
         """
         if self._temperature not in (None, rollouts.temperature):
             raise ValueError(
@@ -88,26 +89,26 @@ class PolicyEntropyProbe:
         return self._latest
 
     def metrics(self) -> Mapping[str, float | None]:
-        """The latest measurement by metric name; empty before the first."""
-        if (found := self._latest) is None:
+        """The latest measurement by metric name; empty before the first measurement."""
+        if (latest := self._latest) is None:
             return {}
-        correlation = found.advantage_correlation
+        correlation = latest.advantage_correlation
         return {
-            "entropy/token_weighted": found.token_weighted,
-            "entropy/sequence_weighted": found.sequence_weighted,
-            "entropy/sequence_sum": found.sequence_sum,
+            "entropy/token_weighted": latest.token_weighted,
+            "entropy/sequence_weighted": latest.sequence_weighted,
+            "entropy/sequence_sum": latest.sequence_sum,
             "entropy/advantage_correlation": correlation.r if correlation else None,
             "entropy/advantage_correlation_low": correlation.low if correlation else None,
             "entropy/advantage_correlation_high": correlation.high if correlation else None,
-            "entropy/cov_log_prob_advantage": found.log_prob_advantage,
-            "length/mean": found.mean_length,
-            "length/sd": found.sd_length,
-            "length/longest": float(found.longest),
-            "length/at_limit": found.at_limit,
+            "entropy/cov_log_prob_advantage": latest.log_prob_advantage,
+            "length/mean": latest.mean_length,
+            "length/sd": latest.sd_length,
+            "length/longest": float(latest.longest),
+            "length/at_limit": latest.at_limit,
         }
 
     def close(self) -> None:
-        """Nothing is held."""
+        """The probe holds nothing that must be taken away."""
 
 
 @dataclass(frozen=True)

@@ -37,20 +37,20 @@ METRICS: dict[str, Metric] = {
 
 @dataclass(frozen=True)
 class PromptNoiseReading:
-    """What is known of the noise scale in prompts.
+    """The noise scale in prompts, as far as it is known.
 
     Attributes:
         b_simple: B_simple = tr Σ/|G|² in prompts; None unless resolved.
-        low: lower end of its 95 % interval; None when unresolved.
-        high: upper end; infinite for a lower bound.
+        low: lower end of its 95 % interval; None if unresolved.
+        high: upper end; infinite for a lower bound, None if unresolved.
         status: "resolved", "lower_bound" or "unresolved".
-        reason: why it is not resolved; empty when it is.
+        reason: why B_simple is not resolved; empty if it is.
         trace_cov: running tr Σ of one prompt; None before the first window.
-        grad_sq: running |G|², which may be negative.
-        completions_share: the part of tr Σ that more completions to each prompt would reduce; the rest only more
-            prompts do. None where no prompt has two completions.
-        prompts_per_window: in the last window, of all ranks.
-        windows: windows averaged.
+        grad_sq: running |G|², which may be negative; None before the first window.
+        completions_share: the part of tr Σ that more completions to each prompt would reduce. Only more prompts reduce
+            the rest. None if no prompt has two completions.
+        prompts_per_window: number of prompts in the last window, on all ranks.
+        windows: number of windows averaged.
     """
 
     b_simple: float | None
@@ -66,19 +66,20 @@ class PromptNoiseReading:
 
 
 class PromptNoiseProbe:
-    """Measures the noise scale of a policy gradient in prompts, and how much of it is from completions.
+    """Measures the noise scale of a policy gradient in prompts, and the completions' part of it.
 
-    Trainers shuffle a prompt's completions over micro-batches, which are no independent samples then. This probe takes
-    a forward and a backward of its own for each half of every prompt's group: call it in some windows, not in all. It
-    holds two vectors of parameter size meanwhile.
+    Trainers shuffle a prompt's completions over micro-batches, so micro-batches are not independent samples. This probe
+    runs its own forward and backward for each half of every prompt's group: call it in some windows, not in all. During
+    a measurement it holds two vectors of parameter size.
 
     Args:
-        model: plain or in DDP.
-        token_statistics: scores responses; by default that of a causal language model of transformers.
-        weighs: "completions" where each adds to the loss as it is, or is averaged over its own tokens; "tokens" where
-            the loss is divided by the number of all tokens, so that long responses weigh more.
-        horizon: of the exponential average, in windows measured.
-        process_group: ranks that hold responses of their own; by default DDP's.
+        model: the policy: plain or in DDP.
+        token_statistics: scores responses; by default `CausalLMStatistics`, for a causal language model of
+            transformers.
+        weighs: "completions" if every completion has the same weight in the loss: as a sum, or as a mean over its own
+            tokens. "tokens" if the loss is divided by the number of all tokens, so that long responses weigh more.
+        horizon: length of the exponential average, in measured windows.
+        process_group: the ranks that hold different responses; by default those of DDP.
 
     Raises:
         ValueError: for an argument outside its range, or a sharded model.
@@ -113,8 +114,8 @@ class PromptNoiseProbe:
         All completions of a prompt must be on one rank.
 
         Raises:
-            ValueError: without advantages, at another temperature than they are scored at, when two ranks hold
-                completions of one prompt, or when two forwards of the model do not agree.
+            ValueError: without advantages; if responses are scored at another temperature than they were sampled at; if
+                two ranks hold completions of one prompt; or if two forwards of the model do not agree.
         """
         norms = NestedNorms(self._model)
         if not self._is_repeatable:
@@ -137,23 +138,23 @@ class PromptNoiseProbe:
                 "norms": torch.tensor(rows, dtype=torch.float64),
             }
 
-        found = gather_from_all_ranks(self._group, work)
-        sq_norm_big = float(norms.of_all(self._group))
-        if len(found["prompt"].unique()) < len(found["prompt"]):
+        rows = gather_from_all_ranks(self._group, work)
+        sq_norm_big = float(norms.reduce_all(self._group))
+        if len(rows["prompt"].unique()) < len(rows["prompt"]):
             raise ValueError("completions of one prompt are on several ranks: its group must be whole on one of them")
-        window = solve_prompts([_norms_of(row) for row in found["norms"].tolist()], sq_norm_big)
-        self._n_prompts = len(found["prompt"])
+        window = solve_prompts([_prompt_norms(row) for row in rows["norms"].tolist()], sq_norm_big)
+        self._n_prompts = len(rows["prompt"])
         self._running.update(window)
         return self.reading()
 
     def reading(self) -> PromptNoiseReading:
-        """What is known now."""
+        """The noise scale so far."""
         noise = self._running.noise
         interval = noise.interval()
-        resolved = interval.status == "resolved"
+        is_resolved = interval.status == "resolved"
         trace_cov, grad_sq = noise.trace_cov, noise.grad_sq
         return PromptNoiseReading(
-            b_simple=trace_cov / grad_sq if resolved and trace_cov is not None and grad_sq else None,
+            b_simple=trace_cov / grad_sq if is_resolved and trace_cov is not None and grad_sq else None,
             low=interval.low,
             high=interval.high,
             status=interval.status,
@@ -167,24 +168,24 @@ class PromptNoiseProbe:
 
     def metrics(self) -> Mapping[str, float | None]:
         """The reading by metric name; empty before the first window."""
-        found = self.reading()
-        if not found.windows:
+        reading = self.reading()
+        if not reading.windows:
             return {}
         return {
-            "gns_prompts/b_simple": found.b_simple,
-            "gns_prompts/b_simple_low": found.low,
-            "gns_prompts/b_simple_high": None if found.high == math.inf else found.high,
-            "gns_prompts/grad_sq": found.grad_sq,
-            "gns_prompts/trace_cov": found.trace_cov,
-            "gns_prompts/completions_share": found.completions_share,
-            "gns_prompts/prompts_per_window": float(found.prompts_per_window),
+            "gns_prompts/b_simple": reading.b_simple,
+            "gns_prompts/b_simple_low": reading.low,
+            "gns_prompts/b_simple_high": None if reading.high == math.inf else reading.high,
+            "gns_prompts/grad_sq": reading.grad_sq,
+            "gns_prompts/trace_cov": reading.trace_cov,
+            "gns_prompts/completions_share": reading.completions_share,
+            "gns_prompts/prompts_per_window": float(reading.prompts_per_window),
         }
 
     def close(self) -> None:
-        """Nothing is held."""
+        """The probe holds nothing that must be taken away."""
 
     def _one_prompt(self, norms: NestedNorms, rollouts: Rollouts, credit: Tensor, index: Tensor) -> list[float]:
-        """|h|², |h₁|², |h₂|², w₁, w₂, n₁, n₂; one completion is a first half without a second."""
+        """|h|², |h₁|², |h₂|², w₁, w₂, n₁, n₂. A single completion is the first half, and the second half is 0."""
         halves = [half for half in (index[::2], index[1::2]) if len(half)]
 
         def objective(half: Tensor) -> Tensor:
@@ -193,7 +194,7 @@ class PromptNoiseProbe:
             total: Tensor = (credit[half].to(s) * torch.where(mask, s, 0.0)).sum()
             return total
 
-        whole, squares = norms.of_whole(objective, halves)
+        whole, squares = norms.add_whole(objective, halves)
         weights = [self._row_weights(rollouts, half) for half in halves]
         sq_norms = [float(square) for square in squares]
         w, n = [sum(each) for each in weights], [effective_units(each) for each in weights]
@@ -209,7 +210,7 @@ class PromptNoiseProbe:
         return lengths
 
 
-def _norms_of(row: list[float]) -> PromptNorms:
+def _prompt_norms(row: list[float]) -> PromptNorms:
     whole, s1, s2, w1, w2, n1, n2 = row
     if not n2:
         return PromptNorms(whole, w1)

@@ -17,7 +17,7 @@ from tests.sharded import VOCABULARY, build, fsdp, tokens
 
 
 def token_numbers(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token given those before it, in this toy, and the entropy there."""
+    """Log-probability of each token given the tokens before it, and the entropy at its position."""
     log_p = model(batch).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     return log_p.gather(-1, batch[..., None])[..., 0], entropy
@@ -35,18 +35,18 @@ def along(model: nn.Module, direction: dict[Tensor, Tensor], mode: Any, n_batche
     return derivatives_along(lambda b: token_numbers(model, b), model, direction, batches, mode=mode)
 
 
-def joined(found: Derivatives) -> Tensor:
-    return torch.cat([torch.stack(outputs).flatten(1) for outputs in found.of_batches], dim=1)
+def joined(derivatives: Derivatives) -> Tensor:
+    return torch.cat([torch.stack(outputs).flatten(1) for outputs in derivatives.batches], dim=1)
 
 
 def exact(model: nn.Module, direction: dict[Tensor, Tensor]) -> Tensor:
-    """By a backward for every output."""
+    """Exact derivatives by one backward for every output."""
     outputs = torch.stack(token_numbers(model, tokens())).flatten()
-    found = []
+    derivatives = []
     for out in outputs:
         grads = torch.autograd.grad(out, list(direction), retain_graph=True, allow_unused=True)
-        found.append(sum((g * d).sum() for g, d in zip(grads, direction.values(), strict=True) if g is not None))
-    return torch.stack(found).view(2, -1)  # type: ignore[arg-type]
+        derivatives.append(sum((g * d).sum() for g, d in zip(grads, direction.values(), strict=True) if g is not None))
+    return torch.stack(derivatives).view(2, -1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -59,32 +59,34 @@ def exact(model: nn.Module, direction: dict[Tensor, Tensor]) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("size", [1e-6, 1.0])
-def test_both_modes_are_jacobian_times_direction(mode: str, dtype: torch.dtype, off: float, size: float) -> None:
+def test_both_modes_give_the_jacobian_times_the_direction(
+    mode: str, dtype: torch.dtype, off: float, size: float
+) -> None:
     model = build().to(dtype)
     direction = random_direction(model, size)
     expected = exact(model, direction)
     before = [p.detach().clone() for p in model.parameters()]
-    found = along(model, direction, mode)
-    assert (found.mode, found.why_central) == (mode, "" if mode == "forward" else "asked for")
-    assert float((joined(found) - expected).norm() / expected.norm()) < off
+    derivatives = along(model, direction, mode)
+    assert (derivatives.mode, derivatives.why_central) == (mode, "" if mode == "forward" else "asked for")
+    assert float((joined(derivatives) - expected).norm() / expected.norm()) < off
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_differences_are_as_small_as_the_model_is_sensitive(dtype: torch.dtype) -> None:
-    """A parameter of huge norm that does little: by it alone the others would be moved far out of what is linear."""
+def test_differences_are_smaller_for_a_more_sensitive_model(dtype: torch.dtype) -> None:
+    """A parameter of huge norm and little effect: a step by its norm would move the others beyond the linear range."""
     model = build().to(dtype)
     with torch.no_grad():
-        model.front.embed.weight[VOCABULARY:] = 1e4  # rows of no token
+        model.front.embed.weight[VOCABULARY:] = 1e4  # rows that no token uses
     direction = random_direction(model)
     expected = exact(model, direction)
     before = [p.detach().clone() for p in model.parameters()]
-    found = joined(along(model, direction, "central"))
-    assert float((found - expected).norm() / expected.norm()) < 5e-3
+    derivatives = joined(along(model, direction, "central"))
+    assert float((derivatives - expected).norm() / expected.norm()) < 5e-3
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def test_outputs_that_are_rounded_too_coarsely_are_doubted() -> None:
+def test_coarsely_rounded_outputs_give_a_doubt() -> None:
     model = build()
     direction = random_direction(model)
     before = [p.detach().clone() for p in model.parameters()]
@@ -92,13 +94,13 @@ def test_outputs_that_are_rounded_too_coarsely_are_doubted() -> None:
     def coarse(batch: Tensor) -> tuple[Tensor, ...]:
         return tuple((out * 64).round() / 64 for out in token_numbers(model, batch))
 
-    found = derivatives_along(coarse, model, direction, list(tokens().chunk(2)), mode="central")
-    assert "lost in rounding" in found.doubt
+    derivatives = derivatives_along(coarse, model, direction, list(tokens().chunk(2)), mode="central")
+    assert "lost in rounding" in derivatives.doubt
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 def test_a_policy_that_is_certain_has_derivatives_of_zero() -> None:
-    """Its log-probabilities are 0 to the last bits, which are all that moves."""
+    """Its log-probabilities are 0 to the last bits, and only these bits move."""
     model = build()
 
     def certain(batch: Tensor) -> tuple[Tensor, ...]:
@@ -107,15 +109,15 @@ def test_a_policy_that_is_certain_has_derivatives_of_zero() -> None:
 
     batches = list(tokens().chunk(2))
     expected = joined(derivatives_along(certain, model, random_direction(model), batches, mode="forward"))
-    found = derivatives_along(certain, model, random_direction(model), batches, mode="central")
-    assert found.doubt == ""
+    derivatives = derivatives_along(certain, model, random_direction(model), batches, mode="central")
+    assert derivatives.doubt == ""
     sure = expected.abs() < 1e-6 * expected.abs().max()
     assert sure.float().mean() > 0.2
-    assert float(joined(found)[sure].abs().max()) < 1e-2 * float(expected.abs().max())
+    assert float(joined(derivatives)[sure].abs().max()) < 1e-2 * float(expected.abs().max())
 
 
-def test_under_autocast_differences_are_doubted() -> None:
-    """bf16 rounds log-probabilities to some 2 digits."""
+def test_differences_under_autocast_give_a_doubt() -> None:
+    """bf16 rounds log-probabilities to about 2 digits."""
     model = build()
     direction = random_direction(model)
 
@@ -126,7 +128,7 @@ def test_under_autocast_differences_are_doubted() -> None:
     assert "without autocast" in derivatives_along(autocast, model, direction, [tokens()], mode="central").doubt
 
 
-def test_the_direction_is_given_back() -> None:
+def test_the_direction_is_restored_approximately() -> None:
     model = build()
     direction = random_direction(model)
     before = [d.clone() for d in direction.values()]
@@ -145,22 +147,26 @@ class NoForwardMode(torch.autograd.Function):
         return grad
 
 
-def test_auto_falls_back_where_a_kernel_has_no_forward_mode_and_says_so() -> None:
+def test_auto_falls_back_if_a_kernel_has_no_forward_mode_and_gives_the_reason() -> None:
     model = build().double()
     assert along(model, random_direction(model), "auto").mode == "forward"
     head = model.back.head
     model.back.head = nn.Sequential(head)  # type: ignore[assignment]
     model.back.register_forward_hook(lambda _m, _i, out: NoForwardMode.apply(out))
-    found = along(model, random_direction(model), "auto")
-    assert found.mode == "central"
-    assert "forward mode" in found.why_central or "forward AD" in found.why_central or "jvp" in found.why_central
+    derivatives = along(model, random_direction(model), "auto")
+    assert derivatives.mode == "central"
+    assert (
+        "forward mode" in derivatives.why_central
+        or "forward AD" in derivatives.why_central
+        or "jvp" in derivatives.why_central
+    )
     expected = exact(model, random_direction(model))
-    assert float((joined(found) - expected).norm() / expected.norm()) < 1e-7
+    assert float((joined(derivatives) - expected).norm() / expected.norm()) < 1e-7
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", ["forward", "central"])
-def test_parameters_are_as_they_were_when_a_pass_fails(mode: str, call: int) -> None:
+def test_parameters_are_restored_if_a_pass_fails(mode: str, call: int) -> None:
     model = build()
     before = copy.deepcopy(model.state_dict())
     held = list(model.parameters())
@@ -202,7 +208,7 @@ def test_central_differences_of_sixteen_bits_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_direction_that_cannot_hold_the_parameters_is_refused(dtype: torch.dtype) -> None:
+def test_a_direction_that_cannot_store_the_parameters_is_refused(dtype: torch.dtype) -> None:
     model = build()
     before = [p.detach().clone() for p in model.parameters()]
     direction = {p: d.to(dtype) for p, d in random_direction(model).items()}
@@ -218,8 +224,8 @@ def test_tied_weights_move_together() -> None:
     direction = random_direction(model)
     expected = exact(model, direction)
     for mode in ("forward", "central"):
-        found = joined(along(model, dict(random_direction(model)), mode))
-        assert float((found - expected).norm() / expected.norm()) < 1e-7
+        derivatives = joined(along(model, dict(random_direction(model)), mode))
+        assert float((derivatives - expected).norm() / expected.norm()) < 1e-7
 
 
 def _wrapped(how: str) -> Tensor:
@@ -234,17 +240,17 @@ def _wrapped(how: str) -> Tensor:
     else:
         model = DistributedDataParallel(build())
         direction = random_direction(model.module)
-    found = derivatives_along(lambda b: token_numbers(model, b), model, direction, list(tokens().chunk(2)))
-    assert found.mode == ("central" if how == "FSDP2" else "forward"), found.why_central
+    derivatives = derivatives_along(lambda b: token_numbers(model, b), model, direction, list(tokens().chunk(2)))
+    assert derivatives.mode == ("central" if how == "FSDP2" else "forward"), derivatives.why_central
     assert dist.is_initialized()
-    return joined(found)
+    return joined(derivatives)
 
 
 @pytest.mark.parametrize(("how", "off"), [("DDP", 1e-5), ("FSDP2", 2e-3)])
 def test_wrapped_models(ranks2: Ranks, how: str, off: float) -> None:
     expected = _alone()
-    for found in ranks2(_wrapped, how):
-        assert float((found - expected).norm() / expected.norm()) < off
+    for derivatives in ranks2(_wrapped, how):
+        assert float((derivatives - expected).norm() / expected.norm()) < off
 
 
 def _alone() -> Tensor:
@@ -253,8 +259,8 @@ def _alone() -> Tensor:
     return exact(model, direction)
 
 
-def test_parameters_too_large_to_move_by_so_little_are_doubted() -> None:
-    """Half of what moves the output is in elements of 1e4, which steps as small as the other half needs do not move."""
+def test_parameters_too_large_to_move_by_so_little_give_a_doubt() -> None:
+    """Half of the effect comes from elements of 1e4. The other half needs steps that are too small to move them."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -267,20 +273,20 @@ def test_parameters_too_large_to_move_by_so_little_are_doubted() -> None:
     model = Scaled()
     direction = {p: torch.ones_like(p) for p in model.parameters()}
     before = [p.detach().clone() for p in model.parameters()]
-    found = derivatives_along(lambda x: (model(x),), model, direction, [torch.ones(2)], mode="central")
-    assert "too large to move by so little" in found.doubt
+    derivatives = derivatives_along(lambda x: (model(x),), model, direction, [torch.ones(2)], mode="central")
+    assert "too large to move by so little" in derivatives.doubt
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def test_outputs_that_the_pilot_does_not_stand_for_are_doubted() -> None:
+def test_outputs_unlike_the_pilots_give_a_doubt() -> None:
     model = build()
     direction = random_direction(model)
     batches = list(tokens().chunk(2))
 
     def far(batch: Tensor) -> tuple[Tensor, ...]:
-        """1,000 times as sensitive on the second batch."""
+        """The second batch is 1,000 times as sensitive."""
         s, h = token_numbers(model, batch)
         return (s, h) if batch is batches[0] else (1e3 * s, h)
 
-    found = derivatives_along(far, model, direction, batches, mode="central", pilot=batches[0])
-    assert "by far too much" in found.doubt
+    derivatives = derivatives_along(far, model, direction, batches, mode="central", pilot=batches[0])
+    assert "by far too much" in derivatives.doubt

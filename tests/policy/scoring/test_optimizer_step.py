@@ -57,12 +57,12 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_it_is_the_step_that_is_taken(kind: Any, options: dict[str, Any], way: dict[str, Any]) -> None:
-    """With a clip, a schedule, and two groups of parameters with options of their own."""
+def test_the_forecast_is_the_step_that_is_taken(kind: Any, options: dict[str, Any], way: dict[str, Any]) -> None:
+    """With a clip, a schedule, and two groups of parameters with different options."""
     model, generator = model_of(), torch.Generator().manual_seed(1)
     first, last = model[0], model[2]
     if isinstance(options["lr"], Tensor):
-        way = {"foreach": False}  # which torch wants of a learning rate that is a tensor
+        way = {"foreach": False}  # torch requires this for a learning rate that is a tensor
     groups = [{"params": list(first.parameters())}, {"params": list(last.parameters()), "lr": 0.003}]
     optimizer = kind(groups, **(options | way))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -78,12 +78,12 @@ def test_it_is_the_step_that_is_taken(kind: Any, options: dict[str, Any], way: d
         taken = meter.step()
         assert forecast.keys() == taken.keys() == set(model.parameters())
         for p, step in taken.items():
-            # With a learning rate that is a tensor, of 32 bits, torch multiplies θ by a 1 − lr·λ of as many.
+            # With an fp32 tensor as learning rate, torch computes 1 − lr·λ in fp32 too.
             assert difference(forecast[p], step) < (1e-5 if isinstance(options["lr"], Tensor) else 1e-9)
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_its_parts_add_up_and_are_what_they_say(kind: Any, options: dict[str, Any]) -> None:
+def test_parts_add_up_to_the_step_and_vanish_without_their_option(kind: Any, options: dict[str, Any]) -> None:
     model, generator = model_of(), torch.Generator().manual_seed(1)
     optimizer = kind(model.parameters(), **options)
     for _ in range(3):
@@ -100,7 +100,7 @@ def test_its_parts_add_up_and_are_what_they_say(kind: Any, options: dict[str, An
             assert not parts["momentum"][p].any()
 
 
-def test_nothing_is_changed() -> None:
+def test_a_forecast_changes_nothing() -> None:
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     generator = torch.Generator().manual_seed(1)
@@ -118,7 +118,7 @@ def test_nothing_is_changed() -> None:
         optimizer.step()
 
 
-def test_parameters_of_few_bits_take_it_rounded() -> None:
+def test_bf16_parameters_take_the_step_rounded() -> None:
     model = model_of(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     set_gradients(model, torch.Generator().manual_seed(1))
@@ -126,10 +126,10 @@ def test_parameters_of_few_bits_take_it_rounded() -> None:
     optimizer.step()
     for p, step in meter.step().items():
         assert forecast[p].dtype == torch.float32
-        assert difference(step, forecast[p]) < 0.02  # steps of 0.1 on weights of 1/2, to 8 bits
+        assert difference(step, forecast[p]) < 0.02  # steps of 0.1 on weights of about 1/2, with 8 bits
 
 
-def test_a_step_is_taken_back_to_the_bit() -> None:
+def test_a_step_is_undone_bit_for_bit() -> None:
     model = model_of(torch.float32)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -142,7 +142,7 @@ def test_a_step_is_taken_back_to_the_bit() -> None:
     assert not any(step.any() for step in meter.step().values())
 
 
-def test_what_cannot_be_forecast_says_so() -> None:
+def test_a_step_that_cannot_be_forecast_is_refused() -> None:
     model = model_of()
     optimizer = torch.optim.RMSprop(model.parameters())
     assert why_no_forecast(torch.optim.SGD(model.parameters(), lr=0.1)) == ""
@@ -157,23 +157,25 @@ def test_what_cannot_be_forecast_says_so() -> None:
 def _sharded() -> list[tuple[float, str]]:
     cut = fsdp()
     optimizer = torch.optim.AdamW(cut.parameters.values(), lr=0.1, weight_decay=0.1)
-    found = []
+    differences = []
     for step in itertools.count():
         forecast, meter = forecast_step(optimizer), StepMeter(cut.parameters.values())
         optimizer.step()
         real = meter.step()
-        found += [(difference(whole(forecast[p]), whole(s)), str(forecast[p].placements)) for p, s in real.items()]  # type: ignore[attr-defined]
+        differences += [
+            (difference(whole(forecast[p]), whole(s)), str(forecast[p].placements)) for p, s in real.items()
+        ]  # type: ignore[attr-defined]
         if step == 2:
-            return found
+            return differences
         optimizer.zero_grad()
         backward(cut.keep)
-    return found
+    return differences
 
 
-def test_of_sharded_parameters(ranks2: Ranks) -> None:
-    for found in ranks2(_sharded):
-        assert len(found) == 3 * 9
-        for off, placements in found:
+def test_the_forecast_of_sharded_parameters(ranks2: Ranks) -> None:
+    for differences in ranks2(_sharded):
+        assert len(differences) == 3 * 9
+        for off, placements in differences:
             assert off < 1e-5
             assert placements == "(Shard(dim=0),)"
 
@@ -190,7 +192,7 @@ def trained(kind: Any, options: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_the_batchs_part_is_linear_in_what_stands_for_the_gradient(kind: Any, options: dict[str, Any]) -> None:
+def test_the_batchs_part_is_linear_in_the_vector_that_replaces_the_gradient(kind: Any, options: dict[str, Any]) -> None:
     model, optimizer = trained(kind, options)
     batch = forecast_step(optimizer, part="batch", gradient_scale=0.5)
     own = {p: p.grad for p in model.parameters() if p.grad is not None}
@@ -207,20 +209,20 @@ def test_the_batchs_part_is_linear_in_what_stands_for_the_gradient(kind: Any, op
         assert difference(mixed[p], 2.0 * step - 3.0 * second[p]) < 1e-12
 
 
-def test_preconditioning_is_that_of_the_step_before() -> None:
+def test_preconditioning_uses_the_second_moment_of_the_previous_step() -> None:
     model, optimizer = trained(torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-3})
     vector = {p: torch.ones_like(p) for p in model.parameters()}
     precondition_(optimizer, vector)
-    for p, found in vector.items():
+    for p, differences in vector.items():
         v = optimizer.state[p]["exp_avg_sq"] / (1 - 0.99**2)
-        assert difference(found, 1.0 / (v.sqrt() + 1e-3)) < 1e-12
+        assert difference(differences, 1.0 / (v.sqrt() + 1e-3)) < 1e-12
     unchanged = {p: torch.ones_like(p) for p in model.parameters()}
     precondition_(torch.optim.SGD(model.parameters(), lr=1.0), unchanged)
     assert all(bool((v == 1).all()) for v in unchanged.values())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_what_the_optimizer_does_not_hold_or_has_never_moved(kind: Any) -> None:
+def test_preconditioning_of_parameters_that_the_optimizer_does_not_hold_or_never_moved(kind: Any) -> None:
     model, optimizer = trained(kind, {"lr": 0.01})
     outside, never = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     optimizer.add_param_group({"params": [never]})
@@ -235,7 +237,7 @@ def test_what_the_optimizer_does_not_hold_or_has_never_moved(kind: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_failing", [False, True])
-def test_a_step_taken_and_given_back(dtype: torch.dtype, is_failing: bool) -> None:
+def test_taken_restores_the_parameters(dtype: torch.dtype, is_failing: bool) -> None:
     model = model_of(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     set_gradients(model, torch.Generator().manual_seed(1))
@@ -257,7 +259,7 @@ def test_a_step_taken_and_given_back(dtype: torch.dtype, is_failing: bool) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1.0, 0.9])
-def test_a_witness_tells_another_step_from_the_one_forecast(dtype: torch.dtype, factor: float) -> None:
+def test_a_witness_measures_the_departure_from_the_forecast(dtype: torch.dtype, factor: float) -> None:
     model = model_of(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     set_gradients(model, torch.Generator().manual_seed(1))
@@ -266,7 +268,7 @@ def test_a_witness_tells_another_step_from_the_one_forecast(dtype: torch.dtype, 
         assert p.grad is not None
         p.grad.mul_(factor)
     optimizer.step()
-    # bf16 rounds the step's own arithmetic otherwise now and then
+    # in bf16 the optimizer's own arithmetic rounds differently
     assert witness.departure() == pytest.approx(1.0 - factor, abs=1e-12 if dtype == torch.float64 else 0.05)
 
 
@@ -275,7 +277,7 @@ def _dot() -> float:
     return dot(gradients, dict(gradients))
 
 
-def test_inner_products_of_shards_are_those_of_the_whole(ranks2: Ranks) -> None:
+def test_inner_products_of_shards_add_up_to_those_of_the_whole(ranks2: Ranks) -> None:
     first, second = ranks2(_dot)
     assert first == second
     assert first == pytest.approx(norm_of(exact_gradients(), 2.0) ** 2, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Responses that make no sense are refused."""
+"""Rollouts with inconsistent fields are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.small_policy import rollouts
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"mask": torch.zeros(16, 6)}, "response 0 has no token"),
         ({"mask": torch.ones(16)}, r"mask must be \[responses, tokens\]"),
@@ -24,6 +24,6 @@ from tests.small_policy import rollouts
         ({"weight": torch.ones(2, 2)}, "weight must be"),
     ],
 )
-def test_responses_that_make_no_sense(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_inconsistent_rollouts_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         rollouts(**changes)

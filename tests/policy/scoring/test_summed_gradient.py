@@ -1,4 +1,4 @@
-"""Sums of gradients beside autograd's own, leaving `.grad` alone."""
+"""Sums of gradients beside those of autograd; `.grad` stays unchanged."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def objective(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n_batches", [1, 4])
-def test_it_is_the_gradient_of_the_sum(n_batches: int) -> None:
+def test_the_sum_over_batches_is_the_gradient_of_the_sum(n_batches: int) -> None:
     model = build()
     twin = copy.deepcopy(model).double()
     objective(twin, tokens()).backward()
     held = [torch.randn_like(p) for p in model.parameters()]
     for p, grad in zip(model.parameters(), held, strict=True):
         p.grad = grad
-    found = summed_gradient(lambda b: objective(model, b), model, list(tokens().chunk(n_batches)))
-    assert found.flat is not None
+    total = summed_gradient(lambda b: objective(model, b), model, list(tokens().chunk(n_batches)))
+    assert total.flat is not None
     for p, q, grad in zip(model.parameters(), twin.parameters(), held, strict=True):
         assert q.grad is not None
-        torch.testing.assert_close(found.of[p].double(), q.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(total.parts[p].double(), q.grad, rtol=1e-4, atol=1e-4)
         assert p.grad is grad
-        assert found.of[p].untyped_storage().data_ptr() == found.flat.untyped_storage().data_ptr()
+        assert total.parts[p].untyped_storage().data_ptr() == total.flat.untyped_storage().data_ptr()
 
 
 def test_sixteen_bit_models_are_summed_in_32() -> None:
@@ -39,10 +39,10 @@ def test_sixteen_bit_models_are_summed_in_32() -> None:
     with torch.no_grad():
         model.weight.fill_(1.0)
     ones = torch.ones(1, 1, dtype=torch.bfloat16)
-    # In bf16 a sum of ones ends at 256.
-    found = summed_gradient(lambda x: model(x).sum(), model, [ones] * 300)
-    assert found.of[model.weight].dtype == torch.float32
-    assert float(found.of[model.weight]) == 300.0
+    # In bf16 a sum of ones stops at 256.
+    total = summed_gradient(lambda x: model(x).sum(), model, [ones] * 300)
+    assert total.parts[model.weight].dtype == torch.float32
+    assert float(total.parts[model.weight]) == 300.0
 
 
 def test_unused_frozen_and_sparse_parameters() -> None:
@@ -51,21 +51,21 @@ def test_unused_frozen_and_sparse_parameters() -> None:
     )
     model["used"].bias.requires_grad_(False)
     ids = torch.tensor([1, 1, 4])
-    found = summed_gradient(lambda i: model["used"](model["table"](i)).sum(), model, [ids, ids])
-    assert model["used"].bias not in found.of
-    assert not found.of[model["unused"].weight].any()
+    total = summed_gradient(lambda i: model["used"](model["table"](i)).sum(), model, [ids, ids])
+    assert model["used"].bias not in total.parts
+    assert not total.parts[model["unused"].weight].any()
     expected = 2 * torch.bincount(ids, minlength=5)[:, None] * model["used"].weight.sum(0)
-    torch.testing.assert_close(found.of[model["table"].weight], expected.detach())
+    torch.testing.assert_close(total.parts[model["table"].weight], expected.detach())
 
 
-def test_what_would_run_after_accumulation_is_refused() -> None:
+def test_hooks_after_accumulation_are_refused() -> None:
     model = build()
     next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(ValueError, match="perhaps an optimizer in the backward"):
         summed_gradient(lambda b: objective(model, b), model, [tokens()])
 
 
-def test_grad_is_given_back_when_a_backward_fails() -> None:
+def test_grad_is_restored_if_a_backward_fails() -> None:
     model = build()
     objective(model, tokens()).backward()
     held = [p.grad for p in model.parameters()]
@@ -83,6 +83,6 @@ def test_grad_is_given_back_when_a_backward_fails() -> None:
         assert not p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
-def test_a_dtype_that_holds_no_gradient() -> None:
+def test_an_integer_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must be one of torch.float32, .* got torch.int32"):
         summed_gradient(lambda b: b, build(), [], dtype=torch.int32)

@@ -21,7 +21,7 @@ def logits_and_tokens(scale: float = 3.0, dtype: torch.dtype = torch.float32) ->
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("scale", [0.0, 3.0, 1000.0])
-def test_they_are_those_of_a_categorical_distribution(temperature: float, scale: float) -> None:
+def test_statistics_are_those_of_a_categorical_distribution(temperature: float, scale: float) -> None:
     logits, tokens = logits_and_tokens(scale, torch.float64)
     distribution = torch.distributions.Categorical(logits=logits / temperature)
     s, h = statistics_of_logits(logits, tokens, temperature=temperature)
@@ -32,7 +32,7 @@ def test_they_are_those_of_a_categorical_distribution(temperature: float, scale:
 def test_large_logits_lose_no_digits() -> None:
     logits, tokens = logits_and_tokens()
     exact = torch.distributions.Categorical(logits=logits.double())
-    # fp32 has 7 digits of 3000 + x; the differences between logits keep 4 of them, and that is all that is lost.
+    # fp32 has 7 digits of 3000 + x, so differences between logits keep 4. Nothing else is lost.
     s, h = statistics_of_logits(logits + 3000.0, tokens)
     assert torch.allclose(h.double(), exact.entropy(), atol=2e-3)
     s_small, h_small = statistics_of_logits(logits, tokens)
@@ -60,7 +60,7 @@ def test_bf16_logits_are_widened_first() -> None:
     assert torch.allclose(h.double(), torch.distributions.Categorical(logits=logits.double()).entropy(), atol=1e-6)
 
 
-def test_pieces_and_the_whole_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_in_pieces_give_the_same_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, tokens = logits_and_tokens()
     whole = statistics_of_logits(logits, tokens)
     monkeypatch.setattr("sonde.policy.scoring.token_statistics._ELEMENTS_AT_ONCE", 5 * 11 * 2)
@@ -69,46 +69,50 @@ def test_pieces_and_the_whole_are_the_same(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Recorder(nn.Module):
-    """Returns logits that tell the position, and remembers what it was called with."""
+    """Returns logits that show the position, and records its arguments."""
 
     def forward(
         self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, logits_to_keep: int = 0
     ) -> Tensor:
-        self.called = {"attention_mask": attention_mask, "position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        self.arguments = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "logits_to_keep": logits_to_keep,
+        }
         logits = torch.zeros(*input_ids.shape, 4)
         logits[..., 0] = torch.arange(input_ids.shape[1]).float()
         return logits[:, -logits_to_keep:]
 
 
-def test_logits_before_a_token_tell_it_and_positions_count_no_padding() -> None:
+def test_a_tokens_logits_are_at_the_position_before_it_and_positions_do_not_count_padding() -> None:
     model, ids = Recorder(), torch.zeros(2, 6, dtype=torch.long)
     attention = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
     rollouts = Rollouts({"input_ids": ids, "attention_mask": attention}, torch.ones(2, 3), torch.tensor([0, 0]))
     s, _ = CausalLMStatistics()(model, rollouts)
     expected = torch.tensor([2.0, 3.0, 4.0])  # the positions before columns 3, 4, 5
     assert torch.allclose(s[0], expected - torch.log(expected.exp() + 3))
-    assert model.called["logits_to_keep"] == 4
-    assert model.called["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]]
+    assert model.arguments["logits_to_keep"] == 4
+    assert model.arguments["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "message"),
     [
         ({"tokens": torch.zeros(1, 4)}, "inputs need 'input_ids' for a causal language model"),
         ({"input_ids": torch.zeros(1, 3)}, "the first cannot have been sampled, got 3 columns in the mask and 3"),
     ],
 )
-def test_inputs_that_do_not_serve(inputs: dict[str, Tensor], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_wrong_inputs_are_refused(inputs: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         CausalLMStatistics()(Recorder(), Rollouts(inputs, torch.ones(1, 3), torch.tensor([0])))
 
 
-def test_a_temperature_that_makes_no_sense() -> None:
+def test_a_temperature_of_0_is_refused() -> None:
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):
         CausalLMStatistics(temperature=0)
 
 
-def test_temperature_is_that_of_the_sampler() -> None:
+def test_logits_are_divided_by_the_temperature() -> None:
     model = policy()
     E = drawn(model, 0, 4, seed=1)
     s, h = CausalLMStatistics(temperature=2.0)(model, E)

@@ -12,23 +12,23 @@ from sonde.policy.stats.coverage import Coverage, coverage
 from tests.policy.stats.points import GOOD, points
 
 
-def test_only_trusted_forecasts_with_a_truth_of_their_own_count() -> None:
-    found = coverage(points({}, {"truth": 0.0}, {"is_valid": False}, {"is_independent": False}, {"truth": None}, {}))
-    assert (found.n, found.n_held) == (3, 2)
-    assert found.fraction == pytest.approx(2 / 3)
+def test_only_trusted_forecasts_with_an_independent_truth_count() -> None:
+    result = coverage(points({}, {"truth": 0.0}, {"is_valid": False}, {"is_independent": False}, {"truth": None}, {}))
+    assert (result.n, result.n_held) == (3, 2)
+    assert result.fraction == pytest.approx(2 / 3)
     assert coverage([]).fraction is None
     assert (coverage([]).low, coverage([]).high) == (0.0, 1.0)
 
 
 def test_the_interval_of_coverage_is_wilsons() -> None:
-    # By the quadratic that defines it: |p̂ − p| = z √(p (1 − p)/n) at both ends.
-    found = Coverage.of(40, 33)
-    for p in (found.low, found.high):
+    # The quadratic that defines the interval: |p̂ − p| = z √(p (1 − p)/n) at both ends.
+    result = Coverage.of(40, 33)
+    for p in (result.low, result.high):
         assert abs(33 / 40 - p) == pytest.approx(1.959964 * math.sqrt(p * (1 - p) / 40), rel=1e-6)
 
 
 def test_intervals_of_both_errors_cover_as_promised() -> None:
-    """Forecast and truth each with an error of its own: 95 % of 4,000 hold, ± 0.7 % at two standard errors."""
+    """Forecast and truth have independent errors: 95 % of 4,000 intervals hold, ± 0.7 % at two standard errors."""
     rng = np.random.default_rng(0)
     se, truth_se, z = 0.001, 0.0007, 1.959964
     made = [

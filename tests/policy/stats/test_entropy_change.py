@@ -22,7 +22,7 @@ def coverage(changes: list[EntropyChange], exact: float) -> float:
 
 @pytest.mark.parametrize("n_prompts", [16, 64])
 def test_the_interval_of_a_given_update_covers(n_prompts: int) -> None:
-    """2,000 batches: a share of 95 % is known to ± 1 %, two standard errors. The small batch's ratio costs it some."""
+    """2,000 batches tell a coverage of 95 % to ± 1 %, two standard errors. Ratios of small batches are biased."""
     generator = torch.Generator().manual_seed(n_prompts)
     exact = float(tiny.gradient(tiny.rate, THETA) @ DIRECTION)
     changes = []
@@ -33,7 +33,7 @@ def test_the_interval_of_a_given_update_covers(n_prompts: int) -> None:
     assert 0.93 <= coverage(changes, exact) <= 0.97
     mean = sum(c.delta for c in changes) / len(changes)
     spread = math.sqrt(sum((c.delta - mean) ** 2 for c in changes) / len(changes))
-    # A ratio of means of few prompts is off by some 1/n of itself.
+    # A ratio of means over n prompts has a relative bias of about 1/n.
     assert mean == pytest.approx(exact, abs=3 * spread / math.sqrt(len(changes)) + abs(exact) / n_prompts)
     assert math.sqrt(sum(c.v_x for c in changes) / len(changes)) == pytest.approx(spread, rel=0.08)
 
@@ -50,7 +50,7 @@ def test_the_interval_for_whole_sequences_covers() -> None:
     assert 0.93 <= coverage(changes, exact) <= 0.97
 
 
-def test_sharpening_and_drift_add_up_and_are_what_they_say() -> None:
+def test_sharpening_is_the_change_on_the_same_prefixes_and_drift_is_the_rest() -> None:
     generator = torch.Generator().manual_seed(6)
     responses, prompts, picked = sampled(50, 4, generator)
     at = (prompts, picked)
@@ -63,14 +63,14 @@ def test_sharpening_and_drift_add_up_and_are_what_they_say() -> None:
     assert float(change.per_prompt.mean()) == pytest.approx(change.delta, rel=1e-12)
 
 
-# Along the mean gradient of a batch of its own, both scatter.
+# Along the mean gradient of an update batch, both batches scatter.
 
 REWARD = torch.randn(tiny.N_PROMPTS, 15, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
 RATE, LENGTH = float(tiny.rate(THETA)), tiny.mean_length(THETA)
 
 
 def x_of_prompts(responses: Responses, prompts: list[int], picked: list[int]) -> Tensor:
-    """X_n, with R and E[T] known, so that all that scatters is a mean; [prompts, parameters]."""
+    """X_n with known R and E[T], so that the estimate is a plain mean; [prompts, parameters]."""
     c = per_token_coefficients(H[prompts, picked], responses, rate=RATE, mean_length=LENGTH, has_baseline=False)
     terms = (
         c.on_entropy[..., None] * J.entropy[prompts, picked] + c.on_log_prob[..., None] * J.log_prob[prompts, picked]
@@ -94,52 +94,52 @@ def exact_policy_gradient() -> Tensor:
 
 
 def simulated(n: int, n_prompts: int, groups: tuple[int, int]) -> list[tuple[EntropyChange, EntropyChange]]:
-    """Each batch's forecast by all products, and by halves, for a step of 0.1."""
+    """Each batch's forecast for a step of 0.1, by all products and by halves."""
     generator, step_size = torch.Generator().manual_seed(9), 0.1
-    found = []
+    pairs = []
     for _ in range(n):
         x = x_of_prompts(*sampled(n_prompts, groups[0], generator))
         y = y_of_prompts(*sampled(n_prompts, groups[1], generator))
         along_y, along_x = x @ y.mean(0), y @ x.mean(0)
         half = n_prompts // 2
         halves = (y @ x[:half].mean(0), y @ x[half:].mean(0))
-        found.append(
+        pairs.append(
             (
                 change_by_gradients(along_y, along_x, step_size, products=x @ y.T),
                 change_by_gradients(along_y, along_x, step_size, y_along_halves=halves),
             )
         )
-    return found
+    return pairs
 
 
-def test_both_ways_cover_and_agree_and_counting_twice_does_not() -> None:
-    """Where both means are near normal. A product of means that are hardly told from 0 is skewed: 32 prompts in groups
-    of 2 and 4 are covered in 88 % only.
+def test_intervals_by_products_and_by_halves_cover_and_agree() -> None:
+    """The means of 128 prompts are nearly normal. A product of means that are close to 0 is skewed: with 32 prompts in
+    groups of 2 and 4, the coverage is only 88 %.
     """
     exact = 0.1 * float(tiny.gradient(tiny.rate, THETA) @ exact_policy_gradient())
-    found = simulated(1500, 128, (4, 8))
-    by_products, by_halves = zip(*found, strict=True)
+    pairs = simulated(1500, 128, (4, 8))
+    by_products, by_halves = zip(*pairs, strict=True)
     assert 0.93 <= coverage(list(by_products), exact) <= 0.97
     assert 0.93 <= coverage(list(by_halves), exact) <= 0.97
     deltas = torch.tensor([c.delta for c in by_products])
     variance = float(deltas.var())
-    of_products = sum(c.v_x + c.v_y - c.double_count for c in by_products) / len(found)
-    of_halves = sum(c.v_x + c.v_y for c in by_halves) / len(found)
-    # 1,500 batches tell a variance to 3.7 %: three of those.
-    assert of_products == pytest.approx(variance, rel=0.11)
-    assert of_halves == pytest.approx(variance, rel=0.11)
-    assert float(deltas.mean()) == pytest.approx(exact, abs=3 * math.sqrt(variance / len(found)))
+    by_products_variance = sum(c.v_x + c.v_y - c.double_count for c in by_products) / len(pairs)
+    by_halves_variance = sum(c.v_x + c.v_y for c in by_halves) / len(pairs)
+    # 1,500 batches tell a variance to 3.7 %; the tolerance is three times that.
+    assert by_products_variance == pytest.approx(variance, rel=0.11)
+    assert by_halves_variance == pytest.approx(variance, rel=0.11)
+    assert float(deltas.mean()) == pytest.approx(exact, abs=3 * math.sqrt(variance / len(pairs)))
 
 
-def test_noise_common_to_both_is_large_in_small_batches_and_counted_once() -> None:
-    found = simulated(3000, 4, (2, 4))
-    by_products, by_halves = zip(*found, strict=True)
+def test_noise_common_to_both_batches_is_counted_once() -> None:
+    pairs = simulated(3000, 4, (2, 4))
+    by_products, by_halves = zip(*pairs, strict=True)
     variance = float(torch.tensor([c.delta for c in by_products]).var())
-    twice = sum(c.v_x + c.v_y for c in by_products) / len(found)
+    twice = sum(c.v_x + c.v_y for c in by_products) / len(pairs)
     assert twice > 1.2 * variance
     for once in (
-        sum(c.v_x + c.v_y - c.double_count for c in by_products) / len(found),
-        sum(c.v_x + c.v_y for c in by_halves) / len(found),
+        sum(c.v_x + c.v_y - c.double_count for c in by_products) / len(pairs),
+        sum(c.v_x + c.v_y for c in by_halves) / len(pairs),
     ):
         assert once == pytest.approx(variance, rel=0.1)
 
@@ -154,7 +154,7 @@ def test_one_prompt_gives_a_reason_and_no_number() -> None:
     assert "got 1 and 1" in change_by_gradients(one, one, 0.1, products=torch.ones(1, 1)).reason
 
 
-def test_products_or_halves_are_needed_and_must_fit() -> None:
+def test_products_or_halves_are_needed_and_both_means_must_agree() -> None:
     two = torch.tensor([1.0, 3.0])
     with pytest.raises(ValueError, match="noise common to both is counted twice"):
         change_by_gradients(two, two, 0.1)

@@ -1,4 +1,4 @@
-"""Forecasts made of values by hand: intervals, reasons, and numbers that are not known."""
+"""Forecasts made of given values: intervals, reasons, and unknown numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, Tru
 from sonde.policy.stats.entropy_gradient import Responses
 from sonde.policy.stats.importance import MeasuredChange
 
-# Two prompts with a response of 2 tokens each, of 1 nat a token.
+# Two prompts with one response each, of 2 tokens with 1 nat each.
 RESPONSES = Responses(torch.ones(2, 2), torch.tensor([3, 5]))
 ENTROPY = torch.ones(2, 2)
 CHANGE = EntropyChange(-0.2, 0.1, -0.4, 0.0, "", torch.tensor([-0.3, -0.1]), torch.tensor([-0.2, 0.0]), 0.01)
@@ -43,25 +43,25 @@ def forecast(
     )
 
 
-def test_the_interval_reaches_as_far_as_the_step_bends() -> None:
+def test_the_interval_includes_the_deviation_from_first_order() -> None:
     for truth, low, high in ((-0.11, -0.41, 0.0), (-0.09, -0.4, 0.01), (-0.1, -0.4, 0.0)):
-        found = forecast(truths=dataclasses.replace(TRUTHS, on_same_prefixes=truth))
-        assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
-        assert found.is_valid
-    # The entropy of a sum over 2 tokens bends twice as far as that of a token.
+        result = forecast(truths=dataclasses.replace(TRUTHS, on_same_prefixes=truth))
+        assert (result.low, result.high) == (pytest.approx(low), pytest.approx(high))
+        assert result.is_valid
+    # The entropy of a sum over 2 tokens deviates twice as much as that of a token.
     assert forecast(kind="sequence").low == pytest.approx(-0.42)
     assert forecast(kind="sequence", weights="length").low == pytest.approx(-0.41)
 
 
 def test_numbers_and_parts_are_those_of_the_phases() -> None:
-    found = forecast(peak_bytes=7)
-    assert (found.delta, found.se, found.entropy, found.v_x, found.bars_dot) == (-0.2, 0.1, 1.0, 0.01, -0.2)
-    assert (found.n_evaluation, found.n_update, found.derivatives, found.peak_bytes) == (2, 0, "forward", 7)
-    assert [(s.prompt, s.change) for s in found.shares] == [(3, pytest.approx(-0.15)), (5, pytest.approx(-0.05))]
-    metrics = found.metrics()
+    result = forecast(peak_bytes=7)
+    assert (result.delta, result.se, result.entropy, result.v_x, result.bars_dot) == (-0.2, 0.1, 1.0, 0.01, -0.2)
+    assert (result.n_evaluation, result.n_update, result.derivatives, result.peak_bytes) == (2, 0, "forward", 7)
+    assert [(s.prompt, s.change) for s in result.shares] == [(3, pytest.approx(-0.15)), (5, pytest.approx(-0.05))]
+    metrics = result.metrics()
     assert metrics["entropy/linear_over_true"] == pytest.approx(0.1 / 0.11)
     assert (metrics["entropy/delta_importance"], metrics["entropy/delta_rollouts"]) == (-0.21, None)
-    assert str(found).endswith("importance sampling -2.10e-01 ± 2.0e-02")
+    assert str(result).endswith("importance sampling -2.10e-01 ± 2.0e-02")
 
 
 def test_the_first_of_several_reasons_is_given() -> None:
@@ -78,10 +78,10 @@ def test_the_first_of_several_reasons_is_given() -> None:
 
 def test_unknown_numbers_are_none_everywhere() -> None:
     change = EntropyChange(None, None, None, None, "why", torch.tensor([-0.3, -0.1]), None, None)
-    found = forecast(FirstOrder(change, -0.1, None, "forward"), None)
-    assert (found.delta, found.se, found.low, found.high, found.v_x, found.bars_dot) == (None,) * 6
-    assert (found.reason, str(found)) == ("why", "entropy change unknown: why")
-    assert [(share.sharpening, share.drift) for share in found.shares] == [(None, None)] * 2
+    result = forecast(FirstOrder(change, -0.1, None, "forward"), None)
+    assert (result.delta, result.se, result.low, result.high, result.v_x, result.bars_dot) == (None,) * 6
+    assert (result.reason, str(result)) == ("why", "entropy change unknown: why")
+    assert [(share.sharpening, share.drift) for share in result.shares] == [(None, None)] * 2
     empty = unknown("why", "sequence", "step")
     assert {name for name, value in empty.metrics().items() if value is not None} == {
         "entropy/is_valid",

@@ -1,4 +1,4 @@
-"""Against a policy whose every response can be enumerated."""
+"""Gradients of the entropy beside those of a policy whose responses can all be enumerated."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ J = tiny.jacobians(THETA)
 
 
 def of(prompts: list[int], picked: list[int]) -> tuple[Responses, Tensor, Tensor]:
-    """Responses as a sampler would give them: one row each."""
+    """Responses as a sampler gives them, one row each."""
     responses = Responses(tiny.MASK[picked], torch.tensor(prompts))
     return responses, S[prompts, picked], H[prompts, picked]
 
 
 def x_of(c: Coefficients, responses: Responses, prompts: list[int], picked: list[int]) -> Tensor:
-    """X_n of each prompt, whole; [prompts, parameters]."""
+    """X_n of each prompt; [prompts, parameters]."""
     terms = (
         c.on_entropy[..., None] * J.entropy[prompts, picked] + c.on_log_prob[..., None] * J.log_prob[prompts, picked]
     )
@@ -39,29 +39,29 @@ def x_of(c: Coefficients, responses: Responses, prompts: list[int], picked: list
     return of_prompts.index_add_(0, torch.tensor(prompts).unique(return_inverse=True)[1], terms.sum(1))
 
 
-def test_the_policy_is_one() -> None:
+def test_probabilities_of_the_policy_add_up_to_1() -> None:
     assert len(tiny.RESPONSES) == 15
     torch.testing.assert_close(P.sum(1), torch.ones(tiny.N_PROMPTS, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("has_baseline", [False, True])
 def test_the_gradient_of_the_rate_is_exact(has_baseline: bool) -> None:
-    """One response to each of two prompts, all pairs of them, each weighed by its probability."""
+    """All pairs of responses to two prompts, weighted by their probabilities."""
     exact = tiny.gradient(tiny.rate, THETA)
     rate, length = float(tiny.rate(THETA)), tiny.mean_length(THETA)
-    found = torch.zeros(tiny.DIM, dtype=torch.float64)
+    mean = torch.zeros(tiny.DIM, dtype=torch.float64)
     n_prompts = 0
     for a, b in [(0, 1), (2, 3), (4, 0), (1, 2), (3, 4)]:  # each prompt twice
         for i, j in itertools.product(range(15), repeat=2):
             responses, _, h = of([a, b], [i, j])
             c = per_token_coefficients(h, responses, rate=rate, mean_length=length, has_baseline=has_baseline)
-            found += P[a, i] * P[b, j] * x_of(c, responses, [a, b], [i, j]).sum(0)
+            mean += P[a, i] * P[b, j] * x_of(c, responses, [a, b], [i, j]).sum(0)
         n_prompts += 2
-    torch.testing.assert_close(found / n_prompts, exact, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(mean / n_prompts, exact, rtol=1e-10, atol=1e-12)
 
 
 def causal_weights() -> Tensor:
-    """By position: known before the token is sampled."""
+    """Weights by position, known before the token is sampled."""
     return torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64).expand(15, 3) * tiny.MASK
 
 
@@ -70,7 +70,7 @@ def one_over_length() -> Tensor:
 
 
 def mean_of_x(weights: Tensor, *, is_causal: bool) -> Tensor:
-    """E[X] over all pairs of responses to each prompt, a group each."""
+    """E[X] over all pairs of responses to each prompt; a pair is a group."""
     pairs = [(p, i, j) for p in range(tiny.N_PROMPTS) for i, j in itertools.product(range(15), repeat=2)]
     prompts, picked = [p for p, _, _ in pairs for _ in range(2)], [y for _, i, j in pairs for y in (i, j)]
     groups = torch.arange(len(pairs)).repeat_interleave(2)
@@ -89,7 +89,7 @@ def test_leave_one_out_is_unbiased() -> None:
         torch.testing.assert_close(mean_of_x(weights, is_causal=False), exact, rtol=1e-12, atol=1e-12)
 
 
-def test_weights_that_know_the_length_need_their_term() -> None:
+def test_weights_that_depend_on_the_length_need_their_own_term() -> None:
     weights = one_over_length()
     exact = tiny.gradient(lambda theta: tiny.weighted_entropy(theta, weights), THETA)
     torch.testing.assert_close(mean_of_x(weights, is_causal=False), exact, rtol=1e-12, atol=1e-12)
@@ -97,7 +97,7 @@ def test_weights_that_know_the_length_need_their_term() -> None:
     assert float((wrong - exact).norm() / exact.norm()) > 0.05
 
 
-def test_along_a_direction_it_is_the_product_with_it() -> None:
+def test_projections_are_products_with_the_direction() -> None:
     prompts, picked = [0, 0, 3, 4, 4, 4], [1, 14, 9, 2, 0, 8]
     responses, _, h = of(prompts, picked)
     c = per_token_coefficients(h, responses)
@@ -107,14 +107,14 @@ def test_along_a_direction_it_is_the_product_with_it() -> None:
     torch.testing.assert_close(c.per_prompt(responses, d_entropy, d_log_prob), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_the_other_sign_is_the_opposite_direction() -> None:
+def test_the_plus_sign_gives_the_opposite_direction() -> None:
     weights = tiny.MASK.double()
     exact = tiny.gradient(lambda theta: tiny.weighted_entropy(theta, weights), THETA)
     with_plus = -mean_of_x(weights, is_causal=True)
     assert float(torch.cosine_similarity(with_plus, exact, dim=0)) == pytest.approx(-1.0, abs=1e-12)
 
 
-def test_the_rate_weighs_prompts_alike_whatever_their_groups() -> None:
+def test_all_prompts_weigh_the_same_in_the_rate_whatever_the_size_of_their_groups() -> None:
     responses, _, h = of([0, 0, 0, 1], [3, 5, 7, 9])
     by_prompt = [h[:3].sum(1).mean(), h[3].sum()]
     lengths = [tiny.LENGTH[[3, 5, 7]].mean(), tiny.LENGTH[9]]
@@ -123,13 +123,13 @@ def test_the_rate_weighs_prompts_alike_whatever_their_groups() -> None:
     assert rate == pytest.approx(float(sum(by_prompt) / sum(lengths)), rel=1e-14)
 
 
-def test_what_is_masked_may_hold_anything() -> None:
-    responses, _, h = of([0, 1], [0, 4])  # one token, and two
+def test_values_outside_the_mask_do_not_matter() -> None:
+    responses, _, h = of([0, 1], [0, 4])  # one token and two tokens
     spoiled = torch.where(tiny.MASK[[0, 4]], h, torch.nan)
     assert entropy_rate(spoiled, responses) == entropy_rate(h, responses)
 
 
-def test_a_baseline_knows_nothing_of_its_own_prompt() -> None:
+def test_a_baseline_does_not_depend_on_its_own_prompt() -> None:
     responses, _, h = of([0, 0, 1, 2], [14, 9, 11, 13])
     baseline = responses.mean_at_position_of_other_prompts(h)
     torch.testing.assert_close(baseline[0], h[2:].mean(0))
@@ -138,7 +138,7 @@ def test_a_baseline_knows_nothing_of_its_own_prompt() -> None:
     torch.testing.assert_close(responses.mean_at_position_of_other_prompts(changed)[:2], baseline[:2])
 
 
-def test_the_covariance_is_that_of_tokens() -> None:
+def test_the_covariance_is_over_tokens() -> None:
     responses, s, _ = of([0, 1], [0, 14])
     advantage = torch.tensor([1.0, -2.0])
     flat = torch.cat([s[0, :1], s[1]])

@@ -10,7 +10,7 @@ from tests.policy.stats.points import points
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "said"),
+    ("changes", "kind", "message"),
     [
         ([], "unknown", "no entropy was measured"),
         ([{}], "unknown", "One measurement shows no trend"),
@@ -19,13 +19,13 @@ from tests.policy.stats.points import points
         ([{"is_valid": False, "reason": TOO_LARGE}] * 3, "not_linear", "Steps are too large to forecast"),
     ],
 )
-def test_verdicts(changes: list[dict[str, object]], kind: str, said: str) -> None:
+def test_verdicts(changes: list[dict[str, object]], kind: str, message: str) -> None:
     verdict = judge_entropy(points(*changes))
     assert verdict.kind == kind
-    assert said in verdict.headline
+    assert message in verdict.headline
 
 
-def test_a_verdict_says_what_it_rests_on() -> None:
+def test_a_verdict_names_the_measurements_behind_it() -> None:
     detail = judge_entropy(points({}, {"is_valid": False}, {})).detail
     assert "Step 3 was forecast to change it by −0.02" in detail
     assert "fresh rollouts measured −0.021" in detail

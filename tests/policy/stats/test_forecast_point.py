@@ -1,4 +1,4 @@
-"""A forecast beside its truth, made of metrics; and whether its interval held."""
+"""Points made of metrics, and whether their intervals held the truth."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.policy.stats.points import points
     [
         ({}, True),
         ({"truth": -0.0221}, False),
-        ({"truth": -0.0221, "truth_se": 0.001}, True),  # its own standard error is allowed for
+        ({"truth": -0.0221, "truth_se": 0.001}, True),  # the truth's standard error widens the interval
         ({"truth": -0.0179}, False),
-        ({"truth": -0.0179, "high": -0.015}, True),  # an interval that reaches farther to one side
+        ({"truth": -0.0179, "high": -0.015}, True),  # the interval reaches farther to this side
         ({"truth": -0.0221, "high": -0.015}, False),
     ],
 )

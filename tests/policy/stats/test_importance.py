@@ -1,4 +1,4 @@
-"""The entropy after an update, from responses sampled before it: against the exact change of an enumerable policy."""
+"""The measured change of entropy beside the exact change of an enumerable policy."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def measured(n_prompts: int, generator: torch.Generator, **options: str) -> Meas
 
 
 @pytest.mark.parametrize("weighting", ["snis", "clip"])
-def test_it_is_the_exact_change_within_its_standard_error(weighting: str) -> None:
+def test_importance_sampling_gives_the_exact_change_within_its_standard_error(weighting: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    found = [measured(64, generator, weighting=weighting) for _ in range(1000)]
-    # Here no weight comes near 10 times the mean, so that clipping changes none.
-    z = [(m.delta - EXACT) / m.se for m in found]
-    assert abs(sum(z) / len(z)) < 0.25  # ratios of 64 prompts: a bias of some 1/64 of what scatters
+    results = [measured(64, generator, weighting=weighting) for _ in range(1000)]
+    # No weight comes near 10 times the mean here, so clipping changes nothing.
+    z = [(m.delta - EXACT) / m.se for m in results]
+    assert abs(sum(z) / len(z)) < 0.25  # a ratio over 64 prompts has a bias of about 1/64 of its scatter
     assert sum(abs(v) < 2.0 for v in z) / len(z) == pytest.approx(0.95, abs=0.025)
-    assert 0.3 < found[0].ess_fraction < 1.0
-    assert found[0].ess == pytest.approx(256 * found[0].ess_fraction)
+    assert 0.3 < results[0].ess_fraction < 1.0
+    assert results[0].ess == pytest.approx(256 * results[0].ess_fraction)
 
 
-def test_all_responses_weighed_by_their_chance_are_the_exact_change() -> None:
-    """By taking each response as often as it is likely, in 100,000 draws for a prompt."""
+def test_responses_in_proportion_to_their_probability_give_the_exact_change() -> None:
+    """Each response comes as often as expected in 100,000 draws for a prompt."""
     counts = (tiny.probabilities(THETA) * 100_000).round().long()
     prompts = [p for p in range(tiny.N_PROMPTS) for i in range(15) for _ in range(int(counts[p, i]))]
     picked = [i for p in range(tiny.N_PROMPTS) for i in range(15) for _ in range(int(counts[p, i]))]
@@ -60,7 +60,7 @@ def test_no_update_is_no_change() -> None:
     assert fixed_prefix_change(H[at], H[at], responses) == 0.0
 
 
-def test_weights_do_not_overflow_and_are_cut() -> None:
+def test_weights_do_not_overflow_and_are_clipped() -> None:
     weights = importance_weights(torch.tensor([0.0, 900.0, 899.0]), "snis")
     assert weights.tolist() == pytest.approx([0.0, 3 / (1 + math.exp(-1)), 3 * math.exp(-1) / (1 + math.exp(-1))])
     many = torch.cat([torch.zeros(1000), torch.tensor([8.0])])
@@ -71,7 +71,7 @@ def test_weights_do_not_overflow_and_are_cut() -> None:
     assert float(cut.max() / cut.median()) == pytest.approx(CLIPPED_AT / float(uncut.median()))
 
 
-def test_what_is_not_finite_is_refused() -> None:
+def test_log_ratios_that_are_not_finite_are_refused() -> None:
     with pytest.raises(ValueError, match="must be finite before and after"):
         importance_weights(torch.tensor([0.0, math.inf]), "snis")
 
@@ -86,7 +86,7 @@ def test_the_entropy_of_sequences_after_the_update(weighting: str) -> None:
     for _ in range(600):
         responses, prompts, picked = sampled(64, 4, generator)
         at = (prompts, picked)
-        found = importance_sampled_change(
+        result = importance_sampled_change(
             -S[at],
             -S_AFTER[at],
             S[at],
@@ -95,7 +95,7 @@ def test_the_entropy_of_sequences_after_the_update(weighting: str) -> None:
             weighting=weighting,
             per="response",  # type: ignore[arg-type]
         )
-        z.append((found.delta - exact) / found.se)
+        z.append((result.delta - exact) / result.se)
     assert abs(sum(z) / len(z)) < 0.3
     assert sum(abs(v) < 2.0 for v in z) / len(z) == pytest.approx(0.95, abs=0.03)
 
@@ -112,8 +112,8 @@ def test_fresh_responses_to_the_same_prompts() -> None:
         responses, prompts, picked = sampled(64, 4, generator)
         after = drawn_after(prompts, generator)
         responses_after = Responses(tiny.MASK[after], torch.arange(64).repeat_interleave(4))
-        found = resampled_change(H[prompts, picked], responses, H_AFTER[prompts, after], responses_after)
-        z.append((found.delta - EXACT) / found.se)
+        result = resampled_change(H[prompts, picked], responses, H_AFTER[prompts, after], responses_after)
+        z.append((result.delta - EXACT) / result.se)
     assert abs(sum(z) / len(z)) < 0.2
     assert sum(abs(v) < 2.0 for v in z) / len(z) == pytest.approx(0.95, abs=0.03)
 

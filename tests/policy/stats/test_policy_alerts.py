@@ -1,4 +1,4 @@
-"""Alerts of a run of a policy, point by point."""
+"""Alerts of a policy's run, with points made by hand."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from sonde.policy.stats.policy_alerts import find_policy_alerts
 from tests.policy.stats.points import points
 
 
-def test_a_collapse_is_told_when_it_has_come_and_when_it_is_near() -> None:
+def test_a_collapse_is_reported_when_it_has_happened_and_when_it_is_near() -> None:
     assert not find_policy_alerts(points({"entropy": 2.0}, {"entropy": 1.0}))
     gone = find_policy_alerts(points({"entropy": 2.0}, {"entropy": 0.19}))["entropy_collapse"]
     assert "has collapsed to 0.19" in gone
     assert "step 1" in gone
     near = find_policy_alerts(points({"entropy": 2.0}, {"entropy": 0.3}))["entropy_collapse"]
-    assert "is collapsing" in near  # 0.3 nats at 0.02 a step
+    assert "is collapsing" in near  # 0.3 nats last 15 steps at 0.02 nats a step
     assert "15 steps" in near
     for harmless in ({"high": 0.001}, {"is_valid": False}, {"per": "response"}):
         assert not find_policy_alerts(points({"entropy": 2.0}, {"entropy": 0.3, **harmless}))

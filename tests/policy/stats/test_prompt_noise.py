@@ -1,4 +1,4 @@
-"""Noise of prompts and of completions told apart, beside a population in which both are known."""
+"""The noise of prompts and of completions, beside a population in which both are known."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
 
 DIM, G_SQ, OF_PROMPTS, OF_COMPLETION = 40, 2.0, 3.0, 12.0
-"""|G|², the variance of a prompt's expectation, and that of one completion given the prompt; summed over DIM."""
+"""|G|², the variance of a prompt's expectation, and the variance of one completion given the prompt; sums over DIM."""
 
 
 def window(
     sizes: list[tuple[int, int]], weights: list[float], generator: torch.Generator
 ) -> tuple[list[PromptNorms], float]:
-    """Prompts with groups in two halves, each prompt's mean gradient weighing as it is told."""
+    """Prompts with groups in two halves and with given weights."""
     mean = torch.full((DIM,), (G_SQ / DIM) ** 0.5, dtype=torch.float64)
     total, prompts, all_of_them = sum(weights), [], torch.zeros(DIM, dtype=torch.float64)
     for (n1, n2), weight in zip(sizes, weights, strict=True):
@@ -52,16 +52,16 @@ def normal(dim: int, variance: float, generator: torch.Generator) -> Tensor:
 )
 def test_both_parts_are_unbiased(sizes: list[tuple[int, int]], weights: list[float]) -> None:
     generator, running = torch.Generator().manual_seed(0), RunningPromptNoise(horizon=1e9)
-    found = []
+    estimates = []
     for _ in range(1500):
         solved = solve_prompts(*window(sizes, weights, generator))
         running.update(solved)
         assert solved.from_completions is not None
-        found.append((solved.noise.trace_cov, solved.noise.grad_sq, solved.from_completions))
-    of = torch.tensor(found, dtype=torch.float64)
+        estimates.append((solved.noise.trace_cov, solved.noise.grad_sq, solved.from_completions))
+    values = torch.tensor(estimates, dtype=torch.float64)
     within = OF_COMPLETION / sum(sizes[0])
     for got, error, true in zip(
-        of.mean(0).tolist(), (of.std(0) / 1500**0.5).tolist(), (OF_PROMPTS + within, G_SQ, within), strict=True
+        values.mean(0).tolist(), (values.std(0) / 1500**0.5).tolist(), (OF_PROMPTS + within, G_SQ, within), strict=True
     ):
         assert error < 0.03 * true
         assert abs(got - true) < 3.5 * error
@@ -69,7 +69,7 @@ def test_both_parts_are_unbiased(sizes: list[tuple[int, int]], weights: list[flo
     assert running.noise.interval().status == "resolved"
 
 
-def test_by_hand() -> None:
+def test_two_prompts_by_hand() -> None:
     # Two prompts of two completions in one dimension: contributions 1 + 3 and 2 + 2, so g = 8 and 8, F = 8.
     prompts = [
         PromptNorms(16.0, 1.0, (1.0, 9.0), (0.5, 0.5), (1, 1)),
@@ -82,7 +82,7 @@ def test_by_hand() -> None:
     assert solved.from_completions == pytest.approx(0.5 * 64.0 / 4)
 
 
-def test_prompts_with_one_completion_tell_no_part() -> None:
+def test_prompts_with_one_completion_give_no_completions_part() -> None:
     solved = solve_prompts([PromptNorms(1.0, 1.0), PromptNorms(4.0, 1.0)], 5.0)
     assert solved.from_completions is None
     running = RunningPromptNoise()
@@ -94,5 +94,5 @@ def test_prompts_with_one_completion_tell_no_part() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="need at least 2 prompts to tell noise from signal, got 1"):
         solve_prompts([PromptNorms(1.0, 1.0)], 1.0)
-    with pytest.raises(ValueError, match="every prompt must weigh something in the loss, got 0"):
+    with pytest.raises(ValueError, match="every prompt needs a positive weight in the loss, got 0"):
         solve_prompts([PromptNorms(1.0, 1.0), PromptNorms(1.0, 0.0)], 1.0)

@@ -34,6 +34,7 @@ class NoiseScaleAverages:
         self.changed = ChangedGradients(self.total.decay)
         self.dropped: dict[str, int] = {}
         self.effective_units: float | None = None
+        self.u: float | None = None
         self.scale: float | None = None
         self.scale_residual: float | None = None
         self._units = self._units_weight = 0.0
@@ -61,7 +62,7 @@ class NoiseScaleAverages:
         decay = self.total.decay
         self._squares = decay * self._squares + window.witness_squares
         self._differences = decay * self._differences + window.witness_differences
-        self.effective_units = window.effective_units
+        self.effective_units, self.u = window.effective_units, window.u
         self.scale, self.scale_residual = scale.scale, scale.residual
 
     @property
@@ -94,6 +95,7 @@ class NoiseScaleAverages:
             "squares": self._squares,
             "differences": self._differences,
             "effective_units": self.effective_units,
+            "u": self.u,
             "scale": self.scale,
             "scale_residual": self.scale_residual,
             "tampering": self.changed.state_dict(),
@@ -113,8 +115,10 @@ class NoiseScaleAverages:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         what = "noise-scale probe state"
+        if isinstance(state, Mapping):
+            state = {"u": None, **state}  # a state that was saved before u was kept has none
         numbers = ("units", "units_weight", "squares")
-        last = ("effective_units", "scale", "scale_residual")  # of the last window averaged, if there was one
+        last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
         running = {"groups", "total", "consistency", "tampering"}
         check_keys(what, state, {*running, *numbers, *last, "differences", "dropped"})
         check_keys("parameter groups of the state", state["groups"], set(self.per_group))
@@ -133,5 +137,5 @@ class NoiseScaleAverages:
         self.changed.load_state_dict(state["tampering"])
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
         self._squares, self._differences = float(state["squares"]), float(state["differences"])
-        self.effective_units, self.scale, self.scale_residual = (state[name] for name in last)
+        self.effective_units, self.u, self.scale, self.scale_residual = (state[name] for name in last)
         self.dropped = {str(reason): count for reason, count in dropped.items()}

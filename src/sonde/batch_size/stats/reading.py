@@ -38,6 +38,7 @@ class NoiseScaleReading:
         trace_cov: running tr Σ per unit; None before the first window.
         units_per_window: units in a window, averaged as the rest: the batch size; None before the first window.
         effective_units: their effective number (Kish) in the last window.
+        u: Σ a_k/n_k of the last window, the mean of 1/n_k over its pieces; other systems report tr Σ·u/|G|².
         windows: windows averaged.
         dropped: windows left out, by reason.
         windows_needed: windows still needed for ± 20 %; None when it cannot be said.
@@ -60,6 +61,7 @@ class NoiseScaleReading:
     trace_cov: float | None
     units_per_window: float | None
     effective_units: float | None
+    u: float | None
     windows: int
     dropped: Mapping[str, int]
     windows_needed: int | None
@@ -80,6 +82,7 @@ class NoiseScaleReading:
             "gns/trace_cov": self.trace_cov,
             "gns/consistency": self.consistency,
             "gns/effective_units": self.effective_units,
+            "gns/u": self.u,
             "gns/units_per_window": self.units_per_window,
             "gns/windows_needed": self.windows_needed,
             "gns/scale": self.scale,

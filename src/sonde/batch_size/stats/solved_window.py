@@ -19,7 +19,8 @@ class SolvedWindow:
         within_between: tr Σ of the witness's elements within ranks (as `trace_cov`) and between ranks (as `grad_sq`);
             None unless there are two ranks and two micro-batches on one of them.
         norm: of the gradient as the rank average, before any clip.
-        effective_units: effective number of units in the window (Kish).
+        effective_units: effective number of units in the window (Kish), 1/v.
+        u: Σ a_k/n_k, the mean of 1/n_k over the pieces.
         witness_squares: Σw · Σ |h_k|²/w_k of the witness's elements.
         witness_differences: how much larger that is than |Σ h_k|²: 0 but for rounding where all pieces are the same.
     """
@@ -29,6 +30,7 @@ class SolvedWindow:
     within_between: WindowEstimate | None
     norm: float
     effective_units: float
+    u: float
     witness_squares: float
     witness_differences: float
 
@@ -49,6 +51,7 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int) -> SolvedWindow:
         estimate_window(row.pieces(small), big * to_unit, scale=unit_scale)
         for small, big in zip(row.sq_norm_over_weight, row.sq_norm_big, strict=True)
     )
+    pieces = row.pieces(0.0)
     # The witness's sums are in fp64, so that equal pieces show as a difference of rounding only.
     witness_squares = row.weight * row.witness_small
     return SolvedWindow(
@@ -56,7 +59,8 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int) -> SolvedWindow:
         per_group=per_group,
         within_between=_within_between(row, n_ranks),
         norm=math.sqrt(math.fsum(row.sq_norm_big) * to_unit),
-        effective_units=1.0 / row.pieces(0.0).v,
+        effective_units=1.0 / pieces.v,
+        u=pieces.u,
         witness_squares=witness_squares,
         witness_differences=witness_squares - float(row.witness_sum @ row.witness_sum),
     )

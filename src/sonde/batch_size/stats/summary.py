@@ -34,6 +34,7 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> Noise
         trace_cov=None if doubts else total.trace_cov,
         units_per_window=averages.units_per_window,
         effective_units=averages.effective_units,
+        u=averages.u,
         windows=total.windows,
         dropped=dict(averages.dropped),
         windows_needed=None if doubts else total.windows_needed(level=level),

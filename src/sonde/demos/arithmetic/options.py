@@ -1,4 +1,4 @@
-"""What an entropy demo is asked to do."""
+"""Options of the entropy demo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tyro.conf import arg
 from sonde.options import options_from, read_yaml
 
 COMPLETIONS = 8
-"""To each prompt."""
+"""Completions of each prompt."""
 _N_PROMPTS = 100  # sums of two digits
 
 
@@ -20,15 +20,15 @@ _N_PROMPTS = 100  # sums of two digits
 class EntropyDemoOptions:
     """Train a tiny language model to add by GRPO, and forecast what each update does to its entropy.
 
-    TRL's GRPOTrainer teaches a model made here to add two digits, rewarded for right ones, on the CPU. Every few steps
-    sonde forecasts what the optimizer's step will do to the policy's entropy, and then measures what it did. It needs
-    sonde[trl]. Ctrl-C stops early and keeps what was measured.
+    TRL's GRPOTrainer teaches a tiny model to add two digits, on the CPU. Every few steps, sonde forecasts what the
+    optimizer's step will do to the policy's entropy, and then measures what it did. It needs sonde[trl]. Ctrl-C stops
+    early and keeps the measurements.
 
     Attributes:
         steps: Optimizer steps.
         every: Optimizer steps from one forecast to the next.
         prompts: Prompts that a step learns from, with 8 completions each.
-        evaluation_prompts: Prompts that a forecast is evaluated on, and its truth measured on.
+        evaluation_prompts: Prompts that evaluate a forecast and its truth.
         learning_rate: Learning rate of AdamW.
         seed: Seed of the weights and of sampling.
         out: New or empty folder for log and report.
@@ -46,11 +46,11 @@ class EntropyDemoOptions:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """The options that a YAML file gives, and the defaults of the others.
+        """The options of a YAML file; options that it lacks have their defaults.
 
         Raises:
-            FileNotFoundError: when there is no such file.
-            ValueError: when it is not a mapping of options to values that they can have.
+            FileNotFoundError: if there is no such file.
+            ValueError: if it is not a mapping of options to allowed values.
         """
         return options_from(cls, read_yaml(path, "steps: 100"), path, without=("config",))
 
@@ -64,13 +64,16 @@ class EntropyDemoOptions:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}: give a whole number from 1 up")
         if self.prompts < 2:
-            raise ValueError(f"prompts must be at least 2, got {self.prompts}: noise is told by comparing them")
+            raise ValueError(f"prompts must be at least 2, got {self.prompts}: noise is measured by comparing prompts")
         if self.prompts > _N_PROMPTS - 2:
-            raise ValueError(f"there are {_N_PROMPTS} sums, 2 of them to evaluate on, got --prompts {self.prompts}")
+            raise ValueError(
+                f"prompts must be at most {_N_PROMPTS - 2}, got {self.prompts}: of {_N_PROMPTS} sums, at least 2 must "
+                "evaluate the forecast"
+            )
         if not 2 <= self.evaluation_prompts <= _N_PROMPTS - self.prompts:
             raise ValueError(
-                f"evaluation_prompts must be from 2 to {_N_PROMPTS - self.prompts}, the sums that a step does not "
-                f"learn from, got {self.evaluation_prompts}: pass --evaluation-prompts "
+                f"evaluation_prompts must be from 2 to {_N_PROMPTS - self.prompts}, the number of sums that a step "
+                f"does not learn from, got {self.evaluation_prompts}: pass --evaluation-prompts "
                 f"{min(32, _N_PROMPTS - self.prompts)}"
             )
         if not 0 <= self.seed < 2**31:

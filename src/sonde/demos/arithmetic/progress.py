@@ -1,4 +1,4 @@
-"""What a newcomer sees of an entropy demo: a line for each forecast, beside what was true."""
+"""The lines that the entropy demo prints: each forecast beside its truth."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _COLUMNS = f"{'step':>9}  {'reward':>6}  {'entropy':>7}  {'forecast ± SE':>19} 
 
 
 class ForecastLines:
-    """Prints records of a policy as they are written. It is a sink: its numbers are those of the log.
+    """A sink that prints a policy's records as they are written: the same numbers as in the log.
 
     Args:
-        n_steps: optimizer steps in all.
-        console: where to.
+        n_steps: number of optimizer steps of the run.
+        console: where the lines go.
     """
 
     def __init__(self, n_steps: int, console: Console) -> None:
@@ -26,7 +26,7 @@ class ForecastLines:
         self._has_head = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take a record."""
+        """Print a record."""
         match record["kind"]:
             case "alert":
                 self._console.print(f"alert: {record['message']}", style="yellow", markup=False, highlight=False)
@@ -34,20 +34,20 @@ class ForecastLines:
                 if not self._has_head:
                     self._has_head = True
                     self._console.print(_COLUMNS, style="dim", soft_wrap=True)
-                self._console.print(line_of(record, self._n_steps), markup=False, highlight=False, soft_wrap=True)
+                self._console.print(record_line(record, self._n_steps), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """No record follows."""
 
 
-def line_of(record: Mapping[str, Any], n_steps: int) -> str:
-    """One policy record on a line.
+def record_line(record: Mapping[str, Any], n_steps: int) -> str:
+    """A policy's record as one line.
 
     Example:
         >>> entropy = {"per_token": 1.2, "delta_forecast": -0.0213, "delta_se": 0.001, "is_valid": 1}
         >>> entropy |= {"delta_rollouts": -0.02, "delta_rollouts_se": 0.0001}
         >>> metrics = {"reward": 0.5} | {f"entropy/{name}": value for name, value in entropy.items()}
-        >>> line_of({"window": 6, "metrics": metrics, "reason": ""}, 120)
+        >>> record_line({"window": 6, "metrics": metrics, "reason": ""}, 120)
         '    6/120    0.50     1.20  −2.13e-2 ± 1.0e-3  −2.00e-2 ± 1.0e-4'
     """
     metrics = record["metrics"]
@@ -59,7 +59,7 @@ def line_of(record: Mapping[str, Any], n_steps: int) -> str:
     truth = _with_error(metrics.get("entropy/delta_rollouts"), metrics.get("entropy/delta_rollouts_se"))
     doubt = ""
     if not point.is_valid and record["reason"]:
-        doubt = "  too large a step to be linear" if point.is_too_large else f"  {record['reason'].split(':')[0]}"
+        doubt = "  step too large to be linear" if point.is_too_large else f"  {record['reason'].split(':')[0]}"
     return f"{step:>9}  {reward:>6}  {entropy:>7}  {forecast:>17}  {truth:>17}{doubt}"
 
 

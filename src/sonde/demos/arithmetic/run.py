@@ -1,4 +1,4 @@
-"""`sonde demo entropy` from beginning to end: the trainer, its probes, the verdict, the report."""
+"""`sonde demo entropy` from beginning to end: trainer, probes, verdict, report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
 
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit status that shells expect of a command ended by Ctrl-C."""
+"""The exit status that shells expect after Ctrl-C."""
 FAILED = 1
 _STYLES = {"holds": "green", "collapses": "yellow", "not_linear": "yellow", "unknown": "cyan"}
 
@@ -32,34 +32,34 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
     """Train a policy, forecast what its steps do to its entropy, and leave a log and a report.
 
     Args:
-        options: what was asked for.
+        options: the demo's options.
 
     Returns:
-        The exit status: 0, or 130 after Ctrl-C, or 1 when training failed.
+        The exit status: 0; 130 after Ctrl-C; 1 if training failed.
 
     Raises:
-        ValueError: for options that cannot be met.
-        FileExistsError: when the folder for log and report has something in it.
+        ValueError: for options out of range.
+        FileExistsError: if the folder for log and report is not empty.
         ImportError: without TRL.
     """
     console = LastingConsole(highlight=False)
     options.check()
     folder = choose_folder(options.out)
-    import sonde.integrations.trl  # before anything is said: it may be missing
+    import sonde.integrations.trl  # before any output, since TRL may be missing
 
     folder.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("sonde").setLevel(logging.ERROR)  # alerts are among the lines below
+    logging.getLogger("sonde").setLevel(logging.ERROR)  # the lines below show alerts already
     console.print(
-        f"sonde demo entropy: TRL's GRPOTrainer teaches a tiny transformer to add two digits, {options.prompts} sums a "
-        f"step, with {COMPLETIONS} completions each. Every {options.every} steps sonde forecasts what the step will do "
-        "to the policy's entropy, in nats a token, and then measures what it did, on fresh rollouts before and after "
-        "it. Ctrl-C stops early and keeps what was measured.\n",
+        f"sonde demo entropy: TRL's GRPOTrainer teaches a tiny transformer to add two digits. A step learns from "
+        f"{options.prompts} sums with {COMPLETIONS} completions each. Every {options.every} steps, sonde forecasts "
+        "what the step will do to the policy's entropy, in nats a token. Then it measures what the step did, by fresh "
+        "rollouts before and after it. Ctrl-C stops early and keeps the measurements.\n",
         width=min(console.width, PANEL_WIDTH),
     )
     status, ending = 0, "training ended"
     with tempfile.TemporaryDirectory() as checkpoints:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of packages that are not ours
+            warnings.simplefilter("ignore")  # warnings of other packages
             trainer = make_trainer(options, checkpoints)
         probes = sonde.integrations.trl.attach(
             trainer,
@@ -74,13 +74,13 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
             log=RunLog([JsonlSink(folder), ForecastLines(options.steps, console)], run="adding by GRPO"),
         )
         try:
-            with warnings.catch_warnings(), interrupts_noted() as is_interrupted:
+            with warnings.catch_warnings(), note_interrupts() as is_interrupted:
                 warnings.simplefilter("ignore")
                 stop_when(trainer, is_interrupted.is_set)
                 trainer.train()
-        except KeyboardInterrupt:  # the second
+        except KeyboardInterrupt:  # the second Ctrl-C
             is_interrupted.set()
-        except RuntimeError as error:  # of torch, when probabilities are no longer finite
+        except RuntimeError as error:  # torch raises it if probabilities are not finite
             status, ending = FAILED, f"training failed: {error}"
             Console(stderr=True, markup=False, soft_wrap=True).print(
                 f"sonde: error: training failed at step {trainer.state.global_step + 1}: {error}; was the learning "
@@ -95,10 +95,10 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
 
 
 @contextlib.contextmanager
-def interrupts_noted() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event; a second one is raised.
+def note_interrupts() -> Iterator[threading.Event]:
+    """The first Ctrl-C sets the event; the second raises KeyboardInterrupt.
 
-    Raised at once, Python may drop the first: in a destructor, or a callback of C code.
+    The first is not raised, since Python drops exceptions in destructors and in callbacks of C code.
     """
     noted = threading.Event()
 
@@ -107,7 +107,7 @@ def interrupts_noted() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         noted.set()
 
-    if threading.current_thread() is not threading.main_thread():  # where signals do not arrive
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield noted
         return
     before = signal.signal(signal.SIGINT, note)
@@ -118,7 +118,7 @@ def interrupts_noted() -> Iterator[threading.Event]:
 
 
 def stop_when(trainer: Any, is_asked: Callable[[], bool]) -> None:
-    """Have a trainer stop after the step in which it is asked to."""
+    """Make a trainer stop after the step in which `is_asked` becomes true."""
     from transformers import TrainerCallback
 
     class Stopping(TrainerCallback):  # type: ignore[misc]
@@ -129,12 +129,12 @@ def stop_when(trainer: Any, is_asked: Callable[[], bool]) -> None:
 
 
 def make_trainer(options: EntropyDemoOptions, folder: str | Path, **more: Any) -> Any:
-    """TRL's own trainer of a model made here.
+    """TRL's own trainer, with the demo's model.
 
     Args:
-        options: of the demo.
-        folder: for what the trainer writes.
-        more: of `GRPOConfig`, in place of what the demo has.
+        options: the demo's options.
+        folder: the trainer's folder.
+        more: settings of `GRPOConfig` that replace the demo's.
     """
     import datasets
     import transformers
@@ -177,11 +177,11 @@ def make_trainer(options: EntropyDemoOptions, folder: str | Path, **more: Any) -
 
 
 def conclude(folder: Path, console: Console) -> None:
-    """Say what came out of a run and where it lies, and write its report.
+    """Print a run's verdict and write its report.
 
     Args:
-        folder: of the log.
-        console: where to say it.
+        folder: the folder of the log.
+        console: where the verdict goes.
     """
     run = read_run(folder)
     if not run.policy:

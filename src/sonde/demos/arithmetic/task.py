@@ -1,4 +1,4 @@
-"""What the demo learns: sums of two digits, by a language model and a tokenizer made here, from nothing."""
+"""The demo's task: sums of two digits, with a language model and a tokenizer that need no download."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ VOCABULARY = (PAD, END, UNKNOWN, *DIGITS, "+", "=")
 
 
 def tokenizer() -> Any:
-    """One token a character; padding on the left."""
+    """One token for each character; padding on the left."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    of_characters = Tokenizer(models.WordLevel({t: i for i, t in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
-    of_characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokens = Tokenizer(models.WordLevel({t: i for i, t in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
+    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     return PreTrainedTokenizerFast(
-        tokenizer_object=of_characters, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, padding_side="left"
+        tokenizer_object=tokens, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, padding_side="left"
     )
 
 
@@ -55,7 +55,7 @@ def dataset() -> Any:
 
 
 def reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """The share of right digits, both in their places; one too many costs a quarter.
+    """The share of right digits in the right places; an answer that is too long loses a quarter.
 
     Example:
         >>> reward(["07", "17", "0 7 7"], ["07", "07", "07"])

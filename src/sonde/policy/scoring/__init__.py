@@ -1,1 +1,1 @@
-"""From rollouts to scores, derivatives and gradients; the training state is left as it was."""
+"""From rollouts to scores, derivatives and gradients; the training state stays unchanged."""

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of a model of transformers while the rest of it is in evaluation mode."""
+"""Gradient checkpointing of a model of transformers while the model is in evaluation mode."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sonde.parallel.wrappers import unwrap_model
 
 
 def can_checkpoint(model: nn.Module) -> bool:
-    """Whether it can be turned on from outside."""
+    """Whether the model has a method that turns gradient checkpointing on."""
     return callable(getattr(unwrap_model(model), "gradient_checkpointing_enable", None))
 
 
 def is_checkpointing(model: nn.Module) -> bool:
-    """Whether it is on."""
+    """Whether gradient checkpointing is on."""
     return bool(getattr(unwrap_model(model), "is_gradient_checkpointing", False))
 
 
 @contextlib.contextmanager
 def checkpointing(model: nn.Module) -> Iterator[None]:
-    """On meanwhile, also in evaluation mode, in which layers of transformers would not do it."""
+    """Gradient checkpointing is on inside, also in evaluation mode, in which layers of transformers skip it."""
     inner: Any = unwrap_model(model)
     was_on = is_checkpointing(model)
     if not was_on:
@@ -32,7 +32,7 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
     modes = [layer.training for layer in layers]
     try:
         for layer in layers:
-            layer.training = True  # of the layer alone, not of the dropout in it
+            layer.training = True  # only the layer's own flag: dropout inside it stays off
         yield
     finally:
         for layer, mode in zip(layers, modes, strict=True):

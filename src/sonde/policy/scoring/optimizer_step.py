@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -16,11 +17,11 @@ Direction = dict[Tensor, Tensor]
 """A vector in parameter space: for each parameter, by identity, a tensor like it."""
 
 Part = Literal["all", "momentum", "batch", "decay"]
-"""What of a step: earlier batches' gradients, this one's, or weight decay; these three add up to all of it."""
+"""Part of a step: from earlier batches' gradients, from this batch's, or from weight decay. They add up to "all"."""
 
 
 def why_no_forecast(optimizer: Any) -> str:
-    """Why an optimizer's step cannot be told before it is taken; empty when it can."""
+    """Why an optimizer's step cannot be forecast; empty if it can."""
     kind = type(unwrap_optimizer(optimizer))
     if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return f"the step of {kind.__name__} is not known before it is taken: measure it, by StepMeter"
@@ -36,24 +37,24 @@ def forecast_step(
     along: Mapping[Tensor, Tensor] | None = None,
     of: Collection[Tensor] | None = None,
 ) -> Direction:
-    """The step that `optimizer.step()` would take now, from its state and the gradients in `.grad`; changes nothing.
+    """The step that `optimizer.step()` would take now, from its state and the gradients in `.grad`. Nothing changes.
 
     Args:
-        optimizer: SGD, Adam or AdamW of torch, with any of their options, foreach and fused ones too; perhaps wrapped
-            by Accelerate.
-        gradient_scale: what gradients will be multiplied by before the step: a clip's coefficient, one over a
+        optimizer: torch's SGD, Adam or AdamW with any of their options, also foreach and fused; may be wrapped by
+            Accelerate.
+        gradient_scale: factor that gradients are multiplied by before the step: a clip's coefficient, or one over a
             GradScaler's scale.
-        part: which part of it.
-        along: with part="batch", vectors that take the gradient's place in what is linear in it; the second moment
-            stays that of the gradient. This is how the step answers to each prompt's part of the gradient.
-        of: the parameters to tell it of; all that have a gradient by default.
+        part: which part of the step.
+        along: with part="batch", vectors that replace the gradient where the step is linear in it. The second moment
+            still comes from the gradient. So the result is how the step responds to a part of the gradient.
+        of: the parameters whose step is wanted; by default all that have a gradient.
 
     Returns:
-        θ⁺ − θ of every parameter that has a gradient, in the parameter's dtype but at least fp32, before the rounding
-        that adding it to a parameter of fewer bits brings.
+        θ⁺ − θ of every parameter that has a gradient, in the parameter's dtype but at least fp32. The rounding of the
+        sum θ + Δ, for parameters of fewer bits, is not included.
 
     Raises:
-        ValueError: for another optimizer, a sparse or complex gradient.
+        ValueError: for another optimizer, or a sparse or complex gradient.
     """
     optimizer = unwrap_optimizer(optimizer)
     if why := why_no_forecast(optimizer):
@@ -67,13 +68,13 @@ def forecast_step(
             factor = -gradient_scale if group["maximize"] else gradient_scale
             gradient = _gradient_like(parameter) * factor
             linear = gradient if along is None else _widened(along[parameter]) * factor
-            of_kind = _sgd if isinstance(optimizer, torch.optim.SGD) else _adam
-            step[parameter] = of_kind(parameter, gradient, linear, group, optimizer.state.get(parameter, {}), part)
+            rule = _sgd if isinstance(optimizer, torch.optim.SGD) else _adam
+            step[parameter] = rule(parameter, gradient, linear, group, optimizer.state.get(parameter, {}), part)
     return step
 
 
 def _gradient_like(parameter: Tensor) -> Tensor:
-    """The gradient in fp32 at least, placed as its parameter is."""
+    """The gradient in fp32 at least, with the placements of its parameter."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse or gradient.is_complex():
@@ -99,13 +100,15 @@ def _sgd(
 ) -> Tensor:
     """−lr·b, b = μ b_old + (1 − dampening)(g + λθ), or with Nesterov −lr·((g + λθ) + μ b)."""
     momentum, old = group["momentum"], state.get("momentum_buffer")
-    of_old, of_new = 0.0, 1.0
-    if momentum and old is not None:  # the first step takes the gradient whole
-        of_old, of_new = momentum, 1.0 - group["dampening"]
+    # Coefficients of b_old and of g + λθ. Without a buffer, torch's first step takes the gradient undampened.
+    on_old, on_new = 0.0, 1.0
+    if momentum and old is not None:
+        on_old, on_new = momentum, 1.0 - group["dampening"]
+    # Nesterov's (g + λθ) + μ b, in the same two terms.
     if group["nesterov"]:
-        of_old, of_new = momentum * of_old, 1.0 + momentum * of_new
+        on_old, on_new = momentum * on_old, 1.0 + momentum * on_new
     before = torch.zeros_like(gradient) if old is None else _widened(old)
-    parts = _Parts(of_old * before, of_new * linear, of_new * group["weight_decay"] * _widened(parameter))
+    parts = _Parts(on_old * before, on_new * linear, on_new * group["weight_decay"] * _widened(parameter))
     step: Tensor = -_number(group["lr"]) * parts.take(part)
     return step
 
@@ -122,14 +125,17 @@ def _adam(
     (beta1, beta2), lr, decay = group["betas"], _number(group["lr"]), group["weight_decay"]
     is_decoupled = bool(group.get("decoupled_weight_decay"))
     theta = _widened(parameter)
-    whole = gradient if is_decoupled or not decay else gradient + decay * theta
     n_steps = _next_step(state)
+    # The second moment is updated first, with the whole gradient: it is not linear in it, so `along` has no part in it.
+    whole = gradient if is_decoupled or not decay else gradient + decay * theta
     m = _widened(state["exp_avg"]) if state else torch.zeros_like(gradient)
     v = _widened(state["exp_avg_sq"]) if state else torch.zeros_like(gradient)
     v = beta2 * v + (1.0 - beta2) * whole.square()
     if group["amsgrad"] and state:
         v = torch.maximum(v, _widened(state["max_exp_avg_sq"]))
+    # √v̂ + ε in torch's own order of operations: bias correction, then ε.
     root = v.sqrt_().div_((1.0 - beta2**n_steps) ** 0.5).add_(group["eps"])
+    # Adam's weight decay is part of the gradient, and so of the first moment. AdamW's is added to the finished step.
     new = 1.0 - beta1
     in_gradient = 0.0 if is_decoupled else decay
     parts = _Parts(beta1 * m, new * linear, new * in_gradient * theta)
@@ -140,25 +146,25 @@ def _adam(
 
 
 def _next_step(state: Mapping[str, Any]) -> Any:
-    """The number of the step to come; on the device if the count is there, so that nothing waits."""
+    """The number of the next step; on the device if the state counts there, so that nothing waits for the device."""
     return _number(state["step"]) + 1.0 if state else 1.0
 
 
 def _number(value: Any) -> Any:
-    """A float, or 0-dim in fp64 on the device where reading it would wait."""
+    """A float; or 0-dim in fp64 on the device, if reading it would wait for the device."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.double()
     return float(value)
 
 
 class _Parts:
-    """The terms of an update that are added up before they are scaled."""
+    """The terms that add up to a step before the learning rate scales it."""
 
     def __init__(self, momentum: Tensor, batch: Tensor, decay: Tensor) -> None:
         self._parts = {"momentum": momentum, "batch": batch, "decay": decay}
 
     def take(self, part: Part) -> Tensor:
-        """One of them, or their sum."""
+        """One term, or the sum of all."""
         if part != "all":
             return self._parts[part]
         return self._parts["momentum"] + self._parts["batch"] + self._parts["decay"]
@@ -166,12 +172,12 @@ class _Parts:
 
 @torch.no_grad()
 def precondition_(optimizer: Any, vector: Direction) -> None:
-    """Multiply a vector by P = 1/(√v̂ + ε), v̂ the second moment of Adam's previous step; SGD's P is 1. In place.
+    """Multiply a vector by P = 1/(√v̂ + ε) in place. v̂ is the second moment of Adam's previous step; SGD's P is 1.
 
-    What the optimizer does not hold, it does not move: P is 0 there.
+    P is 0 for parameters that the optimizer does not hold, since it does not move them.
 
     Raises:
-        ValueError: for another optimizer, or Adam before its first step: without v̂, P would be 1/ε.
+        ValueError: for another optimizer, or for Adam before its first step, when P would be 1/ε.
     """
     optimizer = unwrap_optimizer(optimizer)
     if why := why_no_forecast(optimizer):
@@ -188,7 +194,7 @@ def precondition_(optimizer: Any, vector: Direction) -> None:
                 continue
             state = optimizer.state.get(parameter, {})
             if "exp_avg_sq" not in state:
-                if not bool(local_tensor(vector[parameter]).any()):  # never used
+                if not bool(local_tensor(vector[parameter]).any()):  # a parameter that was never used: P·0 is 0
                     continue
                 raise ValueError(
                     f"the optimizer has no second moment of a parameter of shape {list(parameter.shape)}: take a step "
@@ -201,21 +207,21 @@ def precondition_(optimizer: Any, vector: Direction) -> None:
 
 @torch.no_grad()
 def dot(a: Mapping[Tensor, Tensor], b: Direction) -> float:
-    """Σ a·b over the parameters of b, of all shards; fp64. Waits for the device."""
+    """Σ a·b over the parameters of b and all their shards; fp64. Waits for the device."""
     total = 0.0
-    for parameter, of_b in b.items():
-        product = (_widened(a[parameter]) * _widened(of_b)).sum(dtype=torch.float64)
+    for parameter, part in b.items():
+        product = (_widened(a[parameter]) * _widened(part)).sum(dtype=torch.float64)
         total += float(product.full_tensor() if hasattr(product, "full_tensor") else product)
     return total
 
 
 @contextlib.contextmanager
 def taken(step: Direction, model: nn.Module) -> Iterator[None]:
-    """Parameters hold θ + Δ inside, and have the bits they had afterwards.
+    """Parameters hold θ + Δ inside. On exit they have their former bits.
 
     Args:
-        step: Δ, in the parameters' dtypes or wider ones; it holds θ meanwhile, and is of no use afterwards.
-        model: whose parameters they are.
+        step: Δ, in the parameters' dtypes or wider. Its tensors hold θ inside, so Δ is lost: no other copy is kept.
+        model: the model that has the parameters.
     """
     moved: list[tuple[Tensor, Tensor]] = []
     try:
@@ -223,6 +229,7 @@ def taken(step: Direction, model: nn.Module) -> Iterator[None]:
             for parameter, delta in step.items():
                 theta, local = local_tensor(parameter.detach()), local_tensor(delta)
                 after = theta.to(local.dtype) + local
+                # θ is stored and noted before it is overwritten, so that it can be restored wherever this fails.
                 local.copy_(theta)
                 moved.append((theta, local))
                 theta.copy_(after)
@@ -236,41 +243,43 @@ def taken(step: Direction, model: nn.Module) -> Iterator[None]:
 
 
 class StepWitness:
-    """Whether the step that is taken is the one that was forecast, by a few hundred elements of each large one.
+    """Tells whether the step that was taken is the one that was forecast, by a few hundred elements of each parameter.
 
     Args:
-        step: the forecast; what is needed of it is copied.
+        step: the forecast; the elements are copied.
     """
 
     _EACH = 256
 
     @torch.no_grad()
     def __init__(self, step: Direction) -> None:
-        self._seen = []
+        self._samples = []
         for parameter, delta in step.items():
-            theta, of_step = self._some(parameter), self._some(delta)
-            after = (theta.to(of_step.dtype) + of_step).to(theta.dtype)
-            self._seen.append((parameter, theta.clone(), after))
+            theta, part = self._sample(parameter), self._sample(delta)
+            after = (theta.to(part.dtype) + part).to(theta.dtype)
+            self._samples.append((parameter, theta.clone(), after))
 
     @torch.no_grad()
     def departure(self) -> float:
-        """|taken − forecast|/|forecast| on these elements of this rank; 0 where both are 0. Waits for the device."""
-        off = of_step = 0.0
-        for parameter, before, after in self._seen:
-            off += float((self._some(parameter).double() - after).square().sum())
-            of_step += float((after.double() - before).square().sum())
-        return (off / of_step) ** 0.5 if of_step else float("inf") if off else 0.0
+        """|taken − forecast|/|forecast| on this rank's elements; 0 if both are 0. Waits for the device."""
+        sq_error, sq_step = 0.0, 0.0
+        for parameter, before, after in self._samples:
+            sq_error += float((self._sample(parameter).double() - after).square().sum())
+            sq_step += float((after.double() - before).square().sum())
+        if not sq_step:
+            return math.inf if sq_error else 0.0
+        return float((sq_error / sq_step) ** 0.5)
 
-    def _some(self, tensor: Tensor) -> Tensor:
+    def _sample(self, tensor: Tensor) -> Tensor:
         flat = local_tensor(tensor.detach()).reshape(-1)
         return flat[:: max(flat.numel() // self._EACH, 1)]
 
 
 class StepMeter:
-    """Measures the step that is taken between two moments, and can take it back, bit for bit.
+    """Measures the step that is taken after it was made, and can undo this step bit for bit.
 
     Args:
-        parameters: those that may change; a copy of them is kept.
+        parameters: the parameters that may change; a copy of them is kept.
     """
 
     @torch.no_grad()
@@ -279,11 +288,11 @@ class StepMeter:
 
     @torch.no_grad()
     def step(self) -> Direction:
-        """θ⁺ − θ so far, as the parameters hold it, in fp32 at least."""
+        """θ⁺ − θ so far, as the parameters hold it; in fp32 at least."""
         return {p: _widened(p.detach()) - _widened(old) for p, old in self._before.items()}
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give every parameter the bits that it had."""
+        """Give every parameter its former bits."""
         for parameter, old in self._before.items():
             parameter.copy_(old)

@@ -1,4 +1,4 @@
-"""Squared gradient norms of every prompt and of the halves of its group, by a backward for each half."""
+"""Squared gradient norms of every prompt and of the halves of its group, with one backward for each half."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sonde.policy.scoring.summed_gradient import gradients_taken
 
 
 class NestedNorms:
-    """Sums gradients of parts into those of wholes, and those into one of all, and squares each.
+    """Sums the gradients of parts to the gradients of wholes, and these to the gradient of all; and squares each.
 
-    Two buffers of parameter size: the whole that is being summed, and all so far.
+    It has two buffers of parameter size: the sum of the current whole, and the sum of all wholes so far.
 
     Args:
         model: plain or in DDP.
@@ -36,14 +36,19 @@ class NestedNorms:
         sizes = [p.numel() for p in parameters]
         self._views: dict[Tensor, Tensor] = dict(zip(parameters, self._whole.split(sizes), strict=True))
 
-    def of_whole(self, function: Callable[[Any], Tensor], parts: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
-        """|Σ ∇function(part)|², and that of each part; 0-dim, fp64."""
+    def add_whole(self, function: Callable[[Any], Tensor], parts: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
+        """Add the gradients of a whole's parts.
+
+        Returns:
+            |Σ ∇function(part)|², and |∇function(part)|² of each part; 0-dim, fp64.
+        """
         self._whole.zero_()
         squares = []
         for part in parts:
             square = torch.zeros((), dtype=torch.float64, device=self._all.device)
 
             def take(parameter: Tensor, grad: Tensor, square: Tensor = square) -> None:
+                # A part's square is known parameter by parameter; the whole's needs the sum over its parts first.
                 flat = grad.reshape(-1).float()
                 square.add_(flat.square().sum(dtype=torch.float64))
                 self._views[parameter].add_(flat)
@@ -54,8 +59,8 @@ class NestedNorms:
         self._all.add_(self._whole)
         return self._whole.square().sum(dtype=torch.float64), squares
 
-    def of_all(self, group: dist.ProcessGroup | None) -> Tensor:
-        """|Σ of all wholes of all ranks|², 0-dim, fp64; one all-reduce."""
+    def reduce_all(self, group: dist.ProcessGroup | None) -> Tensor:
+        """The squared norm of the sum of all wholes of all ranks, 0-dim, fp64; by one all-reduce."""
         if work := start_reduce(self._all, group):
             work.wait()
         return self._all.square().sum(dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Responses that a policy sampled, with all that is needed to score them again."""
+"""Responses that a policy sampled, and everything needed to score them again."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from sonde.policy.stats.entropy_gradient import Responses
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """Responses to prompts, a row each.
+    """Responses to prompts, one row each.
 
     Attributes:
-        inputs: what `TokenStatistics` read, tensors whose rows are the responses.
-        mask: whether a token was sampled by the policy, rather than prompt, padding or a tool's answer;
+        inputs: tensors that `TokenStatistics` read; their rows are the responses.
+        mask: whether the policy sampled a token; False for the prompt, padding or a tool's answer;
             [responses, tokens].
-        prompt: a whole number that is the same for the responses to one prompt, on every rank; [responses].
-        advantage: of each response or token, in any unit; [responses] or [responses, tokens].
-        weight: what the loss multiplies each token by beside its advantage: 1 by default, one over the response's
-            length for GRPO's first form; [responses, tokens].
-        temperature: it was sampled at.
+        prompt: each response's prompt, as a whole number that is the same on every rank; [responses].
+        advantage: the advantage of each response or token, in any unit; [responses] or [responses, tokens].
+        weight: factor of each token in the loss beside its advantage: 1 by default, one over the response's length for
+            GRPO's first form; [responses, tokens].
+        temperature: the temperature of sampling.
         is_truncated: whether sampling left out unlikely tokens, by top-p, top-k or the like.
         texts: each prompt's text by its number, for tables.
 
     Raises:
-        ValueError: when shapes disagree, a response has no token, or an advantage or weight is not finite where a
-            token was sampled.
+        ValueError: if shapes disagree, a response has no token, or an advantage or weight of a sampled token is not
+            finite.
 
     Example:
         >>> ids = torch.tensor([[5, 6, 7, 2], [5, 6, 2, 0]])
@@ -50,13 +50,15 @@ class Rollouts:
     texts: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        responses = self.responses()  # refuses what is wrong with the mask and the prompts
+        responses = self.responses()  # checks the mask and the prompts
         for name, tensor in self.inputs.items():
             if not isinstance(tensor, Tensor) or tensor.shape[:1] != self.mask.shape[:1]:
                 got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise ValueError(f"inputs[{name!r}] must be a tensor of {len(self)} rows, one a response, got {got}")
+                raise ValueError(
+                    f"inputs[{name!r}] must be a tensor of {len(self)} rows, one for each response, got {got}"
+                )
         if self.prompt.is_floating_point() or self.prompt.is_complex():
-            raise ValueError(f"prompt must be whole numbers, one a response, got {self.prompt.dtype}")
+            raise ValueError(f"prompt must be whole numbers, one for each response, got {self.prompt.dtype}")
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}: greedy decoding has no entropy")
         if self.advantage is not None:
@@ -69,43 +71,42 @@ class Rollouts:
 
     @property
     def n_prompts(self) -> int:
-        """How many prompts were answered."""
+        """Number of prompts that were answered."""
         return len(self.prompt.unique())
 
     def responses(self) -> Responses:
-        """Their mask and prompts, for equations; on the CPU."""
+        """The mask and the prompts, for equations; on the CPU."""
         return Responses(self.mask.cpu(), self.prompt.cpu())
 
     def credit(self) -> Tensor:
         """Advantage × weight, 0 where no token was sampled; [responses, tokens], fp64.
 
         Raises:
-            ValueError: when there is no advantage.
+            ValueError: if there is no advantage.
         """
         if self.advantage is None:
-            raise ValueError("which prompts cause the update is told by their advantages: pass advantage= to Rollouts")
+            raise ValueError("the responses that the update learns from need advantages: pass advantage= to Rollouts")
         credit = self.of_tokens("advantage").double()
         if self.weight is not None:
             credit = credit * self.of_tokens("weight")
         return torch.where(self.mask.bool(), credit, 0.0)
 
     def order(self, prompts_each: int) -> list[Tensor]:
-        """Rows in parts of that many prompts, all of a prompt's responses together.
+        """Rows in parts of so many prompts; all responses to a prompt are in one part.
 
         Prompts come in the order of their first response.
         """
-        of = self.prompt.cpu()
-        first: dict[int, list[int]] = {}
-        for row, number in enumerate(of.tolist()):
-            first.setdefault(number, []).append(row)
-        rows = list(first.values())
+        rows_by_prompt: dict[int, list[int]] = {}
+        for row, number in enumerate(self.prompt.tolist()):
+            rows_by_prompt.setdefault(number, []).append(row)
+        groups = list(rows_by_prompt.values())
         return [
-            torch.tensor([row for prompt in rows[i : i + prompts_each] for row in prompt])
-            for i in range(0, len(rows), prompts_each)
+            torch.tensor([row for group in groups[i : i + prompts_each] for row in group])
+            for i in range(0, len(groups), prompts_each)
         ]
 
     def rows(self, index: Tensor) -> Self:
-        """Some of the responses."""
+        """The responses with these row numbers."""
 
         def pick(tensor: Tensor) -> Tensor:
             return tensor[index.to(tensor.device)]
@@ -123,25 +124,24 @@ class Rollouts:
         """The advantage or weight of every token; [responses, tokens].
 
         Raises:
-            ValueError: when it has another shape.
+            ValueError: if it has another shape.
         """
         values: Tensor = getattr(self, name)
         if values.shape == self.mask.shape[:1]:
             values = values[:, None].expand_as(self.mask)
         if values.shape != self.mask.shape:
             expected = f"[{len(self)}] or {list(self.mask.shape)}"
-            raise ValueError(f"{name} must be {expected}, of each response or each token, got {list(values.shape)}")
+            raise ValueError(f"{name} must be {expected}, one for each response or token, got {list(values.shape)}")
         return values
 
 
 class TokenStatistics(Protocol):
-    """Scores responses with a model: any callable of this form will do."""
+    """Scores responses with a model: any callable of this form."""
 
     def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
-        """What the policy makes of each token.
+        """The policy's scores of each token.
 
         Returns:
-            s_k, the log-probability of the token that was sampled, and H_k, the entropy of the whole distribution that
-            it was sampled from; in nats, each [responses, tokens] as the mask. What they hold outside the mask is
-            ignored.
+            s_k, the log-probability of the sampled token, and H_k, the entropy of the whole distribution that it was
+            sampled from; in nats, each [responses, tokens] as the mask. Values outside the mask are ignored.
         """

@@ -1,4 +1,4 @@
-"""Scoring responses micro-batch by micro-batch, on every rank, while nothing of the training notices."""
+"""Scores of responses, their derivatives and their gradients: micro-batch by micro-batch, on every rank."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ T = TypeVar("T")
 
 _PILOT_RESPONSES = 8
 _ROUNDING = 0.01
-"""Nats: more than the order of sums changes, bf16's included; less than any dropout does."""
+"""Nats. A different order of sums changes scores by less, also in bf16; dropout changes them by more."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What the policy makes of the responses of all ranks.
+    """The policy's scores of the responses of all ranks.
 
     Attributes:
-        rollouts: this rank's.
-        responses: all ranks'.
+        rollouts: this rank's responses.
+        responses: which tokens of all ranks' responses count.
         log_prob: s_k in nats, [responses, tokens] of all ranks; fp64, on the CPU.
-        entropy: H_k, likewise.
-        rows: this rank's, among all.
+        entropy: H_k in nats, [responses, tokens] of all ranks; fp64, on the CPU.
+        rows: where this rank's responses are among all.
     """
 
     rollouts: Rollouts
@@ -46,11 +46,11 @@ class Scored:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every token's numbers are."""
+        """Whether all scores are finite."""
         return bool((self.log_prob.isfinite() & self.entropy.isfinite()).all())
 
     def own(self, values: Tensor) -> Tensor:
-        """This rank's part of something of all ranks; [responses, tokens]."""
+        """This rank's rows of values of all ranks; [responses, tokens]."""
         return values[self.rows, : self.rollouts.mask.shape[1]]
 
 
@@ -60,7 +60,7 @@ class ScoreDerivatives:
 
     Attributes:
         log_prob: D_Δ s_k, [responses, tokens] of all ranks; fp64, on the CPU.
-        entropy: D_Δ H_k, likewise.
+        entropy: D_Δ H_k, [responses, tokens] of all ranks; fp64, on the CPU.
         mode: how derivatives were taken.
         doubt: why they are not to be trusted; empty if they are.
     """
@@ -76,16 +76,16 @@ class Scorer:
 
     Args:
         model: plain, compiled, wrapped in DDP or fully sharded.
-        statistics: what to make of a micro-batch.
-        prompts_each: prompts in a micro-batch.
-        group: ranks that hold responses of their own; None for this process alone.
+        statistics: scores a micro-batch.
+        prompts_each: number of prompts in a micro-batch.
+        group: the ranks that hold different responses; None for this process alone.
     """
 
     def __init__(
         self, model: nn.Module, statistics: TokenStatistics, prompts_each: int, group: dist.ProcessGroup | None
     ) -> None:
         self._wrapped = model
-        self._model = unwrap_model(model)  # DDP's forward would issue collectives
+        self._model = unwrap_model(model)  # the forward of DDP would issue collectives
         self._statistics = statistics
         self._prompts_each = prompts_each
         self._group = group
@@ -101,38 +101,38 @@ class Scorer:
             n = torch.tensor([len(rollouts)])
             return tokens | {"mask": rollouts.mask.cpu().bool(), "prompt": rollouts.prompt.cpu(), "n": n}
 
-        found = gather_from_all_ranks(self._group, work)
+        tokens = gather_from_all_ranks(self._group, work)
         reshard(self._wrapped)
         rank = self._group.rank() if self._group is not None else 0
-        before = int(found["n"][:rank].sum())
-        rows = slice(before, before + len(rollouts))
-        responses = Responses(found["mask"], found["prompt"])
-        return Scored(rollouts, responses, found["log_prob"], found["entropy"], rows)
+        n_before = int(tokens["n"][:rank].sum())
+        rows = slice(n_before, n_before + len(rollouts))
+        responses = Responses(tokens["mask"], tokens["prompt"])
+        return Scored(rollouts, responses, tokens["log_prob"], tokens["entropy"], rows)
 
     def derivatives(
         self, rollouts: Rollouts, direction: Direction, mode: Literal["auto", "forward", "central"]
     ) -> ScoreDerivatives:
         """Derivatives of `log_prob` and `entropy` along a direction, of the responses of all ranks."""
         batches = self._batches(rollouts)
-        # Of many prompts: a policy may be certain of its answers to some, which then tell nothing.
+        # The pilot has responses to many prompts: where the policy is certain of its answer, nothing changes.
         n = min(_PILOT_RESPONSES, min(len(batch) for batch in batches))
         pilot = rollouts.rows(torch.linspace(0, len(rollouts) - 1, n).round().long())
-        used: list[Mode] = []
+        modes: list[Mode] = []
 
         def work() -> Tokens:
-            found = derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot)
-            used.append(found.mode)
-            tokens = self._in_order(rollouts, found.of_batches, ("d_log_prob", "d_entropy"))
-            is_finite = all(bool(of.isfinite().all()) for of in tokens.values())
-            tokens = {name: of.nan_to_num(0.0, 0.0, 0.0) for name, of in tokens.items()}
-            return tokens | {"is_lost": torch.tensor([bool(found.doubt) or not is_finite])}
+            derivatives = derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot)
+            modes.append(derivatives.mode)
+            tokens = self._in_order(rollouts, derivatives.batches, ("d_log_prob", "d_entropy"))
+            is_finite = all(bool(values.isfinite().all()) for values in tokens.values())
+            tokens = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in tokens.items()}
+            return tokens | {"is_lost": torch.tensor([bool(derivatives.doubt) or not is_finite])}
 
         tokens = gather_from_all_ranks(self._group, work)
         doubt = LOST_IN_ROUNDING if bool(tokens["is_lost"].any()) else ""
-        return ScoreDerivatives(tokens["d_log_prob"], tokens["d_entropy"], used[0], doubt)
+        return ScoreDerivatives(tokens["d_log_prob"], tokens["d_entropy"], modes[0], doubt)
 
     def everywhere(self, name: str, own: Callable[[], Tensor]) -> Tensor:
-        """Something of this rank's tokens, of all ranks; [responses, tokens]."""
+        """Values of all ranks' tokens from this rank's values; [responses, tokens]."""
         return gather_from_all_ranks(self._group, lambda: {name: own()})[name]
 
     def gradient(
@@ -147,18 +147,18 @@ class Scorer:
         """∇ Σ (on_log_prob·s + on_entropy·H) over the tokens of all ranks.
 
         Args:
-            rollouts: this rank's.
+            rollouts: this rank's responses.
             on_log_prob: constants, [responses, tokens] of this rank.
-            on_entropy: likewise; 0 by default.
-            of: which of its responses count, [responses]; all by default.
-            dtype: of the sums.
+            on_entropy: constants, [responses, tokens] of this rank; 0 by default.
+            of: mask of this rank's responses that count, [responses]; all by default.
+            dtype: dtype of the sums.
         """
         rows = torch.arange(len(rollouts)) if of is None else of.nonzero()[:, 0]
         batches = (
             [(chosen, 1.0) for i in rollouts.rows(rows).order(self._prompts_each) for chosen in [rows[i]]]
             if len(rows)
             else [(torch.arange(1), 0.0)]
-        )  # nobody waits for who has nothing to add
+        )  # a rank with no rows still runs one zero-weighted batch, so its peers do not hang
         batches = self._as_many_everywhere(batches, lambda batch: (batch[0], 0.0))
 
         def weighted(batch: tuple[Tensor, float]) -> Tensor:
@@ -189,20 +189,20 @@ class Scorer:
 
     @torch.no_grad()
     def check_repeatable(self, rollouts: Rollouts) -> None:
-        """Refuse, on all ranks, a model whose two forwards do not agree.
+        """Refuse, on all ranks, a model whose two forwards of the same responses do not agree.
 
         Raises:
-            ValueError: when they differ by more than rounding and the order of sums explain.
+            ValueError: if they differ by more than rounding and the order of sums can explain.
         """
         batch = self._own(rollouts)[0]
 
         def check() -> None:
             first, second = self._outputs(batch), self._outputs(batch)
-            apart = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
-            if apart > _ROUNDING:
+            difference = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+            if difference > _ROUNDING:
                 raise ValueError(
-                    f"two forwards of the same responses are {apart:.2g} nats apart: turn off what is random in the "
-                    "model (its dropout is off already, being in evaluation mode)"
+                    f"two forwards of the same responses are {difference:.2g} nats apart, so the model is random: turn "
+                    "its randomness off (dropout is off already, since the model is in evaluation mode)"
                 )
 
         self.on_all_ranks(check)
@@ -211,33 +211,34 @@ class Scorer:
         return [rollouts.rows(index) for index in rollouts.order(self._prompts_each)]
 
     def _batches(self, rollouts: Rollouts) -> list[Rollouts]:
-        """Micro-batches; where parameters are sharded as many on each rank, by the last one again."""
+        """Micro-batches. If parameters are sharded, every rank has as many: the last batch is repeated."""
         return self._as_many_everywhere(self._own(rollouts), lambda batch: batch)
 
-    def _as_many_everywhere(self, batches: list[T], in_place_of_none: Callable[[T], T]) -> list[T]:
+    def _as_many_everywhere(self, batches: list[T], filler: Callable[[T], T]) -> list[T]:
+        """The batches and fillers made of the last one, as many on every rank: a sharded forward needs all ranks."""
         if not self._is_sharded:
             return batches
         counts = gather_from_all_ranks(self._group, lambda: {"n": torch.tensor([len(batches)])})["n"]
-        return batches + [in_place_of_none(batches[-1])] * (int(counts.max()) - len(batches))
+        return batches + [filler(batches[-1])] * (int(counts.max()) - len(batches))
 
     def _outputs(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
-        found = self._statistics(self._model, batch)
-        shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in found]
+        outputs = self._statistics(self._model, batch)
+        shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in outputs]
         if shapes != [tuple(batch.mask.shape)] * 2:
             raise ValueError(
-                f"token statistics must be log-probability and entropy, each {tuple(batch.mask.shape)} as the mask, "
-                f"got {shapes}"
+                "token statistics must be log-probability and entropy, each of the mask's shape "
+                f"{tuple(batch.mask.shape)}, got {shapes}: see sonde.TokenStatistics"
             )
-        # 0 outside the mask: what is there may be NaN, and its derivative too.
-        s, h = (torch.where(batch.mask.bool().to(t.device), t, 0.0) for t in found)
+        # 0 outside the mask, where scores may be NaN, and their derivatives too.
+        s, h = (torch.where(batch.mask.bool().to(t.device), t, 0.0) for t in outputs)
         return s, h
 
-    def _in_order(self, rollouts: Rollouts, found: Sequence[Sequence[Tensor]], names: Sequence[str]) -> Tokens:
-        """What the micro-batches gave, as rows of the rollouts."""
+    def _in_order(self, rollouts: Rollouts, batches: Sequence[Sequence[Tensor]], names: Sequence[str]) -> Tokens:
+        """The micro-batches' outputs by name, with rows in the order of the rollouts."""
         order = rollouts.order(self._prompts_each)
         rows = torch.cat(order)
         tokens = {}
         for i, name in enumerate(names):
             tokens[name] = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
-            tokens[name][rows] = torch.cat([outputs[i].detach().cpu().double() for outputs in found[: len(order)]])
+            tokens[name][rows] = torch.cat([outputs[i].detach().cpu().double() for outputs in batches[: len(order)]])
         return tokens

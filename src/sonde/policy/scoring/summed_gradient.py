@@ -1,4 +1,4 @@
-"""The gradient of a sum over micro-batches, by one backward each, that leaves `.grad` and the ranks' peace alone."""
+"""The gradient of a sum over micro-batches, one backward each, without changing `.grad` or starting collectives."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class GradientSum:
     """A sum of gradients.
 
     Attributes:
-        of: for each parameter its part, 0 where it was not used; sharded as the parameter.
-        flat: the one buffer that all of these are views of; None under FSDP2, which has summed over ranks already.
+        parts: each parameter's part, sharded as the parameter; 0 for a parameter that was not used.
+        flat: the buffer that all parts are views of; None under FSDP2, which has summed over ranks already.
     """
 
-    of: Direction
+    parts: Direction
     flat: Tensor | None
 
     def over_ranks(self, group: dist.ProcessGroup | None) -> Direction:
         """The sum over all ranks, by one all-reduce at most."""
         if self.flat is not None and (work := start_reduce(self.flat, group)):
             work.wait()
-        return self.of
+        return self.parts
 
 
 def summed_gradient(
@@ -48,24 +48,24 @@ def summed_gradient(
 ) -> GradientSum:
     """∇ Σ function(batch), for every trainable parameter, over the batches of this rank.
 
-    Each micro-batch is one backward. Under DDP none is reduced over ranks; under FSDP2 the last one is, by itself.
+    Each micro-batch takes one backward. Under DDP no backward reduces over ranks; under FSDP2 the last backward does.
 
     Args:
-        function: a 0-dim tensor from a micro-batch.
+        function: makes a 0-dim tensor of a micro-batch.
         model: plain, wrapped in DDP, or fully sharded.
-        batches: this rank's; under FSDP2 as many on every rank.
-        n_ranks: under FSDP2, over how many it reduces.
-        dtype: of the buffer, except under FSDP2, which reduces as it was told.
+        batches: this rank's micro-batches; under FSDP2 as many on every rank.
+        n_ranks: under FSDP2, the number of ranks that it reduces over.
+        dtype: dtype of the buffer. FSDP2 has no buffer, and reduces in the dtype of its own mixed precision.
 
     Raises:
-        ValueError: for a dtype that is no floating point, or parameters that a hook of somebody's own consumes after
-            accumulation, as an optimizer in the backward does.
+        ValueError: for a dtype that is not a floating-point dtype, or parameters whose gradient another hook consumes
+            after accumulation, as an optimizer in the backward does.
     """
     if dtype not in DTYPES:
         raise ValueError(f"the buffer must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     parameters = [p for p in model.parameters() if p.requires_grad]
     if any(map(is_fully_sharded, model.modules())):
-        _check_nobody_takes(parameters)
+        _check_no_other_hook(parameters)
         with _set_aside(parameters):
             return GradientSum(_under_fsdp(function, model, parameters, batches, n_ranks), None)
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
@@ -83,51 +83,54 @@ def summed_gradient(
 
 @contextlib.contextmanager
 def gradients_taken(model: nn.Module, take: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Backwards inside give each parameter's gradient to `take`, dense, and leave `.grad` and other ranks alone.
+    """Backwards inside give each parameter's gradient to `take`, dense. They leave `.grad` and other ranks alone.
 
     Args:
         model: plain or in DDP.
-        take: called with a parameter and what this backward adds to its gradient, which is freed afterwards.
+        take: called with a parameter and the gradient that this backward adds; the gradient is freed afterwards.
 
     Raises:
-        ValueError: for parameters that a hook of somebody's own consumes after accumulation.
+        ValueError: for parameters whose gradient another hook consumes after accumulation.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    _check_nobody_takes(parameters)
+    _check_no_other_hook(parameters)
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
+        # autograd adds into an empty .grad, so this is the gradient of this backward alone.
         grad, parameter.grad = parameter.grad, None
         take(parameter, grad.to_dense() if grad.is_sparse else grad)
 
     with _set_aside(parameters), contextlib.ExitStack() as stack:
         for parameter in parameters:
             stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        # The forward ran on the module inside DDP; no_sync() keeps DDP's own hooks from reducing.
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
         yield
 
 
-def _check_nobody_takes(parameters: Sequence[Tensor]) -> None:
+def _check_no_other_hook(parameters: Sequence[Tensor]) -> None:
     for parameter in parameters:
-        # Private, as there is no public way to ask; what would run is worse.
+        # A private attribute, since there is no public way to ask: running such a hook would change the training.
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                "a hook runs after each gradient is accumulated, perhaps an optimizer in the backward: it would take "
-                "this backward for one of the training's; use update='step', which needs none"
+                "a hook runs after each gradient is accumulated, perhaps an optimizer in the backward. It would take "
+                "this backward for one of the training's: use update='step', which needs no backward"
             )
 
 
 @contextlib.contextmanager
 def _set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
-    held = [p.grad for p in parameters]
+    """`.grad` is empty inside. On exit, each parameter has its former tensor back."""
+    gradients = [p.grad for p in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
         yield
     finally:
-        for parameter, grad in zip(parameters, held, strict=True):
+        for parameter, grad in zip(parameters, gradients, strict=True):
             parameter.grad = grad
 
 
@@ -138,7 +141,7 @@ def _under_fsdp(
     batches: Sequence[Any],
     n_ranks: int,
 ) -> Direction:
-    """Only the last backward reduces."""
+    """The sum in `.grad`, which only the last backward reduces over ranks."""
     sharded: list[Any] = [m for m in model.modules() if is_fully_sharded(m)]
     try:
         for i, batch in enumerate(batches):
@@ -148,15 +151,16 @@ def _under_fsdp(
     finally:
         for module in sharded:
             module.set_requires_gradient_sync(True, recurse=False)
+    # FSDP divides the reduced sum, since training averages over ranks: multiplying makes it a sum again.
     divisors = _divisors(sharded, n_ranks)
     return {p: torch.zeros_like(p) if p.grad is None else p.grad.mul_(divisors.get(p, 1.0)) for p in parameters}
 
 
 def _divisors(sharded: Sequence[Any], n_ranks: int) -> dict[Tensor, float]:
-    """What FSDP divides each parameter's sum over ranks by: their number, unless the user has set another."""
+    """The divisor of each parameter's sum over ranks: the number of ranks, unless the user has set another."""
     divisors = {}
     for module in sharded:
-        state = module._get_fsdp_state()  # private, as factors can be set but not read
+        state = module._get_fsdp_state()  # private, since PyTorch has a setter for divisors, but no getter
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for group in groups:
             for parameter in group.fsdp_params if group is not None else ():

@@ -13,19 +13,18 @@ from sonde.parallel.wrappers import unwrap_model
 from sonde.policy.scoring.rollouts import Rollouts
 
 _ELEMENTS_AT_ONCE = 2**22
-"""Logits in fp32 at a time where nothing is kept for a backward."""
+"""Number of logits converted to fp32 at a time, when nothing is kept for a backward."""
 
 
 @dataclass(frozen=True)
 class CausalLMStatistics:
-    """Scores responses with a causal language model of transformers, or one that is called like them.
+    """Scores responses with a causal language model of transformers, or with a model that is called in the same way.
 
-    `Rollouts.inputs` holds `input_ids`, [responses, length], prompt first, of whose last columns the mask tells which
-    were sampled; and `attention_mask`, of the same shape, where there is padding. Everything else in it goes to the
-    model as it is.
+    `Rollouts.inputs` holds `input_ids`, [responses, length], with the prompt first: the mask belongs to the last
+    columns. With padding, it also holds `attention_mask` of the same shape. All other inputs go to the model unchanged.
 
     Args:
-        temperature: that of the sampler, which logits are divided by.
+        temperature: temperature of the sampler; logits are divided by it.
     """
 
     temperature: float = 1.0
@@ -38,16 +37,18 @@ class CausalLMStatistics:
         """s_k and H_k in nats, fp32 or fp64, [responses, tokens]."""
         inputs: dict[str, Any] = dict(rollouts.inputs)
         if "input_ids" not in inputs:
-            raise ValueError(f"inputs need 'input_ids' for a causal language model, got {sorted(inputs)}")
+            raise ValueError(
+                f"inputs need 'input_ids' for a causal language model, got {sorted(inputs)}: add it to Rollouts"
+            )
         ids, n_tokens = inputs["input_ids"], rollouts.mask.shape[1]
         if n_tokens >= ids.shape[1]:
             raise ValueError(
-                f"the mask is of the last columns of input_ids and the first cannot have been sampled, got {n_tokens} "
-                f"columns in the mask and {ids.shape[1]} in input_ids"
+                f"the mask belongs to the last columns of input_ids, and the first cannot have been sampled, got "
+                f"{n_tokens} columns in the mask and {ids.shape[1]} in input_ids: put the prompt first in input_ids"
             )
         accepted = _parameters(model)
         if "attention_mask" in inputs and "position_ids" not in inputs and "position_ids" in accepted:
-            # As generation counts them: padding on the left moves nothing.
+            # Positions as generation counts them: padding on the left does not count.
             inputs["position_ids"] = (inputs["attention_mask"].long().cumsum(1) - 1).clamp(min=0)
         if "logits_to_keep" in accepted:
             inputs["logits_to_keep"] = n_tokens + 1
@@ -55,9 +56,8 @@ class CausalLMStatistics:
             inputs["use_cache"] = False
         output: Any = model(**inputs)
         logits = output if isinstance(output, Tensor) else output.logits
-        return statistics_of_logits(
-            logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=self.temperature
-        )  # those before a token tell it
+        # The logits at a position are those of the next token.
+        return statistics_of_logits(logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=self.temperature)
 
 
 def statistics_of_logits(logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -65,8 +65,8 @@ def statistics_of_logits(logits: Tensor, tokens: Tensor, *, temperature: float =
 
     Args:
         logits: [responses, tokens, vocabulary], any dtype; −inf for tokens that cannot be sampled.
-        tokens: what was sampled, [responses, tokens].
-        temperature: what they were sampled at.
+        tokens: the sampled tokens, [responses, tokens].
+        temperature: the temperature of sampling.
 
     Returns:
         The log-probability of each token and the entropy of its distribution, fp32 or fp64, [responses, tokens].
@@ -84,16 +84,18 @@ def statistics_of_logits(logits: Tensor, tokens: Tensor, *, temperature: float =
 
 def _statistics(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     z = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    z = z - z.detach().amax(-1, keepdim=True)  # H = log Σe^z − Σ p z loses digits where z is large
+    # H = log Σe^z − Σ p z is a difference that loses digits if z is large: shift the largest logit to 0.
+    z = z - z.detach().amax(-1, keepdim=True)
     log_sum = z.logsumexp(-1)
     s = z.gather(-1, tokens[..., None])[..., 0] - log_sum
     p = (z - log_sum[..., None]).exp()
-    return s, log_sum - (p * z.masked_fill(z == -torch.inf, 0.0)).sum(-1)  # 0·log 0 = 0
+    # 0·log 0 = 0: without the fill, p z would be NaN for tokens that cannot be sampled.
+    return s, log_sum - (p * z.masked_fill(z == -torch.inf, 0.0)).sum(-1)
 
 
 def _parameters(model: nn.Module) -> frozenset[str]:
-    """Names that the forward of the model inside any wrappers takes."""
+    """Names of the arguments of the forward of the model inside its wrappers."""
     model = unwrap_model(model)
-    if callable(get_base_model := getattr(model, "get_base_model", None)):  # PEFT's wrapper takes anything
+    if callable(get_base_model := getattr(model, "get_base_model", None)):  # PEFT's wrapper takes any argument
         model = get_base_model()
     return frozenset(inspect.signature(model.forward).parameters)

@@ -1,4 +1,4 @@
-"""The training state that a measurement must leave as it was: modes, random numbers, gathered parameters."""
+"""The training state that a measurement must leave unchanged: modes, random numbers, sharding of parameters."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from sonde.parallel.placements import reshard
 
 @contextlib.contextmanager
 def preserve_training_state(model: nn.Module) -> Iterator[None]:
-    """Modules are in evaluation mode meanwhile; then each has its mode back, and every random generator its state."""
+    """Modules are in evaluation mode inside. On exit, modules and random generators have their former states."""
     reshard(model)
     modes = [(module, module.training) for module in model.modules()]
-    # All of them: seeding seeds all.
+    # The random state of every device: seeding changes all of them.
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     numpy: Any = sys.modules.get("numpy")
-    of_numpy, of_python = numpy and numpy.random.get_state(), random.getstate()
+    numpy_state, python_state = numpy and numpy.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=devices):
         try:
-            set_evaluation_mode(model)  # not eval(), which a module may have made do more
+            set_evaluation_mode(model)
             yield
         finally:
             reshard(model)
             for module, mode in modes:
                 module.training = mode
-            random.setstate(of_python)
+            random.setstate(python_state)
             if numpy:
-                numpy.random.set_state(of_numpy)
+                numpy.random.set_state(numpy_state)
 
 
 def set_evaluation_mode(model: nn.Module) -> None:
-    """Put every module into evaluation mode, inside `preserve_training_state`: samplers leave it in training mode."""
+    """Put every module into evaluation mode. Unlike `model.eval()`, it runs no code of the modules."""
     for module in model.modules():
         module.training = False
 
 
 def seed_everything(seed: int) -> None:
-    """Every global generator that a sampler may draw from."""
+    """Seed every global generator that a sampler may draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy: Any = sys.modules.get("numpy")

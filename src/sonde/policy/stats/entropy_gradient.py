@@ -1,13 +1,13 @@
-"""The entropy of what a policy samples, and what its gradient weighs each token by.
+"""The entropy of a policy's responses, and the weight of each token in the gradient of this entropy.
 
-The unit is the prompt with its group of responses. Of response i, token k has the log-probability s_k of what was
-sampled there and the entropy H_k of the whole distribution it was sampled from. Two objectives:
+The unit is the prompt with its group of responses. Token k of a response has a log-probability s_k, and the entropy H_k
+of the whole distribution that it was sampled from. There are two objectives:
 
     per token    R = E[Σ_k H_k]/E[T]           ∇R = (1/E[T])·E[Σ_k ∇H_k + Σ_k (Σ_{j>k}(H_j − R) − b_k)·∇s_k]
     sequence     H_w = E[−S_w], S_w = Σ_k w_k s_k   ∇H_w = −E[(S_w − S_w^LOO)·∇S] − E[∇S_w],  S = Σ_k s_k
 
-b_k is any baseline that does not depend on tokens from k on; E[∇S_w] is 0 where w_k does not depend on them either. The
-expectation runs over prompts and, within each, over its responses: all prompts weigh the same.
+b_k is a baseline that does not depend on the tokens from k on. E[∇S_w] is 0 if w_k does not depend on them either. The
+expectation runs over prompts and, within each prompt, over its responses: all prompts weigh the same.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ class Responses:
     """Which tokens were sampled, and which prompt each response answers.
 
     Args:
-        mask: whether a token was sampled by the policy, rather than part of the prompt or padding; [responses, tokens].
-        prompt: any number that is the same for the responses to one prompt; [responses].
+        mask: whether the policy sampled a token; False for the prompt and padding; [responses, tokens].
+        prompt: each response's prompt, as a number; [responses].
 
     Raises:
-        ValueError: when shapes disagree or a response has no token.
+        ValueError: if shapes disagree or a response has no token.
     """
 
     def __init__(self, mask: Tensor, prompt: Tensor) -> None:
         if mask.dim() != 2 or prompt.shape != mask.shape[:1] or not len(prompt):
             raise ValueError(
-                f"mask must be [responses, tokens] and prompt [responses], of one response at least, "
+                f"mask must be [responses, tokens] and prompt [responses], with at least one response, "
                 f"got {tuple(mask.shape)} and {tuple(prompt.shape)}"
             )
         self.mask = mask.bool()
         if bool((empty := ~self.mask.any(1)).any()):
-            raise ValueError(f"response {int(empty.nonzero()[0])} has no token: leave it out, or see its mask")
+            raise ValueError(f"response {int(empty.nonzero()[0])} has no token: leave it out, or correct its mask")
         self.length = self.mask.sum(1).double()
-        """Tokens of each response, [responses]."""
+        """Number of tokens of each response, [responses]."""
         self.prompts, self.index, n = torch.unique(prompt, return_inverse=True, return_counts=True)
-        """Their numbers, in order; [prompts]. `index` tells which of them each response answers; [responses]."""
+        """The prompts' numbers, in order; [prompts]. `index` is the position of each response's prompt; [responses]."""
         self.n_prompts = len(n)
         self.share = (1.0 / n.double())[self.index]
         """One over the number of responses to the same prompt, [responses]."""
 
     def tokens(self, name: str, values: Tensor) -> Tensor:
-        """Values per token in fp64, 0 where nothing was sampled; [responses, tokens].
+        """Values per token in fp64, 0 outside the mask; [responses, tokens].
 
         Raises:
-            ValueError: when they are not of the mask's shape, or one that was sampled is not finite.
+            ValueError: if they do not have the mask's shape, or the value of a sampled token is not finite.
         """
         if values.shape != self.mask.shape:
             raise ValueError(f"{name} must have the mask's shape {tuple(self.mask.shape)}, got {tuple(values.shape)}")
@@ -72,31 +72,35 @@ class Responses:
         """The mean over the *other* responses to the same prompt, [responses].
 
         Raises:
-            ValueError: when a prompt has one response only.
+            ValueError: if a prompt has only one response.
         """
         if bool((self.share == 1.0).any()):
-            raise ValueError("leave-one-out needs at least 2 responses to every prompt")
+            raise ValueError(
+                "leave-one-out needs at least 2 responses to every prompt: sample more, or leave prompts with one out"
+            )
         # Of n responses with mean m, the others' mean is m + (m − x)/(n − 1).
         mean = self.per_prompt(per_response)[self.index]
         others: Tensor = mean + (mean - per_response) * self.share / (1.0 - self.share)
         return others
 
     def after(self, per_token: Tensor) -> Tensor:
-        """Σ_{j>k} of what is 0 outside the mask, [responses, tokens]."""
+        """Σ_{j>k} of values that are 0 outside the mask, [responses, tokens]."""
         up_to_here = per_token.cumsum(1)
         return up_to_here[:, -1:] - up_to_here
 
     def mean_at_position_of_other_prompts(self, per_token: Tensor) -> Tensor:
         """For each token, the mean at its position in the response over the responses to other prompts.
 
-        Where no other prompt has a response as long, 0. It depends on no token of the own prompt: a baseline.
+        It is 0 if no other prompt has a response as long. It depends on no token of the same prompt, so it can serve as
+        a baseline.
         """
         position = self.mask.long().cumsum(1)[self.mask] - 1
-        of = self.index[:, None].expand_as(self.mask)[self.mask]
+        prompt = self.index[:, None].expand_as(self.mask)[self.mask]
         values, ones = per_token[self.mask], torch.ones_like(per_token[self.mask])
-        shape, at = (self.n_prompts, self.mask.shape[1]), (of, position)
+        shape, at = (self.n_prompts, self.mask.shape[1]), (prompt, position)
         total = torch.zeros(shape, dtype=torch.float64).index_put_(at, values, accumulate=True)
         count = torch.zeros(shape, dtype=torch.float64).index_put_(at, ones, accumulate=True)
+        # Sums over all prompts minus those of the own prompt.
         others = (total.sum(0) - total) / (count.sum(0) - count).clamp(min=1.0)
         baseline = torch.zeros_like(per_token)
         baseline[self.mask] = others[at]
@@ -108,8 +112,8 @@ class Coefficients:
     """X_n = Σ over prompt n's tokens of on_entropy·∇H + on_log_prob·∇s, whose mean over prompts estimates the gradient.
 
     Attributes:
-        on_entropy: [responses, tokens].
-        on_log_prob: [responses, tokens]; constants, not to be differentiated.
+        on_entropy: constants, [responses, tokens].
+        on_log_prob: constants, [responses, tokens].
     """
 
     on_entropy: Tensor
@@ -119,7 +123,7 @@ class Coefficients:
         """X_n·Δ along a direction Δ in parameter space, from the derivatives of each token along it; [prompts]."""
         along = self.on_entropy * responses.tokens("d_entropy", d_entropy)
         along = along + self.on_log_prob * responses.tokens("d_log_prob", d_log_prob)
-        # The coefficients hold each response's share already.
+        # The coefficients contain each response's share already, and per_prompt() multiplies by it again.
         return responses.per_prompt(along.sum(1) / responses.share)
 
 
@@ -127,7 +131,7 @@ def entropy_rate(entropy: Tensor, responses: Responses) -> tuple[float, float]:
     """R = E[Σ H]/E[T] in nats a token, and E[T] in tokens.
 
     Args:
-        entropy: of the distribution each token was sampled from, in nats; [responses, tokens].
+        entropy: H_k in nats, [responses, tokens].
         responses: which tokens count.
     """
     entropy = responses.tokens("entropy", entropy)
@@ -146,15 +150,16 @@ def per_token_coefficients(
     """Coefficients of ∇R.
 
     Args:
-        entropy: in nats, [responses, tokens].
+        entropy: H_k in nats, [responses, tokens].
         responses: which tokens count.
-        rate: R; estimated from these responses by default.
-        mean_length: E[T]; likewise.
-        has_baseline: subtract from each token's reward-to-go its mean at that position over the other prompts.
+        rate: R; by default estimated from these responses.
+        mean_length: E[T]; by default estimated from these responses.
+        has_baseline: subtract from each token's reward-to-go the mean at its position over the other prompts.
     """
     estimated = entropy_rate(entropy, responses)
     rate = estimated[0] if rate is None else rate
     mean_length = estimated[1] if mean_length is None else mean_length
+    # Σ_{j>k}(H_j − R): the entropy, relative to R, of the tokens that follow the sampled one.
     above = torch.where(responses.mask, responses.tokens("entropy", entropy) - rate, 0.0)
     to_go = torch.where(responses.mask, responses.after(above), 0.0)
     if has_baseline:
@@ -170,16 +175,16 @@ def sequence_coefficients(
 
     Args:
         log_prob: s_k in nats, [responses, tokens].
-        responses: which tokens count; every prompt needs at least 2, for leave-one-out.
+        responses: which tokens count; every prompt needs at least 2 responses, for leave-one-out.
         weights: w_k, [responses, tokens]; 1 by default.
-        is_causal: whether w_k depends on the prompt and the tokens before k alone. One over the length does not: there
-            the term −E[∇S_w] is added, without which the gradient is 10–18 % wrong in a case that can be enumerated.
+        is_causal: whether w_k depends only on the prompt and the tokens before k. One over the length is not causal:
+            then the term −E[∇S_w] is added. Without it, the gradient of an enumerable policy is 10–18 % wrong.
     """
     log_prob = responses.tokens("log_prob", log_prob)
     weights = responses.mask.double() if weights is None else responses.tokens("weights", weights)
     weighted = (weights * log_prob).sum(1)
-    # Minus: entropy falls where likelier responses become likelier still. The plus sign that is in circulation points
-    # the other way.
+    # Minus: entropy falls if likely responses become more likely. The plus sign of some implementations gives the
+    # opposite direction.
     on_log_prob = -(weighted - responses.leave_one_out(weighted))[:, None] * responses.mask
     if not is_causal:
         on_log_prob = on_log_prob - weights
@@ -187,10 +192,10 @@ def sequence_coefficients(
 
 
 def covariance(log_prob: Tensor, advantage: Tensor, responses: Responses) -> float:
-    """Cov(s, A) over all sampled tokens, every token weighing the same.
+    """Cov(s, A) over all sampled tokens; every token weighs the same.
 
-    Were logits parameters of their own, a natural policy gradient step of size η would change the entropy by −η·Cov to
-    first order. Shared parameters change that: it is a symptom to watch, and no forecast.
+    If logits were independent parameters, a natural policy gradient step of size η would change the entropy by −η·Cov
+    to first order. A network shares its parameters, so the covariance is a symptom to watch, not a forecast.
 
     Args:
         log_prob: s_k in nats, [responses, tokens].

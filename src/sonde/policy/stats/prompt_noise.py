@@ -1,14 +1,15 @@
-"""The gradient noise of reinforcement learning, in prompts: how much is from prompts, how much from completions.
+"""The gradient noise of reinforcement learning, in prompts: the part from prompts and the part from completions.
 
-A prompt's completions share what makes the prompt hard, so the independent unit is the prompt with its group. Prompt p
-adds h_p to the gradient F = Σ h_p and weighs w_p in the loss; with a_p = w_p/Σw, g_p = h_p/a_p scatters about G by Σ:
+A prompt's completions depend on the same prompt, so the independent unit is the prompt with its group. Prompt p adds
+h_p to the gradient F = Σ h_p, and its weight in the loss is w_p. With a_p = w_p/Σw, g_p = h_p/a_p scatters about G:
 
     tr Σ = (variance of a prompt's expected gradient) + (variance of g_p given the prompt).
 
-The second is told by splitting each group: the gradients m₁, m₂ of its halves, of n₁ and n₂ effective completions,
-scatter about the prompt's expectation by q₁ = 1/n₁ and q₂ = 1/n₂ times the variance of one completion, independently;
-g_p by q = (w₁²q₁ + w₂²q₂)/w² times it. So q|m₁ − m₂|²/(q₁ + q₂) estimates it without bias. (Advantages that are centred
-within the group couple its halves: they make that too large, by a part of about 1/n.)
+The second term is measured by splitting each group. Its halves have n₁ and n₂ effective completions and mean gradients
+m₁ and m₂. Around the prompt's expectation, m₁ and m₂ scatter independently, by q₁ = 1/n₁ and q₂ = 1/n₂ times the
+variance of one completion; g_p scatters by q = (w₁²q₁ + w₂²q₂)/w² times this variance. So q|m₁ − m₂|²/(q₁ + q₂)
+estimates the second term without bias. (Advantages that are centred within the group couple its halves: the estimate is
+too large then, by a fraction of about 1/n.)
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from sonde.batch_size.stats.noise_scale import PieceSums, RunningNoiseScale, Win
 
 @dataclass(frozen=True)
 class PromptNorms:
-    """Squared norms of what one prompt's completions add to the gradient.
+    """Squared norms of the gradients that one prompt's completions add.
 
     Attributes:
         sq_norm: |h_p|².
-        weight: w_p, in any unit that is the same for all prompts.
+        weight: w_p, in the same unit for all prompts.
         sq_norm_halves: |h_p1|² and |h_p2|²; None for a prompt with one completion.
-        weight_halves: w_p1 and w_p2, which add up to w_p.
-        completions_halves: n₁ and n₂, effective numbers (Kish).
+        weight_halves: w_p1 and w_p2; their sum is w_p.
+        completions_halves: n₁ and n₂, effective numbers of completions (Kish).
     """
 
     sq_norm: float
@@ -40,12 +41,12 @@ class PromptNorms:
 
 @dataclass(frozen=True)
 class PromptWindow:
-    """One window, solved.
+    """The estimates of one window.
 
     Attributes:
         noise: tr Σ per prompt, and |G|².
-        from_completions: the part of tr Σ that more completions to the same prompts would reduce; None where no
-            prompt has two.
+        from_completions: the part of tr Σ that more completions to the same prompts would reduce; None if no prompt
+            has two.
     """
 
     noise: WindowEstimate
@@ -53,19 +54,19 @@ class PromptWindow:
 
 
 def solve_prompts(prompts: Sequence[PromptNorms], sq_norm_big: float) -> PromptWindow:
-    """tr Σ and |G|² of one window, and the completions' part of the former.
+    """tr Σ and |G|² of one window, and the completions' part of tr Σ.
 
     Args:
-        prompts: of all ranks.
+        prompts: the prompts of all ranks.
         sq_norm_big: |F|².
 
     Raises:
-        ValueError: for fewer than 2 prompts, or one without weight.
+        ValueError: for fewer than 2 prompts, or a prompt without weight.
     """
     if len(prompts) < 2:
-        raise ValueError(f"need at least 2 prompts to tell noise from signal, got {len(prompts)}")
+        raise ValueError(f"need at least 2 prompts to tell noise from signal, got {len(prompts)}: measure more prompts")
     if worst := next((p for p in prompts if not p.weight > 0), None):
-        raise ValueError(f"every prompt must weigh something in the loss, got {worst.weight}: leave it out")
+        raise ValueError(f"every prompt needs a positive weight in the loss, got {worst.weight}: leave this prompt out")
     total = sum(p.weight for p in prompts)
     pieces = PieceSums(
         sq_norm_over_weight=sum(p.sq_norm / p.weight for p in prompts),
@@ -77,31 +78,31 @@ def solve_prompts(prompts: Sequence[PromptNorms], sq_norm_big: float) -> PromptW
     split = [p for p in prompts if p.sq_norm_halves is not None]
     within = None
     if split:
-        of_split = sum(p.weight for p in split)
-        within = sum(p.weight / of_split * _within(p) * (total / p.weight) ** 2 for p in split)
+        split_weight = sum(p.weight for p in split)
+        within = sum(p.weight / split_weight * _within(p) * (total / p.weight) ** 2 for p in split)
     return PromptWindow(estimate_window(pieces, sq_norm_big), within)
 
 
 def _within(prompt: PromptNorms) -> float:
-    """The variance of h_p given the prompt."""
+    """The variance of h_p given the prompt: q|m₁ − m₂|²/(q₁ + q₂), times a_p²."""
     assert prompt.sq_norm_halves is not None
     (s1, s2), (w1, w2) = prompt.sq_norm_halves, (w / prompt.weight for w in prompt.weight_halves)
     q1, q2 = (1.0 / n for n in prompt.completions_halves)
     product = 0.5 * (prompt.sq_norm - s1 - s2)  # ⟨h₁, h₂⟩
-    sq_difference = s1 / w1**2 + s2 / w2**2 - 2.0 * product / (w1 * w2)  # |m₁ − m₂|², times a_p²
+    sq_difference = s1 / w1**2 + s2 / w2**2 - 2.0 * product / (w1 * w2)  # |m₁ − m₂|² times a_p²
     return (w1**2 * q1 + w2**2 * q2) / (q1 + q2) * sq_difference
 
 
 class RunningPromptNoise:
-    """Averages of windows: the noise scale in prompts, and the share of completions in it.
+    """Averages over windows: the noise scale in prompts, and the completions' share of it.
 
     Args:
-        horizon: of the exponential average, in windows.
+        horizon: length of the exponential average, in windows.
     """
 
     def __init__(self, horizon: float = 100.0) -> None:
         self.noise = RunningNoiseScale(horizon)
-        self._within = RunningNoiseScale(horizon)  # whose numerator is the completions' part, and denominator tr Σ
+        self._within = RunningNoiseScale(horizon)  # a ratio too: the completions' part over tr Σ
 
     def update(self, window: PromptWindow) -> None:
         """Add one window."""
@@ -111,6 +112,6 @@ class RunningPromptNoise:
 
     @property
     def completions_share(self) -> float | None:
-        """The part of tr Σ that comes from completions; None before it is known. Unclamped: it may pass 1."""
+        """The part of tr Σ from completions; None before it is known. It is not clamped, and may exceed 1."""
         part, whole = self._within.trace_cov, self._within.grad_sq
         return part / whole if part is not None and whole else None

@@ -1,0 +1,157 @@
+"""The second half of a clip: gradients whose norm is known are scaled. Only here and in `fused_clip` they change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sonde.gradient_norm.fused_clip import fold, unfold
+from sonde.gradient_norm.global_norm import GlobalNorm
+from sonde.gradient_norm.gradient_groups import Collected
+from sonde.gradient_norm.plan import NormPlan
+from sonde.parallel.devices import to_device
+
+Nonfinite = Literal["ignore", "skip", "raise", "assert_async"]
+"""What to do when the norm is not finite; `clip_grad_norm_` says what each means."""
+
+_EPS = 1e-6  # torch's, so that clipped gradients equal torch's
+_MAX_NAMED = 5
+
+
+@torch.no_grad()
+def clip_measured_(
+    plan: NormPlan,
+    measured: GlobalNorm,
+    max_norm: float | None,
+    *,
+    nonfinite: Nonfinite = "ignore",
+    fold_into: torch.optim.Optimizer | None = None,
+) -> Tensor:
+    """The second half of `clip_grad_norm_`: scale gradients whose norm is known.
+
+    Args:
+        plan: the plan that was measured.
+        measured: its norm.
+        max_norm: checked already, as is `nonfinite`; see `check_options`.
+        nonfinite: what to do when the norm is not finite.
+        fold_into: a fused optimizer that scales the gradients.
+
+    Returns:
+        The norm, in fp32, or fp64 if a gradient is.
+
+    Raises:
+        RuntimeError: when asked for, if the norm is not finite.
+    """
+    is_double = any(g.locals and g.group.key.dtype == torch.float64 for g in measured.collected)
+    norm = measured.norm.to(torch.float64 if is_double else torch.float32)
+    is_finite = torch.isfinite(measured.norm)
+    # On the CPU, an error of another rank has been raised by now. A GPU is not waited for: it only learns of the error
+    # here, by tensors. The norm becomes NaN and, further below, the coefficient 1, so that gradients stay as they are.
+    if norm.device.type != "cpu":
+        norm = torch.where(measured.failed > 0, torch.nan, norm)
+        is_finite &= measured.failed == 0
+    if max_norm is not None:
+        unfold(plan.parameters)
+    # Both checks come before anything is written, so that gradients are unchanged if they fail.
+    if nonfinite == "raise" and not bool(is_finite):
+        if bool(measured.failed > 0):
+            raise ValueError("another rank found a gradient that cannot be counted, and its message names the gradient")
+        raise RuntimeError(_where_not_finite(plan, measured.collected, norm, max_norm))
+    if nonfinite == "assert_async":
+        torch._assert_async(is_finite, f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}")
+    if max_norm is None:
+        return norm
+    _write_back(plan, measured.collected)
+    coefficient = torch.clamp(max_norm / (_rounded_norm(measured) + _EPS), max=1.0).to(norm.dtype)
+    if math.isinf(max_norm):  # inf / inf would be NaN
+        coefficient = torch.ones_like(norm)
+    if norm.device.type != "cpu":
+        coefficient = torch.where(measured.failed > 0, 1.0, coefficient)
+    # Whether to skip is decided on the device too: the mask is passed on, never read here.
+    skip = ~is_finite if nonfinite == "skip" else None
+    if fold_into is not None and fold(fold_into, plan.parameters, coefficient, skip):
+        return norm
+    for gradients in measured.collected:
+        if gradients.locals:
+            values = [_stored_values(g) for g in gradients.locals] if plan.allow_sparse else gradients.locals
+            _scale(values, None if max_norm == math.inf else coefficient, skip)
+    return norm
+
+
+def _rounded_norm(measured: GlobalNorm) -> Tensor:
+    """The norm that gradients are clipped by, rounded once from fp64: the same bits on every rank, for any cut."""
+    exact = measured.norm
+    rounded = torch.where(measured.is_double > 0, exact, exact.to(torch.float32).to(exact.dtype))
+    return torch.where(rounded.isinf(), exact, rounded)  # finite gradients may have a norm that fp32 cannot hold
+
+
+def _scale(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None) -> None:
+    device = grads[0].device
+    if coefficient is not None:
+        torch._foreach_mul_(grads, to_device(coefficient, device))
+    if skip is not None:
+        skip = to_device(skip, device)
+        for grad in grads:
+            grad.masked_fill_(skip, 0.0)  # a product would not do: 0 times NaN is NaN
+
+
+def _stored_values(grad: Tensor) -> Tensor:
+    """The elements that a gradient stores, to be changed in place: the values of a sparse one, else all."""
+    return grad._values() if grad.is_sparse else grad
+
+
+def _write_back(plan: NormPlan, collected: Sequence[Collected]) -> None:
+    """Put summed gradients in place of partial ones: otherwise the optimizer would sum each of them again."""
+    for gradients in collected:
+        if gradients.group.key.is_partial:
+            for index, gradient in zip(gradients.indices, gradients.gradients, strict=True):
+                if plan.parameters[index].grad is not None:
+                    plan.parameters[index].grad = gradient
+
+
+def _where_not_finite(plan: NormPlan, collected: Sequence[Collected], norm: Tensor, max_norm: float | None) -> str:
+    bad_names = [
+        plan.name_of(index)
+        for gradients in collected
+        for index, local in zip(gradients.indices, gradients.locals, strict=True)
+        if not bool(torch.isfinite(_stored_values(local)).all())
+    ]
+    if bad_names:
+        more = f" and {len(bad_names) - _MAX_NAMED} more" if len(bad_names) > _MAX_NAMED else ""
+        where = f"not finite in {', '.join(bad_names[:_MAX_NAMED])}{more}"
+    elif norm.isnan() or not collected:
+        where = "not finite on another rank, whose message names the parameters"
+    else:
+        where = "every gradient of this rank is finite: another rank's are not, or their norm overflows"
+    to = "" if max_norm is None else f", so gradients cannot be clipped to {max_norm:g}"
+    return f"the gradient norm is {norm:g}{to}: {where}. Find the loss that is not finite, or pass nonfinite='skip'"
+
+
+def check_max_norm(max_norm: object) -> float:
+    """Refuse a threshold that cannot be used.
+
+    Args:
+        max_norm: a number, or a tensor of one element on the CPU. (To read one on a GPU would wait for it.)
+
+    Returns:
+        The threshold as a float.
+
+    Raises:
+        ValueError: when it is negative, NaN or not a number.
+    """
+    if isinstance(max_norm, Tensor) and max_norm.device.type == "cpu" and max_norm.numel() == 1:
+        max_norm = max_norm.item()
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
+        raise ValueError(f"max_norm must be a number, got {max_norm!r}: convert it, for example by float()")
+    try:
+        max_norm = float(max_norm)
+    except OverflowError:
+        max_norm = math.inf
+    if math.isnan(max_norm) or max_norm < 0:
+        raise ValueError(f"max_norm must be ≥ 0, got {max_norm}: use math.inf to measure without clipping")
+    return max_norm

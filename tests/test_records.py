@@ -1,0 +1,168 @@
+"""One log for all probes of a run, whatever their units; a probe of one's own declares its metrics and its section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sonde
+from tests.batch_size.loops import Recording
+
+
+def train(probe: sonde.NoiseScaleProbe, model: nn.Module, windows: int) -> None:
+    for _ in range(windows):
+        for _ in range(2):
+            with probe.piece(units=4):
+                model(torch.randn(4, 3)).square().mean().backward()
+        probe.step()
+        model.zero_grad()
+
+
+class DeadUnits:
+    """A probe of one's own."""
+
+    METRICS: Mapping[str, sonde.Metric] = {
+        "layer/dead_units": sonde.Metric("fraction", "units whose gradient is exactly 0"),
+        "layer/never": sonde.Metric("fraction", "never known"),
+    }
+    SECTION = sonde.ReportSection("Dead units", "How much of the layer has stopped learning.", tuple(METRICS))
+
+    def step(self) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float | None]:
+        return {"layer/dead_units": 0.25, "layer/never": None}
+
+    def close(self) -> None:
+        pass
+
+
+def test_probes_with_other_units_write_one_log(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    log = sonde.RunLog(sonde.JsonlSink(tmp_path), run="both", every=2)
+    noise = sonde.attach(model, unit="sequences", log=log, verbose=False)
+    policy = sonde.PolicyLog(log, setup={"wrapper": "a loop"})
+    train(noise, model, 4)
+    policy.measured(1, {"entropy/per_token": 2.0})
+    policy.end("sampling ended")
+    assert sonde.read_run(tmp_path).ended is None  # the other probe goes on
+    train(noise, model, 2)
+    noise.close("training ended")
+    run = sonde.read_run(tmp_path)
+    assert [r.window for r in run.readings] == [2, 4, 6]
+    assert [r.metrics["entropy/per_token"] for r in run.policy] == [2.0]
+    assert (run.header.probe("reading").unit, run.header.probe("policy").unit) == ("sequences", "prompts")
+    assert run.header.probe("policy").setup == {"wrapper": "a loop"}
+    assert run.header.metrics["gns/trace_cov"]["unit"] == "gradient² · sequences"
+    assert run.header.metrics["entropy/per_token"]["unit"] == "nats a token"
+    assert (run.name, run.ended, len(run.headers)) == ("both", "training ended", 1)
+    page = sonde.write_report(tmp_path).read_text()
+    assert "Noise scale and batch size" in page
+    assert "Entropy of the policy" in page
+
+
+def test_the_order_in_which_probes_begin_does_not_matter(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    for start in range(2):  # the second start appends
+        log = sonde.RunLog(sonde.JsonlSink(tmp_path))
+        makers: list[Any] = [
+            lambda log=log: sonde.PolicyLog(log),
+            lambda log=log: sonde.attach(model, unit="sequences", log=log, verbose=False),
+        ]
+        made = [make() for make in (makers if start == 0 else makers[::-1])]
+        for part in made:
+            part.end("done") if isinstance(part, sonde.PolicyLog) else part.close()
+    run = sonde.read_run(tmp_path)
+    assert [header.probe("reading").unit for header in run.headers] == ["sequences", "sequences"]
+    assert [header.probe("policy").unit for header in run.headers] == ["prompts", "prompts"]
+
+
+def test_another_unit_for_the_same_kind_of_record_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    sonde.attach(model, unit="sequences", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False).close()
+    before = (tmp_path / "records.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="holds a run measured in 'sequences', got a probe that measures in 'images'"):
+        sonde.attach(model, unit="images", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False)
+    assert (tmp_path / "records.jsonl").read_bytes() == before
+
+
+def test_a_probe_of_ones_own_gets_its_section(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    log = sonde.RunLog(sonde.JsonlSink(tmp_path), every=1)
+    noise, own = sonde.attach(model, unit="rows", log=log, verbose=False), DeadUnits()
+    assert isinstance(own, sonde.Probe)
+    for step in (1, 2, 3):
+        train(noise, model, 1)
+        log.measure(own, step)
+    noise.close()
+    run = sonde.read_run(tmp_path)
+    assert [(r.window, r.metrics["layer/dead_units"]) for r in run.own] == [(1, 0.25), (2, 0.25), (3, 0.25)]
+    assert run.header.metrics["layer/dead_units"] == {
+        "unit": "fraction",
+        "meaning": "units whose gradient is exactly 0",
+    }
+    assert run.ended == "closed"
+    page = sonde.write_report(tmp_path).read_text()
+    for words in ("Dead units", "How much of the layer has stopped learning.", "layer/dead_units (fraction)"):
+        assert words in page, words
+    assert "layer/never (fraction)" not in page  # no curve for a metric that was never known
+
+
+def test_a_log_of_ones_own_probe_alone_has_a_report(tmp_path: Path) -> None:
+    log = sonde.RunLog(sonde.JsonlSink(tmp_path))
+    log.measure(DeadUnits(), 1)
+    log.end("done", window=1)
+    run = sonde.read_run(tmp_path)
+    assert (run.ended, len(run.own)) == ("done", 1)
+    assert "Dead units" in sonde.write_report(tmp_path).read_text()
+
+
+def test_a_log_that_has_ended_takes_no_further_probe() -> None:
+    log = sonde.RunLog()
+    sonde.attach(nn.Linear(3, 1), unit="rows", log=log, verbose=False).close()
+    with pytest.raises(RuntimeError, match=r"this log has ended, .*: make a new RunLog"):
+        sonde.PolicyLog(log)
+
+
+def test_a_second_probe_that_cannot_be_logged_leaves_the_first_its_log() -> None:
+    class RefusesPolicies(Recording):
+        def write(self, record: Any) -> None:
+            if record["kind"] == "probe":
+                raise ValueError("no policies here")
+            super().write(record)
+
+    sink = RefusesPolicies()
+    log, model = sonde.RunLog(sink), nn.Linear(3, 1)
+    with sonde.attach(model, unit="rows", log=log, verbose=False) as noise:
+        with pytest.raises(ValueError, match="no policies here"):
+            sonde.PolicyLog(log)
+        train(noise, model, 1)
+    assert [r["kind"] for r in sink.records] == ["header", "reading", "end"]
+
+
+@pytest.mark.parametrize("sinks", [3, "runs/my-run", [object()], print])
+def test_what_is_no_sink_is_refused(sinks: Any) -> None:
+    with pytest.raises(ValueError, match="sinks must be a sink or a list of sinks"):
+        sonde.RunLog(sinks)
+
+
+def test_the_older_spelling_of_attach_warns_and_logs_the_same() -> None:
+    sink = Recording()
+    with pytest.warns(DeprecationWarning, match=r"write log=sonde\.RunLog\(sinks=…, run=…, metadata=…, every=…\)"):
+        probe = sonde.attach(
+            nn.Linear(3, 1), unit="rows", verbose=False, sinks=[sink], run="r", metadata={"a": 1}, log_every=3
+        )
+    probe.close()
+    header = sink.records[0]
+    assert (header["run"], header["metadata"], header["setup"]["log_every"]) == ("r", {"a": 1}, 3)
+    with pytest.raises(TypeError, match=r"log= has its own run: give it to sonde\.RunLog"):
+        sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(), run="r")
+    with pytest.raises(TypeError, match=r"attach\(\) has no argument 'horizn': did you mean 'horizon'\?"):
+        sonde.attach(nn.Linear(3, 1), unit="rows", horizn=3)
+    with pytest.warns(DeprecationWarning, match=r"write NoiseScaleProbe\(…, NoiseScaleOptions\(unit=…\)\)"):
+        sonde.NoiseScaleProbe(nn.Linear(3, 1), unit="rows", verbose=False).close()
