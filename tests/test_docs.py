@@ -1,4 +1,4 @@
-"""The pages of docs/ keep their word: their code compiles, and the names, links, metrics and keys in them exist."""
+"""The pages of docs/ and the changelog keep their word: code compiles; names, links, metrics and keys exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sonde.batch_size import log as noise_scale_log
 from sonde.policy import log as policy_log
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = [*sorted(DOCS.glob("*.md")), DOCS.parent / "CHANGELOG.md"]
 METRICS = {*noise_scale_log.METRICS, *policy_log.METRICS}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
