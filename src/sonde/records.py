@@ -21,14 +21,14 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from sonde.deprecation import warn_deprecated
-from sonde.probe import Probe, RolloutProbe
+from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
 from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
@@ -48,29 +48,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """No record follows."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric's unit and meaning, for axes and legends. `{unit}` stands for the name of the probe's unit."""
-
-    unit: str
-    meaning: str
-
-
-@dataclass(frozen=True)
-class ReportSection:
-    """A section of the report that draws metrics of a probe as curves.
-
-    Attributes:
-        title: what is shown.
-        text: how to read it, in plain text.
-        metrics: names, in the order in which they are drawn.
-    """
-
-    title: str
-    text: str
-    metrics: tuple[str, ...]
 
 
 class RunLog:

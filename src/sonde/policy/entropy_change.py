@@ -28,8 +28,7 @@ from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything, set_evaluation_mode
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, unknown
-from sonde.probe import Partners
-from sonde.records import Metric
+from sonde.probe import Metric, Partners
 
 Sampler = Callable[[nn.Module], Rollouts]
 """Samples responses of a model, to the same prompts in each call, with the global random numbers of torch, numpy or

@@ -14,8 +14,7 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import PolicyEntropy, policy_entropy
-from sonde.probe import Partners
-from sonde.records import Metric
+from sonde.probe import Metric, Partners
 
 METRICS: dict[str, Metric] = {
     "entropy/token_weighted": Metric("nats a token", "entropy of the sampled responses, each token weighing the same"),

@@ -20,7 +20,7 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
-from sonde.records import Metric
+from sonde.probe import Metric
 from sonde.stats.intervals import Status
 
 METRICS: dict[str, Metric] = {
