@@ -101,8 +101,19 @@ def test_files_named_exist(page: Path) -> None:
 def test_metrics_named_exist(page: Path) -> None:
     """Metric names in backticks: `gns/b_simple`. The page of one's own probe declares its own."""
     own = set(re.findall(r'"(\w+/\w+)": sonde\.Metric', page.read_text()))
-    named = set(re.findall(r"`((?:gns|gns_prompts|entropy|length|grad|cost)/\w+)`", page.read_text()))
-    assert named <= METRICS | own
+    assert metrics_named(page) <= METRICS | own
+
+
+def test_every_metric_is_on_a_page() -> None:
+    tables = ("runs.md", "policy-entropy.md")
+    named = {name for page in tables for name in metrics_named(DOCS / page)}
+    shortened = {f"entropy/advantage_correlation_{end}" for end in ("low", "high")}  # `…_low`, `…_high` in the table
+    assert named | shortened == METRICS
+
+
+def metrics_named(page: Path) -> set[str]:
+    """Metric names in backticks."""
+    return set(re.findall(r"`((?:gns|gns_prompts|entropy|length|grad|cost|run)/\w+)`", page.read_text()))
 
 
 # The reference of the configuration.
@@ -140,6 +151,34 @@ def test_the_yaml_on_the_page_is_read() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / "configuration.md").read_text(), flags=re.S)
     for block in blocks:
         assert sonde.probes_from_config(yaml.safe_load(block)).gns_probe.enabled
+
+
+# The page of the log.
+
+
+def test_the_log_of_the_page_is_read_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard", reason="the page writes TensorBoard too")
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(5, 1)
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
+    write, read = python_blocks(DOCS / "runs.md")
+    exec(compile(write, "runs.md", "exec"), names)
+    for step in range(1, 21):
+        for _ in range(2):
+            with names["probe"].piece(units=4):
+                model(torch.randn(4, 5)).square().mean().backward()
+        names["probe"].step()
+        names["policy_log"].measured(step, {"entropy/per_token": 1.0})
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+    names["probe"].close()
+    names["policy_log"].end("training ended")
+    exec(compile(read, "runs.md", "exec"), names)
+    assert names["run"].header.metadata == {"learning rate": 3e-4}
+    assert [reading.window for reading in names["run"].readings] == [10, 20]
+    assert len(names["run"].policy) == 20
+    assert names["run"].ended == "training ended"
+    assert list(tmp_path.glob("runs/my-run/events*"))
 
 
 # The page of one's own probe.

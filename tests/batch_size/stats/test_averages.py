@@ -27,6 +27,7 @@ def solved(trace_cov: float, grad_sq: float, *, between: float = 1.0, difference
         within_between=WindowEstimate(2.0, between),
         norm=1.0,
         effective_units=8.0,
+        u=0.25,
         witness_squares=10.0,
         witness_differences=differences,
     )
@@ -54,7 +55,8 @@ def test_averages_by_hand() -> None:
     assert averages.per_group["b"].grad_sq == pytest.approx(0.75 * (0.9 * 14 + 18) / 1.9)
     assert averages.consistency == pytest.approx(2.0)
     assert averages.pieces_differ
-    assert (averages.effective_units, averages.scale, averages.scale_residual) == (8.0, 0.5, 1e-8)
+    last_window = (averages.effective_units, averages.u, averages.scale, averages.scale_residual)
+    assert last_window == (8.0, 0.25, 0.5, 1e-8)
 
 
 def test_ranks_that_do_not_differ_have_an_infinite_consistency() -> None:
@@ -118,6 +120,15 @@ def test_a_damaged_state_changes_nothing(path: list[str], value: Any) -> None:
     with pytest.raises(ValueError, match=r"unknown keys|must be|must map"):
         averages.load_state_dict(damaged)
     assert averages.state_dict() == before
+
+
+def test_a_state_from_before_u_was_kept_is_still_read() -> None:
+    averages, restored = averages_of_some_windows(), NoiseScaleAverages(["a", "b"], horizon=10.0)
+    state = averages.state_dict()
+    del state["u"]
+    restored.load_state_dict(state)
+    assert restored.u is None
+    assert restored.state_dict() == averages.state_dict() | {"u": None}
 
 
 def test_a_state_of_other_groups_is_refused() -> None:

@@ -23,7 +23,7 @@ def test_a_window_solved_by_hand_whatever_scaled_the_gradient(kappa: float) -> N
     assert solved.per_group == (WindowEstimate(32.0, 12.0), WindowEstimate(0.0, 4.0))
     assert solved.total == WindowEstimate(32.0, 16.0)
     assert solved.norm == pytest.approx(math.sqrt(4**2 + 2**2))
-    assert solved.effective_units == 8
+    assert (solved.effective_units, solved.u) == (8, 1 / 4)
     # Σw · Σ|h|²/w = 2 · 12, and |Σ h|² = 20.
     assert (solved.witness_squares, solved.witness_differences) == (24, 4)
     assert solved.within_between is None  # a single rank
