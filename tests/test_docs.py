@@ -17,6 +17,7 @@ from torch import nn
 
 import sonde
 from sonde.batch_size import log as noise_scale_log
+from sonde.batch_size.stats.noise_scale import RunningNoiseScale
 from sonde.policy import log as policy_log
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -114,6 +115,19 @@ def test_every_metric_is_on_a_page() -> None:
 def metrics_named(page: Path) -> set[str]:
     """Metric names in backticks."""
     return set(re.findall(r"`((?:gns|gns_prompts|entropy|length|grad|cost|run)/\w+)`", page.read_text()))
+
+
+# The page of other tools.
+
+
+def test_a_moving_window_as_a_horizon() -> None:
+    """An average of horizon (n + 1)/2 is worth n windows, and has the mean age (n − 1)/2 of a moving window of n."""
+    n = 99
+    running = RunningNoiseScale(horizon=(n + 1) / 2)
+    for age in range(2000, -1, -1):  # long enough for the oldest weights to vanish: 0.98^2000 is 3e-18
+        running.update(sonde.WindowEstimate(trace_cov=float(age), grad_sq=1.0))
+    assert running.effective_windows == pytest.approx(n)
+    assert running.trace_cov == pytest.approx((n - 1) / 2)
 
 
 # The reference of the configuration.
