@@ -211,23 +211,24 @@ def json_number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def log_of(log: RunLog | None, deprecated: dict[str, Any]) -> RunLog:
+def log_of(log: RunLog | None, deprecated: dict[str, Any], *, every: int = 10) -> RunLog:
     """The log that a probe is given, which may also be given as its older spelling did.
 
     Args:
         log: as the call gives it now; None for a log without sinks.
         deprecated: keywords that the call does not list; those of the older spelling are taken out.
+        every: windows between readings, if neither spelling says.
 
     Raises:
         TypeError: for both at once.
     """
     old = {name: deprecated.pop(name) for name in ("sinks", "run", "metadata", "log_every") if name in deprecated}
     if not old:
-        return RunLog() if log is None else log
+        return RunLog(every=every) if log is None else log
     if log is not None:
         raise TypeError(f"log= has its own {next(iter(old)).removeprefix('log_')}: give it to sonde.RunLog")
     words = ", ".join(f"{name.removeprefix('log_')}=…" for name in old)
     warn_deprecated(", ".join(f"{name}=…" for name in old), f"log=sonde.RunLog({words})")
     return RunLog(
-        old.get("sinks", ()), run=old.get("run", ""), metadata=old.get("metadata"), every=old.get("log_every", 10)
+        old.get("sinks", ()), run=old.get("run", ""), metadata=old.get("metadata"), every=old.get("log_every", every)
     )
