@@ -95,7 +95,7 @@ def test_state_of_another_model_is_refused() -> None:
     with (
         attached(small_model()) as a,
         attached(nn.Linear(2, 2)) as b,
-        pytest.raises(ValueError, match="state is of other parameters"),
+        pytest.raises(ValueError, match="state was saved with parameters"),
     ):
         b.load_state_dict(a.state_dict())
 
@@ -105,9 +105,12 @@ def test_state_of_another_unit_or_metric_is_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with attached(model) as rows:
         state = rows.state_dict()
-    with attached(model, unit="images") as images, pytest.raises(ValueError, match="of other unit"):
+    with attached(model, unit="images") as images, pytest.raises(ValueError, match="saved with unit 'rows'"):
         images.load_state_dict(state)
-    with attached(model, optimizer, metric="adam") as adam, pytest.raises(ValueError, match="of other metric"):
+    with (
+        attached(model, optimizer, metric="adam") as adam,
+        pytest.raises(ValueError, match="saved with metric 'euclidean'"),
+    ):
         adam.load_state_dict(state)
 
 

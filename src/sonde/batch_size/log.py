@@ -1,4 +1,4 @@
-"""What the noise-scale probe writes down: a reading every few windows, and alerts."""
+"""The records of the noise-scale probe: a reading every few windows, and alerts."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class NoiseScaleLog:
             self.reading(window.time)
 
     def alert(self, name: str, message: str) -> None:
-        """Something looks wrong: the reading will say so, and the first time of each name is an alert."""
+        """Note that something looks wrong: in the next reading, and as an alert the first time that `name` occurs."""
         self._interval.alerts[name] = message
         if name in self.alerts:
             return
@@ -175,7 +175,7 @@ class NoiseScaleLog:
         self._interval = _Interval(start=now)
 
     def end(self, reason: str) -> None:
-        """Write what is left, and end this probe's part of the log."""
+        """Write the last reading, and end this probe's part of the log."""
         self.reading(time.time())
         self._log.end(reason, window=self._window)
 

@@ -105,7 +105,7 @@ class NoiseScaleProbe:
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
         names = group_names(options.groups, wrapper.parameters)
-        # Squares of gradients that are scaled by a GradScaler, or weighted by Adam, have a size of their own.
+        # A GradScaler and Adam's metric change the size of squares, so that the limit for plain squares does not apply.
         has_own_size = self._grad_scaler is not None or options.metric == "adam"
         self._tracker = NoiseScaleTracker(
             unit=options.unit,
@@ -178,7 +178,9 @@ class NoiseScaleProbe:
         """
         self._check_open()
         if self._in_piece:
-            raise RuntimeError("piece() was entered inside another piece: open one 'with probe.piece():' a micro-batch")
+            raise RuntimeError(
+                "piece() was entered inside another piece: open one 'with probe.piece():' per micro-batch"
+            )
         if units is None and unit_weights is None:
             units = self._known_units()
         counts = piece_counts(units, weight, unit_weights)

@@ -1,4 +1,4 @@
-"""What a probe's saved state is of, and the refusal of one that is of something else."""
+"""The identity of a probe's saved state, and the refusal of a state with another identity."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ VERSION = 3
 
 
 def identity(unit: str, metric: str, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """What is measured, in which unit and metric: averages of something else must not be gone on from."""
-    shapes = [(name, tuple(p.shape)) for name, p in parameters]  # in their order: they are counted by it
+    """The unit, metric and parameters that are measured. Averages of others must not be continued."""
+    shapes = [(name, tuple(p.shape)) for name, p in parameters]  # in order: the state refers to parameters by index
     return {
         "unit": unit,
         "metric": metric,
@@ -23,12 +23,12 @@ def identity(unit: str, metric: str, parameters: Iterable[tuple[str, Tensor]]) -
     }
 
 
-def check_state(state: Any, here: Mapping[str, str]) -> None:
-    """Refuse a state that does not fit this probe; its averages are for the tracker to judge.
+def check_state(state: Any, own: Mapping[str, str]) -> None:
+    """Refuse a state that does not fit this probe. The tracker checks the averages in it.
 
     Args:
-        state: what `state_dict` returned, perhaps.
-        here: this probe's `identity`.
+        state: an object that should be the result of `state_dict`.
+        own: this probe's `identity`.
 
     Raises:
         ValueError: when it is of another version, unit, metric or of other parameters, has unknown or missing keys, or
@@ -36,12 +36,17 @@ def check_state(state: Any, here: Mapping[str, str]) -> None:
     """
     if not isinstance(state, Mapping) or state.get("version") != VERSION:
         got = state.get("version") if isinstance(state, Mapping) else state
-        raise ValueError(f"probe state has version {got!r:.60}, this sonde reads version {VERSION}")
+        raise ValueError(
+            f"probe state has version {got!r:.60}, but this sonde reads version {VERSION}: start without the state"
+        )
     check_keys("noise-scale probe state", state, {"version", "what", "averages", "run"})
-    check_keys("noise-scale probe state", state["what"], set(here))
-    for name, value in here.items():
+    check_keys("noise-scale probe state", state["what"], set(own))
+    for name, value in own.items():
         if state["what"][name] != value:
-            raise ValueError(f"the state is of other {name} ({state['what'][name]!r:.60}), this probe has {value!r}")
+            raise ValueError(
+                f"the state was saved with {name} {state['what'][name]!r:.60}, but this probe has {name} {value!r}: "
+                "load the state into a probe of the same unit, metric and parameters"
+            )
     run = state["run"]
     check_keys("run of the probe state", run, {"window", "units_seen"})
     check_count("run of the probe state", run, "window")

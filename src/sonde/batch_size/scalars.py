@@ -14,7 +14,7 @@ class Scalars:
     """Collects scalars by name until their window ends. A scalar that is given several times is averaged.
 
     Args:
-        log: of the run; its probes' metrics are no names for scalars.
+        log: of the run; a scalar must not have the name of a metric that its probes write.
     """
 
     def __init__(self, log: RunLog) -> None:
@@ -45,6 +45,6 @@ class Scalars:
         self._given.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, float | Tensor]:
-        """The mean of each scalar since the last call; then they are forgotten."""
+        """The mean of each scalar since the last call. The scalars are then forgotten."""
         given, self._given = self._given, {}
         return {name: sum(values) / len(values) for name, values in given.items()}

@@ -1,4 +1,4 @@
-"""What attaching takes, checks, decides and prints."""
+"""The options of a noise-scale probe, their checks, and the messages that attach prints."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class NoiseScaleOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.unit, str) or not self.unit.strip():
             raise ValueError(
-                f"unit must name the independent sample, got {self.unit!r}: 'sequences', 'images', 'prompts'"
+                f"unit must name the independent sample, got {self.unit!r}: use 'sequences', 'images' or 'prompts'"
             )
         units = self.units_per_piece
         if units is not None and not (_is_number(units) and 0 < units < math.inf):
-            raise ValueError(f"units_per_piece must be positive and finite, got {units!r}")
+            raise ValueError(f"units_per_piece must be positive and finite, got {units!r}: count a micro-batch's units")
         if not (_is_number(self.horizon) and self.horizon > 1):
             raise ValueError(
                 f"horizon must be more than 1 window, got {self.horizon!r}: use 100, or math.inf to average all"
@@ -67,19 +67,19 @@ class NoiseScaleOptions:
 
 
 def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler: object, log: object) -> None:
-    """Refuse objects of the wrong kind before the model is looked at.
+    """Refuse objects of the wrong kind before the model is inspected.
 
     Raises:
-        ValueError: naming the argument, what it got and what it takes.
+        ValueError: with the argument, the object that was given and the kind that is needed.
     """
     if options.metric == "adam" and optimizer is None:
-        raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass it to attach")
+        raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass optimizer=")
     if optimizer is not None and not hasattr(unwrap_optimizer(optimizer), "register_step_pre_hook"):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     if grad_scaler is not None and not hasattr(grad_scaler, "is_enabled"):
         raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
     if not isinstance(log, RunLog):
-        raise ValueError(f"log must be a sonde.RunLog, got {log!r}: sonde.RunLog(sonde.JsonlSink('runs/my-run'))")
+        raise ValueError(f"log must be a sonde.RunLog, got {log!r}: use sonde.RunLog(sonde.JsonlSink('runs/my-run'))")
 
 
 def _is_number(value: object) -> TypeIs[float]:
@@ -94,7 +94,7 @@ def group_names(groups: object, parameters: Iterable[str]) -> list[str]:
         parameters: names.
 
     Raises:
-        ValueError: when `groups` is something else, or returns anything but names.
+        ValueError: when `groups` is of another kind, or returns anything but names.
     """
     if groups == "blocks":
         return [block_of(name) for name in parameters]
@@ -109,14 +109,14 @@ def group_names(groups: object, parameters: Iterable[str]) -> list[str]:
 
 
 def describe(setup: Mapping[str, Any], unit: str) -> str:
-    """The block that attach prints."""
+    """The message that attach prints."""
     groups = setup["groups"]
     shown = ", ".join(groups[:4]) + (f", … {groups[-1]}" if len(groups) > 5 else "".join(f", {g}" for g in groups[4:]))
     hook = f", communication hook {setup['comm_hook']}" if setup["comm_hook"] else ""
     rows = {
         "model": f"{setup['wrapper']}, {setup['parameters']:,} trainable parameters on {setup['device']}{hook}",
-        "ranks": f"{setup['ranks']} data-parallel",
-        "pieces": f"read by {setup['tap']}; their number is printed after the first window",
+        "ranks": f"{setup['ranks']} data-parallel {'rank' if setup['ranks'] == 1 else 'ranks'}",
+        "pieces": f"read by {setup['tap']}; the first window shows how many there are",
         "unit": unit,
         "groups": f"{len(groups)}: {shown}",
     }
@@ -124,6 +124,6 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
 
 
 def describe_window(n_pieces: int, n_units: float, n_ranks: int, unit: str) -> str:
-    """The line that is printed after the first window."""
+    """The message that the first window prints."""
     each = f" ({n_ranks} ranks × {n_pieces / n_ranks:g})" if n_ranks > 1 else ""
     return f"{n_pieces} pieces per window{each}, {n_units:g} {unit} in all"

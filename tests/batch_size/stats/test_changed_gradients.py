@@ -20,79 +20,79 @@ def reading(*, changed: set[int] = set(), sound: set[int] = set(), absent: set[i
 SOUND = reading(sound={0, 1})
 
 
-def take(tampering: ChangedGradients, *readings: ScaleReading, times: int = 1) -> None:
+def take(changed: ChangedGradients, *readings: ScaleReading, times: int = 1) -> None:
     for _ in range(times):
         for r in readings:
-            tampering.update(r, why_changed=WHY if r.changed else None, averaged=not r.changed)
+            changed.update(r, why_changed=WHY if r.changed else None, averaged=not r.changed)
 
 
 def test_sound_windows_raise_no_doubt() -> None:
-    tampering = ChangedGradients(1.0)
-    take(tampering, SOUND, times=50)
-    assert tampering.doubt() is None
+    changed = ChangedGradients(1.0)
+    take(changed, SOUND, times=50)
+    assert changed.doubt() is None
 
 
-def test_an_accident_is_over_when_what_is_always_compared_is_sound_again() -> None:
+def test_an_accident_is_over_when_the_fixed_parameters_are_sound_again() -> None:
     """Parameter 7 was compared in the same window, and will not be again for long."""
-    tampering = ChangedGradients(0.99)
-    take(tampering, SOUND, times=50)
-    take(tampering, reading(changed={0, 1, 7}))
-    assert WHY in str(tampering.doubt())
-    take(tampering, SOUND)
-    assert tampering.doubt() is None
+    changed = ChangedGradients(0.99)
+    take(changed, SOUND, times=50)
+    take(changed, reading(changed={0, 1, 7}))
+    assert WHY in str(changed.doubt())
+    take(changed, SOUND)
+    assert changed.doubt() is None
 
 
-def test_what_was_changed_alone_is_in_doubt_until_it_is_seen_sound() -> None:
-    tampering = ChangedGradients(1.0)
-    take(tampering, SOUND, times=100)
-    take(tampering, reading(changed={7}, sound={0, 1}))
-    take(tampering, SOUND, times=40)
-    assert "has not been seen sound since" in str(tampering.doubt())
-    take(tampering, reading(sound={0, 1, 7}))
-    assert tampering.doubt() is None
+def test_a_parameter_that_was_changed_alone_is_in_doubt_until_it_is_sound() -> None:
+    changed = ChangedGradients(1.0)
+    take(changed, SOUND, times=100)
+    take(changed, reading(changed={7}, sound={0, 1}))
+    take(changed, SOUND, times=40)
+    assert "has not been seen sound since" in str(changed.doubt())
+    take(changed, reading(sound={0, 1, 7}))
+    assert changed.doubt() is None
 
 
-def test_what_was_changed_again_and_again_taints_the_windows_between() -> None:
-    tampering = ChangedGradients(1.0)
-    take(tampering, SOUND, times=10)
-    take(tampering, reading(changed={7}, sound={0, 1}), *[SOUND] * 9, times=3)
-    take(tampering, reading(sound={0, 1, 7}))
-    assert "30 of the last windows were changed" in str(tampering.doubt())
+def test_repeated_changes_taint_the_windows_between() -> None:
+    changed = ChangedGradients(1.0)
+    take(changed, SOUND, times=10)
+    take(changed, reading(changed={7}, sound={0, 1}), *[SOUND] * 9, times=3)
+    take(changed, reading(sound={0, 1, 7}))
+    assert "30 of the last windows were changed" in str(changed.doubt())
 
 
-def test_a_window_whose_pieces_are_of_no_use_acquits_nobody() -> None:
-    tampering = ChangedGradients(1.0)
-    take(tampering, SOUND, times=100)
-    take(tampering, reading(changed={7}, sound={0, 1}))
-    tampering.update(reading(sound={0, 1, 7}), why_changed=None, averaged=False)
-    assert tampering.doubt() is not None
+def test_a_window_with_unusable_pieces_clears_no_parameter() -> None:
+    changed = ChangedGradients(1.0)
+    take(changed, SOUND, times=100)
+    take(changed, reading(changed={7}, sound={0, 1}))
+    changed.update(reading(sound={0, 1, 7}), why_changed=None, averaged=False)
+    assert changed.doubt() is not None
 
 
-def test_a_parameter_without_a_gradient_is_not_sound_but_in_the_end_of_no_account() -> None:
-    tampering = ChangedGradients(1.0)
-    take(tampering, SOUND, times=100)
-    take(tampering, reading(changed={7}, sound={0, 1}))
-    take(tampering, reading(sound={0, 1}, absent={7}), times=2)
-    assert tampering.doubt() is not None
-    take(tampering, reading(sound={0, 1}, absent={7}))
-    assert tampering.doubt() is None
+def test_a_parameter_without_gradients_is_cleared_after_three_checks() -> None:
+    changed = ChangedGradients(1.0)
+    take(changed, SOUND, times=100)
+    take(changed, reading(changed={7}, sound={0, 1}))
+    take(changed, reading(sound={0, 1}, absent={7}), times=2)
+    assert changed.doubt() is not None
+    take(changed, reading(sound={0, 1}, absent={7}))
+    assert changed.doubt() is None
 
 
-def test_the_first_window_makes_no_suspects() -> None:
+def test_the_first_window_leaves_no_parameter_in_doubt() -> None:
     """Gradients may have been there when the probe was attached."""
-    tampering = ChangedGradients(1.0)
-    take(tampering, reading(changed={7}, sound={0, 1}))
-    assert tampering.doubt() is None
+    changed = ChangedGradients(1.0)
+    take(changed, reading(changed={7}, sound={0, 1}))
+    assert changed.doubt() is None
 
 
 def test_the_state_round_trips() -> None:
-    tampering, again = ChangedGradients(0.9), ChangedGradients(0.9)
-    take(tampering, SOUND, reading(changed={7}, sound={0, 1}), reading(absent={7}, sound={0}))
-    again.load_state_dict(json.loads(json.dumps(tampering.state_dict())))
-    assert again.doubt() == tampering.doubt() is not None
-    for one in (tampering, again):
-        take(one, reading(sound={7}))
-        assert one.doubt() is None
+    changed, again = ChangedGradients(0.9), ChangedGradients(0.9)
+    take(changed, SOUND, reading(changed={7}, sound={0, 1}), reading(absent={7}, sound={0}))
+    again.load_state_dict(json.loads(json.dumps(changed.state_dict())))
+    assert again.doubt() == changed.doubt() is not None
+    for each in (changed, again):
+        take(each, reading(sound={7}))
+        assert each.doubt() is None
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_the_state_round_trips() -> None:
     ids=str,
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(change: dict[str, Any], match: str) -> None:
-    tampering = ChangedGradients(0.9)
-    take(tampering, SOUND)
-    before = tampering.state_dict()
+    changed = ChangedGradients(0.9)
+    take(changed, SOUND)
+    before = changed.state_dict()
     with pytest.raises(ValueError, match=match):
-        tampering.load_state_dict(before | change)
-    assert tampering.state_dict() == before
+        changed.load_state_dict(before | change)
+    assert changed.state_dict() == before

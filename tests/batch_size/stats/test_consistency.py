@@ -20,7 +20,7 @@ def resolved(low: float, high: float) -> RatioInterval:
     [
         ({"pieces_differ": False}, "all pieces have the same gradient"),
         ({"consistency": math.inf}, "infinitely less"),
-        ({"consistency": 8.0, "interval": resolved(4.0, 20.0)}, "8× less between ranks than within them"),
+        ({"consistency": 8.0, "interval": resolved(4.0, 20.0)}, "8× less between ranks than within ranks"),
         ({"consistency": 0.1, "interval": resolved(0.05, 0.2)}, "10× more between ranks"),
     ],
     ids=str,

@@ -35,22 +35,22 @@ def test_verdict_needs_the_whole_interval_beyond_the_proxy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "low", "high", "said"),
+    ("batch", "low", "high", "headline"),
     [
         (200, 330.0, 520.0, "200 images is about right or too small: the noise scale is 410 images [330 – 520]"),
         (900, 330.0, 520.0, "900 images is about right or too large"),
-        (400, 20.0, 6000.0, "400 images may be small, right or large"),
-        (32, 1.0, 400.0, "32 images may be small, right or large"),
+        (400, 20.0, 6000.0, "400 images may be too small, about right or too large"),
+        (32, 1.0, 400.0, "32 images may be too small, about right or too large"),
     ],
 )
-def test_an_interval_across_the_line_decides_nothing(batch: float, low: float, high: float, said: str) -> None:
+def test_an_interval_across_the_line_decides_nothing(batch: float, low: float, high: float, headline: str) -> None:
     got = verdict(batch, b_simple=410.0, low=low, high=high)
     assert got.kind == "unknown"
-    assert said in got.headline
-    assert "More windows narrow it" in got.detail
+    assert headline in got.headline
+    assert "More windows narrow the interval" in got.detail
 
 
-def test_verdict_says_its_numbers() -> None:
+def test_a_verdict_names_its_numbers() -> None:
     small = verdict(128, b_simple=410.0, low=330.0, high=520.0)
     assert "128 images" in small.headline
     assert "410 images [330 – 520]" in small.headline

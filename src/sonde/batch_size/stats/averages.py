@@ -14,7 +14,7 @@ from sonde.batch_size.stats.window_row import Drop
 from sonde.stats.state import check_count, check_keys, check_number
 
 _SAME = 1e-9
-"""Noise over signal below which pieces hold the same data: kernels that add in no fixed order leave 1e-12."""
+"""Ratio of noise to signal below which pieces hold the same data. Kernels without a fixed order of sums leave 1e-12."""
 
 
 class NoiseScaleAverages:
@@ -41,7 +41,7 @@ class NoiseScaleAverages:
         self._squares = self._differences = 0.0
 
     def see_units(self, n_units: float) -> None:
-        """Average the units of a window, whether it is then used or not."""
+        """Average the units of a window, whether the window is used or dropped."""
         decay = self.total.decay
         self._units = decay * self._units + n_units
         self._units_weight = decay * self._units_weight + 1.0
@@ -114,22 +114,22 @@ class NoiseScaleAverages:
         vars(self).update(vars(loaded))  # all or nothing
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        what = "noise-scale probe state"
+        label = "noise-scale probe state"
         if isinstance(state, Mapping):
             state = {"u": None, **state}  # a state that was saved before u was kept has none
         numbers = ("units", "units_weight", "squares")
         last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
         running = {"groups", "total", "consistency", "tampering"}
-        check_keys(what, state, {*running, *numbers, *last, "differences", "dropped"})
+        check_keys(label, state, {*running, *numbers, *last, "differences", "dropped"})
         check_keys("parameter groups of the state", state["groups"], set(self.per_group))
         for name in numbers:
-            check_number(what, state, name, low=0)
+            check_number(label, state, name, low=0)
         for name in ("differences", *(name for name in last if state[name] is not None)):
-            check_number(what, state, name)
+            check_number(label, state, name)
         if not isinstance(dropped := state["dropped"], Mapping):
-            raise ValueError(f"{what}: 'dropped' must map reasons to counts, got {dropped!r:.60}: is it damaged?")
+            raise ValueError(f"{label}: 'dropped' must map reasons to counts, got {dropped!r:.60}: is it damaged?")
         for reason in dropped:
-            check_count(f"{what}, dropped", dropped, reason)
+            check_count(f"{label}, dropped", dropped, reason)
         self.total.load_state_dict(state["total"])
         self.within_between.load_state_dict(state["consistency"])
         for name, group in self.per_group.items():

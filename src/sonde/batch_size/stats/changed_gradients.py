@@ -115,21 +115,21 @@ class ChangedGradients:
             ValueError: when keys are unknown or missing, or a value cannot be what its name says; nothing is changed
                 then.
         """
-        what = "state of changed gradients"
-        check_keys(what, state, {"weight", "changed", "why", "suspects"})
+        label = "state of changed gradients"
+        check_keys(label, state, {"weight", "changed", "why", "suspects"})
         for name in ("weight", "changed"):
-            check_number(what, state, name, low=0)
+            check_number(label, state, name, low=0)
         if not isinstance(state["why"], str):
-            raise ValueError(f"{what}: 'why' must be text, got {state['why']!r:.60}: is it damaged?")
+            raise ValueError(f"{label}: 'why' must be text, got {state['why']!r:.60}: is it damaged?")
         pending: dict[int, _Pending] = {}
         if not isinstance(state["suspects"], Mapping):
-            raise ValueError(f"{what}: 'suspects' must map parameters to counts, got {state['suspects']!r:.60}")
+            raise ValueError(f"{label}: 'suspects' must map parameters to counts, got {state['suspects']!r:.60}")
         for index, counts in state["suspects"].items():
             if not str(index).isdigit():
-                raise ValueError(f"{what}: a suspect must be a parameter's index, got {index!r:.60}: is it damaged?")
-            check_keys(f"{what}, suspect {index}", counts, {"times", "since", "absences"})
+                raise ValueError(f"{label}: a suspect must be a parameter's index, got {index!r:.60}: is it damaged?")
+            check_keys(f"{label}, suspect {index}", counts, {"times", "since", "absences"})
             for name in counts:
-                check_count(f"{what}, suspect {index}", counts, name)
+                check_count(f"{label}, suspect {index}", counts, name)
             pending[int(index)] = _Pending(**counts)
         self._weight, self._changed, self._why = float(state["weight"]), float(state["changed"]), state["why"]
         self._pending = pending

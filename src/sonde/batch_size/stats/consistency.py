@@ -13,7 +13,7 @@ _FACTOR = 3.0
 
 
 def same_data(windows: int, *, pieces_differ: bool, consistency: float | None, interval: RatioInterval) -> str | None:
-    """What is wrong with the data, from averages over windows.
+    """Whether pieces hold the same data, judged from averages over windows.
 
     The same data on all ranks give an infinite consistency. The same data in all micro-batches of a rank give 0.
 
@@ -21,7 +21,7 @@ def same_data(windows: int, *, pieces_differ: bool, consistency: float | None, i
         windows: windows averaged.
         pieces_differ: whether the pieces of a window differ by more than rounding.
         consistency: tr Σ within ranks over tr Σ between ranks; None where it cannot be measured.
-        interval: of the consistency, by the scatter of the windows, since one window with a loss spike may dominate it.
+        interval: of the consistency, from the scatter of the windows: one window with a loss spike may dominate it.
 
     Returns:
         The likely cause and what to check; None when nothing looks wrong.
@@ -38,12 +38,12 @@ def same_data(windows: int, *, pieces_differ: bool, consistency: float | None, i
     if math.isinf(consistency) or (interval.low is not None and interval.low > _FACTOR):
         times = "infinitely less" if math.isinf(consistency) else f"{consistency:.3g}× less"
         return (
-            f"gradients differ {times} between ranks than within them: do all ranks get the same data? "
+            f"gradients differ {times} between ranks than within ranks: do all ranks get the same data? "
             "Check that the sampler knows the rank"
         )
     if interval.high is not None and interval.high < 1 / _FACTOR:
         return (
-            f"gradients differ {1 / max(consistency, 1e-12):.3g}× more between ranks than within them: do several "
+            f"gradients differ {1 / max(consistency, 1e-12):.3g}× more between ranks than within ranks: do several "
             "micro-batches of a rank get the same data, or do ranks see different kinds of data?"
         )
     return None

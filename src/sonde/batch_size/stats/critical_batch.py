@@ -10,12 +10,14 @@ from sonde.stats.intervals import Status
 from sonde.wording import number
 
 PROXY_FACTOR = 2.0
-"""How far the noise scale of a tuned run may sit from the batch size at which returns really diminish.
+"""Factor by which the noise scale of a tuned run may differ from the batch size at which returns really diminish.
 
 Measured on a small classifier with 12 learning rates per batch size: B_simple averaged along the best run was within a
 factor of about 2 of the critical batch that the runs themselves showed. Larger gaps are known (Merrill et al. 2025,
 arXiv:2505.23971), so a verdict calls B_simple a proxy and claims nothing finer than this.
 """
+
+_PROXY = "B_simple is a proxy for the critical batch size, good to a factor of about 2, and it changes during training."
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def steps_and_examples(batch: float, critical_batch: float) -> Tradeoff:
         Tradeoff(steps=4.0, examples=1.3333333333333333)
     """
     if not (0 < batch < math.inf and 0 < critical_batch < math.inf):
-        raise ValueError(f"batch sizes must be positive and finite, got {batch} and critical {critical_batch}")
+        raise ValueError(f"batch and critical_batch must be positive and finite, got {batch} and {critical_batch}")
     return Tradeoff(steps=1 + critical_batch / batch, examples=1 + batch / critical_batch)
 
 
@@ -61,9 +63,9 @@ class Verdict:
     """A judgement of the batch size.
 
     Attributes:
-        kind: "too_small", "about_right", "too_large", or "unknown" where the data do not say.
+        kind: "too_small", "about_right", "too_large", or "unknown" where the data do not decide.
         headline: one sentence.
-        detail: what follows from it, with numbers, and what it rests on.
+        detail: the consequences, with numbers, and the assumption behind them.
     """
 
     kind: Literal["too_small", "about_right", "too_large", "unknown"]
@@ -93,9 +95,9 @@ def judge_batch(
         reason: why it is not resolved.
 
     Returns:
-        A `Verdict`. Each is said only when the whole interval says it: "too_small" and "too_large" when it lies more
-        than `PROXY_FACTOR` from the batch size, since B_simple is a proxy no better than that, and "about_right" when
-        it lies nearer.
+        A `Verdict`. It is "too_small" or "too_large" only when the whole interval lies further from the batch size than
+        a factor of `PROXY_FACTOR`, since B_simple is no better a proxy. It is "about_right" only when the whole
+        interval lies nearer.
     """
     size = f"{number(batch, 4)} {unit}"
     if status == "unresolved" or low is None or high is None:
@@ -119,48 +121,46 @@ def judge_batch(
         return Verdict(
             "unknown",
             f"No verdict on the batch of {size}: no gradient noise was seen.",
-            "All pieces had the same gradient: are they the same data?",
+            "All pieces had the same gradient: check that they hold different data.",
         )
     cost = steps_and_examples(batch, b_simple)
     known = f"{number(b_simple)} {unit} [{number(low)} – {number(high)}]"
-    here = (
-        f"at this batch training takes about {number(cost.steps, 2)}× the fewest steps "
-        f"and {number(cost.examples, 2)}× the fewest {unit}"
+    cost_now = (
+        f"Training at this batch size takes about {number(cost.steps, 2)}× the fewest possible steps "
+        f"and {number(cost.examples, 2)}× the fewest possible {unit}."
     )
     if low > PROXY_FACTOR * batch:
         return Verdict(
             "too_small",
             f"The batch of {size} is small: the noise scale is {known}.",
-            f"Now {here}. A batch near {number(b_simple, 2)} {unit} would need "
+            f"{cost_now} A batch near {number(b_simple, 2)} {unit} would need "
             f"{2 / cost.steps:.0%} of the steps and {number(2 / cost.examples, 2)}× the {unit}. {_PROXY}",
         )
     if high < batch / PROXY_FACTOR:
         return Verdict(
             "too_large",
             f"The batch of {size} is large: the noise scale is {known}.",
-            f"Now {here}. A batch near {number(b_simple, 2)} {unit} would need {2 / cost.examples:.0%} of the {unit} "
+            f"{cost_now} A batch near {number(b_simple, 2)} {unit} would need {2 / cost.examples:.0%} of the {unit} "
             f"and {number(2 / cost.steps, 2)}× the steps. {_PROXY}",
         )
     may_be_small, may_be_large = high > PROXY_FACTOR * batch, low < batch / PROXY_FACTOR
     if may_be_small or may_be_large:
-        may_be = "small" if not may_be_large else "large" if not may_be_small else "small, right or large"
-        what = f"may be {may_be}" if may_be_small and may_be_large else f"is about right or too {may_be}"
+        if may_be_small and may_be_large:
+            possible = "may be too small, about right or too large"
+        else:
+            possible = f"is about right or too {'small' if may_be_small else 'large'}"
         return Verdict(
             "unknown",
-            f"The batch of {size} {what}: the noise scale is {known}.",
-            f"About right is between {number(batch / PROXY_FACTOR)} and {number(batch * PROXY_FACTOR)} {unit}, and the "
-            f"interval reaches beyond that. More windows narrow it. {_PROXY}",
+            f"The batch of {size} {possible}: the noise scale is {known}.",
+            f"This batch is about right for a noise scale between {number(batch / PROXY_FACTOR)} and "
+            f"{number(batch * PROXY_FACTOR)} {unit}, but the interval reaches beyond that range. "
+            f"More windows narrow the interval. {_PROXY}",
         )
     return Verdict(
         "about_right",
         f"The batch of {size} is about right: the noise scale is {known}.",
-        f"{here[0].upper()}{here[1:]}; a larger batch saves fewer and fewer steps, a smaller one few {unit}. {_PROXY}",
+        f"{cost_now} A larger batch saves fewer and fewer steps, and a smaller batch saves few {unit}. {_PROXY}",
     )
-
-
-_PROXY = (
-    "B_simple is a proxy for the critical batch size, good to a factor of about 2, and it moves as training goes on."
-)
 
 
 def _sentence(reason: str) -> str:

@@ -1,4 +1,4 @@
-"""What is known of the noise scale, for people and programs, and what looks wrong in it."""
+"""A reading of the noise scale, for people and programs, and alerts about what looks wrong in it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sonde.stats.intervals import Status
 from sonde.wording import number
 
 _UNRESOLVED_AFTER = 50
+"""Windows after which an unresolved reading is an alert."""
 
 
 @dataclass(frozen=True)
@@ -26,26 +27,26 @@ class GroupReading:
 
 @dataclass(frozen=True)
 class NoiseScaleReading:
-    """What is known of the gradient noise scale. Squares are in units of the rank-averaged gradient before clipping.
+    """A reading of the gradient noise scale. Squares are in units of the rank-averaged gradient before clipping.
 
     Attributes:
         b_simple: B_simple = tr Σ/|G|² in units; None unless resolved.
-        low: lower end of its interval; None when unresolved.
+        low: lower end of the interval of B_simple; None when unresolved.
         high: upper end; infinite when only a lower bound is known, None when unresolved.
         status: "resolved", "lower_bound" (B_simple > low) or "unresolved".
-        reason: why it is not resolved; empty when it is.
+        reason: why B_simple is not resolved; empty when it is resolved.
         grad_sq: running |G|², which may be negative; None before the first window.
         trace_cov: running tr Σ per unit; None before the first window.
-        units_per_window: units in a window, averaged as the rest: the batch size; None before the first window.
-        effective_units: their effective number (Kish) in the last window.
+        units_per_window: the batch size: average units in a window; None before the first window.
+        effective_units: effective number of units (Kish) in the last window.
         u: Σ a_k/n_k of the last window, the mean of 1/n_k over its pieces; other systems report tr Σ·u/|G|².
         windows: windows averaged.
         dropped: windows left out, by reason.
-        windows_needed: windows still needed for ± 20 %; None when it cannot be said.
+        windows_needed: windows still needed for ± 20 %; None when their number cannot be estimated.
         consistency: tr Σ within ranks over tr Σ between ranks, about 1 when data are sound; None when there is no
             second rank or no second micro-batch to compare.
-        doubts: reasons not to trust the numbers, a message by name; empty when there is none. A reading in doubt is
-            unresolved and gives no number.
+        doubts: reasons not to trust the numbers: messages by name; usually empty. A reading with doubts is unresolved
+            and gives no numbers.
         scale: κ of the last sound window, the optimizer's gradient over the sum of the pieces' gradients.
         scale_residual: the part of the last window's gradient that κ does not explain.
         unit: plural name of the unit.
@@ -73,7 +74,7 @@ class NoiseScaleReading:
     groups: Mapping[str, GroupReading] = field(repr=False)
 
     def metrics(self) -> dict[str, float | None]:
-        """By metric name; None where unknown or unbounded."""
+        """The numbers by metric name; None where a number is unknown or unbounded."""
         numbers = {
             "gns/b_simple": self.b_simple,
             "gns/b_simple_low": self.low,
@@ -102,7 +103,7 @@ class NoiseScaleReading:
 
 
 def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
-    """Judge a reading.
+    """Messages about what looks wrong in a reading.
 
     Args:
         reading: any reading.
@@ -115,7 +116,7 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
         needed = reading.windows_needed
         alerts["unresolved"] = (
             f"|G|² cannot yet be distinguished from 0 after {reading.windows} windows, so the noise scale has no upper "
-            + ("end: " + (f"about {needed} more windows" if needed else "a longer horizon"))
-            + " or more pieces in a window would resolve it"
+            f"bound: {f'measure about {needed} more windows' if needed else 'use a longer horizon'}, or more pieces in "
+            "each window"
         )
     return alerts

@@ -1,4 +1,4 @@
-"""A reading from averages: estimate, interval, and the reason where one of them is not known."""
+"""A reading made of averages: estimate, interval, and the reason where a number is not known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CERTAINTY = 0.99
 
 
 def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> NoiseScaleReading:
-    """The present state of knowledge.
+    """Make a reading of the averages.
 
     Args:
         averages: of all windows so far.
@@ -48,7 +48,7 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> Noise
 
 
 def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
-    """Why the averages are not to be trusted, however narrow their interval: a message by name."""
+    """Reasons not to trust the averages, however narrow their interval: messages by name."""
     doubts = {}
     if (changed := averages.changed.doubt()) is not None:
         doubts["changed"] = changed
@@ -62,6 +62,7 @@ def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
 
 
 def _reason(averages: NoiseScaleAverages, interval: RatioInterval) -> str:
+    """Why B_simple is not resolved; empty when it is resolved."""
     dropped = averages.dropped
     if interval.status == "resolved":
         return ""
@@ -89,7 +90,7 @@ def _group(running: RunningNoiseScale, doubted: RatioInterval | None, level: flo
 
 
 def _ratio(running: RunningNoiseScale, interval: RatioInterval) -> float | None:
-    """tr Σ/|G|², only where the interval says that it is known."""
+    """tr Σ/|G|², only where the interval is two-sided."""
     if interval.status != "resolved" or running.trace_cov is None or not running.grad_sq:
         return None
     return running.trace_cov / running.grad_sq

@@ -1,4 +1,4 @@
-"""From the sums of each window to averages: which windows are used, and why the others are left out."""
+"""Decides which windows enter the averages, and why the others are left out."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class NoiseScaleTracker:
         """Take one window.
 
         Returns:
-            Why it was dropped; None when it was averaged.
+            Why the window was dropped; None when it was averaged.
         """
         self.norm = None
-        # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank; each addition may round, in 16
-        # bits too.
+        # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
+        # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
         scale = read_scale(
             row.witness_final,
@@ -76,7 +76,7 @@ class NoiseScaleTracker:
         return None
 
     def reading(self) -> NoiseScaleReading:
-        """The present state of knowledge."""
+        """The present reading."""
         return summarise(self._averages, unit=self.unit, level=self.level)
 
     @property
