@@ -164,5 +164,5 @@ def test_the_older_spelling_of_attach_warns_and_logs_the_same() -> None:
         sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(), run="r")
     with pytest.raises(TypeError, match=r"attach\(\) has no argument 'horizn': did you mean 'horizon'\?"):
         sonde.attach(nn.Linear(3, 1), unit="rows", horizn=3)
-    with pytest.warns(DeprecationWarning, match=r"write NoiseScaleProbe\(…, NoiseScaleOptions\(unit='rows'\)\)"):
+    with pytest.warns(DeprecationWarning, match=r"write NoiseScaleProbe\(…, sonde\.NoiseScaleOptions\(unit='rows'\)\)"):
         sonde.NoiseScaleProbe(nn.Linear(3, 1), unit="rows", verbose=False).close()

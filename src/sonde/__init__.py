@@ -21,8 +21,8 @@ from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.policy_entropy import PolicyEntropy
-from sonde.probe import Partners, Probe, ProbeConfig, RolloutProbe
-from sonde.records import Metric, ReportSection, RunLog, Sink
+from sonde.probe import Metric, Partners, Probe, ProbeConfig, ReportSection, RolloutProbe
+from sonde.records import RunLog, Sink
 from sonde.runs.reader import Run, read_run
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink

@@ -49,7 +49,7 @@ class ProbesConfig:
             **deprecated: `sinks` and `run`, which are arguments of `RunLog` now.
         """
         if deprecated:
-            log = log_of(log, deprecated := {"log_every": self.gns_probe.log_every, **deprecated})
+            log = log_of(log, deprecated, every=self.gns_probe.log_every)
             refuse_unknown("attach", deprecated, ["token_statistics", "sampler", "log"])
         partners = Partners(model, optimizer, log, token_statistics, sampler)
         configs: dict[str, ProbeConfig] = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -29,7 +29,7 @@ def with_deprecated(call: str, options: T | None, kind: type[T], given: Mapping[
     refuse_unknown(call, [name for name in given if name not in known], known)
     if given:
         words = ", ".join(f"{name}={value!r:.60}" for name, value in given.items())
-        warn_deprecated(f"{call}(…, {words})", f"{call}(…, {kind.__name__}({words}))")
+        warn_deprecated(f"{call}(…, {words})", f"{call}(…, sonde.{kind.__name__}({words}))")
     return replace(kind() if options is None else options, **given)  # type: ignore[type-var]
 
 

@@ -1,4 +1,4 @@
-"""What probes have in common, so that a training loop can call those it has without knowing which they are."""
+"""What probes have in common: the two protocols, what a probe declares, and what its configuration needs."""
 
 from __future__ import annotations
 
@@ -72,3 +72,26 @@ class ProbeConfig(Protocol):
 
     def attach(self, partners: Partners) -> Probe | RolloutProbe:
         """Make the probe."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric's unit and meaning, for axes and legends. `{unit}` stands for the name of the probe's unit."""
+
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """A section of the report that draws metrics of a probe as curves.
+
+    Attributes:
+        title: what is shown.
+        text: how to read it, in plain text.
+        metrics: names, in the order in which they are drawn.
+    """
+
+    title: str
+    text: str
+    metrics: tuple[str, ...]

@@ -21,14 +21,14 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from sonde.deprecation import warn_deprecated
-from sonde.probe import Probe, RolloutProbe
+from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
 from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
@@ -48,29 +48,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """No record follows."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric's unit and meaning, for axes and legends. `{unit}` stands for the name of the probe's unit."""
-
-    unit: str
-    meaning: str
-
-
-@dataclass(frozen=True)
-class ReportSection:
-    """A section of the report that draws metrics of a probe as curves.
-
-    Attributes:
-        title: what is shown.
-        text: how to read it, in plain text.
-        metrics: names, in the order in which they are drawn.
-    """
-
-    title: str
-    text: str
-    metrics: tuple[str, ...]
 
 
 class RunLog:
@@ -234,23 +211,24 @@ def json_number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def log_of(log: RunLog | None, deprecated: dict[str, Any]) -> RunLog:
+def log_of(log: RunLog | None, deprecated: dict[str, Any], *, every: int = 10) -> RunLog:
     """The log that a probe is given, which may also be given as its older spelling did.
 
     Args:
         log: as the call gives it now; None for a log without sinks.
         deprecated: keywords that the call does not list; those of the older spelling are taken out.
+        every: windows between readings, if neither spelling says.
 
     Raises:
         TypeError: for both at once.
     """
     old = {name: deprecated.pop(name) for name in ("sinks", "run", "metadata", "log_every") if name in deprecated}
     if not old:
-        return RunLog() if log is None else log
+        return RunLog(every=every) if log is None else log
     if log is not None:
         raise TypeError(f"log= has its own {next(iter(old)).removeprefix('log_')}: give it to sonde.RunLog")
     words = ", ".join(f"{name.removeprefix('log_')}=…" for name in old)
     warn_deprecated(", ".join(f"{name}=…" for name in old), f"log=sonde.RunLog({words})")
     return RunLog(
-        old.get("sinks", ()), run=old.get("run", ""), metadata=old.get("metadata"), every=old.get("log_every", 10)
+        old.get("sinks", ()), run=old.get("run", ""), metadata=old.get("metadata"), every=old.get("log_every", every)
     )

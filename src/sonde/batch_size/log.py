@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from sonde.batch_size.stats.reading import GroupReading, find_alerts
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.records import Metric, RunLog, json_number, logger
+from sonde.probe import Metric
+from sonde.records import RunLog, json_number, logger
 
 METRICS: dict[str, Metric] = {
     "gns/b_simple": Metric("{unit}", "gradient noise scale tr Σ/|G|²"),

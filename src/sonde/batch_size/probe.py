@@ -14,13 +14,14 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.log import CLIP_FRACTION, NORM, MeasuredWindow, NoiseScaleLog
+from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.readback import Readback
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
@@ -30,7 +31,7 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
-from sonde.batch_size.taps.metric import AdamMetric, Euclidean, Metric
+from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
@@ -39,6 +40,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.deprecation import with_deprecated
 from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_measured_
 from sonde.parallel.wrappers import Inventory, clean_name, find_wrapper, unwrap_optimizer
+from sonde.probe import Metric
 from sonde.records import RunLog, log_of
 
 _WINDOWS_HELD = 100
@@ -71,6 +73,8 @@ class NoiseScaleProbe:
         McCandlish et al. 2018, arXiv:1812.06162.
     """
 
+    METRICS: ClassVar[Mapping[str, Metric]] = LOG_METRICS
+
     def __init__(
         self,
         model: nn.Module,
@@ -94,7 +98,7 @@ class NoiseScaleProbe:
         self._known = {id(p) for p in parameters}
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._options = options
-        self._metric: Metric = Euclidean()
+        self._metric: GradientMetric = Euclidean()
         if options.metric == "adam":
             assert optimizer is not None
             self._metric = AdamMetric(unwrap_optimizer(optimizer), parameters)

@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,7 @@ from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything, set_evaluation_mode
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, unknown
-from sonde.probe import Partners
-from sonde.records import Metric
+from sonde.probe import Metric, Partners
 
 Sampler = Callable[[nn.Module], Rollouts]
 """Samples responses of a model, to the same prompts in each call, with the global random numbers of torch, numpy or
@@ -39,25 +38,6 @@ _LARGEST_DEPARTURE = 0.01
 """Relative difference between the step that was taken and its forecast, above which they count as different steps."""
 _SCORES_NOT_FINITE = "the policy's scores are not finite"
 _STEP_NOT_FINITE = "the step is not finite"
-
-
-METRICS: dict[str, Metric] = {
-    "entropy/per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
-    "entropy/delta_forecast": Metric("nats", "forecast of the change of entropy by the step, to first order"),
-    "entropy/delta_se": Metric("nats", "standard error of the forecast"),
-    "entropy/delta_low": Metric("nats", "lower end of the forecast's 95 % interval"),
-    "entropy/delta_high": Metric("nats", "upper end of the forecast's 95 % interval"),
-    "entropy/delta_fixed_prefixes": Metric("nats a token", "true change on the same prefixes"),
-    "entropy/linear_over_true": Metric("ratio", "first order over truth on the same prefixes; about 1 for small steps"),
-    "entropy/delta_importance": Metric("nats", "true change by importance sampling"),
-    "entropy/ess_fraction": Metric("fraction", "effective sample size of importance sampling, over the responses"),
-    "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
-    "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),
-    "entropy/is_valid": Metric("0 or 1", "whether the step is small enough for a first-order forecast"),
-    "entropy/is_of_own_prompts": Metric("0 or 1", "whether evaluation prompts are those that the step learns from"),
-    "cost/entropy_seconds": Metric("seconds", "time of the forecast of the entropy change"),
-}
-"""Metrics of `EntropyChangeProbe`."""
 
 
 class AroundStep:
@@ -104,6 +84,23 @@ class EntropyChangeProbe:
     Reference:
         docs/entropy-change.md.
     """
+
+    METRICS: ClassVar[Mapping[str, Metric]] = {
+        "entropy/per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
+        "entropy/delta_forecast": Metric("nats", "forecast of the change of entropy by the step, to first order"),
+        "entropy/delta_se": Metric("nats", "standard error of the forecast"),
+        "entropy/delta_low": Metric("nats", "lower end of the forecast's 95 % interval"),
+        "entropy/delta_high": Metric("nats", "upper end of the forecast's 95 % interval"),
+        "entropy/delta_fixed_prefixes": Metric("nats a token", "true change on the same prefixes"),
+        "entropy/linear_over_true": Metric("ratio", "first order over truth on the same prefixes; about 1 if small"),
+        "entropy/delta_importance": Metric("nats", "true change by importance sampling"),
+        "entropy/ess_fraction": Metric("fraction", "effective sample size of importance sampling, over the responses"),
+        "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
+        "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),
+        "entropy/is_valid": Metric("0 or 1", "whether the step is small enough for a first-order forecast"),
+        "entropy/is_of_own_prompts": Metric("0 or 1", "whether evaluation prompts are those that the step learns from"),
+        "cost/entropy_seconds": Metric("seconds", "time of the forecast of the entropy change"),
+    }
 
     def __init__(
         self,

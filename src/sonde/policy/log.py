@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sonde.policy import entropy_change, policy_entropy, prompt_noise
+from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.policy_entropy import PolicyEntropyProbe
+from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.stats.attribution import Causes
 from sonde.policy.stats.coverage import LEVEL
 from sonde.policy.stats.entropy_forecast import EntropyForecast
@@ -14,7 +16,7 @@ from sonde.policy.stats.importance import Per
 from sonde.policy.stats.policy_alerts import find_policy_alerts
 from sonde.records import RunLog, Sink, json_number, log_of, logger
 
-METRICS = {**entropy_change.METRICS, **policy_entropy.METRICS, **prompt_noise.METRICS}
+METRICS = {**EntropyChangeProbe.METRICS, **PolicyEntropyProbe.METRICS, **PromptNoiseProbe.METRICS}
 
 _PROMPTS_AT_MOST = 64
 """Prompts in a record, those with the largest parts first."""

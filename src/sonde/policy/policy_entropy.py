@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -14,23 +15,7 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import PolicyEntropy, policy_entropy
-from sonde.probe import Partners
-from sonde.records import Metric
-
-METRICS: dict[str, Metric] = {
-    "entropy/token_weighted": Metric("nats a token", "entropy of the sampled responses, each token weighing the same"),
-    "entropy/sequence_weighted": Metric("nats a token", "entropy of the sampled responses, each weighing the same"),
-    "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),
-    "entropy/advantage_correlation": Metric("ratio", "correlation of a response's mean entropy with its advantage"),
-    "entropy/advantage_correlation_low": Metric("ratio", "lower end of that correlation's 95 % interval"),
-    "entropy/advantage_correlation_high": Metric("ratio", "upper end of that correlation's 95 % interval"),
-    "entropy/cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),
-    "length/mean": Metric("tokens", "mean length of a response"),
-    "length/sd": Metric("tokens", "standard deviation of the length over responses"),
-    "length/longest": Metric("tokens", "length of the longest response"),
-    "length/at_limit": Metric("fraction", "share of responses that are as long as the mask is wide"),
-}
-"""Metrics of `PolicyEntropyProbe`."""
+from sonde.probe import Metric, Partners
 
 
 class PolicyEntropyProbe:
@@ -47,6 +32,20 @@ class PolicyEntropyProbe:
     Raises:
         ValueError: for an argument outside its range.
     """
+
+    METRICS: ClassVar[Mapping[str, Metric]] = {
+        "entropy/token_weighted": Metric("nats a token", "entropy of sampled responses, each token weighing the same"),
+        "entropy/sequence_weighted": Metric("nats a token", "entropy of sampled responses, each weighing the same"),
+        "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),
+        "entropy/advantage_correlation": Metric("ratio", "correlation of a response's mean entropy with its advantage"),
+        "entropy/advantage_correlation_low": Metric("ratio", "lower end of that correlation's 95 % interval"),
+        "entropy/advantage_correlation_high": Metric("ratio", "upper end of that correlation's 95 % interval"),
+        "entropy/cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),
+        "length/mean": Metric("tokens", "mean length of a response"),
+        "length/sd": Metric("tokens", "standard deviation of the length over responses"),
+        "length/longest": Metric("tokens", "length of the longest response"),
+        "length/at_limit": Metric("fraction", "share of responses that are as long as the mask is wide"),
+    }
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,8 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
-from sonde.records import Metric
+from sonde.probe import Metric
 from sonde.stats.intervals import Status
-
-METRICS: dict[str, Metric] = {
-    "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts"),
-    "gns_prompts/b_simple_low": Metric("prompts", "lower end of the noise scale's 95 % interval"),
-    "gns_prompts/b_simple_high": Metric("prompts", "upper end of the noise scale's 95 % interval; null without one"),
-    "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
-    "gns_prompts/trace_cov": Metric("gradient² · prompts", "variance of one prompt's gradient, tr Σ"),
-    "gns_prompts/completions_share": Metric("fraction", "part of tr Σ that more completions a prompt would reduce"),
-    "gns_prompts/prompts_per_window": Metric("prompts", "prompts in a window"),
-}
-"""Metrics of `PromptNoiseProbe`."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +76,16 @@ class PromptNoiseProbe:
     Reference:
         docs/batch-size.md; McCandlish et al. 2018, arXiv:1812.06162, for the noise scale.
     """
+
+    METRICS: ClassVar[Mapping[str, Metric]] = {
+        "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts"),
+        "gns_prompts/b_simple_low": Metric("prompts", "lower end of the noise scale's 95 % interval"),
+        "gns_prompts/b_simple_high": Metric("prompts", "upper end of the noise scale's 95 % interval, if there is one"),
+        "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
+        "gns_prompts/trace_cov": Metric("gradient² · prompts", "variance of one prompt's gradient, tr Σ"),
+        "gns_prompts/completions_share": Metric("fraction", "part of tr Σ that more completions a prompt would reduce"),
+        "gns_prompts/prompts_per_window": Metric("prompts", "prompts in a window"),
+    }
 
     def __init__(
         self,

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sonde.batch_size.stats.reading import GroupReading
-from sonde.records import SCHEMA, ReportSection
+from sonde.probe import ReportSection
+from sonde.records import SCHEMA
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers, as_status, as_time
 from sonde.runs.policy_reading import PolicyReading, policy_reading
 from sonde.runs.sinks import RECORDS_NAME, begins_header, other_unit, parse_record

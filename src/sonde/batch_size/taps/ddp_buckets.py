@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
-from sonde.batch_size.taps.metric import Metric
+from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.witness import Witness
@@ -84,7 +84,7 @@ class DDPBucketTap:
         model: DistributedDataParallel,
         parameters: Sequence[Tensor],
         witness: Witness,
-        metric: Metric,
+        metric: GradientMetric,
         *,
         comm_hook: CommHook | None = None,
         comm_state: object = None,

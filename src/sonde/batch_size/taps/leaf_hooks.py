@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
-from sonde.batch_size.taps.metric import Metric
+from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.batch_size.taps.witness import Witness
@@ -48,7 +48,7 @@ class LeafHookTap:
         self,
         parameters: Sequence[Tensor],
         witness: Witness,
-        metric: Metric,
+        metric: GradientMetric,
         *,
         on_backward_end: Callable[[], None],
         n_collectives: Callable[[], int] = lambda: 0,

@@ -16,7 +16,7 @@ _CHUNK = 2**18
 """Elements weighted at a time, so that no temporary is of gradient size."""
 
 
-class Metric(Protocol):
+class GradientMetric(Protocol):
     """How gradients are measured."""
 
     name: str

@@ -17,7 +17,7 @@ class GradientSummary:
     """The part of one gradient that is kept.
 
     Attributes:
-        sq_norms: squared norm per parameter in some `Metric`, 0 for a parameter without gradient; [parameters].
+        sq_norms: squared norm per parameter in some `GradientMetric`, 0 for a parameter without gradient; [parameters].
         witness: the witness's elements, [witness.size].
         n_backwards: backwards that added up to this gradient.
     """

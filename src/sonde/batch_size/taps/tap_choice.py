@@ -10,7 +10,7 @@ from torch import Tensor
 from sonde.batch_size.stats.window_row import WindowRow
 from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap, comm_hook_name, is_tapped
 from sonde.batch_size.taps.leaf_hooks import LeafHookTap
-from sonde.batch_size.taps.metric import Metric
+from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.tap import GradientSummary, Problem, Tap
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.wrappers import Wrapper, n_collectives
@@ -43,7 +43,7 @@ class TapChoice:
         self,
         wrapper: Wrapper,
         witness: Witness,
-        metric: Metric,
+        metric: GradientMetric,
         *,
         name: TapName,
         comm_hook: CommHook | None,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.metric import Euclidean, Metric
+from sonde.batch_size.taps.metric import Euclidean, GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.tap_choice import TapChoice
@@ -37,7 +37,7 @@ class WindowReader:
         self,
         wrapper: Wrapper,
         group_names: Sequence[str],
-        metric: Metric,
+        metric: GradientMetric,
         witness: Witness,
         taps: TapChoice,
         *,

@@ -1,0 +1,1 @@
+"""Older places of public names, for one more release."""
