@@ -107,7 +107,7 @@ def train_on_rank(
 
 
 def by_hand(model: nn.Module, world: int, n_micro: int, windows: int, *, per_rank: bool) -> dict[str, Any]:
-    """The same from every rank's whole gradients: averages over windows of tr Σ, |G|² and the norm."""
+    """Averages over windows of tr Σ, |G|² and the norm, from every rank's whole gradients."""
     estimates, norms = [], []
     for window in range(windows):
         gradients, units = [], []

@@ -104,7 +104,7 @@ def one_window(
     weights: list[float] | None = None,
     **options: Any,
 ) -> tuple[sonde.NoiseScaleReading, tuple[float, float]]:
-    """The probe's reading of one window, and the same from whole gradients."""
+    """The probe's reading of one window, and its tr Σ and |G|² from whole gradients."""
     weights = weights or [1.0] * len(units)
     with attached(model, **options) as probe:
         for loss, n, w in zip(losses, units, weights, strict=True):

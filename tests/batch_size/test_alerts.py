@@ -17,7 +17,7 @@ from tests.batch_size.loops import (
 
 
 def test_an_alert_is_over_with_its_cause() -> None:
-    """Raised once, written with every reading of its time, and with none after it."""
+    """An alert is raised once, written with every reading while its cause lasts, and with none afterwards."""
     model = small_model()
     sink = Recording()
     losses = piece_losses(model, [4, 4])
@@ -42,7 +42,7 @@ def test_healthy_data_raise_no_alert() -> None:
 
 
 def test_a_signal_that_stays_unresolved_raises_an_alert() -> None:
-    """Pure noise: the true gradient is 0, so no number of windows finds an upper end."""
+    """Pure noise: the true gradient is 0, so no number of windows finds an upper bound."""
     model = nn.Linear(30, 1, bias=False)
     generator = torch.Generator().manual_seed(0)
     with attached(model, log_every=10, units_per_piece=2) as probe:

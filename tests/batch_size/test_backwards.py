@@ -39,7 +39,7 @@ def test_without_piece_each_backward_is_a_piece() -> None:
 @pytest.mark.parametrize("metric", ["euclidean", "adam"])
 @pytest.mark.parametrize("zeroed", ["None", "0"])
 def test_several_backwards_in_the_first_piece_need_no_staging(metric: str, zeroed: str) -> None:
-    """`.grad` is the piece's gradient so far, so cross terms are at hand, from the first window on."""
+    """`.grad` holds the piece's gradient so far, so cross terms can be formed from the first window on."""
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     losses = piece_losses(model, [4, 4, 4, 4])
@@ -63,7 +63,7 @@ def test_several_backwards_in_the_first_piece_need_no_staging(metric: str, zeroe
 
 
 def test_several_backwards_in_one_piece() -> None:
-    """Cross terms count: the piece's gradient is the sum. The first window finds out, the next are right."""
+    """Cross terms count: the piece's gradient is the sum. The first window is dropped, and later ones are right."""
     model = small_model()
     losses = piece_losses(model, [4, 4, 4, 4])
     with attached(model) as probe:
@@ -180,7 +180,7 @@ def test_backward_inside_backward_is_refused_and_the_message_says_what_to_do() -
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_gradient_penalty_by_autograd_grad_does_not_count_as_a_backward(declared: bool) -> None:
-    """autograd.grad calls the same hooks and adds nothing to `.grad`: the piece is what the penalised loss adds."""
+    """autograd.grad calls the same hooks but adds nothing to `.grad`: only the penalised loss's gradient counts."""
     model = small_model()
     parameters = list(model.parameters())
     generator = torch.Generator().manual_seed(0)

@@ -182,7 +182,7 @@ def test_changes_other_than_a_scale_are_named(before_step: Any, reason: str) -> 
 
 
 def _clip_few_by_value(model: nn.Module) -> Callable[[], None]:
-    """Clipping by a value that one element in ten thousand reaches: most windows show nothing where it is compared."""
+    """Clip by a value that one element in ten thousand reaches: most windows show no change where it is compared."""
 
     def clip() -> None:
         joined = torch.cat([p.grad.abs().flatten() for p in model.parameters()])  # type: ignore[union-attr]
@@ -192,13 +192,13 @@ def _clip_few_by_value(model: nn.Module) -> Callable[[], None]:
 
 
 def test_windows_between_changed_ones_are_not_trusted() -> None:
-    """They were clipped as well, at elements that were not compared: a number from them would be wrong."""
+    """Those windows were clipped too, at elements that were not compared: their numbers would be wrong."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(model, optimizer) as probe:
         train(model, probe, optimizer, windows=100, before_step=_clip_few_by_value(model))
         reading = probe.reading()
-    assert reading.windows > 30  # averaged, for all that was seen
+    assert reading.windows > 30  # averaged, since no change was seen in them
     assert reading.status == "unresolved"
     assert (reading.b_simple, reading.low, reading.grad_sq) == (None, None, None)
     assert "clipped by value" in reading.reason or "not a multiple" in reading.reason
@@ -220,7 +220,7 @@ def test_a_doubt_fades_with_the_windows_that_raised_it() -> None:
 
 
 def test_a_change_to_a_block_with_small_gradients_is_seen() -> None:
-    """Beside the others it is nothing, but its own noise scale would be wrong."""
+    """The block is negligible beside the others, but its own noise scale would be wrong."""
     model = nn.ModuleDict({"large": nn.Linear(12, 3), "small": nn.Linear(12, 3)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     generator = torch.Generator().manual_seed(0)
@@ -262,7 +262,7 @@ def test_weights_that_cannot_be_added_up(weight: float) -> None:
 
 
 def test_a_change_to_one_layer_of_many_is_found() -> None:
-    """Half of the elements that are compared move with every window; here one layer of 40 is set to 0 each time."""
+    """Half of the compared elements move with every window. One layer of 40 is set to 0 in each window."""
     model = nn.ModuleList(nn.Linear(12, 3) for _ in range(40))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     generator = torch.Generator().manual_seed(0)
@@ -282,7 +282,7 @@ def test_a_change_to_one_layer_of_many_is_found() -> None:
 
 
 def test_a_gradient_larger_than_its_pieces_allow_is_dropped() -> None:
-    """Written where nothing is compared: one element of many, in the large matrix; |F|² > Σw Σ|h|²/w cannot be."""
+    """The change is at an element that is not compared. But |F|² > Σw Σ|h|²/w is impossible for a sum of pieces."""
     model = small_model()
     losses = piece_losses(model, [4, 4])
     with attached(model) as probe:

@@ -24,7 +24,7 @@ from tests.ranks import Ranks
 
 
 def _peer_leaves(by_with: bool) -> dict[str, object]:
-    """A window whose sum never finishes: the other rank does not take part, and the collective fails in time."""
+    """A window whose sum fails: the other rank does not take part, and the collective runs into its timeout."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     if dist.get_rank() == 1:
         time.sleep(3)
@@ -59,7 +59,7 @@ def _one_window(model: torch.nn.Module, probe: sonde.NoiseScaleProbe) -> None:
 
 @pytest.mark.parametrize("by_with", [True, False])
 def test_a_failed_peer_leaves_no_hook_and_a_whole_log(by_with: bool) -> None:
-    ranks = Ranks(2)  # their own: a group of theirs is broken afterwards
+    ranks = Ranks(2)  # new ranks, since one of their groups is broken afterwards
     try:
         left, _ = ranks(_peer_leaves, by_with)
     finally:
@@ -71,7 +71,7 @@ def test_a_failed_peer_leaves_no_hook_and_a_whole_log(by_with: bool) -> None:
 
 
 def _peer_fails() -> str:
-    """Rank 1 leaves the loop before it ends its second window; rank 0 must not wait for it for ever."""
+    """Rank 1 leaves the loop before it ends its second window. Rank 0 must not wait for rank 1 for ever."""
     model = small_model()
     pair = dist.new_group([0, 1])
     sink = Recording()

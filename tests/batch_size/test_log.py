@@ -75,7 +75,7 @@ def test_the_logged_norm_is_that_before_a_foreign_clip() -> None:
         probe.step()
     metrics = sink.of_kind("reading")[0]["metrics"]
     assert metrics["grad/norm"] == pytest.approx(norms[0], rel=1e-5)
-    assert metrics["grad/clip_fraction"] is None  # not ours to say
+    assert metrics["grad/clip_fraction"] is None  # the probe did not clip
 
 
 def test_an_exception_in_the_loop_is_the_reason_in_the_log() -> None:

@@ -115,7 +115,7 @@ def test_sixteen_bit_gradients_are_squared_in_higher_precision() -> None:
 
 @pytest.mark.parametrize(("n_pieces", "windows"), [(64, 2), (192, 2), (3000, 0)])
 def test_many_sixteen_bit_gradients_count_until_their_sum_stops_growing(n_pieces: int, windows: int) -> None:
-    """Rounding grows as the root of the pieces; past some thousand, bf16 sums no longer move, and that is named."""
+    """Rounding grows as the root of the pieces. Beyond some thousand pieces, bf16 sums stop growing: that is named."""
     model = nn.Linear(12, 3).bfloat16()
     generator = torch.Generator().manual_seed(0)
     with attached(model, units_per_piece=4) as probe:

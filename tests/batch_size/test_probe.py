@@ -127,7 +127,7 @@ def test_unbiased_for_the_exact_moments_of_a_population() -> None:
     ):
         assert measured is not None
         error = math.sqrt(variance) / squares
-        assert error < 0.01 * true / 2.5  # so that 1 % would be seen
+        assert error < 0.01 * true / 2.5  # so that an error of 1 % would show
         assert measured / squares == pytest.approx(true, rel=0.01)
     assert reading.low is not None
     assert reading.high is not None

@@ -46,7 +46,7 @@ def test_three_ranks(ranks3: Ranks) -> None:
 
 
 def _two_backwards(first_reduces: bool) -> dict[str, Any]:
-    """Two losses with a backward each in the one piece of a rank, as with an auxiliary loss."""
+    """Two losses with a backward each in a rank's only piece, as with an auxiliary loss."""
     plain, model = wrap({})
     rank = dist.get_rank()
     with attached(model, staging_mib=0.0) as probe:

@@ -58,7 +58,7 @@ def test_a_communication_hook_may_be_registered_after_attach(ranks2: Ranks) -> N
 
 
 def _bias_before_batch_norm() -> tuple[int, dict[str, int]]:
-    """Its gradient is zero but for rounding, and fp16 loses that."""
+    """The gradient of a bias before batch norm is 0 but for rounding, and fp16 loses the rounding."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3)))
     model.register_comm_hook(None, in_fp16)

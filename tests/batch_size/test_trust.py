@@ -35,7 +35,7 @@ def windows_of(
 
 
 class Many(nn.Module):
-    """Many matrices: the witness takes long to come round."""
+    """Many matrices: the witness takes many windows to read each of them."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Many(nn.Module):
 
 @pytest.mark.parametrize("horizon", [100.0, 10.0])
 def test_one_matrix_of_many_changed_in_every_window_stays_in_doubt(horizon: float) -> None:
-    """It is compared in every 40th window only, longer apart than the averages remember."""
+    """The matrix is compared only in every 40th window, which is longer than the averages remember."""
     model = Many(80)
     middle = model.layers[41].weight
     assert isinstance(middle, nn.Parameter)
@@ -83,7 +83,7 @@ def test_a_block_whose_gradient_went_missing_is_seen(how: str) -> None:
 
 @pytest.mark.parametrize("n_pieces", [8, 16])
 def test_sixteen_bit_sums_raise_no_false_alarm(n_pieces: int) -> None:
-    """Where pieces nearly cancel, rounding is large beside what is left of them, and small beside what was added."""
+    """Where pieces nearly cancel, rounding is large beside their sum and small beside the pieces."""
     model = small_model(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attached(model, optimizer, horizon=50.0) as probe:
@@ -119,7 +119,7 @@ def test_the_same_micro_batch_is_noticed_for_any_unit(n_pieces: int, units: int)
 
 
 def test_rare_changes_end_their_doubt_even_where_all_windows_are_averaged() -> None:
-    """Two changed windows of many: with horizon=math.inf too they are no reason for silence for ever."""
+    """Two changed windows of many do not hide the number for ever, even with horizon=math.inf."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
@@ -150,7 +150,7 @@ def test_a_piece_without_a_backward_drops_the_window() -> None:
 
 
 def test_parameters_added_after_attach_are_clipped_too(caplog: pytest.LogCaptureFixture) -> None:
-    """They are not measured, and said so; a clip is of the whole model all the same, as torch's is."""
+    """New parameters are not measured, and an alert says so. A clip still covers the whole model, as torch's does."""
     model = small_model()
     with caplog.at_level(logging.CRITICAL), attached(model) as probe:
         model.append(nn.Linear(3, 3))
@@ -166,7 +166,7 @@ def test_parameters_added_after_attach_are_clipped_too(caplog: pytest.LogCapture
 
 
 def test_a_dominant_matrix_changed_in_every_window_is_found_by_the_median_scale() -> None:
-    """It carries most of the gradient, and so of κ: what most parameters have is right, and it is the odd one."""
+    """The matrix dominates the gradient and therefore κ. The κ of most parameters is right, and the matrix is wrong."""
     torch.manual_seed(0)
     model = Many(41)
     middle = model.layers[20].weight
@@ -225,7 +225,7 @@ def test_large_pieces_in_sixteen_bits_are_not_the_same_data() -> None:
 
 
 def test_one_changed_window_in_a_deep_model_is_soon_forgotten(caplog: pytest.LogCaptureFixture) -> None:
-    """All that was compared in that window was changed, matrices among it that come round much later."""
+    """Every parameter compared in that window was changed, among them matrices that are compared again much later."""
     model, after = Many(80), 0
     generator = torch.Generator().manual_seed(0)
     with attached(model, groups=None, horizon=100.0) as probe:
@@ -258,7 +258,7 @@ def test_an_interrupted_piece_is_named() -> None:
 
 
 def test_a_model_may_be_converted_after_attach() -> None:
-    """Its sums round otherwise then."""
+    """Its sums round differently from then on."""
     model = small_model()
     generator = torch.Generator().manual_seed(0)
     with attached(model) as probe:

@@ -33,7 +33,7 @@ def test_sound_windows_raise_no_doubt() -> None:
 
 
 def test_an_accident_is_over_when_the_fixed_parameters_are_sound_again() -> None:
-    """Parameter 7 was compared in the same window, and will not be again for long."""
+    """Parameter 7 was compared in the same window, and its next comparison comes much later."""
     changed = ChangedGradients(0.99)
     take(changed, SOUND, times=50)
     take(changed, reading(changed={0, 1, 7}))

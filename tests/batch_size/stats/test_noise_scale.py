@@ -109,7 +109,7 @@ PIECES, UNITS, DIMS = 8, 8, 40  # of simulated windows
 
 
 def simulated_noise(n: int, generator: torch.Generator, *, heavy: bool = False, n_runs: int = 1) -> torch.Tensor:
-    """What windows of pure noise with tr Σ = 1 need to have a signal added: |piece|², |window|², sum; [3, runs, n]."""
+    """Sums of pure noise with tr Σ = 1, to which a signal can be added: |piece|², |window|², sum; [3, runs, n]."""
     noise = torch.randn(n_runs, n, PIECES, DIMS, generator=generator)
     if heavy:  # Student t(5), as one gradient: normal over the root of a shared chi-square, at unit variance
         chi_sq = torch.randn(n_runs, n, PIECES, 5, generator=generator).square().sum(-1)
@@ -174,7 +174,7 @@ def test_averages_are_not_clamped() -> None:
 
 @functools.lru_cache(maxsize=1)
 def gaussian_noise(n: int, n_runs: int) -> torch.Tensor:
-    """As `simulated_noise`, from the distributions of its three sums: three random numbers a window, not 320."""
+    """As `simulated_noise`, from the distributions of the three sums: 3 random numbers per window, not 320."""
     generator = torch.Generator().manual_seed(n)
 
     def chi_sq(dof: int) -> torch.Tensor:

@@ -78,7 +78,7 @@ def test_a_registered_hook_cannot_be_wrapped_and_the_message_says_what_to_do(ran
 
 
 def _attach_again(how: str) -> dict[str, Any]:
-    """Once "auto" has changed to the communication hook and closed, the model can be copied and measured again."""
+    """After a probe with "auto" has changed to the communication hook and closed, the model can be measured again."""
     plain, model = wrap({})
     with attached(model, log_every=1) as probe:
         for window in range(6):
@@ -118,7 +118,7 @@ def test_a_model_is_as_good_as_new_after_close(ranks2: Ranks, how: str) -> None:
     results = ranks2(_attach_again, how)
     assert_as_by_hand(results)
     for result in results:
-        assert result["names"][0] is None  # no hook of the user's, whatever sonde has left
+        assert result["names"][0] is None  # sonde's relay is no hook of the user
         assert "another probe reads the buckets" in result["names"][1]
 
 
@@ -143,11 +143,11 @@ def test_changes_after_the_reduction_are_seen(ranks2: Ranks, tap: str) -> None:
         assert status == "unresolved"
         assert sum(dropped.values()) == 30
         assert all("clipped by value" in reason for reason in dropped)
-        assert (tap_name == "leaf hooks") == (tap == "auto")  # no reason to change to a tap that sees less
+        assert (tap_name == "leaf hooks") == (tap == "auto")  # "auto" has no reason to change to a tap that sees less
 
 
 def _scaled_behind_the_buckets() -> list[tuple[float | None, float | None]]:
-    """Clipped by norm, differently in each window, before probe.step(): the same as not clipped."""
+    """Moments without a clip, and with a clip by norm before probe.step(), whose factor differs between windows."""
     moments = []
     for clips in (False, True):
         model = DistributedDataParallel(small_model())
@@ -206,7 +206,7 @@ def test_empty_interrupted_and_undeclared_pieces_in_buckets(
 
 
 def _ungated(case: str, tap: str) -> tuple[str, float | None, int, list[str]]:
-    """The loss of one rank's batch in each window, without `piece()` unless a case is about it."""
+    """Train a batch per window and rank, without `piece()` unless a case needs it."""
     torch.manual_seed(3)
     model = DistributedDataParallel(small_model())
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -34,7 +34,7 @@ class Watch(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_a_large_gradient_is_not_copied_even_by_autograd() -> None:
-    """With the tap on, autograd still hands its gradient over as `.grad` instead of cloning it."""
+    """With a tap, autograd still hands its gradient over as `.grad` instead of cloning it."""
 
     def storage_kept(tapped: bool) -> bool:
         weight = nn.Parameter(torch.randn(400, 400))
@@ -93,7 +93,7 @@ def test_small_gradients_are_staged_within_a_bound() -> None:
 
 
 def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
-    """Once backward has ended, writing to `.grad` must not change what waits to be read."""
+    """After backward has ended, a write to `.grad` must not change a gradient that waits."""
     small = nn.Parameter(torch.ones(10))
     tap = LeafHookTap([small], Witness([small]), Euclidean(), on_backward_end=lambda: None, staged_numel=100)
     tap.begin_piece(is_first=False)
@@ -105,7 +105,7 @@ def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> Non
 
 @pytest.mark.parametrize("staging_bytes", [0, 3_000, 10**9])
 def test_staging_changes_no_result(staging_bytes: int) -> None:
-    """What waits for a shared kernel on an accelerator, forced on a CPU: the same numbers, whenever it is flushed."""
+    """Staging, which serves accelerators, is forced on a CPU: the numbers do not depend on when it is flushed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 30), nn.Linear(30, 2))
     parameters = list(model.parameters())
@@ -183,7 +183,7 @@ def test_guard_private_function_that_separates_autograd_grad_from_backward() -> 
 
 
 def test_no_host_synchronisation_on_the_training_path() -> None:
-    """No operation between attach and reading() needs a value on the host: `.item()` is one op, and it is counted."""
+    """No operation between attach and reading() needs a value on the host: the operator of `.item()` is counted."""
 
     class Items(torch.utils._python_dispatch.TorchDispatchMode):
         count = 0

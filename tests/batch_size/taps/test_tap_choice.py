@@ -22,7 +22,7 @@ from tests.ranks import Ranks
 
 
 def _auto_when_accumulation_starts_later() -> tuple[list[str], int, int]:
-    """One piece a rank for a while, then three without no_sync: DDP's buckets hold no rank's gradient then."""
+    """One piece per rank at first, later three without no_sync: then no bucket holds one rank's gradient."""
     _, model = wrap({})
     names = []
     with attached(model, log_every=1) as probe:
@@ -205,7 +205,7 @@ def test_leaf_hooks_stay_where_ddp_accepts_no_hook(ranks2: Ranks) -> None:
 
 
 class Blocks(nn.Module):
-    """Residual blocks that a step may skip; the first and last of them are what the witness always reads."""
+    """Residual blocks that a step may skip; the witness reads the first and the last block in every window."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def _skipped() -> tuple[str, int, list[str]]:
         for _ in range(30):
             model.kept = [True] * 6
             if float(torch.rand((), generator=choose)) < 0.5:
-                model.kept = [False, True, True, True, True, False]  # those that are always compared
+                model.kept = [False, True, True, True, True, False]  # the blocks that are compared in every window
             x = torch.randn(4, 12, generator=generator)
             with probe.piece():
                 ddp(x).square().sum(1).mean().backward()

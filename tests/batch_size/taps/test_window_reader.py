@@ -21,7 +21,7 @@ from tests.ranks import Ranks
 
 
 class Reads(TorchDispatchMode):
-    """Counts values read on the host, on this thread; callbacks of DDP run the same code on theirs."""
+    """Counts values that this thread reads on the host; DDP's callbacks run the same code on other threads."""
 
     count = 0
 
@@ -31,7 +31,7 @@ class Reads(TorchDispatchMode):
 
 
 def _issued(tap: str | None, n_micro: int) -> tuple[int, int]:
-    """Collectives, and values read on the host, of 4 windows under DDP; None for no probe."""
+    """Collectives and host reads of 4 windows under DDP; without a probe if `tap` is None."""
     _, model = wrap({"bucket_cap_mb": 0.01})
     generator = torch.Generator().manual_seed(dist.get_rank())
     units: dict[str, Any] = {"units_per_piece": 4, "log_every": 1000}
@@ -64,7 +64,7 @@ def test_one_collective_a_window_and_nothing_read_on_the_host(ranks2: Ranks, tap
 
 
 def _an_empty_rank_after_a_skipped_step() -> tuple[int, dict[str, int]]:
-    """The optimizer is not stepped after window 0, and rank 0 has no piece in window 1: it still takes part."""
+    """The optimizer skips window 0, and rank 0 has no piece in window 1 but still takes part in the sum."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     rank = dist.get_rank()
