@@ -1,4 +1,4 @@
-"""The ways in to a noise-scale probe: `sonde.attach`, and `gns_probe:` in a configuration."""
+"""Two ways to make a noise-scale probe: `sonde.attach`, and `gns_probe:` in a configuration."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def attach(
     verbose: bool = True,
     **deprecated: Any,
 ) -> NoiseScaleProbe:
-    """Measure the gradient noise scale of a model while it trains: the way in.
+    """Measure the gradient noise scale of a model while it trains.
 
-    `NoiseScaleOptions` says what `unit` to `staging_mib` mean, and `NoiseScaleProbe` the other arguments.
+    `NoiseScaleOptions` explains `unit` to `staging_mib`, and `NoiseScaleProbe` the other arguments.
 
     Args:
         model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
-        optimizer: lets the probe notice a window that was never measured, or measured twice.
+        optimizer: if given, the probe warns about windows that were not measured or were measured twice.
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
-        units_per_piece: units in a micro-batch where `piece(units=...)` does not say.
+        units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number.
         horizon: length of the exponential averages in windows; `math.inf` averages all windows alike.
         groups: "blocks", None, or a function from a parameter's name to its group's.
         metric: "euclidean" or "adam".
         tap: "leaf", "comm_hook" or "auto".
-        staging_mib: bound of the memory for gradients that wait, in MiB.
+        staging_mib: limit of the memory for gradients that wait, in MiB.
         grad_scaler: the `torch.amp.GradScaler` in use.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
-        comm_hook: a DDP communication hook of yours, for tap="comm_hook" to wrap.
+        comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
-        log: of the run; the same for every probe of it.
-        verbose: print what was found, on rank 0.
+        log: of the run; give the same log to every probe of the run.
+        verbose: print the setup that was found, on rank 0.
         **deprecated: `sinks`, `run`, `metadata` and `log_every`, which are arguments of `RunLog` now.
 
     Returns:
@@ -102,7 +102,7 @@ class GnsProbeConfig(NoiseScaleOptions):
 
     Attributes:
         enabled: whether the probe is wanted.
-        log_every: windows between readings, where `attach` is given no log.
+        log_every: windows between readings, if `attach` gets no log.
     """
 
     enabled: bool = False

@@ -50,20 +50,20 @@ _WINDOWS_HELD = 100
 class NoiseScaleProbe:
     """Measures the gradient noise scale B_simple = tr Σ/|G|² of a plain or DDP model while it trains.
 
-    Nothing of the training changes: gradients are read as backward makes them. Per window (all pieces of one optimizer
-    step) one small vector is summed over ranks, asynchronously. Nothing waits for the device between attach and
-    `reading()`, `state_dict()` or `close()`. Attach on every rank: each takes part in that sum.
+    Training does not change: gradients are read as backward makes them. One small vector per window (all pieces of one
+    optimizer step) is summed over ranks, asynchronously. Nothing waits for the device between attach and `reading()`,
+    `state_dict()` or `close()`. Attach on every rank, since every rank takes part in the sum.
 
     Args:
         model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
-        optimizer: lets the probe notice a window that was never measured, or measured twice.
+        optimizer: if given, the probe warns about windows that were not measured or were measured twice.
         options: how to measure.
-        grad_scaler: the `torch.amp.GradScaler` in use; pieces are unscaled by the scale they were taken at.
+        grad_scaler: the `torch.amp.GradScaler` in use; a piece is divided by the scale that it was taken at.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
-        comm_hook: a DDP communication hook of yours, for tap="comm_hook" to wrap.
+        comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
-        log: of the run; the same for every probe of it.
-        verbose: print what was found, on rank 0.
+        log: of the run; give the same log to every probe of the run.
+        verbose: print the setup that was found, on rank 0.
         **deprecated: see `attach`.
 
     Raises:
@@ -115,7 +115,7 @@ class NoiseScaleProbe:
             least_sq_norm=0.0 if has_own_size else LEAST_SQ_NORM * sum(p.numel() for p in parameters),
             rounding=self._rounding.now(),
         )
-        # The last part that may refuse: it installs hooks.
+        # The taps install hooks, so they come after everything that may refuse the model.
         witness = Witness(parameters)
         self._taps = TapChoice(
             wrapper,
@@ -144,7 +144,7 @@ class NoiseScaleProbe:
         self._log_every = log.every
         try:
             self._log = NoiseScaleLog(self._tracker, log, self._setup())
-        except BaseException:  # a log that cannot be begun: leave no hook behind
+        except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
         self._say(describe(self._setup(), self._tracker.unit))
@@ -161,7 +161,7 @@ class NoiseScaleProbe:
         weight: float | Tensor = 1.0,
         unit_weights: Sequence[float] | Tensor | None = None,
     ) -> Iterator[None]:
-        """Around the backward, or backwards, of one micro-batch.
+        """A context around the backward, or backwards, of one micro-batch.
 
         Args:
             units: units in the piece, > 0; by default the number of `unit_weights`, or `units_per_piece`.
@@ -219,7 +219,7 @@ class NoiseScaleProbe:
 
         Raises:
             ValueError: when `max_norm` is negative or NaN.
-            RuntimeError: as `step()`; and when the norm is not finite, if asked for.
+            RuntimeError: as `step()`; also for a norm that is not finite, with `error_if_nonfinite`.
         """
         max_norm = check_max_norm(max_norm)
         norm = self._end_window(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite)
@@ -244,7 +244,7 @@ class NoiseScaleProbe:
             self._scalars.add(name, value)
 
     def reading(self) -> NoiseScaleReading:
-        """What is known now, including the window that ended last. Waits for the device."""
+        """The present reading, including the window that ended last. Waits for the device."""
         self._readback.send()
         self._receive(wait=True)
         return self._tracker.reading()
@@ -255,11 +255,11 @@ class NoiseScaleProbe:
 
     @property
     def alerts(self) -> Mapping[str, str]:
-        """What has looked wrong so far: the first message of each name."""
+        """The alerts so far: the first message of each name."""
         return dict(self._log.alerts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages so far, for a restart to go on from; JSON values. Waits for the device."""
+        """The averages so far, from which a restart continues, as JSON values. Waits for the device."""
         self.reading()
         return {
             "version": VERSION,
@@ -269,14 +269,14 @@ class NoiseScaleProbe:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
+        """Continue from the result of `state_dict`.
 
         Raises:
             ValueError: when it is of another version, unit, metric, horizon or of other parameters, has unknown or
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
         check_state(state, self._identity())
-        self.reading()  # windows on their way belong to the time before
+        self.reading()  # windows still in the readback belong to the time before
         self._tracker.load_state_dict(state["averages"])
         self._log.load_state_dict(state["run"])
         self._n_windows = state["run"]["window"]
@@ -333,10 +333,10 @@ class NoiseScaleProbe:
         return self._options.units_per_piece
 
     def _end_backward(self) -> None:
-        """A backward outside piece() has ended: it was a piece."""
+        """End the piece that was a backward outside piece()."""
         if self._options.units_per_piece is None:
             self._reader.discard_piece()
-            self._units_unknown = True  # raised when the user's own code runs, not inside autograd
+            self._units_unknown = True  # the error is raised from the user's own call, not inside autograd
         else:
             self._reader.end_piece(piece_counts(self._options.units_per_piece, 1.0, None))
 
@@ -365,7 +365,7 @@ class NoiseScaleProbe:
             try:
                 norm = clip_measured_(self._reader.plan, global_norm, max_norm, nonfinite=nonfinite)
                 clip_scalars = {NORM: norm, CLIP_FRACTION: norm > max_norm}
-            except RuntimeError as error:  # raised below: the window has ended all the same
+            except RuntimeError as error:  # raised below, after the window has ended
                 failure = error
         self._put(window, clip_scalars | self._scalars.take())
         if change := self._taps.change_if_due():
@@ -376,7 +376,7 @@ class NoiseScaleProbe:
         return norm
 
     def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
-        """Put a window's numbers into the readback, with what the host knows of it now."""
+        """Put a window's numbers into the readback, with its number, time, cost and tap."""
         self._n_windows, self._n_put = self._n_windows + 1, self._n_put + 1
         seconds = self._seconds + self._reader.seconds
         number, ended, taken, tap = self._n_windows, time.time(), seconds - self._seconds_put, self._reader.tap_name
@@ -399,7 +399,7 @@ class NoiseScaleProbe:
         self._receive(wait=False)
 
     def _alert_unmeasured(self) -> None:
-        """Name parameters that are trainable now and were not when the probe was attached."""
+        """Alert if parameters are trainable now that were not when the probe was attached."""
         if trainable := [name for name, p in self._unmeasured_parameters().items() if p.requires_grad]:
             self._log.alert(
                 "not_watched",
@@ -408,7 +408,7 @@ class NoiseScaleProbe:
             )
 
     def _unmeasured_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters that the model has now and that are not measured."""
+        """Parameters that the model has now but that are not measured."""
         return {name: p for name, p in self._inventory.parameters().items() if id(p) not in self._known}
 
     def _receive(self, *, wait: bool) -> None:
@@ -429,7 +429,7 @@ class NoiseScaleProbe:
         )
 
     def _setup(self) -> dict[str, object]:
-        """What was found, for the log and for people."""
+        """The setup that was found, for the log and for people."""
         return {
             "wrapper": self._wrapper.name,
             "ranks": self._wrapper.n_ranks,

@@ -21,8 +21,8 @@ class NoiseScaleOptions:
 
     Attributes:
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
-        units_per_piece: units in a micro-batch where `piece(units=...)` does not say. Without `piece()`, each backward
-            is one piece. Once `piece()` is used, only backwards inside it count.
+        units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number. Without `piece()`, each
+            backward is one piece. Once `piece()` is used, only backwards inside `piece()` count.
         horizon: length of the exponential averages in windows; `math.inf` averages all windows alike.
         groups: "blocks" for one group per top-level block, None for one group in all, or a function from a parameter's
             name to its group's.
@@ -31,8 +31,8 @@ class NoiseScaleOptions:
         tap: "leaf" reads each micro-batch by hooks on parameters. "comm_hook" reads each rank's window in DDP's
             buckets: cheaper, but blind to micro-batches. "auto" begins with "leaf" and changes to "comm_hook" when
             every rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook
-            of yours; it changes back where buckets do not suffice.
-        staging_mib: bound of the memory for gradients that wait, in MiB.
+            of your own. "auto" changes back where buckets do not suffice.
+        staging_mib: limit of the memory for gradients that wait, in MiB.
 
     Raises:
         ValueError: for an option outside its range.
