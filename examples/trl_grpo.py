@@ -1,6 +1,6 @@
 """GRPO with TRL: what each update does to the policy's entropy, in TRL's own logs.
 
-pip install 'sonde[trl]'
+pip install '.[trl]'
 python examples/trl_grpo.py
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("trl", reason="needs trl: pip install 'sonde[trl]'")
+pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from sonde.cli import main
 from sonde.demos.arithmetic.options import EntropyDemoOptions
 from sonde.runs.reader import read_run
 
-pytest.importorskip("trl", reason="needs trl: pip install 'sonde[trl]'")
+pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 pytestmark = pytest.mark.slow
 
 DEADLINE = 120.0  # seconds; a run here takes about 20 on an idle core

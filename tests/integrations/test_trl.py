@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("trl", reason="needs trl: pip install 'sonde[trl]'")
+pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 # Other packages cause various warnings when they are imported and run.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.ranks import Ranks
 
-pytest.importorskip("trl", reason="needs trl: pip install 'sonde[trl]'")
+pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 

@@ -30,7 +30,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("TensorBoardSink needs tensorboard: pip install 'sonde[tensorboard]'") from error
+            raise ImportError("TensorBoardSink needs tensorboard: pip install tensorboard") from error
         # Made with the first record: a writer makes a file at once, and every rank may make a sink.
         self._open = lambda: SummaryWriter(str(log_dir), flush_secs=flush_secs)
         self._opened: SummaryWriter | None = None

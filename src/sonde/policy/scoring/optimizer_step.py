@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ Part = Literal["all", "momentum", "batch", "decay"]
 def why_no_forecast(optimizer: Any) -> str:
     """Why an optimizer's step cannot be forecast; empty if it can."""
     kind = type(unwrap_optimizer(optimizer))
-    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+    if kind not in _RULES:
         return f"the step of {kind.__name__} is not known before it is taken: measure it, by StepMeter"
     return ""
 
@@ -59,6 +59,7 @@ def forecast_step(
     optimizer = unwrap_optimizer(optimizer)
     if why := why_no_forecast(optimizer):
         raise ValueError(why)
+    rule = _RULES[type(optimizer)].step
     step: Direction = {}
     wanted = None if of is None else {id(p) for p in of}
     for group in optimizer.param_groups:
@@ -68,7 +69,6 @@ def forecast_step(
             factor = -gradient_scale if group["maximize"] else gradient_scale
             gradient = _gradient_like(parameter) * factor
             linear = gradient if along is None else _widened(along[parameter]) * factor
-            rule = _sgd if isinstance(optimizer, torch.optim.SGD) else _adam
             step[parameter] = rule(parameter, gradient, linear, group, optimizer.state.get(parameter, {}), part)
     return step
 
@@ -145,6 +145,26 @@ def _adam(
     return step
 
 
+class _Rule(NamedTuple):
+    """How one kind of optimizer steps.
+
+    Attributes:
+        step: its step of one parameter, as `_sgd` and `_adam` give it.
+        has_second_moment: whether it preconditions gradients by `exp_avg_sq`, as Adam does.
+    """
+
+    step: Callable[..., Tensor]
+    has_second_moment: bool
+
+
+_RULES: dict[type, _Rule] = {
+    torch.optim.SGD: _Rule(_sgd, has_second_moment=False),
+    torch.optim.Adam: _Rule(_adam, has_second_moment=True),
+    torch.optim.AdamW: _Rule(_adam, has_second_moment=True),
+}
+"""The optimizers whose step can be forecast. To add one, write its function and its line here."""
+
+
 def _next_step(state: Mapping[str, Any]) -> Any:
     """The number of the next step; on the device if the state counts there, so that nothing waits for the device."""
     return _number(state["step"]) + 1.0 if state else 1.0
@@ -186,7 +206,7 @@ def precondition_(optimizer: Any, vector: Direction) -> None:
     for parameter, part in vector.items():
         if id(parameter) not in held:
             part.zero_()
-    if isinstance(optimizer, torch.optim.SGD):
+    if not _RULES[type(optimizer)].has_second_moment:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
