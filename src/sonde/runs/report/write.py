@@ -45,9 +45,7 @@ def _render(run: Run) -> str:
     try:
         import bokeh  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            "the report needs bokeh: install sonde with its extra, pip install '.[report]' in its checkout"
-        ) from error
+        raise ImportError("the report needs bokeh: pip install 'bokeh>=3.6,<4'") from error
     from sonde.runs.report.page import render_page
 
     return render_page(run)
