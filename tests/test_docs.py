@@ -51,6 +51,9 @@ def test_python_blocks_compile(page: Path) -> None:
         compile(block, page.name, "exec")
 
 
+@pytest.mark.filterwarnings(
+    "ignore:sonde.probes.policy_journal will go:DeprecationWarning"
+)  # the changelog names an older path
 @each_page
 def test_names_of_sonde_exist(page: Path) -> None:
     """Each `sonde.name` in code or prose. Commands such as `sonde report runs/x` have no dot."""

@@ -10,7 +10,9 @@ from tests.policy.entropy_scene import Scene
 
 def test_options_as_single_keywords_still_work_for_one_release() -> None:
     scene = Scene()
-    with pytest.warns(DeprecationWarning, match=r"write EntropyChangeProbe\(.*, EntropyChangeOptions\(level=0.5\)\)"):
+    with pytest.warns(
+        DeprecationWarning, match=r"write EntropyChangeProbe\(.*, sonde\.EntropyChangeOptions\(level=0.5\)\)"
+    ):
         old = EntropyChangeProbe(scene.model, scene.optimizer, level=0.5)
     assert old.forecast(scene.E).low == scene.probe(level=0.5).forecast(scene.E).low
     with pytest.raises(TypeError, match=r"has no argument 'objectiv': did you mean 'objective'\?"):

@@ -31,9 +31,7 @@ try:
 
     from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts, check_sampling
 except ImportError as error:
-    raise ImportError(
-        "this needs trl: install sonde with its extra 'trl', as by pip install '.[trl]' in its checkout"
-    ) from error
+    raise ImportError("this needs trl: run pip install '.[trl]' in the checkout of sonde") from error
 
 WRAPPED = ("_generate_and_score_completions", "_compute_loss")
 """Methods of the trainer that `attach` wraps."""
