@@ -52,7 +52,7 @@ def test_python_blocks_compile(page: Path) -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:sonde.probes.policy_journal will go:DeprecationWarning"
+    "ignore:sonde.probes.policy_journal is deprecated:DeprecationWarning"
 )  # the changelog names an older path
 @each_page
 def test_names_of_sonde_exist(page: Path) -> None:

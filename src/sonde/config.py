@@ -50,7 +50,7 @@ class ProbesConfig:
         """
         if deprecated:
             log = log_of(log, deprecated, every=self.gns_probe.log_every)
-            refuse_unknown("attach", deprecated, ["token_statistics", "sampler", "log"])
+            refuse_unknown(ProbesConfig.attach, deprecated)
         partners = Partners(model, optimizer, log, token_statistics, sampler)
         configs: dict[str, ProbeConfig] = {f.name: getattr(self, f.name) for f in fields(self)}
         return {key: config.attach(partners) for key, config in configs.items() if config.enabled}

@@ -19,13 +19,16 @@ from __future__ import annotations
 import logging
 import math
 import platform
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from numbers import Real
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sonde.deprecation import warn_deprecated
 from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
@@ -38,6 +41,9 @@ SCHEMA = 1
 
 Writes = Literal["reading", "policy", "metrics"]
 """The kind of record that a probe writes."""
+
+METRIC_NAME = r"[A-Za-z0-9_/]+"
+"""What every tracker accepts."""
 
 
 class Sink(Protocol):
@@ -89,9 +95,14 @@ class RunLog:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of windows from 1 up, got {every!r}")
         self.run, self.metadata, self.every = run, dict(metadata or {}), every
-        self._names: set[str] = set()
-        self._n_begun = self._n_open = 0
+        self._is_first_rank: bool | None = None
+        self._metrics: dict[str, Writes] = {}
+        """The kind of record that each metric is written in."""
+        self._has_begun = self._has_ended = False
+        self._open: set[Writes] = set()
+        """The kinds of record whose probes are open."""
         self._own: dict[int, Probe | RolloutProbe] = {}
+        """The user's own probes that were measured, by identity; held, so that no other probe gets the same identity."""
 
     @property
     def has_sinks(self) -> bool:
@@ -100,7 +111,9 @@ class RunLog:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank writes."""
+        """Whether this rank writes. Decided when the log begins: the process group may be gone when it ends."""
+        if self._is_first_rank is not None:
+            return self._is_first_rank
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def begin(
@@ -118,83 +131,154 @@ class RunLog:
             writes: the kind of record that the probe writes.
             unit: plural name of one independent sample.
             setup: what was found, for people.
-            metrics: those that the probe writes, by name.
-            sections: of the report, beyond those that the report makes by itself.
+            metrics: the probe's metrics, by name.
+            sections: further sections of the report.
 
         Raises:
-            RuntimeError: when the log has ended already.
-            Exception: that of a sink: better known before training than after.
+            RuntimeError: when the log has ended already, or another open probe writes the same kind of record.
+            ValueError: for a metric whose name another probe has, or some trackers refuse.
+            Exception: whatever a sink raises, so that the user sees it before training.
         """
-        if self._n_begun and not self._n_open:
+        if self._has_ended:
             raise RuntimeError("this log has ended, as every probe that wrote to it was closed: make a new RunLog")
+        if writes in self._open:
+            raise RuntimeError(f"another probe writes {writes!r} records to this log: give each a RunLog of its own")
+        self._check_metrics(writes, metrics)
+        self._describe(writes, unit, setup, metrics, sections, raises=True)
+        self._open.add(writes)
+
+    def _check_metrics(self, writes: Writes, metrics: Iterable[str]) -> None:
+        for name in metrics:
+            if not re.fullmatch(METRIC_NAME, name):
+                raise ValueError(f"a metric's name may hold letters, digits, '_' and '/', got {name!r}: rename it")
+            if self._metrics.get(name, writes) != writes:
+                raise ValueError(f"another probe of this log writes the metric {name!r}: rename yours")
+
+    def _describe(
+        self,
+        writes: Writes,
+        unit: str,
+        setup: Mapping[str, object],
+        metrics: Mapping[str, Metric],
+        sections: Sequence[ReportSection],
+        *,
+        raises: bool,
+    ) -> None:
+        """Write the header, or the record of a further probe."""
         described: dict[str, object] = {
+            "writes": writes,
             "unit": unit,
             "setup": dict(setup),
-            "metrics": {n: {"unit": m.unit.format(unit=unit), "meaning": m.meaning} for n, m in metrics.items()},
+            "metrics": {
+                name: {"unit": metric.unit.replace("{unit}", unit), "meaning": metric.meaning}
+                for name, metric in metrics.items()
+            },
         }
         if sections:
             described["sections"] = [asdict(section) for section in sections]
-        if self._n_begun:
-            self.write("probe", writes=writes, **described)
+        self._is_first_rank = self.is_first_rank
+        if self._has_begun:
+            self._write({"kind": "probe", "time": time.time(), **described}, raises=raises)
         else:
             versions = {"sonde": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-            metadata = self.metadata
-            self.write(
-                "header", schema=SCHEMA, run=self.run, writes=writes, versions=versions, metadata=metadata, **described
-            )
-        self._names |= metrics.keys()
-        self._n_begun, self._n_open = self._n_begun + 1, self._n_open + 1
+            header = {"kind": "header", "time": time.time(), "schema": SCHEMA, "run": self.run, **described}
+            try:
+                self._write({**header, "versions": versions, "metadata": self.metadata}, raises=raises)
+            except Exception:  # a log without its header is no log
+                self._finish()
+                raise
+            self._has_begun = True
+        self._metrics |= dict.fromkeys(metrics, writes)
 
     def write(self, kind: str, **content: object) -> None:
-        """Hand one record to the sinks."""
+        """Hand one record to the sinks. What a sink raises is logged, and does not end the run."""
+        self._write({"kind": kind, "time": time.time(), **content}, raises=False)
+
+    def _write(self, record: Mapping[str, object], *, raises: bool) -> None:
         if not self.is_first_rank:
             return
-        record = {"kind": kind, "time": time.time(), **content}
         for sink in self._sinks:
             try:
                 sink.write(record)
             except Exception as error:  # a full disk or a tracker that is down must not end a run that has begun
-                if kind == "header":
-                    self._close_sinks(self._sinks)
-                if kind in ("header", "probe"):
+                if raises:
                     raise
-                logger.error("sonde: %s writes no more: %s", type(sink).__name__, error)
+                name = type(sink).__name__
+                if isinstance(error, ValueError):  # this record cannot be written, the next ones can
+                    logger.error("sonde: %s refuses a %r record: %s", name, record["kind"], error)
+                    continue
+                logger.error("sonde: %s writes no more: %s", name, error)
                 self._close_sinks([sink])
 
     def measure(self, probe: Probe | RolloutProbe, window: int) -> None:
         """Write the present metrics of a probe of your own.
 
         If its class has `METRICS` (a `Metric` by name), these give the units; if it has a `SECTION` (a
-        `ReportSection`), the report draws that, and otherwise one section named after the class.
+        `ReportSection`), the report draws that, and otherwise one section named after the class. Sinks that fail, and a
+        log that has ended, do not end training: they are logged.
 
         Args:
             probe: the same object every time.
-            window: number of the optimizer step, from 1.
+            window: number of the optimizer step, from 0 up.
+
+        Raises:
+            ValueError: for a window, metric or name that cannot be written.
         """
-        metrics = probe.metrics()
+        if isinstance(window, bool) or not isinstance(window, int) or window < 0:
+            raise ValueError(f"window must be the number of an optimizer step, got {window!r}")
+        metrics = {name: _metric_value(name, value) for name, value in probe.metrics().items()}
+        if self._has_ended or not metrics:
+            if self._has_ended:
+                logger.error("sonde: the log has ended: the metrics of %s are not written", type(probe).__name__)
+            return
         if id(probe) not in self._own:
+            self._check_metrics("metrics", metrics)
             name = type(probe).__name__
             section = getattr(probe, "SECTION", None) or ReportSection(name, "", tuple(metrics))
-            declared = getattr(probe, "METRICS", {})
-            self.begin("metrics", unit="steps", setup={"probe": name}, metrics=declared, sections=[section])
+            declared: Mapping[str, Metric] = getattr(probe, "METRICS", {})
+            setup, raises = {"probe": name}, not self._has_begun
+            self._describe("metrics", "steps", setup, declared, [section], raises=raises)
+            self._metrics |= dict.fromkeys(metrics, "metrics")
             self._own[id(probe)] = probe
-        self.write("metrics", window=window, metrics=dict(metrics))
+        self.write("metrics", window=window, metrics=metrics)
 
     def has_metric(self, name: str) -> bool:
         """Whether a probe of this log writes a metric of that name."""
-        return name in self._names
+        return name in self._metrics
+
+    def leave(self, writes: Writes, reason: str, *, window: int) -> None:
+        """One of sonde's probes ends. When the last one has, the log ends and its sinks are closed.
+
+        Args:
+            writes: the kind of record that the probe wrote.
+            reason: why, for the log.
+            window: number of the last optimizer step.
+        """
+        self._open.discard(writes)
+        if not self._open:
+            self.write("end", window=window, reason=reason)
+            self._finish()
 
     def end(self, reason: str, *, window: int) -> None:
-        """A probe ends. When the last one has, the log ends and its sinks are closed.
+        """End a log to which only probes of your own write; with one of sonde's probes, it ends when that is closed.
 
         Args:
             reason: why, for the log.
             window: number of the last optimizer step.
+
+        Raises:
+            RuntimeError: while one of sonde's probes is open.
         """
-        self._n_open -= 1
-        if self._n_open <= len(self._own):  # probes of the user's own have no end of their own
-            self._n_open, self._own = 0, {}
+        if self._open:
+            raise RuntimeError("one of sonde's probes still writes to this log: close that probe, and the log ends")
+        if not self._has_ended:
             self.write("end", window=window, reason=reason)
+            self._finish()
+
+    def _finish(self) -> None:
+        self._has_ended = True
+        self._own = {}
+        if self.is_first_rank:
             self._close_sinks(self._sinks)
 
     def _close_sinks(self, sinks: Sequence[Sink]) -> None:
@@ -206,16 +290,26 @@ class RunLog:
                 logger.error("sonde: %s could not be closed: %s", type(sink).__name__, error)
 
 
+def _metric_value(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"the metric {name!r} must be a number or None, got {value!r:.60}")
+    return json_number(float(value))
+
+
 def json_number(value: float | None) -> float | None:
     """A number as records hold it: JSON has no NaN and no infinity, so these become None."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def log_of(log: RunLog | None, deprecated: dict[str, Any], *, every: int = 10) -> RunLog:
-    """The log that a probe is given, which may also be given as its older spelling did.
+    """The log passed as `log=`, or a log made from the deprecated keywords.
 
     Args:
-        log: as the call gives it now; None for a log without sinks.
+        log: None for a log without sinks.
         deprecated: keywords that the call does not list; those of the older spelling are taken out.
         every: windows between readings, if neither spelling says.
 
@@ -225,9 +319,10 @@ def log_of(log: RunLog | None, deprecated: dict[str, Any], *, every: int = 10) -
     old = {name: deprecated.pop(name) for name in ("sinks", "run", "metadata", "log_every") if name in deprecated}
     if not old:
         return RunLog(every=every) if log is None else log
+    names = [name.removeprefix("log_") for name in old]
     if log is not None:
-        raise TypeError(f"log= has its own {next(iter(old)).removeprefix('log_')}: give it to sonde.RunLog")
-    words = ", ".join(f"{name.removeprefix('log_')}=…" for name in old)
+        raise TypeError(f"pass {names[0]}= to sonde.RunLog, not beside log=")
+    words = ", ".join(f"{name}=…" for name in names)
     warn_deprecated(", ".join(f"{name}=…" for name in old), f"log=sonde.RunLog({words})")
     return RunLog(
         old.get("sinks", ()), run=old.get("run", ""), metadata=old.get("metadata"), every=old.get("log_every", every)

@@ -18,7 +18,7 @@ def test_options_as_single_keywords_still_work_for_one_release() -> None:
     with pytest.raises(TypeError, match=r"has no argument 'objectiv': did you mean 'objective'\?"):
         EntropyChangeProbe(scene.model, scene.optimizer, objectiv="sequence")
     with (
-        pytest.warns(DeprecationWarning, match="will go with the next release"),
+        pytest.warns(DeprecationWarning, match="is deprecated"),
         pytest.raises(ValueError, match="level must be between 0 and 1, got 95"),
     ):
         EntropyChangeProbe(scene.model, scene.optimizer, level=95)

@@ -86,7 +86,7 @@ def attach(
     return NoiseScaleProbe(
         model,
         optimizer,
-        with_deprecated("attach", options, NoiseScaleOptions, deprecated),
+        with_deprecated(attach, options, NoiseScaleOptions, deprecated),
         grad_scaler=grad_scaler,
         process_group=process_group,
         comm_hook=comm_hook,
@@ -101,12 +101,19 @@ class GnsProbeConfig(NoiseScaleOptions):
     """`gns_probe:` in a configuration.
 
     Attributes:
+        unit: as in `NoiseScaleOptions`.
         enabled: whether the probe is wanted.
         log_every: windows between readings, if `attach` gets no log.
     """
 
+    unit: str = "sequences"
     enabled: bool = False
     log_every: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.log_every < 1:
+            raise ValueError(f"log_every must be a whole number of windows from 1 up, got {self.log_every!r}")
 
     def attach(self, partners: Partners) -> NoiseScaleProbe:
         """Make the probe."""

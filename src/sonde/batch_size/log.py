@@ -177,7 +177,7 @@ class NoiseScaleLog:
     def end(self, reason: str) -> None:
         """Write the last reading, and end this probe's part of the log."""
         self.reading(time.time())
-        self._log.end(reason, window=self._window)
+        self._log.leave("reading", reason, window=self._window)
 
     def state_dict(self) -> dict[str, float | int]:
         """How far the run has come."""

@@ -90,7 +90,7 @@ class NoiseScaleProbe:
         **deprecated: Any,
     ) -> None:
         log = log_of(log, deprecated)
-        options = with_deprecated("NoiseScaleProbe", options, NoiseScaleOptions, deprecated)
+        options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
         self._inventory = Inventory(model)
         self._wrapper = wrapper = find_wrapper(model, process_group)

@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor
 
-from sonde.records import RunLog
+from sonde.records import METRIC_NAME, RunLog
 
 
 class Scalars:
@@ -30,7 +30,7 @@ class Scalars:
         """
         if self._log.has_metric(name):
             raise ValueError(f"{name!r} is measured by sonde: log yours under another name")
-        if not re.fullmatch(r"[A-Za-z0-9_/]+", name):
+        if not re.fullmatch(METRIC_NAME, name):
             raise ValueError(f"a scalar's name may hold letters, digits, '_' and '/', got {name!r}: rename it")
         if not isinstance(value, (int, float, Tensor)):
             raise ValueError(f"log({name}=...) takes a number or a 0-dim tensor, got {value!r}")

@@ -38,7 +38,7 @@ class NoiseScaleOptions:
         ValueError: for an option outside its range.
     """
 
-    unit: str = "sequences"
+    unit: str
     units_per_piece: float | None = None
     horizon: float = 100.0
     groups: Literal["blocks"] | GroupOf | None = "blocks"

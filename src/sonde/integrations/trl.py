@@ -45,9 +45,6 @@ _SCALARS = ("reward", "reward_std", "kl", "clip_ratio/region_mean")
 """Metrics of TRL that the log has beside the entropy."""
 
 
-_KEYWORDS = ("config", "evaluation", "evaluation_prompts", "causes", "rollouts", "log")
-
-
 def attach(
     trainer: GRPOTrainer,
     config: ProbesConfig | Mapping[str, Any] | str | Path = DEFAULT,
@@ -87,7 +84,7 @@ def attach(
             disturbing training (vLLM); for options out of range.
     """
     log = log_of(log, deprecated)
-    refuse_unknown("attach", deprecated, _KEYWORDS)
+    refuse_unknown(attach, deprecated)
     config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
     if evaluation not in ("fresh", "same"):
         raise ValueError(f"evaluation must be 'fresh' or 'same', got {evaluation!r}")
@@ -120,7 +117,8 @@ def _check_config(config: ProbesConfig, evaluation: str, *, causes: bool) -> Non
     """Refuse options that have no effect with TRL, or would fail at the first step."""
     used = {
         "gns_probe": ("enabled", "horizon", "log_every"),
-        "entropy_probe": tuple(name for name in vars(config.entropy_probe) if name != "temperature"),
+        # TRL's step is the optimizer's own, and a log holds intervals of 95 %.
+        "entropy_probe": tuple(vars(config.entropy_probe).keys() - {"temperature", "step_size", "level"}),
         "policy_entropy_probe": ("enabled", "micro_batch_prompts"),
     }
     for probe, names in used.items():

@@ -113,7 +113,7 @@ class EntropyChangeProbe:
         process_group: dist.ProcessGroup | None = None,
         **deprecated: Any,
     ) -> None:
-        options = with_deprecated("EntropyChangeProbe", options, EntropyChangeOptions, deprecated)
+        options = with_deprecated(EntropyChangeProbe, options, EntropyChangeOptions, deprecated)
         reshard(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         if not self._parameters:

@@ -44,11 +44,12 @@ class PolicyLog:
     """
 
     def __init__(
-        self, log: RunLog | Sequence[Sink], *, setup: Mapping[str, object] | None = None, **deprecated: Any
+        self, log: RunLog | Sequence[Sink] = (), *, setup: Mapping[str, object] | None = None, **deprecated: Any
     ) -> None:
         if not isinstance(log, RunLog):  # the older spelling: PolicyJournal([sink], run=…)
-            log = log_of(None, {"sinks": log, **deprecated})
-        elif deprecated:
+            deprecated = {"sinks": log, **deprecated}
+            log = log_of(None, deprecated)
+        if deprecated:
             raise TypeError(f"PolicyLog() has no argument {next(iter(deprecated))!r}: give it to RunLog")
         self.alerts: dict[str, str] = {}
         """What has looked wrong so far: the first message of each name."""
@@ -67,7 +68,7 @@ class PolicyLog:
         forecast: EntropyForecast | None = None,
         texts: Mapping[int, str] | None = None,
     ) -> None:
-        """Write the measurements around one optimizer step.
+        """Write the measurements around one optimizer step; nothing once the log has ended.
 
         Args:
             step: number of the step, from 1.
@@ -78,6 +79,8 @@ class PolicyLog:
         Raises:
             ValueError: for a forecast whose interval is not one of 95 %.
         """
+        if self._has_ended:
+            return
         self._step = step
         if forecast is not None:
             if forecast.level != LEVEL:
@@ -112,7 +115,7 @@ class PolicyLog:
         """
         if not self._has_ended:
             self._has_ended = True
-            self._log.end(reason, window=self._step)
+            self._log.leave("policy", reason, window=self._step)
 
 
 def _shares(forecast: EntropyForecast, texts: Mapping[int, str]) -> list[dict[str, object]]:
@@ -120,9 +123,9 @@ def _shares(forecast: EntropyForecast, texts: Mapping[int, str]) -> list[dict[st
     return [
         {
             "prompt": _text(share.prompt, texts),
-            "change": share.change,
-            "sharpening": share.sharpening,
-            "drift": share.drift,
+            "change": json_number(share.change),
+            "sharpening": json_number(share.sharpening),
+            "drift": json_number(share.drift),
         }
         for share in sorted(largest, key=lambda share: share.change)
     ]
@@ -131,16 +134,16 @@ def _shares(forecast: EntropyForecast, texts: Mapping[int, str]) -> list[dict[st
 def _causes(causes: Causes, texts: Mapping[int, str]) -> dict[str, object]:
     largest = sorted(causes.prompts, key=lambda cause: -abs(cause.change))[:_PROMPTS_AT_MOST]
     return {
-        "momentum": causes.momentum,
-        "batch": causes.batch,
-        "decay": causes.decay,
-        "explained": causes.explained,
+        "momentum": json_number(causes.momentum),
+        "batch": json_number(causes.batch),
+        "decay": json_number(causes.decay),
+        "explained": json_number(causes.explained),
         "prompts": [
             {
                 "prompt": _text(cause.prompt, texts),
-                "change": cause.change,
-                "from_rewarded": cause.from_rewarded,
-                "from_penalised": cause.from_penalised,
+                "change": json_number(cause.change),
+                "from_rewarded": json_number(cause.from_rewarded),
+                "from_penalised": json_number(cause.from_penalised),
             }
             for cause in sorted(largest, key=lambda cause: cause.change)
         ],

@@ -124,6 +124,10 @@ class PolicyEntropyProbeConfig:
     micro_batch_prompts: int = 8
     temperature: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.micro_batch_prompts < 1:
+            raise ValueError(f"micro_batch_prompts must be a whole number from 1 up, got {self.micro_batch_prompts!r}")
+
     def attach(self, partners: Partners) -> PolicyEntropyProbe:
         """Make the probe."""
         statistics = partners.token_statistics or CausalLMStatistics(self.temperature)

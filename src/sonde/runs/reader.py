@@ -54,9 +54,9 @@ class Header:
     metadata: Mapping[str, Any]
     probes: tuple[ProbeSetup, ...]
 
-    def probe(self, writes: str) -> ProbeSetup:
-        """The first probe that writes this kind of record, "reading" or "policy"; the first of all where none says."""
-        return next((probe for probe in self.probes if probe.writes == writes), self.probes[0])
+    def probe(self, writes: str) -> ProbeSetup | None:
+        """The probe of this start that writes this kind of record, "reading" or "policy"; None if there is none."""
+        return next((probe for probe in self.probes if probe.writes in (writes, "")), None)
 
     @property
     def unit(self) -> str:
@@ -70,7 +70,7 @@ class Header:
 
     @property
     def metrics(self) -> dict[str, Mapping[str, str]]:
-        """Unit and meaning of each metric that sonde writes."""
+        """Unit and meaning of each metric that the probes of this start write."""
         return {name: metric for probe in self.probes for name, metric in probe.metrics.items()}
 
 
@@ -170,6 +170,22 @@ class Run:
     def header(self) -> Header:
         """The header of the last start."""
         return self.headers[-1]
+
+    def probe(self, writes: str) -> ProbeSetup:
+        """How this kind of record was measured, by the last start that has it; the first probe of all if none has."""
+        setups = [setup for header in reversed(self.headers) if (setup := header.probe(writes)) is not None]
+        return setups[0] if setups else self.header.probes[0]
+
+    @property
+    def metrics(self) -> dict[str, Mapping[str, str]]:
+        """Unit and meaning of each metric that sonde wrote, of all starts."""
+        return {name: metric for header in self.headers for name, metric in header.metrics.items()}
+
+    @property
+    def sections(self) -> tuple[ReportSection, ...]:
+        """The sections of the report that probes declared, of all starts, each title once."""
+        declared = [section for header in self.headers for probe in header.probes for section in probe.sections]
+        return tuple({section.title: section for section in declared}.values())
 
     @property
     def is_empty(self) -> bool:

@@ -97,8 +97,10 @@ def other_unit(units: Mapping[str, str], writes: str, unit: str) -> str | None:
         writes: the kind of record that a probe writes, or "".
         unit: the probe's unit.
     """
+    if writes == "metrics":  # of the user's own probes, each with units of its own
+        return None
     for kind, known in units.items():
-        if known != unit and (kind == writes or "" in (kind, writes)):
+        if kind != "metrics" and known != unit and (kind == writes or "" in (kind, writes)):
             return known
     return None
 
@@ -139,7 +141,7 @@ def _encode(record: Mapping[str, object]) -> bytes:
 
 
 def _units_of_existing(path: Path) -> dict[str, str]:
-    """Units by kind of record, of the first start of the run that is already in the log; empty when there is none."""
+    """Units by kind of record, of all starts of the run that are already in the log; empty when there is none."""
     units: dict[str, str] = {}
     if not path.exists():
         return units
@@ -152,8 +154,6 @@ def _units_of_existing(path: Path) -> dict[str, str]:
                 )
             if not line.startswith((_HEADER_START, _PROBE_START)) or (probe := parse_record(line)) is None:
                 continue
-            if units and probe["kind"] == "header":  # of a restart, which was checked against the first start
-                break
             units[str(probe.get("writes", ""))] = str(probe["unit"])
     return units
 

@@ -77,7 +77,7 @@ class NoiseScaleAverages:
         if within is None or between is None:
             return None
         # Ranks with the same data differ by rounding only.
-        return within / between if between > 1e-9 * within else math.inf
+        return within / between if between > _SAME * within else math.inf
 
     @property
     def pieces_differ(self) -> bool:

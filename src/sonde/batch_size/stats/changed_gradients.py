@@ -100,7 +100,7 @@ class ChangedGradients:
                 "unseen"
             )
         if self._pending:
-            return f"{self._why}; the changed gradient has not been seen sound since"
+            return f"{self._why}; no unchanged gradient of that parameter has been seen since"
         return None
 
     def state_dict(self) -> dict[str, Any]:

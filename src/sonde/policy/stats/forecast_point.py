@@ -64,7 +64,7 @@ class Point:
 
 
 def forecast_point(step: int, metrics: Mapping[str, float | None], per: Per = "token", reason: str = "") -> Point:
-    """A point from a record's metrics; their names are in `records.METRICS`."""
+    """A point from a record's metrics; their names are in `EntropyChangeProbe.METRICS`."""
 
     def metric(name: str) -> float | None:
         return metrics.get(f"entropy/{name}")

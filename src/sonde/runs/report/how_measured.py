@@ -44,7 +44,7 @@ def how_measured(run: Run) -> list[Row]:
 
 
 def _setup_rows(run: Run) -> list[Row]:
-    unit, setup = run.header.probe("reading").unit, run.header.probe("reading").setup
+    unit, setup = run.probe("reading").unit, run.probe("reading").setup
     ranks = setup.get("ranks")
     training = [str(setup[key]) for key in ("wrapper", "device") if key in setup]
     if ranks is not None:
@@ -68,7 +68,7 @@ def _setup_rows(run: Run) -> list[Row]:
 
 
 def _window_rows(run: Run) -> list[Row]:
-    unit, setup, last = run.header.probe("reading").unit, run.header.probe("reading").setup, run.readings[-1]
+    unit, setup, last = run.probe("reading").unit, run.probe("reading").setup, run.readings[-1]
     per_window, units = last.pieces.get("per_window"), last.metrics.get("gns/units_per_window")
     effective = last.metrics.get("gns/effective_units")
     rows = [
@@ -117,7 +117,7 @@ def _trust_rows(run: Run) -> list[Row]:
 
 def _policy_rows(run: Run) -> list[Row]:
     """How the entropy and its changes were measured."""
-    policy, setup = run.policy, run.header.probe("policy").setup
+    policy, setup = run.policy, run.probe("policy").setup
     forecasts = [r for r in policy if r.metrics.get("entropy/is_valid") is not None]
     rows = [
         Row(

@@ -73,14 +73,15 @@ def _subject(run: Run) -> str:
 def _head(run: Run) -> str:
     began, last = run.headers[0].time, run.last
     facts = [f"Started {moment(began)}", f"last reading {duration(max(last.time - began, 0))} later"]
-    facts.append(position_text(last, run.header.probe("reading").unit))
+    facts.append(position_text(last, run.probe("reading").unit))
     if len(run.headers) > 1:
         facts.append(f"restarted {plural(len(run.headers) - 1, 'time')}")
     facts.append("ended" if run.ended is not None else "no end recorded: the run is still going on, or it was cut off")
     subject = _subject(run)
+    brand = escape(subject[:1].upper() + subject[1:])
     torn = f'<p class="facts">{escape(run.torn[:1].upper() + run.torn[1:])}.</p>' if run.torn else ""
     return (
-        f'<header>\n<p class="brand">{subject[:1].upper()}{subject[1:]}</p>\n<h1>{escape(cut(run.name, 200))}</h1>\n'
+        f'<header>\n<p class="brand">{brand}</p>\n<h1>{escape(cut(run.name, 200))}</h1>\n'
         f'<p class="facts">{escape(" · ".join(facts))}</p>{torn}\n</header>'
     )
 

@@ -33,7 +33,7 @@ _MAX_PROMPT_LENGTH = 120
 def policy_sections(run: Run) -> list[Section]:
     """All sections of a run in which a policy was measured at least once."""
     policy = run.policy
-    axis = time_axis(timeline(policy, run.header.probe("policy").unit))
+    axis = time_axis(timeline(policy, run.probe("policy").unit))
     sections = [
         Section(
             "Entropy of the policy",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sonde.runs.reader import Reading, Run
+from sonde.runs.policy_reading import PolicyReading
+from sonde.runs.reader import MetricsReading, Reading, Run
 from sonde.runs.report.curve_style import time_axis
 from sonde.runs.report.curves import moments_curve, noise_scale_curve, norm_curve, value_curve
 from sonde.runs.report.figures import Plot, Table
@@ -35,7 +36,7 @@ class Section:
 
 def noise_scale_sections(run: Run) -> list[Section]:
     """All sections of a run that has at least one reading of its noise scale."""
-    probe, last = run.header.probe("reading"), run.readings[-1]
+    probe, last = run.probe("reading"), run.readings[-1]
     unit = probe.unit
     line = timeline(run.readings, unit)
     axis = time_axis(line)
@@ -73,7 +74,7 @@ def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
         "A batch far below the noise scale needs many more steps. A batch far above it uses many more "
         f"{line.unit} and saves few steps. The noise scale usually grows during training."
     )
-    level = run.header.probe("reading").setup.get("level")
+    level = run.probe("reading").setup.get("level")
     if level:
         text += (
             " The curve is a running average over past windows (optimizer steps). The band is the "
@@ -113,22 +114,23 @@ def _losses_first(run: Run) -> list[str]:
 
 def own_value_names(run: Run, readings: Sequence[Measured]) -> list[str]:
     """The names of the metrics that the user logged, as far as at least one reading knows a value."""
-    names_of_sonde = run.header.metrics.keys()
+    names_of_sonde = run.metrics.keys()
     known = {name: None for reading in readings for name, value in reading.metrics.items() if value is not None}
     return [name for name in known if name not in names_of_sonde]
 
 
 def declared_sections(run: Run) -> list[Section]:
     """The sections that probes declare, each with a curve for every metric that at least one reading knows."""
-    metrics = run.header.metrics
+    metrics = run.metrics
+    readings: list[Reading | PolicyReading | MetricsReading] = [*run.readings, *run.policy, *run.own]
+    readings.sort(key=lambda reading: (reading.segment, reading.time))
     sections = []
-    for declared in (section for probe in run.header.probes for section in probe.sections):
+    for declared in run.sections:
         plots = []
         for name in declared.metrics:
-            readings: list[Measured] = [*run.readings, *run.policy, *run.own]
             known = [r for r in readings if r.metrics.get(name) is not None]
             if known:
-                line = timeline(known, run.header.unit)
+                line = timeline(known, run.probe("reading").unit)
                 plots.append(value_curve(line, time_axis(line), name, metrics.get(name, {})))
         content = tuple(plots) or ("None of these metrics was known in this run.",)
         sections.append(Section(declared.title, declared.text, content))

@@ -69,7 +69,7 @@ def verdict_panels(run: Run) -> list[VerdictPanel]:
 
 def batch_size_panel(run: Run) -> VerdictPanel:
     """The verdict on the batch size, for a run that has at least one reading of the noise scale."""
-    unit, last = run.header.probe("reading").unit, run.readings[-1]
+    unit, last = run.probe("reading").unit, run.readings[-1]
     verdict = _judge_batch(last, unit)
     basis = f"Judged from the last reading: {position_text(last, unit)}."
     needed = last.metrics.get("gns/windows_needed")

@@ -30,7 +30,7 @@ def write_report(run_path: str | Path, out: str | Path | None = None) -> Path:
     """
     run = read_run(run_path)
     if run.is_empty:
-        every = run.header.setup.get("log_every") or "few"
+        every = run.probe("reading").setup.get("log_every") or "few"
         raise ValueError(
             f"{run.path} holds no reading yet, expected at least one (a run writes one every {every} windows and at "
             "its end): let the run continue, then try again"
