@@ -149,9 +149,14 @@ def test_public_names_are_there_and_documented() -> None:
 def test_an_older_public_name_warns_and_works() -> None:
     import sonde
 
-    with pytest.warns(DeprecationWarning, match=r"PolicyJournal is deprecated and will be removed in the next release: write sonde\.PolicyLog"):
+    with pytest.warns(
+        DeprecationWarning,
+        match=r"PolicyJournal is deprecated and will be removed in the next release: write sonde\.PolicyLog",
+    ):
         assert sonde.PolicyJournal is sonde.PolicyLog
-    with pytest.warns(DeprecationWarning, match=r"sonde\.probes\.policy_journal is deprecated .*: write sonde\.PolicyLog"):
+    with pytest.warns(
+        DeprecationWarning, match=r"sonde\.probes\.policy_journal is deprecated .*: write sonde\.PolicyLog"
+    ):
         from sonde.probes.policy_journal import PolicyJournal
     assert PolicyJournal is sonde.PolicyLog
     with pytest.raises(AttributeError, match="no attribute 'PolicyJournals'"):

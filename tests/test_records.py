@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import sonde
 from tests.batch_size.loops import Recording
+from tests.ranks import Ranks
 
 
 def train(probe: sonde.NoiseScaleProbe, model: nn.Module, windows: int) -> None:
@@ -160,9 +162,176 @@ def test_the_older_spelling_of_attach_warns_and_logs_the_same() -> None:
     probe.close()
     header = sink.records[0]
     assert (header["run"], header["metadata"], header["setup"]["log_every"]) == ("r", {"a": 1}, 3)
-    with pytest.raises(TypeError, match=r"log= has its own run: give it to sonde\.RunLog"):
+    with pytest.raises(TypeError, match=r"pass run= to sonde\.RunLog, not beside log="):
         sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(), run="r")
-    with pytest.raises(TypeError, match=r"attach\(\) has no argument 'horizn': did you mean 'horizon'\?"):
-        sonde.attach(nn.Linear(3, 1), unit="rows", horizn=3)
+    for wrong, right in (("horizn", "horizon"), ("grad_scalar", "grad_scaler"), ("verbos", "verbose")):
+        with pytest.raises(TypeError, match=rf"attach\(\) has no argument '{wrong}': did you mean '{right}'\?"):
+            sonde.attach(nn.Linear(3, 1), unit="rows", **{wrong: 3})
+    with pytest.raises(ValueError, match=r"takes its options as one object, got .*: write sonde\.NoiseScaleOptions"):
+        sonde.NoiseScaleProbe(nn.Linear(3, 1), None, {"unit": "rows"})  # type: ignore[arg-type]
     with pytest.warns(DeprecationWarning, match=r"write NoiseScaleProbe\(…, sonde\.NoiseScaleOptions\(unit='rows'\)\)"):
         sonde.NoiseScaleProbe(nn.Linear(3, 1), unit="rows", verbose=False).close()
+
+
+class Fixed:
+    """A probe with given metrics."""
+
+    def __init__(self, metrics: Mapping[str, Any]) -> None:
+        self.given = metrics
+
+    def step(self) -> None:
+        pass
+
+    def metrics(self) -> Mapping[str, Any]:
+        return self.given
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_number_that_json_cannot_hold_is_null_and_costs_no_other_record(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    log = sonde.RunLog(sonde.JsonlSink(tmp_path), every=1)
+    noise = sonde.attach(model, unit="rows", log=log, verbose=False)
+    own = Fixed({"my/loss": float("nan"), "my/norm": torch.tensor(2.0), "my/range": float("inf")})
+    for step in (1, 2):
+        train(noise, model, 1)
+        log.measure(own, step)
+    noise.close()
+    run = sonde.read_run(tmp_path)
+    assert [r.metrics for r in run.own] == [{"my/loss": None, "my/norm": 2.0, "my/range": None}] * 2
+    assert (len(run.readings), run.ended) == (2, "closed")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "window", "message"),
+    [
+        ({"my loss": 1.0}, 1, "a metric's name may hold letters, digits, '_' and '/', got 'my loss'"),
+        ({"gns/b_simple": 1.0}, 1, "another probe of this log writes the metric 'gns/b_simple': rename yours"),
+        ({"a": "much"}, 1, "the metric 'a' must be a number or None, got 'much'"),
+        ({"a": 1.0}, 2.5, "window must be the number of an optimizer step, got 2.5"),
+        ({"a": 1.0}, True, "window must be the number of an optimizer step, got True"),
+    ],
+)
+def test_what_would_damage_the_log_is_refused_at_the_door(
+    tmp_path: Path, metrics: dict[str, Any], window: Any, message: str
+) -> None:
+    log = sonde.RunLog(sonde.JsonlSink(tmp_path))
+    probe = sonde.attach(nn.Linear(3, 1), unit="rows", log=log, verbose=False)
+    with pytest.raises(ValueError, match=message):
+        log.measure(Fixed(metrics), window)
+    probe.close()
+    assert sonde.read_run(tmp_path).own == ()
+
+
+def test_a_record_that_cannot_be_written_costs_no_other_record(caplog: pytest.LogCaptureFixture) -> None:
+    class Picky(Recording):
+        def write(self, record: Any) -> None:
+            if record.get("window") == 2:
+                raise ValueError("not this one")
+            super().write(record)
+
+    sink = Picky()
+    log, own = sonde.RunLog(sink), Fixed({"a": 1.0})
+    for step in (1, 2, 3):
+        log.measure(own, step)
+    log.end("done", window=3)
+    assert [r["window"] for r in sink.of_kind("metrics")] == [1, 3]
+    assert caplog.text.count("refuses a 'metrics' record: not this one") == 1
+
+
+def test_a_log_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class FullDisk(Recording):
+        def write(self, record: Any) -> None:
+            if record["kind"] == "probe":
+                raise OSError("no space left")
+            super().write(record)
+
+    model = nn.Linear(3, 1)
+    log = sonde.RunLog(FullDisk())
+    noise = sonde.attach(model, unit="rows", log=log, verbose=False)
+    log.measure(Fixed({"a": 1.0}), 1)
+    assert "FullDisk writes no more: no space left" in caplog.text
+    noise.close()
+    log.measure(Fixed({"a": 1.0}), 2)
+    assert "the log has ended: the metrics of Fixed are not written" in caplog.text
+
+
+def test_a_log_that_could_not_begin_takes_no_probe() -> None:
+    class Refuses(Recording):
+        def write(self, record: Any) -> None:
+            raise OSError("no space left")
+
+    log = sonde.RunLog(Refuses())
+    with pytest.raises(OSError, match="no space left"):
+        sonde.attach(nn.Linear(3, 1), unit="rows", log=log, verbose=False)
+    with pytest.raises(RuntimeError, match="this log has ended"):
+        sonde.attach(nn.Linear(3, 1), unit="rows", log=log, verbose=False)
+
+
+def test_two_probes_of_one_kind_need_two_logs() -> None:
+    log = sonde.RunLog()
+    with sonde.attach(nn.Linear(3, 1), unit="rows", log=log, verbose=False):
+        with pytest.raises(RuntimeError, match="another probe writes 'reading' records to this log"):
+            sonde.attach(nn.Linear(3, 1), unit="rows", log=log, verbose=False)
+        with pytest.raises(RuntimeError, match="one of sonde's probes still writes to this log"):
+            log.end("done", window=1)
+
+
+def test_units_of_every_start_are_compared(tmp_path: Path) -> None:
+    sonde.PolicyLog(sonde.RunLog(sonde.JsonlSink(tmp_path))).end("first")
+    model = nn.Linear(3, 1)
+    sonde.attach(model, unit="sequences", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False).close("second")
+    with pytest.raises(ValueError, match="measured in 'sequences', got a probe that measures in 'tokens'"):
+        sonde.attach(model, unit="tokens", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False)
+    assert sonde.read_run(tmp_path).ended == "second"
+
+
+def test_a_restart_without_one_of_the_probes_keeps_its_setup(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    log = sonde.RunLog(sonde.JsonlSink(tmp_path), every=1)
+    noise = sonde.attach(model, unit="sequences", log=log, verbose=False)
+    train(noise, model, 2)
+    log.measure(DeadUnits(), 2)
+    noise.close()
+    policy = sonde.PolicyLog(sonde.RunLog(sonde.JsonlSink(tmp_path)))
+    policy.measured(3, {"entropy/per_token": 2.0})
+    policy.end("done")
+    run = sonde.read_run(tmp_path)
+    assert (run.probe("reading").unit, run.probe("policy").unit) == ("sequences", "prompts")
+    assert {"gns/b_simple", "entropy/per_token", "layer/dead_units"} <= run.metrics.keys()
+    assert [section.title for section in run.sections] == ["Dead units"]
+    page = sonde.write_report(tmp_path).read_text()
+    assert "batch of 8 sequences" in page
+    assert "Dead units" in page
+    assert "Reward and other logged values" not in page
+
+
+def test_a_title_of_ones_own_is_escaped(tmp_path: Path) -> None:
+    class Bold(DeadUnits):
+        SECTION = sonde.ReportSection("a <b>bold</b> title", "<i>text</i>", ("layer/dead_units",))
+
+    log = sonde.RunLog(sonde.JsonlSink(tmp_path))
+    log.measure(Bold(), 1)
+    log.end("done", window=1)
+    page = sonde.write_report(tmp_path).read_text()
+    assert "<b>bold</b>" not in page
+    assert "<i>text</i>" not in page
+    assert "A &lt;b&gt;bold&lt;/b&gt; title" in page
+
+
+def _end_without_a_process_group() -> list[str]:
+    sink, model = Recording(), nn.Linear(3, 1)
+    log = sonde.RunLog(sink, every=1)
+    probe = sonde.attach(model, unit="rows", log=log, verbose=False)
+    train(probe, model, 1)
+    group, dist.group.WORLD = dist.group.WORLD, None  # as destroy_process_group leaves it
+    try:
+        probe.close()
+    finally:
+        dist.group.WORLD = group
+    return [record["kind"] for record in sink.records]
+
+
+def test_only_the_first_rank_writes_even_once_its_process_group_is_gone(ranks2: Ranks) -> None:
+    assert ranks2(_end_without_a_process_group) == [["header", "reading", "end"], []]

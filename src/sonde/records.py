@@ -102,7 +102,7 @@ class RunLog:
         self._open: set[Writes] = set()
         """The kinds of record whose probes are open."""
         self._own: dict[int, Probe | RolloutProbe] = {}
-        """The user's own probes that were measured, by identity; held, so that no other probe gets the same identity."""
+        """The user's own probes that were measured, by identity; held, so that no other probe gets that identity."""
 
     @property
     def has_sinks(self) -> bool:

@@ -47,7 +47,7 @@ def test_a_parameter_that_was_changed_alone_is_in_doubt_until_it_is_sound() -> N
     take(changed, SOUND, times=100)
     take(changed, reading(changed={7}, sound={0, 1}))
     take(changed, SOUND, times=40)
-    assert "has not been seen sound since" in str(changed.doubt())
+    assert "no unchanged gradient of that parameter has been seen since" in str(changed.doubt())
     take(changed, reading(sound={0, 1, 7}))
     assert changed.doubt() is None
 
