@@ -284,3 +284,30 @@ def test_reentrant_checkpointing_without_declared_pieces_is_named(ranks2: Ranks,
     for windows, dropped in ranks2(_all_checkpointed, tap):
         assert windows == 0
         assert "reentrant checkpointing runs backward inside backward" in dropped[0]
+
+
+def _scaled(init_scale: float) -> tuple[int, float, float]:
+    """A rank's windows under a GradScaler, read in DDP's buckets; a scale of 0 for no scaler."""
+    _, model = wrap({})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale or 1.0, enabled=init_scale > 0)
+    with attached(model, optimizer, tap="comm_hook", grad_scaler=scaler) as probe:
+        for window in range(4):
+            for x, y in batches(dist.get_rank(), 1, window):
+                with probe.piece(units=len(x)):
+                    scaler.scale(mean_loss(model, x, y)).backward()
+            scaler.unscale_(optimizer)
+            probe.step()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        reading = probe.reading()
+    assert reading.trace_cov is not None
+    assert reading.grad_sq is not None
+    return reading.windows, reading.trace_cov, reading.grad_sq
+
+
+def test_a_loss_scale_is_taken_out_of_the_buckets(ranks2: Ranks) -> None:
+    for scaled, plain in zip(ranks2(_scaled, 1024.0), ranks2(_scaled, 0.0), strict=True):
+        assert scaled[0] == plain[0] == 4
+        assert scaled[1:] == pytest.approx(plain[1:], rel=1e-6)  # powers of two scale without rounding
