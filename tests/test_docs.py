@@ -16,13 +16,12 @@ import yaml
 from torch import nn
 
 import sonde
-from sonde.batch_size import log as noise_scale_log
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale
-from sonde.policy import log as policy_log
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), DOCS.parent / "CHANGELOG.md"]
-METRICS = {*noise_scale_log.METRICS, *policy_log.METRICS}
+METRICS = {metric for name in sonde.__all__ for metric in getattr(getattr(sonde, name), "METRICS", ())}
+"""Metrics that the public probes declare."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

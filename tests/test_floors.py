@@ -154,6 +154,7 @@ def test_an_older_public_name_warns_and_works() -> None:
         match=r"PolicyJournal is deprecated and will be removed in the next release: write sonde\.PolicyLog",
     ):
         assert sonde.PolicyJournal is sonde.PolicyLog
+    sys.modules.pop("sonde.probes.policy_journal", None)  # it warns when it is imported for the first time
     with pytest.warns(
         DeprecationWarning, match=r"sonde\.probes\.policy_journal is deprecated .*: write sonde\.PolicyLog"
     ):

@@ -381,7 +381,8 @@ class NoiseScaleProbe:
         seconds = self._seconds + self._reader.seconds
         number, ended, taken, tap = self._n_windows, time.time(), seconds - self._seconds_put, self._reader.tap_name
         self._seconds_put = seconds
-        names, sizes = tuple(scalars), window.witness_sizes  # not the window itself, whose memory may go once sent
+        # `read` must not hold the window itself, so that its memory is freed once it is sent.
+        names, sizes = tuple(scalars), window.witness_sizes
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
             packed, sq_norm_big, witness_final, values = vectors
@@ -392,7 +393,7 @@ class NoiseScaleProbe:
         self._readback.put([*vectors, as_vector(list(scalars.values()), self._reader.device)], read, window.work)
 
     def _deliver(self) -> None:
-        """Send the windows that are due (the first at once, so that people soon see it), take in those that arrived."""
+        """Send the windows that are due, and take in those that arrived. The first is sent at once."""
         if self._n_put == 1 or self._n_windows % min(self._log_every, _WINDOWS_HELD) == 0:
             self._readback.send()
             self._alert_unmeasured()
@@ -419,7 +420,7 @@ class NoiseScaleProbe:
             drop = self._tracker.update(window.row)
             self._taps.saw_row(window.row, is_sound=drop is None)
             self._say_first(window)
-            self._log.window(window, drop, self._tracker.norm if isinstance(self._metric, Euclidean) else None)
+            self._log.window(window, drop, self._tracker.norm if self._metric.is_plain else None)
 
     def _alert_never_ended(self) -> None:
         self._log.alert(

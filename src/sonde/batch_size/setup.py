@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from typing_extensions import TypeIs
 
@@ -60,7 +60,7 @@ class NoiseScaleOptions:
             )
         if self.metric not in ("euclidean", "adam"):
             raise ValueError(f"metric must be 'euclidean' or 'adam', got {self.metric!r}")
-        if self.tap not in ("auto", "leaf", "comm_hook"):
+        if self.tap not in get_args(TapName):
             raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {self.tap!r}")
         if not (_is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
             raise ValueError(f"staging_mib must be ≥ 0 and finite, got {self.staging_mib!r}")

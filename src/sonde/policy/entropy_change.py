@@ -270,7 +270,7 @@ class EntropyChangeProbe:
         return {} if self._latest is None else self._latest.metrics()
 
     def close(self) -> None:
-        """The probe holds nothing that must be taken away."""
+        """Does nothing: the probe installs no hooks."""
 
     def _run(
         self,

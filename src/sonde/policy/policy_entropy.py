@@ -107,7 +107,7 @@ class PolicyEntropyProbe:
         }
 
     def close(self) -> None:
-        """The probe holds nothing that must be taken away."""
+        """Does nothing: the probe installs no hooks."""
 
 
 @dataclass(frozen=True)

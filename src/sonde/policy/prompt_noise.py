@@ -181,7 +181,7 @@ class PromptNoiseProbe:
         }
 
     def close(self) -> None:
-        """The probe holds nothing that must be taken away."""
+        """Does nothing: the probe installs no hooks."""
 
     def _one_prompt(self, norms: NestedNorms, rollouts: Rollouts, credit: Tensor, index: Tensor) -> list[float]:
         """|h|², |h₁|², |h₂|², w₁, w₂, n₁, n₂. A single completion is the first half, and the second half is 0."""

@@ -21,6 +21,8 @@ class GradientMetric(Protocol):
 
     name: str
     """The name that `attach(metric=...)` takes."""
+    is_plain: bool
+    """Whether it is the plain 2-norm, which a clip measures too."""
 
     def roots(self, index: int, grad: Tensor) -> Tensor:
         """Numbers whose squares add up to the squared norm of the gradient of parameter `index`."""
@@ -42,6 +44,7 @@ class Euclidean:
     """|g|² = Σ g_j²."""
 
     name = "euclidean"
+    is_plain = True
 
     def roots(self, index: int, grad: Tensor) -> Tensor:
         """Norms of its rows, or its norm."""
@@ -83,6 +86,7 @@ class AdamMetric:
     """
 
     name = "adam"
+    is_plain = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
         self._optimizer = optimizer  # state and groups are looked up at each use: load_state_dict replaces both

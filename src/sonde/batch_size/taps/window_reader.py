@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.metric import Euclidean, GradientMetric
+from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.tap_choice import TapChoice
@@ -124,7 +124,7 @@ class WindowReader:
         norm = global_norm(self.plan, 2.0) if reads_grad else None
         if rank_gradient is not None and norm is None:
             sq_norm_big = self._scaled_since_reduction(rank_gradient, witness)
-        elif norm is not None and isinstance(self._metric, Euclidean):
+        elif norm is not None and self._metric.is_plain:
             by_group = to_device(norm.by_part[: len(self.groups)], self.device)
             sq_norm_big = by_group.to(self._sums.dtype).square()
         else:
