@@ -218,7 +218,8 @@ class Run:
         Returns:
             Windows and values, of equal length; both empty for a metric that was never known.
         """
-        known = [(r.window, value) for r in self.readings if (value := r.metrics.get(metric)) is not None]
+        readings: list[Reading | PolicyReading | MetricsReading] = [*self.readings, *self.policy, *self.own]
+        known = [(r.window, value) for r in readings if (value := r.metrics.get(metric)) is not None]
         return [window for window, _ in known], [value for _, value in known]
 
 
