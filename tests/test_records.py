@@ -108,6 +108,7 @@ def test_a_probe_of_ones_own_gets_its_section(tmp_path: Path) -> None:
         "unit": "fraction",
         "meaning": "units whose gradient is exactly 0",
     }
+    assert run.series("layer/dead_units") == ([1, 2, 3], [0.25, 0.25, 0.25])
     assert run.ended == "closed"
     page = sonde.write_report(tmp_path).read_text()
     for words in ("Dead units", "How much of the layer has stopped learning.", "layer/dead_units (fraction)"):

@@ -97,7 +97,7 @@ class EntropyChangeProbe:
         "entropy/ess_fraction": Metric("fraction", "effective sample size of importance sampling, over the responses"),
         "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
         "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),
-        "entropy/is_valid": Metric("0 or 1", "whether the step is small enough for a first-order forecast"),
+        "entropy/is_valid": Metric("0 or 1", "whether the forecast gives no reason not to trust it"),
         "entropy/is_of_own_prompts": Metric("0 or 1", "whether evaluation prompts are those that the step learns from"),
         "cost/entropy_seconds": Metric("seconds", "time of the forecast of the entropy change"),
     }

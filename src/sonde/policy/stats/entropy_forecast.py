@@ -92,7 +92,7 @@ class EntropyForecast:
             interval also includes the deviation from first order on the same prefixes.
         high: upper end.
         reason: why a number is unknown, or why the forecast is not to be trusted; empty otherwise.
-        is_valid: whether the step is small enough for a first-order forecast, by the measured truths.
+        is_valid: whether `reason` is empty: above all, whether the step is small enough for a first-order forecast.
         objective: which entropy is meant.
         update: which update is meant.
         entropy: R before the update, in nats a token.
