@@ -21,7 +21,7 @@ class EntropyDemoOptions:
     """Train a tiny language model to add by GRPO, and forecast what each update does to its entropy.
 
     TRL's GRPOTrainer teaches a tiny model to add two digits, on the CPU. Every few steps, sonde forecasts what the
-    optimizer's step will do to the policy's entropy, and then measures what it did. It needs sonde[trl]. Ctrl-C stops
+    optimizer's step will do to the policy's entropy, and then measures what it did. It needs TRL. Ctrl-C stops
     early and keeps the measurements.
 
     Attributes:
