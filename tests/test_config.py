@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sonde import EntropyChangeOptions, NoiseScaleOptions, Probe, ProbesConfig, probes_from_config
+from sonde import EntropyChangeOptions, NoiseScaleOptions, Partners, Probe, ProbesConfig, probes_from_config
 from sonde.policy.entropy_change import EntropyProbeConfig
 from tests.small_policy import drawn, loss, optimizer_of, policy
 
@@ -110,3 +111,45 @@ def test_a_plain_model_needs_no_language_model() -> None:
     probes = probes_from_config({"gns_probe": {"enabled": True}}).attach(model, optimizer)
     for probe in probes.values():
         probe.close()
+
+
+@dataclass(frozen=True)
+class LayerProbeConfig:
+    """What a further built-in probe brings in its own file."""
+
+    enabled: bool = False
+    layer: str = "0"
+
+    def attach(self, partners: Partners) -> LayerProbe:
+        return LayerProbe(partners.model.get_submodule(self.layer))
+
+
+class LayerProbe:
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def step(self) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float | None]:
+        return {"layer/parameters": float(sum(p.numel() for p in self.layer.parameters()))}
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class MoreProbes(ProbesConfig):
+    layer_probe: LayerProbeConfig = field(default_factory=LayerProbeConfig)  # the one line
+
+
+def test_a_further_probe_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sonde.config.ProbesConfig", MoreProbes)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probes = probes_from_config({"layer_probe": {"enabled": True, "layer": "1"}}).attach(model, optimizer)
+    assert {key: probe.metrics() for key, probe in probes.items()} == {"layer_probe": {"layer/parameters": 3.0}}
+    with pytest.raises(ValueError, match="did you mean 'layer_probe'"):
+        probes_from_config({"layer_prob": {}})
+    with pytest.raises(ValueError, match="layer in layer_probe of the config must be text, got 1"):
+        probes_from_config({"layer_probe": {"layer": 1}})
