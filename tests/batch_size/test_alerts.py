@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ def test_healthy_data_raise_no_alert() -> None:
         assert probe.alerts == {}
 
 
-def test_a_signal_that_stays_unresolved_raises_an_alert() -> None:
+def test_too_few_data_are_no_alert_but_come_with_advice() -> None:
     """Pure noise: the true gradient is 0, so no number of windows finds an upper bound."""
     model = nn.Linear(30, 1, bias=False)
     generator = torch.Generator().manual_seed(0)
@@ -54,7 +55,9 @@ def test_a_signal_that_stays_unresolved_raises_an_alert() -> None:
         reading = probe.reading()
         assert reading.status != "resolved"
         assert reading.b_simple is None
-        assert "cannot yet be distinguished from 0 after 50 windows" in probe.alerts["unresolved"]
+        assert "cannot yet be distinguished from 0" in reading.reason
+        assert re.search(r"horizon|units in each window|more windows", reading.advice)
+        assert probe.alerts == {}
 
 
 def test_parameters_replaced_later_are_noticed() -> None:

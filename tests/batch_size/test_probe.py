@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.batch_size.loops import (
+    Recording,
     assert_same,
     attached,
     batch,
@@ -108,7 +109,8 @@ def test_unbiased_for_the_exact_moments_of_a_population() -> None:
     model = small_model(torch.float64)
     inputs, targets = batch(96, generator, torch.float64)
     exact = population(per_example_gradients(model, lambda out, y: (out - y).square().sum(-1).mean(), inputs, targets))
-    with attached(model) as probe:
+    sink = Recording()
+    with attached(model, sinks=[sink], log_windows=True) as probe:
         for _ in range(1_100):
             for n in SIZES:  # uneven, and weighted by their size
                 rows = torch.randint(96, (n,), generator=generator)
@@ -119,14 +121,17 @@ def test_unbiased_for_the_exact_moments_of_a_population() -> None:
             probe.step()
             model.zero_grad()
         reading = probe.reading()
-        moments = probe._tracker._averages.total._moments()
+    windows = sink.of_kind("window")
+    assert len(windows) == reading.windows
     squares = sum(SIZES) ** 2  # they are in units of the sum of the pieces
-    for measured, true, variance in (
-        (reading.trace_cov, exact.trace_cov, moments["var_numerator"]),
-        (reading.grad_sq, exact.grad_sq, moments["var_denominator"]),
+    for measured, true, name in (
+        (reading.trace_cov, exact.trace_cov, "trace_cov"),
+        (reading.grad_sq, exact.grad_sq, "grad_sq"),
     ):
         assert measured is not None
-        error = math.sqrt(variance) / squares
+        own = torch.tensor([sum(window[name]) for window in windows], dtype=torch.float64)
+        assert measured == pytest.approx(own.mean().item(), rel=1e-9)  # an infinite horizon averages all windows
+        error = own.std().item() / math.sqrt(len(own)) / squares
         assert error < 0.01 * true / 2.5  # so that an error of 1 % would show
         assert measured / squares == pytest.approx(true, rel=0.01)
     assert reading.low is not None

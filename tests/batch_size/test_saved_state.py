@@ -60,15 +60,14 @@ _DAMAGE: list[tuple[list[str], Any]] = [
     (["run", "window"], -1),
     (["run", "window"], 2.5),
     (["run", "units_seen"], "many"),
-    (["averages", "groups"], []),
-    (["averages", "total"], 7),
-    (["averages", "total", "windows"], True),
-    (["averages", "total", "windows"], -3),
-    (["averages", "total", "windows"], 0),
-    (["averages", "total", "weight"], 0.0),
-    (["averages", "total", "sq_weight"], math.nan),
-    (["averages", "total", "dev_trace_trace"], -1.0),
-    (["averages", "groups", "4", "trace_cov"], None),
+    (["averages", "history"], 7),
+    (["averages", "history", "windows"], True),
+    (["averages", "history", "windows"], -3),
+    (["averages", "history", "groups"], []),
+    (["averages", "history", "recent"], [[0.0] * 4]),
+    (["averages", "history", "average", "", "sq_weight"], math.nan),
+    (["averages", "history", "average", "4", "trace_cov"], None),
+    (["averages", "n_seen"], "many"),
     (["averages", "units"], math.inf),
     (["averages", "units_weight"], -1),
     (["averages", "dropped"], ["zero"]),
@@ -86,7 +85,7 @@ def test_damaged_state_is_refused_whole(path: list[str], value: Any) -> None:
         for key in path[:-1]:
             place = place[key]
         place[path[-1]] = value
-        with pytest.raises(ValueError, match=r"must be|must map|do not fit"):
+        with pytest.raises(ValueError, match=r"must be|must map|do not fit|has the groups"):
             probe.load_state_dict(damaged)
         assert probe.state_dict() == before
 

@@ -50,7 +50,7 @@ def test_fieller_is_the_set_of_ratios_that_t_accepts() -> None:
             elif got.status == "lower_bound":
                 assert got.low is not None
                 assert accepted == (got.low <= ratio)
-    assert seen == {"resolved", "lower_bound", "unresolved"}
+    assert seen == {"resolved", "lower_bound", "upper_bound", "unresolved"}
 
 
 def test_three_outcomes_and_their_reasons() -> None:

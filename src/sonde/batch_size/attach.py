@@ -25,11 +25,12 @@ def attach(
     *,
     unit: str,
     units_per_piece: float | None = None,
-    horizon: float = 100.0,
+    horizon: float = 50.0,
     groups: Literal["blocks"] | GroupOf | None = "blocks",
     metric: Literal["euclidean", "adam"] = "euclidean",
     tap: TapName = "auto",
     staging_mib: float = 8.0,
+    log_windows: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | None = None,
     comm_hook: CommHook | None = None,
@@ -40,18 +41,19 @@ def attach(
 ) -> NoiseScaleProbe:
     """Measure the gradient noise scale of a model while it trains.
 
-    `NoiseScaleOptions` explains `unit` to `staging_mib`, and `NoiseScaleProbe` the other arguments.
+    `NoiseScaleOptions` explains `unit` to `log_windows`, and `NoiseScaleProbe` the other arguments.
 
     Args:
         model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
         optimizer: if given, the probe warns about windows that were not measured or were measured twice.
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
         units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number.
-        horizon: length of the exponential averages in windows; `math.inf` averages all windows alike.
+        horizon: how many windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks", None, or a function from a parameter's name to its group's.
         metric: "euclidean" or "adam".
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
+        log_windows: write each window's own tr Σ and |G|² to the log.
         grad_scaler: the `torch.amp.GradScaler` in use.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
@@ -82,7 +84,7 @@ def attach(
         >>> probe.close()
     """
     log = log_of(log, deprecated)
-    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib)
+    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib, log_windows)
     return NoiseScaleProbe(
         model,
         optimizer,

@@ -8,22 +8,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.reading import GroupReading, find_alerts
+from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.probe import Metric
 from sonde.records import RunLog, json_number, logger
 
 METRICS: dict[str, Metric] = {
-    "gns/b_simple": Metric("{unit}", "gradient noise scale tr Σ/|G|²"),
-    "gns/b_simple_low": Metric("{unit}", "lower end of the noise scale's 95 % interval"),
+    "gns/b_simple": Metric("{unit}", "gradient noise scale tr Σ/|G|² now"),
+    "gns/b_simple_low": Metric("{unit}", "lower end of the noise scale's 95 % interval; 0 for an upper bound"),
     "gns/b_simple_high": Metric("{unit}", "upper end of the noise scale's 95 % interval; null without one"),
-    "gns/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
-    "gns/trace_cov": Metric("gradient² · {unit}", "variance of one unit's gradient, tr Σ"),
+    "gns/drift": Metric("1/window", "change of log(noise scale) per window, now"),
+    "gns/drift_error": Metric("1/window", "standard error of gns/drift"),
+    "gns/b_simple_average": Metric("{unit}", "noise scale of the run so far, each step weighted by its progress"),
+    "gns/b_simple_average_low": Metric("{unit}", "lower end of that average's 95 % interval"),
+    "gns/b_simple_average_high": Metric("{unit}", "upper end of that average's 95 % interval; null without one"),
+    "gns/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped, averaged over the horizon"),
+    "gns/trace_cov": Metric("gradient² · {unit}", "variance of one unit's gradient, tr Σ, averaged over the horizon"),
     "gns/consistency": Metric("ratio", "tr Σ within ranks over tr Σ between ranks; about 1 when data are sound"),
     "gns/effective_units": Metric("{unit}", "effective number of units in a window (Kish)"),
     "gns/u": Metric("1/{unit}", "mean of one over a piece's units, weighted as the pieces are; gns_mu is tr Σ·u/|G|²"),
     "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
     "gns/windows_needed": Metric("windows", "windows still needed for ± 20 %; null when not known"),
+    "gns/set_aside": Metric("windows", "windows left out because each outweighed all others of its horizon together"),
+    "gns/influence": Metric("ratio", "largest change of log(noise scale) that a single window makes"),
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
     "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain"),
     "grad/norm": Metric(
@@ -134,6 +142,23 @@ class NoiseScaleLog:
         if window.number % self._log.every == 0:
             self.reading(window.time)
 
+    def each_window(self, number: int, window: SolvedWindow) -> None:
+        """Write a window's own estimates.
+
+        Args:
+            number: of the window.
+            window: its estimates.
+        """
+        self._log.write(
+            "window",
+            window=number,
+            norm=window.norm,
+            effective_units=window.effective_units,
+            u=window.u,
+            trace_cov=[estimate.trace_cov for estimate in window.per_group],
+            grad_sq=[estimate.grad_sq for estimate in window.per_group],
+        )
+
     def alert(self, name: str, message: str) -> None:
         """Note that something looks wrong: in the next reading, and as an alert the first time that `name` occurs."""
         self._interval.alerts[name] = message
@@ -166,6 +191,7 @@ class NoiseScaleLog:
             window=self._window,
             status=reading.status,
             reason=reading.reason,
+            advice=reading.advice,
             metrics=metrics,
             groups={name: _group_record(group) for name, group in reading.groups.items()},
             dropped=dict(reading.dropped),

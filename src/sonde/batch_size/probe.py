@@ -28,6 +28,7 @@ from sonde.batch_size.saved_state import VERSION, check_state, identity
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import NoiseScaleOptions, check_partners, describe, describe_window, group_names
 from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
@@ -249,6 +250,11 @@ class NoiseScaleProbe:
         self._receive(wait=True)
         return self._tracker.reading()
 
+    def window(self) -> SolvedWindow | None:
+        """The last window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits for the device."""
+        self.reading()
+        return self._tracker.last
+
     def metrics(self) -> Mapping[str, float | None]:
         """The reading by metric name; None where a number is not known or not bounded. Waits for the device."""
         return self.reading().metrics()
@@ -420,7 +426,10 @@ class NoiseScaleProbe:
             drop = self._tracker.update(window.row)
             self._taps.saw_row(window.row, is_sound=drop is None)
             self._say_first(window)
-            self._log.window(window, drop, self._tracker.norm if self._metric.is_plain else None)
+            solved = self._tracker.last
+            if self._options.log_windows and solved is not None:
+                self._log.each_window(window.number, solved)
+            self._log.window(window, drop, solved.norm if solved is not None and self._metric.is_plain else None)
 
     def _alert_never_ended(self) -> None:
         self._log.alert(

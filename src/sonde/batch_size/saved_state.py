@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sonde.stats.state import check_count, check_keys, check_number
 
-VERSION = 3
+VERSION = 4
 
 
 def identity(unit: str, metric: str, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

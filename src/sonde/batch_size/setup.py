@@ -23,7 +23,7 @@ class NoiseScaleOptions:
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
         units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number. Without `piece()`, each
             backward is one piece. Once `piece()` is used, only backwards inside `piece()` count.
-        horizon: length of the exponential averages in windows; `math.inf` averages all windows alike.
+        horizon: how many windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks" for one group per top-level block, None for one group in all, or a function from a parameter's
             name to its group's.
         metric: "euclidean" for |g|²; "adam" for Σ g²/(√v̂ + ε) with the second moment of the optimizer's previous
@@ -33,6 +33,7 @@ class NoiseScaleOptions:
             every rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook
             of your own. "auto" changes back where buckets do not suffice.
         staging_mib: limit of the memory for gradients that wait, in MiB.
+        log_windows: write each window's own tr Σ and |G|² to the log, from which every reading can be made again.
 
     Raises:
         ValueError: for an option outside its range.
@@ -40,11 +41,12 @@ class NoiseScaleOptions:
 
     unit: str
     units_per_piece: float | None = None
-    horizon: float = 100.0
+    horizon: float = 50.0
     groups: Literal["blocks"] | GroupOf | None = "blocks"
     metric: Literal["euclidean", "adam"] = "euclidean"
     tap: TapName = "auto"
     staging_mib: float = 8.0
+    log_windows: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.unit, str) or not self.unit.strip():
@@ -56,7 +58,7 @@ class NoiseScaleOptions:
             raise ValueError(f"units_per_piece must be positive and finite, got {units!r}: count a micro-batch's units")
         if not (_is_number(self.horizon) and self.horizon > 1):
             raise ValueError(
-                f"horizon must be more than 1 window, got {self.horizon!r}: use 100, or math.inf to average all"
+                f"horizon must be more than 1 window, got {self.horizon!r}: use 50, or math.inf for all windows"
             )
         if self.metric not in ("euclidean", "adam"):
             raise ValueError(f"metric must be 'euclidean' or 'adam', got {self.metric!r}")

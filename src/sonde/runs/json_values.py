@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from sonde.stats.intervals import Status
 
-_STATUSES = ("resolved", "lower_bound", "unresolved")
+_STATUSES = ("resolved", "lower_bound", "upper_bound", "unresolved")
 
 
 def as_mapping(value: object) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
-Status = Literal["resolved", "lower_bound", "unresolved"]
+Status = Literal["resolved", "lower_bound", "upper_bound", "unresolved"]
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,9 @@ class RatioInterval:
 
     Attributes:
         status: "resolved": the interval is [low, high]. "lower_bound": the denominator cannot yet be distinguished
-            from 0, so only ratio > low is known and `high` is infinite. "unresolved": every ratio is compatible with
-            the data.
+            from 0, so only ratio > low is known and `high` is infinite. "upper_bound": the numerator cannot yet be
+            distinguished from 0, so only ratio < high is known and `low` is 0. "unresolved": every ratio is compatible
+            with the data.
         low: lower end; None when unresolved.
         high: upper end, `math.inf` for a lower bound; None when unresolved.
         reason: why the ratio is not resolved; empty when it is.
@@ -91,7 +92,10 @@ def fieller_interval(
         return RatioInterval("unresolved", None, None, "the denominator is negative beyond its error")
     if denominator_resolved:
         root = math.sqrt(max(discriminant, 0.0))
-        return RatioInterval("resolved", max((b - root) / a, 0.0), max((b + root) / a, 0.0))
+        low, high = max((b - root) / a, 0.0), max((b + root) / a, 0.0)
+        if not numerator_resolved:
+            return RatioInterval("upper_bound", 0.0, high, "the numerator cannot yet be distinguished from 0")
+        return RatioInterval("resolved", low, high)
     if not numerator_resolved:
         return RatioInterval(
             "unresolved",

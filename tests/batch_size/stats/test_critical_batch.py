@@ -26,7 +26,7 @@ def verdict(batch: float, **known: Any) -> Any:
     return judge_batch(batch, unit="images", **facts)
 
 
-def test_verdict_needs_the_whole_interval_beyond_the_proxy() -> None:
+def test_a_verdict_needs_the_whole_interval_beyond_the_line() -> None:
     around = {"b_simple": 410.0, "low": 330.0, "high": 520.0}
     assert verdict(128, **around).kind == "too_small"
     assert verdict(400, **around).kind == "about_right"
@@ -35,19 +35,21 @@ def test_verdict_needs_the_whole_interval_beyond_the_proxy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "low", "high", "headline"),
+    ("batch", "low", "high", "kind", "headline"),
     [
-        (200, 330.0, 520.0, "200 images is about right or too small: the noise scale is 410 images [330 – 520]"),
-        (900, 330.0, 520.0, "900 images is about right or too large"),
-        (400, 20.0, 6000.0, "400 images may be too small, about right or too large"),
-        (32, 1.0, 400.0, "32 images may be too small, about right or too large"),
+        (200, 330.0, 520.0, "about_right_or_too_small", "is about right or too small: the noise scale is 410 images"),
+        (900, 330.0, 520.0, "about_right_or_too_large", "900 images is about right or too large"),
+        (400, 20.0, 6000.0, "unknown", "400 images may be too small, about right or too large"),
+        (32, 1.0, 400.0, "unknown", "32 images may be too small, about right or too large"),
     ],
 )
-def test_an_interval_across_the_line_decides_nothing(batch: float, low: float, high: float, headline: str) -> None:
-    got = verdict(batch, b_simple=410.0, low=low, high=high)
-    assert got.kind == "unknown"
+def test_an_interval_across_a_line_names_all_that_it_allows(
+    batch: float, low: float, high: float, kind: str, headline: str
+) -> None:
+    got = verdict(batch, b_simple=410.0, low=low, high=high, advice="use a horizon of about 200 windows")
+    assert got.kind == kind
     assert headline in got.headline
-    assert "More windows narrow the interval" in got.detail
+    assert "Use a horizon of about 200 windows." in got.detail
 
 
 def test_a_verdict_names_its_numbers() -> None:
@@ -60,12 +62,39 @@ def test_a_verdict_names_its_numbers() -> None:
     assert "34% of the images and 1.7× the steps" in large.detail
 
 
-def test_verdict_from_a_bound_alone() -> None:
-    assert verdict(32, status="lower_bound", low=100.0, high=math.inf, reason="r").kind == "too_small"
-    near = verdict(64, status="lower_bound", low=100.0, high=math.inf, reason="|G|² cannot yet be distinguished from 0")
-    assert near.kind == "unknown"
-    assert "above 100 images" in near.headline
-    assert "|G|² cannot yet be distinguished from 0" in near.detail
+@pytest.mark.parametrize(
+    ("batch", "status", "low", "high", "kind"),
+    [
+        (32, "lower_bound", 100.0, math.inf, "too_small"),
+        (64, "lower_bound", 100.0, math.inf, "about_right_or_too_small"),
+        (400, "lower_bound", 100.0, math.inf, "unknown"),
+        (400, "upper_bound", 0.0, 100.0, "too_large"),
+        (64, "upper_bound", 0.0, 100.0, "about_right_or_too_large"),
+        (32, "upper_bound", 0.0, 100.0, "unknown"),
+    ],
+)
+def test_a_bound_says_what_is_known(batch: float, status: str, low: float, high: float, kind: str) -> None:
+    got = verdict(batch, status=status, low=low, high=high, reason="a reason", advice="measure more")
+    assert got.kind == kind
+    assert f"{'more' if status == 'lower_bound' else 'less'} than 100 images" in got.headline
+    assert "A reason. Measure more." in got.detail
+
+
+def test_a_verdict_says_where_the_noise_scale_is_going() -> None:
+    known = {"b_simple": 400.0, "low": 390.0, "high": 410.0}
+    grows = verdict(400, **known, doubling_windows=60.0).detail
+    assert "doubles every 60 windows: if this goes on, the batch becomes small in about 60 windows" in grows
+    assert (
+        "halves every 30 windows: if this goes on, the batch becomes large in about 30 windows"
+        in verdict(400, **known, doubling_windows=-30.0).detail
+    )
+    already = verdict(100, **known, doubling_windows=60.0).detail
+    assert "doubles every 60 windows." in already
+    assert "becomes" not in already
+
+
+def test_no_factor_of_our_own_is_claimed_for_the_proxy() -> None:
+    assert "0.1 to 20 times B_simple" in verdict(128, b_simple=410.0, low=330.0, high=520.0).detail
 
 
 def test_no_verdict_without_data() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sonde.batch_size.stats.changed_gradients import ChangedGradients
+from sonde.batch_size.stats.history import WindowHistory
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale
 from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
@@ -18,20 +19,21 @@ _SAME = 1e-9
 
 
 class NoiseScaleAverages:
-    """Exponential averages over windows, with counts of the windows that were left out.
+    """The history of windows, exponential averages beside it, and counts of the windows that were left out.
 
     Args:
         groups: names of the parameter groups, in the order of a window's entries.
-        horizon: length of the averages, in windows.
+        horizon: of the trend and of the averages, in windows.
     """
 
     def __init__(self, groups: Sequence[str], horizon: float) -> None:
         self.horizon = horizon
-        self.total = RunningNoiseScale(horizon)
-        self.per_group = {name: RunningNoiseScale(horizon) for name in groups}
+        self.history = WindowHistory(groups, horizon)
+        self.n_seen = 0
+        """Windows seen, used or dropped: the number of the last one."""
         self.within_between = RunningNoiseScale(horizon)
         """tr Σ within ranks (as its trace) and between ranks (as its signal): the ratio is the consistency."""
-        self.changed = ChangedGradients(self.total.decay)
+        self.changed = ChangedGradients(self._decay)
         self.dropped: dict[str, int] = {}
         self.effective_units: float | None = None
         self.u: float | None = None
@@ -42,7 +44,7 @@ class NoiseScaleAverages:
 
     def see_units(self, n_units: float) -> None:
         """Average the units of a window, whether the window is used or dropped."""
-        decay = self.total.decay
+        decay = self._decay
         self._units = decay * self._units + n_units
         self._units_weight = decay * self._units_weight + 1.0
 
@@ -54,16 +56,23 @@ class NoiseScaleAverages:
     def add(self, window: SolvedWindow, scale: ScaleReading) -> None:
         """Average a window."""
         self.changed.update(scale, why_changed=None, averaged=True)
-        for running, estimate in zip(self.per_group.values(), window.per_group, strict=True):
-            running.update(estimate)
-        self.total.update(window.total)
+        self.history.add(window, self.n_seen)
         if window.within_between is not None:
             self.within_between.update(window.within_between)
-        decay = self.total.decay
+        decay = self._decay
         self._squares = decay * self._squares + window.witness_squares
         self._differences = decay * self._differences + window.witness_differences
         self.effective_units, self.u = window.effective_units, window.u
         self.scale, self.scale_residual = scale.scale, scale.residual
+
+    @property
+    def windows(self) -> int:
+        """Windows measured, those set aside included."""
+        return self.history.windows
+
+    @property
+    def _decay(self) -> float:
+        return 1.0 - 1.0 / self.horizon
 
     @property
     def units_per_window(self) -> float | None:
@@ -87,8 +96,8 @@ class NoiseScaleAverages:
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs; numbers, strings and containers of them."""
         return {
-            "groups": {name: running.state_dict() for name, running in self.per_group.items()},
-            "total": self.total.state_dict(),
+            "history": self.history.state_dict(),
+            "n_seen": self.n_seen,
             "consistency": self.within_between.state_dict(),
             "units": self._units,
             "units_weight": self._units_weight,
@@ -98,7 +107,7 @@ class NoiseScaleAverages:
             "u": self.u,
             "scale": self.scale,
             "scale_residual": self.scale_residual,
-            "tampering": self.changed.state_dict(),
+            "changed_gradients": self.changed.state_dict(),
             "dropped": dict(self.dropped),
         }
 
@@ -109,19 +118,17 @@ class NoiseScaleAverages:
             ValueError: when keys, groups or the horizon differ, or a value cannot be what its name says; nothing is
                 changed then.
         """
-        loaded = NoiseScaleAverages(tuple(self.per_group), self.horizon)
+        loaded = NoiseScaleAverages(self.history.groups, self.horizon)
         loaded._load(state)
         vars(self).update(vars(loaded))  # all or nothing
 
     def _load(self, state: Mapping[str, Any]) -> None:
         label = "noise-scale probe state"
-        if isinstance(state, Mapping):
-            state = {"u": None, **state}  # a state that was saved before u was kept has none
         numbers = ("units", "units_weight", "squares")
         last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
-        running = {"groups", "total", "consistency", "tampering"}
-        check_keys(label, state, {*running, *numbers, *last, "differences", "dropped"})
-        check_keys("parameter groups of the state", state["groups"], set(self.per_group))
+        running = {"history", "consistency", "changed_gradients"}
+        check_keys(label, state, {*running, *numbers, *last, "n_seen", "differences", "dropped"})
+        check_count(label, state, "n_seen")
         for name in numbers:
             check_number(label, state, name, low=0)
         for name in ("differences", *(name for name in last if state[name] is not None)):
@@ -130,11 +137,10 @@ class NoiseScaleAverages:
             raise ValueError(f"{label}: 'dropped' must map reasons to counts, got {dropped!r:.60}: is it damaged?")
         for reason in dropped:
             check_count(f"{label}, dropped", dropped, reason)
-        self.total.load_state_dict(state["total"])
+        self.history.load_state_dict(state["history"])
+        self.n_seen = state["n_seen"]
         self.within_between.load_state_dict(state["consistency"])
-        for name, group in self.per_group.items():
-            group.load_state_dict(state["groups"][name])
-        self.changed.load_state_dict(state["tampering"])
+        self.changed.load_state_dict(state["changed_gradients"])
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
         self._squares, self._differences = float(state["squares"]), float(state["differences"])
         self.effective_units, self.u, self.scale, self.scale_residual = (state[name] for name in last)

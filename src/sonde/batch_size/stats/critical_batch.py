@@ -6,18 +6,18 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from sonde.batch_size.stats.reading import drift_in_words
 from sonde.stats.intervals import Status
 from sonde.wording import number
 
-PROXY_FACTOR = 2.0
-"""Factor by which the noise scale of a tuned run may differ from the batch size at which returns really diminish.
+ABOUT_RIGHT = 2.0
+"""A batch within this factor of the noise scale is about right: it costs at most three times the fewest steps, and at
+most three times the fewest units."""
 
-Measured on a small classifier with 12 learning rates per batch size: B_simple averaged along the best run was within a
-factor of about 2 of the critical batch that the runs themselves showed. Larger gaps are known (Merrill et al. 2025,
-arXiv:2505.23971), so a verdict calls B_simple a proxy and claims nothing finer than this.
-"""
-
-_PROXY = "B_simple is a proxy for the critical batch size, good to a factor of about 2, and it changes during training."
+_PROXY = (
+    "B_simple is a proxy for the critical batch size. In published runs the critical batch size was 0.1 to 20 times "
+    "B_simple (McCandlish et al. 2018, arXiv:1812.06162)."
+)
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,34 @@ def steps_and_examples(batch: float, critical_batch: float) -> Tradeoff:
     return Tradeoff(steps=1 + critical_batch / batch, examples=1 + batch / critical_batch)
 
 
+Kind = Literal[
+    "too_small", "about_right_or_too_small", "about_right", "about_right_or_too_large", "too_large", "unknown"
+]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A judgement of the batch size.
 
     Attributes:
-        kind: "too_small", "about_right", "too_large", or "unknown" where the data do not decide.
+        kind: what the data allow; "unknown" where they allow a batch that is too small and one that is too large.
         headline: one sentence.
-        detail: the consequences, with numbers, and the assumption behind them.
+        detail: the consequences, with numbers, what to do next, and the assumption behind them.
     """
 
-    kind: Literal["too_small", "about_right", "too_large", "unknown"]
+    kind: Kind
     headline: str
     detail: str
+
+
+_WORDS: dict[Kind, str] = {
+    "too_small": "is small",
+    "about_right_or_too_small": "is about right or too small",
+    "about_right": "is about right",
+    "about_right_or_too_large": "is about right or too large",
+    "too_large": "is large",
+    "unknown": "may be too small, about right or too large",
+}
 
 
 def judge_batch(
@@ -82,8 +97,10 @@ def judge_batch(
     low: float | None,
     high: float | None,
     reason: str,
+    doubling_windows: float | None = None,
+    advice: str = "",
 ) -> Verdict:
-    """Judge a batch size by the noise scale and its interval.
+    """Judge a batch size by the noise scale now, and by where it is going.
 
     Args:
         batch: units per optimizer step.
@@ -93,75 +110,104 @@ def judge_batch(
         low: lower end of its interval, None when unresolved.
         high: upper end, infinite for a lower bound, None when unresolved.
         reason: why it is not resolved.
+        doubling_windows: windows in which B_simple doubles, negative where it halves; None where that is not known.
+        advice: what would make B_simple known better.
 
     Returns:
-        A `Verdict`. It is "too_small" or "too_large" only when the whole interval lies further from the batch size than
-        a factor of `PROXY_FACTOR`, since B_simple is no better a proxy. It is "about_right" only when the whole
-        interval lies nearer.
+        A `Verdict`. A batch is about right within a factor of `ABOUT_RIGHT` of the noise scale. The verdict names all
+        that the interval allows.
     """
     size = f"{number(batch, 4)} {unit}"
     if status == "unresolved" or low is None or high is None:
-        return Verdict("unknown", f"No verdict yet on the batch of {size}.", f"{_sentence(reason)}.")
-    if status == "lower_bound":
-        if low > PROXY_FACTOR * batch:
-            gain = steps_and_examples(batch, low)
-            return Verdict(
-                "too_small",
-                f"The batch of {size} is small: the noise scale is more than {number(low)} {unit}.",
-                f"Training takes at least {number(gain.steps)}× the fewest possible steps. Doubling the batch nearly "
-                f"halves the steps and costs few extra {unit}. {_PROXY}",
-            )
-        return Verdict(
-            "unknown",
-            f"No verdict yet on the batch of {size}: the noise scale is known only to be above {number(low)} {unit}.",
-            f"{_sentence(reason)}.",
-        )
-    assert b_simple is not None
-    if b_simple <= 0:
+        return Verdict("unknown", f"No verdict yet on the batch of {size}.", _sentences(reason, advice))
+    if high <= 0:
         return Verdict(
             "unknown",
             f"No verdict on the batch of {size}: no gradient noise was seen.",
             "All pieces had the same gradient: check that they hold different data.",
         )
-    cost = steps_and_examples(batch, b_simple)
+    kind = _kind(batch, low, high)
+    if b_simple is None:
+        known = f"more than {number(low)} {unit}" if math.isinf(high) else f"less than {number(high)} {unit}"
+        headline = f"The batch of {size} {_WORDS[kind]}: the noise scale is {known}."
+        cost = _cost_of_bound(batch, low, high, unit) if kind in ("too_small", "too_large") else ""
+        return Verdict(kind, headline, _sentences(cost, reason, advice, _PROXY))
     known = f"{number(b_simple)} {unit} [{number(low)} – {number(high)}]"
-    cost_now = (
+    headline = f"The batch of {size} {_WORDS[kind]}: the noise scale is {known}."
+    outlook = _outlook(batch, b_simple, doubling_windows)
+    if kind in ("too_small", "about_right", "too_large"):
+        advice = ""  # the interval is narrow enough to decide
+    return Verdict(kind, headline, _sentences(_cost(kind, batch, b_simple, unit), outlook, advice, _PROXY))
+
+
+def _kind(batch: float, low: float, high: float) -> Kind:
+    may_be_small, may_be_large = high > ABOUT_RIGHT * batch, low < batch / ABOUT_RIGHT
+    if low > ABOUT_RIGHT * batch:
+        return "too_small"
+    if high < batch / ABOUT_RIGHT:
+        return "too_large"
+    if may_be_small and may_be_large:
+        return "unknown"
+    if may_be_small:
+        return "about_right_or_too_small"
+    return "about_right_or_too_large" if may_be_large else "about_right"
+
+
+def _cost(kind: Kind, batch: float, b_simple: float, unit: str) -> str:
+    cost = steps_and_examples(batch, b_simple)
+    now = (
         f"Training at this batch size takes about {number(cost.steps, 2)}× the fewest possible steps "
-        f"and {number(cost.examples, 2)}× the fewest possible {unit}."
+        f"and {number(cost.examples, 2)}× the fewest possible {unit}"
     )
-    if low > PROXY_FACTOR * batch:
-        return Verdict(
-            "too_small",
-            f"The batch of {size} is small: the noise scale is {known}.",
-            f"{cost_now} A batch near {number(b_simple, 2)} {unit} would need "
-            f"{2 / cost.steps:.0%} of the steps and {number(2 / cost.examples, 2)}× the {unit}. {_PROXY}",
+    if kind == "too_small":
+        return (
+            f"{now}. A batch near {number(b_simple, 2)} {unit} would need "
+            f"{2 / cost.steps:.0%} of the steps and {number(2 / cost.examples, 2)}× the {unit}"
         )
-    if high < batch / PROXY_FACTOR:
-        return Verdict(
-            "too_large",
-            f"The batch of {size} is large: the noise scale is {known}.",
-            f"{cost_now} A batch near {number(b_simple, 2)} {unit} would need {2 / cost.examples:.0%} of the {unit} "
-            f"and {number(2 / cost.steps, 2)}× the steps. {_PROXY}",
+    if kind == "too_large":
+        return (
+            f"{now}. A batch near {number(b_simple, 2)} {unit} would need {2 / cost.examples:.0%} of the {unit} "
+            f"and {number(2 / cost.steps, 2)}× the steps"
         )
-    may_be_small, may_be_large = high > PROXY_FACTOR * batch, low < batch / PROXY_FACTOR
-    if may_be_small or may_be_large:
-        if may_be_small and may_be_large:
-            possible = "may be too small, about right or too large"
-        else:
-            possible = f"is about right or too {'small' if may_be_small else 'large'}"
-        return Verdict(
-            "unknown",
-            f"The batch of {size} {possible}: the noise scale is {known}.",
-            f"This batch is about right for a noise scale between {number(batch / PROXY_FACTOR)} and "
-            f"{number(batch * PROXY_FACTOR)} {unit}, but the interval reaches beyond that range. "
-            f"More windows narrow the interval. {_PROXY}",
-        )
-    return Verdict(
-        "about_right",
-        f"The batch of {size} is about right: the noise scale is {known}.",
-        f"{cost_now} A larger batch saves fewer and fewer steps, and a smaller batch saves few {unit}. {_PROXY}",
+    if kind == "about_right":
+        return f"{now}. A larger batch saves fewer and fewer steps, and a smaller batch saves few {unit}"
+    return (
+        f"{now}. The batch is about right for a noise scale between {number(batch / ABOUT_RIGHT)} and "
+        f"{number(batch * ABOUT_RIGHT)} {unit}, and the interval reaches beyond that range"
     )
 
 
-def _sentence(reason: str) -> str:
-    return reason[:1].upper() + reason[1:] if reason else "The data do not resolve the noise scale"
+def _cost_of_bound(batch: float, low: float, high: float, unit: str) -> str:
+    if math.isinf(high):
+        steps = number(steps_and_examples(batch, low).steps)
+        return (
+            f"Training takes at least {steps}× the fewest possible steps. Doubling the batch nearly halves the steps "
+            f"and costs few extra {unit}"
+        )
+    examples = number(steps_and_examples(batch, high).examples)
+    return (
+        f"Training uses at least {examples}× the fewest possible {unit}. Halving the batch nearly halves the {unit} "
+        "and costs few extra steps"
+    )
+
+
+def _outlook(batch: float, b_simple: float, doubling_windows: float | None) -> str:
+    """Where the noise scale is going, and when the verdict changes if that goes on."""
+    moves = drift_in_words(doubling_windows)
+    if not moves or doubling_windows is None:
+        return ""
+    limit = batch * ABOUT_RIGHT if doubling_windows > 0 else batch / ABOUT_RIGHT
+    doublings = math.log2(limit / b_simple)
+    if doublings * doubling_windows <= 0:
+        return f"The noise scale {moves}"
+    becomes = "small" if doubling_windows > 0 else "large"
+    return (
+        f"The noise scale {moves}: if this goes on, the batch becomes {becomes} in about "
+        f"{number(doublings * doubling_windows, 2)} windows"
+    )
+
+
+def _sentences(*parts: str) -> str:
+    """The parts that are not empty, as sentences."""
+    whole = [part[:1].upper() + part[1:].removesuffix(".") for part in parts if part]
+    return ". ".join(whole) + "." if whole else "The data do not resolve the noise scale."

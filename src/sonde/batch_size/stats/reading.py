@@ -6,11 +6,46 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sonde.batch_size.stats.history import SetAside
 from sonde.stats.intervals import Status
 from sonde.wording import number
 
-_UNRESOLVED_AFTER = 50
-"""Windows after which an unresolved reading is an alert."""
+_QUIET_WINDOWS = 10
+"""The first windows may outweigh the rest with no cause for alarm: gradients are large before the first steps."""
+
+
+@dataclass(frozen=True)
+class RunAverage:
+    """The noise scale of the run so far, which a comparison of whole runs at several batch sizes would show.
+
+    It weighs each step by the progress that the step makes (McCandlish et al. 2018, arXiv:1812.06162, appendix D).
+
+    Attributes:
+        b_simple: in units; None unless resolved.
+        low: lower end of its interval; None when unresolved.
+        high: upper end; infinite when only a lower bound is known, None when unresolved.
+        status: as in `NoiseScaleReading`.
+        windows: windows averaged.
+    """
+
+    b_simple: float | None
+    low: float | None
+    high: float | None
+    status: Status
+    windows: int
+
+
+@dataclass(frozen=True)
+class Influence:
+    """The window that moves B_simple most.
+
+    Attributes:
+        window: its number.
+        log_change: log of B_simple with that window over B_simple without it, to first order.
+    """
+
+    window: int
+    log_change: float
 
 
 @dataclass(frozen=True)
@@ -30,18 +65,25 @@ class NoiseScaleReading:
     """A reading of the gradient noise scale. Squares are in units of the rank-averaged gradient before clipping.
 
     Attributes:
-        b_simple: B_simple = tr Σ/|G|² in units; None unless resolved.
-        low: lower end of the interval of B_simple; None when unresolved.
+        b_simple: B_simple = tr Σ/|G|² now, in units; None unless resolved.
+        low: lower end of its interval; 0 when only an upper bound is known, None when unresolved.
         high: upper end; infinite when only a lower bound is known, None when unresolved.
-        status: "resolved", "lower_bound" (B_simple > low) or "unresolved".
+        status: "resolved", "lower_bound" (B_simple > low), "upper_bound" (B_simple < high) or "unresolved".
         reason: why B_simple is not resolved; empty when it is resolved.
-        grad_sq: running |G|², which may be negative; None before the first window.
-        trace_cov: running tr Σ per unit; None before the first window.
+        advice: what would make it known better; empty when it is known well.
+        drift: change of log(B_simple) per window, now; None unless resolved.
+        drift_error: standard error of the drift; None when unknown.
+        average: the noise scale of the run so far; None before the first window.
+        grad_sq: |G|² averaged over the horizon, which may be negative; None before the first window.
+        trace_cov: tr Σ per unit, likewise. Their ratio lags behind `b_simple` while training moves.
         units_per_window: the batch size: average units in a window; None before the first window.
         effective_units: effective number of units (Kish) in the last window.
         u: Σ a_k/n_k of the last window, the mean of 1/n_k over its pieces; other systems report tr Σ·u/|G|².
-        windows: windows averaged.
-        dropped: windows left out, by reason.
+        windows: windows measured, those set aside included.
+        set_aside: how many of them were left out because each would have outweighed all others of its horizon together.
+        last_set_aside: the last of them since this probe was attached.
+        influence: the window that moves B_simple most; None where that is not known.
+        dropped: windows left out because they could not be used, by reason.
         windows_needed: windows still needed for ± 20 %; None when their number cannot be estimated.
         consistency: tr Σ within ranks over tr Σ between ranks, about 1 when data are sound; None when there is no
             second rank or no second micro-batch to compare.
@@ -58,12 +100,19 @@ class NoiseScaleReading:
     high: float | None
     status: Status
     reason: str
+    advice: str
+    drift: float | None
+    drift_error: float | None
+    average: RunAverage | None
     grad_sq: float | None
     trace_cov: float | None
     units_per_window: float | None
     effective_units: float | None
     u: float | None
     windows: int
+    set_aside: int
+    last_set_aside: SetAside | None
+    influence: Influence | None
     dropped: Mapping[str, int]
     windows_needed: int | None
     consistency: float | None
@@ -75,10 +124,16 @@ class NoiseScaleReading:
 
     def metrics(self) -> dict[str, float | None]:
         """The numbers by metric name; None where a number is unknown or unbounded."""
+        average = self.average
         numbers = {
             "gns/b_simple": self.b_simple,
             "gns/b_simple_low": self.low,
             "gns/b_simple_high": self.high,
+            "gns/drift": self.drift,
+            "gns/drift_error": self.drift_error,
+            "gns/b_simple_average": average.b_simple if average else None,
+            "gns/b_simple_average_low": average.low if average else None,
+            "gns/b_simple_average_high": average.high if average else None,
             "gns/grad_sq": self.grad_sq,
             "gns/trace_cov": self.trace_cov,
             "gns/consistency": self.consistency,
@@ -86,37 +141,70 @@ class NoiseScaleReading:
             "gns/u": self.u,
             "gns/units_per_window": self.units_per_window,
             "gns/windows_needed": self.windows_needed,
+            "gns/set_aside": self.set_aside,
+            "gns/influence": self.influence.log_change if self.influence else None,
             "gns/scale": self.scale,
             "gns/scale_residual": self.scale_residual,
         }
         return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
+    @property
+    def doubling_windows(self) -> float | None:
+        """Windows in which B_simple doubles, negative where it halves; None where its drift may be 0."""
+        return doubling_windows(self.drift, self.drift_error)
+
     def __str__(self) -> str:
         batch = f"batch {number(self.units_per_window, 4)}" if self.units_per_window is not None else "no window yet"
         seen = f"{batch}, {self.windows} windows" + (f", {sum(self.dropped.values())} dropped" if self.dropped else "")
         if self.status == "resolved":
-            return f"B_simple {number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}], {seen}"
+            moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
+            known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"
+            return f"B_simple {known}{moves}, {seen}"
         if self.status == "lower_bound":
-            more = f", about {self.windows_needed} more for ± 20 %" if self.windows_needed else ""
-            return f"B_simple > {number(self.low)} {self.unit}, {seen}{more}"
+            return f"B_simple > {number(self.low)} {self.unit}, {seen}; {self.advice}"
+        if self.status == "upper_bound":
+            return f"B_simple < {number(self.high)} {self.unit}, {seen}; {self.advice}"
         return f"B_simple not known yet ({self.reason}), {seen}"
 
 
+def doubling_windows(drift: float | None, drift_error: float | None) -> float | None:
+    """Windows in which B_simple doubles, negative where it halves; None where the drift may be 0.
+
+    Args:
+        drift: change of log(B_simple) per window.
+        drift_error: its standard error.
+    """
+    if drift is None or drift_error is None or abs(drift) <= 2 * drift_error or drift == 0:
+        return None
+    return math.log(2) / drift
+
+
+def drift_in_words(windows: float | None) -> str:
+    """Where the noise scale is going, such as "doubles every 60 windows"; empty where that is not known.
+
+    Args:
+        windows: in which it doubles, negative where it halves.
+    """
+    if windows is None:
+        return ""
+    return f"{'doubles' if windows > 0 else 'halves'} every {number(abs(windows), 2)} windows"
+
+
 def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
-    """Messages about what looks wrong in a reading.
+    """Messages about what looks wrong in a reading. Too few data are not wrong: see `reading.advice`.
 
     Args:
         reading: any reading.
 
     Returns:
-        Messages by name: "changed", "same_data", "unresolved"; empty when nothing looks wrong.
+        Messages by name: "changed", "same_data", "outweighs"; empty when nothing looks wrong.
     """
     alerts = dict(reading.doubts)
-    if not alerts and reading.status != "resolved" and reading.windows >= _UNRESOLVED_AFTER:
-        needed = reading.windows_needed
-        alerts["unresolved"] = (
-            f"|G|² cannot yet be distinguished from 0 after {reading.windows} windows, so the noise scale has no upper "
-            f"bound: {f'measure about {needed} more windows' if needed else 'use a longer horizon'}, or more pieces in "
-            "each window"
+    aside = reading.last_set_aside
+    if aside is not None and aside.window > _QUIET_WINDOWS:
+        alerts["outweighs"] = (
+            f"window {aside.window} had {number(aside.times)} times the squared gradient of its neighbours, more than "
+            "all other windows of the horizon together. The noise scale is given without it. Check the data of that "
+            "window"
         )
     return alerts

@@ -1,50 +1,134 @@
-"""A reading made of averages: estimate, interval, and the reason where a number is not known."""
+"""A reading made of the history and the averages: estimate, interval, and the reason where a number is not known."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sonde.batch_size.stats.advice import advise, windows_needed
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.consistency import same_data
-from sonde.batch_size.stats.noise_scale import RunningNoiseScale
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
+from sonde.batch_size.stats.history import Series, WindowHistory
+from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
+from sonde.batch_size.stats.reading import GroupReading, Influence, NoiseScaleReading, RunAverage
+from sonde.batch_size.stats.trend import TrendFit, effective_windows, fit_trends
 from sonde.stats.intervals import RatioInterval
 
 _CERTAINTY = 0.99
 """Confidence level of the check that pieces hold different data."""
 
 
+@dataclass(frozen=True)
+class _Fitted:
+    """A series with its fit."""
+
+    fit: TrendFit
+    series: Series
+
+
 def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> NoiseScaleReading:
-    """Make a reading of the averages.
+    """Make a reading.
 
     Args:
         averages: of all windows so far.
         unit: plural name of the unit.
         level: confidence level of the intervals.
     """
-    total = averages.total
+    history = averages.history
     doubts = _doubts(averages)
     doubted = RatioInterval("unresolved", None, None, next(iter(doubts.values()))) if doubts else None
-    interval = doubted or total.interval(level)
+    fitted = _fit(history, level)
+    total = fitted[""]
+    interval = doubted or total.fit.interval
+    levels = {} if doubted else history.levels()
+    effective, most_effective = _effective_windows(total.series, history.horizon)
+    is_resolved = interval.status == "resolved"
+    pieces = averages.u * averages.effective_units if averages.u and averages.effective_units else None
     return NoiseScaleReading(
-        b_simple=_ratio(total, interval),
+        b_simple=total.fit.ratio if is_resolved else None,
         low=interval.low,
         high=interval.high,
         status=interval.status,
         reason=doubted.reason if doubted else _reason(averages, interval),
-        grad_sq=None if doubts else total.grad_sq,
-        trace_cov=None if doubts else total.trace_cov,
+        advice=""
+        if doubted
+        else advise(
+            interval.status,
+            total.fit.log_error,
+            windows=averages.windows,
+            effective=effective,
+            most_effective=most_effective,
+            horizon=history.horizon,
+            drift=total.fit.drift,
+            n_pieces=pieces,
+        ),
+        drift=total.fit.drift if is_resolved else None,
+        drift_error=total.fit.drift_error if is_resolved else None,
+        average=None if doubted else _run_average(history.run_average()[""], level),
+        grad_sq=levels[""].grad_sq if "" in levels else None,
+        trace_cov=levels[""].trace_cov if "" in levels else None,
         units_per_window=averages.units_per_window,
         effective_units=averages.effective_units,
         u=averages.u,
-        windows=total.windows,
+        windows=averages.windows,
+        set_aside=history.n_set_aside,
+        last_set_aside=history.last_set_aside,
+        influence=None if doubted else _influence(total),
         dropped=dict(averages.dropped),
-        windows_needed=None if doubts else total.windows_needed(level=level),
+        windows_needed=None
+        if doubted
+        else windows_needed(
+            total.fit.log_error, windows=averages.windows, effective=effective, most_effective=most_effective
+        ),
         consistency=averages.consistency,
         doubts=doubts,
         scale=averages.scale,
         scale_residual=averages.scale_residual,
         unit=unit,
-        groups={name: _group(running, doubted, level) for name, running in averages.per_group.items()},
+        groups={name: _group(fitted[name].fit, levels.get(name), doubted) for name in history.groups if name in fitted},
     )
+
+
+def _fit(history: WindowHistory, level: float) -> dict[str, _Fitted]:
+    """The trends of the total, under an empty name, and of each group."""
+    return {
+        name: _Fitted(fit, series)
+        for names, series in history.series()
+        for name, fit in zip(
+            names, fit_trends(series.trace_cov, series.grad_sq, series.ages, history.horizon, level=level), strict=True
+        )
+    }
+
+
+def _effective_windows(series: Series, horizon: float) -> tuple[float, float]:
+    """Effective windows of a trend now, and at most with this horizon."""
+    if not len(series.ages):
+        return 0.0, math.inf
+    now = effective_windows(series.ages, horizon)
+    if math.isinf(horizon):
+        return now, math.inf
+    return now, max(
+        now, effective_windows(torch.arange(math.ceil(4 * horizon), dtype=torch.float64, device="cpu"), horizon)
+    )
+
+
+def _run_average(running: RunningNoiseScale, level: float) -> RunAverage | None:
+    if not running.windows:
+        return None
+    interval = running.interval(level)
+    is_resolved = interval.status == "resolved" and running.grad_sq
+    ratio = (running.trace_cov or 0.0) / running.grad_sq if is_resolved and running.grad_sq else None
+    return RunAverage(ratio, interval.low, interval.high, interval.status, running.windows)
+
+
+def _influence(total: _Fitted) -> Influence | None:
+    """The window that moves the estimate most."""
+    if not total.fit.influence:
+        return None
+    i = max(range(len(total.fit.influence)), key=lambda j: abs(total.fit.influence[j]))
+    return Influence(round(float(total.series.numbers[i])), total.fit.influence[i])
 
 
 def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
@@ -53,7 +137,7 @@ def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
     if (changed := averages.changed.doubt()) is not None:
         doubts["changed"] = changed
     same = same_data(
-        averages.total.windows,
+        averages.windows,
         pieces_differ=averages.pieces_differ,
         consistency=averages.consistency,
         interval=averages.within_between.interval(_CERTAINTY),
@@ -64,33 +148,18 @@ def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
 def _reason(averages: NoiseScaleAverages, interval: RatioInterval) -> str:
     """Why B_simple is not resolved; empty when it is resolved."""
     dropped = averages.dropped
-    if interval.status == "resolved":
-        return ""
-    if not averages.total.windows:
-        return max(dropped, key=dropped.__getitem__) if dropped else "no window has ended yet"
-    if interval.status == "lower_bound":
-        return "|G|² cannot yet be distinguished from 0: measure more windows"
-    if averages.total.effective_windows < 2:
+    if averages.windows or interval.status == "resolved":
         return interval.reason
-    return (
-        "neither the noise tr Σ nor |G|² can yet be distinguished from 0: measure more windows, or more pieces in each"
-    )
+    return max(dropped, key=dropped.__getitem__) if dropped else "no window has ended yet"
 
 
-def _group(running: RunningNoiseScale, doubted: RatioInterval | None, level: float) -> GroupReading:
-    interval = doubted or running.interval(level)
+def _group(fit: TrendFit, level: WindowEstimate | None, doubted: RatioInterval | None) -> GroupReading:
+    interval = doubted or fit.interval
     return GroupReading(
         status=interval.status,
-        b_simple=_ratio(running, interval),
+        b_simple=fit.ratio if interval.status == "resolved" else None,
         low=interval.low,
         high=interval.high,
-        grad_sq=None if doubted else running.grad_sq,
-        trace_cov=None if doubted else running.trace_cov,
+        grad_sq=level.grad_sq if level else None,
+        trace_cov=level.trace_cov if level else None,
     )
-
-
-def _ratio(running: RunningNoiseScale, interval: RatioInterval) -> float | None:
-    """tr Σ/|G|², only where the interval is two-sided."""
-    if interval.status != "resolved" or running.trace_cov is None or not running.grad_sq:
-        return None
-    return running.trace_cov / running.grad_sq

@@ -9,7 +9,7 @@ from typing import Any
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
-from sonde.batch_size.stats.solved_window import solve_window
+from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
 from sonde.batch_size.stats.window_row import Drop, WindowRow, why_unusable
 
@@ -20,7 +20,7 @@ class NoiseScaleTracker:
     Args:
         unit: plural name of the unit.
         groups: names of the parameter groups, in the order of a row's entries.
-        horizon: length of the exponential averages, in windows.
+        horizon: of the trend and of the averages, in windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
         rounding: the residual that rounding alone explains, and the likely cause of a larger one.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
@@ -42,8 +42,8 @@ class NoiseScaleTracker:
         self.rounding = rounding
         self._n_ranks, self._least_sq_norm = n_ranks, least_sq_norm
         self._averages = NoiseScaleAverages(self.groups, horizon)
-        self.norm: float | None = None
-        """Norm of the last window's gradient as the rank average, before any clip; None if the window was dropped."""
+        self.last: SolvedWindow | None = None
+        """The last window; None if it was dropped."""
 
     def update(self, row: WindowRow) -> Drop | None:
         """Take one window.
@@ -51,7 +51,8 @@ class NoiseScaleTracker:
         Returns:
             Why the window was dropped; None when it was averaged.
         """
-        self.norm = None
+        self.last = None
+        self._averages.n_seen += 1
         # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
         # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
@@ -72,7 +73,7 @@ class NoiseScaleTracker:
         assert scale.scale is not None
         solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks)
         self._averages.add(solved, scale)
-        self.norm = solved.norm
+        self.last = solved
         return None
 
     def reading(self) -> NoiseScaleReading:
@@ -81,8 +82,8 @@ class NoiseScaleTracker:
 
     @property
     def windows(self) -> int:
-        """Windows averaged."""
-        return self._averages.total.windows
+        """Windows measured."""
+        return self._averages.windows
 
     @property
     def consistency(self) -> float | None:

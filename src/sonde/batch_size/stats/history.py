@@ -1,0 +1,327 @@
+"""The last windows' tr Σ and |G|², group by group: what the trend and the run's average are made of."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
+from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.stats.state import check_count, check_keys, check_number
+
+_NEIGHBOURS = 5
+"""Windows on each side that a window is compared with. Their median is its expected size."""
+_REACH = 4.0
+"""Horizons that are kept. Older windows would have less than 2 % of the present one's weight."""
+_MOST_ENTRIES = 512
+"""Entries kept. If the horizon is longer, neighbouring windows share an entry."""
+_LEAST_OUTWEIGHING = 10.0
+"""Fewest times its neighbours' size at which a window is set aside, however short the history."""
+_MOST_SET_ASIDE = 0.05
+"""If more windows than this part of all would be set aside, they are what training is like, and are kept."""
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A window that would have outweighed all others of its horizon together.
+
+    Attributes:
+        window: its number.
+        times: how many times its neighbours' squared gradient norm, or their noise, it had.
+    """
+
+    window: int
+    times: float
+
+
+@dataclass(frozen=True)
+class Series:
+    """Windows as the trend takes them. A window counts in units of its expected squared gradient norm.
+
+    Attributes:
+        trace_cov: tr Σ over the expected |F|²; [series, entries].
+        grad_sq: |G|² over the expected |F|²; [series, entries].
+        ages: of the entries, in windows, 0 for the last window; [entries].
+        numbers: of the windows; the mean where several share an entry; [entries].
+    """
+
+    trace_cov: Tensor
+    grad_sq: Tensor
+    ages: Tensor
+    numbers: Tensor
+
+
+@dataclass
+class _Entry:
+    """One window, or several neighbouring ones.
+
+    Attributes:
+        number: of the window, or the mean.
+        n_windows: how many they are.
+        size: expected |F|², or the mean; of a recent window its own |F|².
+        trace_cov: sum over the windows of tr Σ; [groups].
+        grad_sq: sum over the windows of |G|²; [groups].
+    """
+
+    number: float
+    n_windows: int
+    size: float
+    trace_cov: list[float]
+    grad_sq: list[float]
+
+    def sum_with(self, other: _Entry) -> _Entry:
+        n = self.n_windows + other.n_windows
+        return _Entry(
+            (self.number * self.n_windows + other.number * other.n_windows) / n,
+            n,
+            (self.size * self.n_windows + other.size * other.n_windows) / n,
+            [a + b for a, b in zip(self.trace_cov, other.trace_cov, strict=True)],
+            [a + b for a, b in zip(self.grad_sq, other.grad_sq, strict=True)],
+        )
+
+
+class WindowHistory:
+    """Keeps a few hundred windows, and the average over the run.
+
+    A window's expected squared norm E|F|² is the median of its ten neighbours' |F|². Estimates are divided by it, so
+    that all windows count alike, however the gradient shrinks. In the run's average this is also the weight of
+    McCandlish et al. 2018, arXiv:1812.06162, appendix D: steps at batch size B make progress in proportion to
+    1/(1 + B_simple/B) = |G|²/E|F|², so that the critical batch of the whole run is Σ(tr Σ/E|F|²) / Σ(|G|²/E|F|²).
+
+    Args:
+        groups: names of the parameter groups, in the order of a window's entries.
+        horizon: of the trend, in windows.
+    """
+
+    def __init__(self, groups: Sequence[str], horizon: float) -> None:
+        if not horizon > 1:
+            raise ValueError(
+                f"horizon must be more than 1 window, got {horizon}: use 50, or math.inf for the whole run"
+            )
+        self.groups, self.horizon = tuple(groups), float(horizon)
+        self.windows = 0
+        """Windows added, those set aside included."""
+        self.last_set_aside: SetAside | None = None
+        self.n_set_aside = 0
+        self._settled: list[_Entry] = []
+        self._recent: list[_Entry] = []
+        """Raw, up to _NEIGHBOURS before and _NEIGHBOURS after the window that is settled next."""
+        self._since = dict.fromkeys(self.groups, 0)
+        """First window of each group whose parameters are those of today."""
+        self._gone: set[str] = set()
+        self._average = {name: RunningNoiseScale(math.inf) for name in ("", *self.groups)}
+        """Of the total, under an empty name, and of each group."""
+
+    def add(self, window: SolvedWindow, number: int) -> None:
+        """Add a window.
+
+        Args:
+            window: its estimates.
+            number: of the window in the run; it sets the ages, so that dropped windows count.
+        """
+        self.windows += 1
+        self._recent.append(
+            _Entry(
+                float(number),
+                1,
+                window.norm**2,
+                [estimate.trace_cov for estimate in window.per_group],
+                [estimate.grad_sq for estimate in window.per_group],
+            )
+        )
+        if len(self._recent) > _NEIGHBOURS:
+            self._settle(len(self._recent) - 1 - _NEIGHBOURS)
+        if len(self._recent) > 2 * _NEIGHBOURS:
+            del self._recent[0]
+        oldest = number - _REACH * self.horizon
+        while self._settled and self._settled[0].number < oldest:
+            del self._settled[0]
+        if len(self._settled) > _MOST_ENTRIES:
+            pairs = zip(self._settled[::2], self._settled[1::2], strict=False)
+            self._settled = [a.sum_with(b) for a, b in pairs] + self._settled[len(self._settled) // 2 * 2 :]
+
+    def _settle(self, index: int) -> None:
+        entry = self._recent[index]
+        if (aside := self._outweighing(index)) is not None:
+            self.n_set_aside += 1
+            self.last_set_aside = aside
+            return
+        entry = self._sized(index)
+        self._settled.append(entry)
+        self._add_to(self._average, entry)
+
+    def _neighbours(self, index: int) -> list[_Entry]:
+        near = self._recent[max(index - _NEIGHBOURS, 0) : index + _NEIGHBOURS + 1]
+        return [entry for entry in near if entry is not self._recent[index]] or near
+
+    def _sized(self, index: int) -> _Entry:
+        """A recent window with the squared norm that its neighbours let expect."""
+        return replace(self._recent[index], size=median(other.size for other in self._neighbours(index)))
+
+    def _outweighing(self, index: int) -> SetAside | None:
+        """Whether a recent window outweighs all others of its horizon together, each taken at its neighbours' size."""
+        entry, others = self._recent[index], self._neighbours(index)
+        if len(others) < _NEIGHBOURS or self.n_set_aside + 1 > max(1.0, _MOST_SET_ASIDE * self.windows):
+            return None
+        times = entry.size / median(other.size for other in others)
+        noise, usual = sum(entry.trace_cov), median(sum(other.trace_cov) for other in others)
+        if usual > 0:
+            times = max(times, noise / usual)
+        n_others = self.windows if math.isinf(self.horizon) else min(self.horizon, self.windows)
+        return SetAside(round(entry.number), times) if times > max(n_others, _LEAST_OUTWEIGHING) else None
+
+    def _unsettled(self) -> list[_Entry]:
+        first = max(len(self._recent) - _NEIGHBOURS, 0)
+        return [self._sized(i) for i in range(first, len(self._recent)) if self._outweighing(i) is None]
+
+    def _add_to(self, average: Mapping[str, RunningNoiseScale], entry: _Entry) -> None:
+        for name, running in average.items():
+            if name not in self._gone:
+                trace_cov, grad_sq = self._of(entry, name)
+                running.update(WindowEstimate(trace_cov / entry.size, grad_sq / entry.size))
+
+    def _of(self, entry: _Entry, name: str) -> tuple[float, float]:
+        """tr Σ and |G|² of a group, or, for an empty name, of all groups that still train."""
+        columns = [i for i, group in enumerate(self.groups) if (group == name if name else group not in self._gone)]
+        return math.fsum(entry.trace_cov[i] for i in columns), math.fsum(entry.grad_sq[i] for i in columns)
+
+    def series(self) -> list[tuple[tuple[str, ...], Series]]:
+        """The windows of the total, under an empty name, and of each group that trains.
+
+        Returns:
+            Names, and their series as rows of one `Series`; one pair for each set of windows. The sets differ only if
+            parameters were frozen or released on the way.
+        """
+        entries = [*self._settled, *self._unsettled()]
+        last = self._recent[-1].number if self._recent else 0.0
+        since = self._first_windows()
+        series = []
+        for first in dict.fromkeys(since.values()):
+            names = tuple(name for name in since if since[name] == first)
+            kept = [entry for entry in entries if entry.number >= first]
+            values = [[self._of(entry, name) for entry in kept] for name in names]
+            numbers, sizes = (
+                torch.tensor(column, dtype=torch.float64, device="cpu")
+                for column in ([entry.number for entry in kept], [entry.size for entry in kept])
+            )
+            table = torch.tensor(values, dtype=torch.float64, device="cpu").reshape(len(names), len(kept), 2)
+            table = table / sizes[:, None]
+            series.append((names, Series(table[..., 0], table[..., 1], last - numbers, numbers)))
+        return series
+
+    def _first_windows(self) -> dict[str, int]:
+        """The first window that counts: for the total, under an empty name, and for each group that trains."""
+        since = {name: first for name, first in self._since.items() if name not in self._gone}
+        return {"": max(since.values(), default=0), **since}
+
+    def levels(self) -> dict[str, WindowEstimate]:
+        """tr Σ and |G|² averaged over the horizon, of the total, under an empty name, and of each group that trains."""
+        entries = [*self._settled, *self._unsettled()]
+        last = self._recent[-1].number if self._recent else 0.0
+        levels = {}
+        since = self._first_windows()
+        for name, first in since.items():
+            kept = [entry for entry in entries if entry.number >= first]
+            if not kept:
+                continue
+            weights = [math.exp((entry.number - last) / self.horizon) for entry in kept]
+            total = math.fsum(w * entry.n_windows for w, entry in zip(weights, kept, strict=True))
+            sums = [0.0, 0.0]
+            for i in (0, 1):
+                sums[i] = math.fsum(w * self._of(entry, name)[i] for w, entry in zip(weights, kept, strict=True))
+            levels[name] = WindowEstimate(sums[0] / total, sums[1] / total)
+        return levels
+
+    def run_average(self) -> dict[str, RunningNoiseScale]:
+        """The run so far: the total, under an empty name, and each group that trains."""
+        average = {name: copy.copy(running) for name, running in self._average.items() if name not in self._gone}
+        for entry in self._unsettled():
+            self._add_to(average, entry)
+        return average
+
+    def parameters_changed(self, groups: Iterable[str], *, gone: Iterable[str], number: int) -> None:
+        """Forget the windows of groups whose measured parameters are no longer the same.
+
+        Args:
+            groups: all groups that changed.
+            gone: those of which no parameter is left. They leave the total's past windows too. If other groups
+                changed, the total begins anew.
+            number: the first window with the new parameters.
+        """
+        gone = set(gone)
+        for name in groups:
+            self._since[name] = number
+            self._average[name] = RunningNoiseScale(math.inf)
+            (self._gone.add if name in gone else self._gone.discard)(name)
+        self._average[""] = RunningNoiseScale(math.inf)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs; numbers, strings and containers of them."""
+        return {
+            "groups": list(self.groups),
+            "horizon": 0.0 if math.isinf(self.horizon) else self.horizon,  # JSON has no infinity
+            "windows": self.windows,
+            "n_set_aside": self.n_set_aside,
+            "settled": [_as_list(entry) for entry in self._settled],
+            "recent": [_as_list(entry) for entry in self._recent],
+            "since": dict(self._since),
+            "gone": sorted(self._gone),
+            "average": {name: running.state_dict() for name, running in self._average.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: when keys, groups or the horizon differ, or a value cannot be what its name says.
+        """
+        label = "window history of the state"
+        check_keys(label, state, set(self.state_dict()))
+        if tuple(state["groups"]) != self.groups:
+            raise ValueError(f"{label}: it has the groups {list(state['groups'])}, this probe has {list(self.groups)}")
+        check_number(label, state, "horizon", low=0)
+        if (float(state["horizon"]) or math.inf) != self.horizon:
+            raise ValueError(
+                f"{label}: it was kept for a horizon of {state['horizon']:g} windows, this probe uses {self.horizon:g}"
+            )
+        for name in ("windows", "n_set_aside"):
+            check_count(label, state, name)
+        check_keys(f"{label}, since", state["since"], set(self.groups))
+        for name in self.groups:
+            check_count(f"{label}, since", state["since"], name)
+        if not set(state["gone"]) <= set(self.groups):
+            raise ValueError(f"{label}: unknown groups in {state['gone']!r:.60}: is it damaged?")
+        check_keys(f"{label}, average", state["average"], {"", *self.groups})
+        settled, recent = (
+            [_from_list(label, row, len(self.groups)) for row in state[name]] for name in ("settled", "recent")
+        )
+        average = {name: RunningNoiseScale(math.inf) for name in ("", *self.groups)}
+        for name, running in average.items():
+            running.load_state_dict(state["average"][name])
+        self.windows, self.n_set_aside = state["windows"], state["n_set_aside"]
+        self._settled, self._recent, self._average = settled, recent, average
+        self._since = {name: state["since"][name] for name in self.groups}
+        self._gone = set(state["gone"])
+
+
+def _as_list(entry: _Entry) -> list[float]:
+    return [entry.number, entry.n_windows, entry.size, *entry.trace_cov, *entry.grad_sq]
+
+
+def _from_list(label: str, row: object, n_groups: int) -> _Entry:
+    if not isinstance(row, Sequence) or len(row) != 3 + 2 * n_groups:
+        raise ValueError(f"{label}: a window must be {3 + 2 * n_groups} numbers, got {row!r:.60}: is it damaged?")
+    numbers = dict(enumerate(row))
+    for i in numbers:
+        check_number(label, numbers, i)  # type: ignore[arg-type]
+    values = [float(value) for value in row]
+    if values[1] < 1 or values[2] <= 0:
+        raise ValueError(f"{label}: a window must have a count and a size above 0, got {row[:3]!r:.60}: is it damaged?")
+    return _Entry(values[0], int(values[1]), values[2], values[3 : 3 + n_groups], values[3 + n_groups :])

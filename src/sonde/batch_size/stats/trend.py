@@ -1,0 +1,295 @@
+"""The noise scale now: a local trend of B_simple, with a confidence set that stays honest when |G|² is not resolved.
+
+While training moves, a ratio of averages answers for the past: |G|² of old windows outweighs that of new ones. So the
+ratio is allowed to drift within the horizon. With x_i and y_i the unbiased tr Σ and |G|² of window i, a_i its age and
+h the horizon, both in windows, k_i = e^(−a_i/h) and τ_i = −a_i/h:
+
+    E[x_i] = B e^(c g(τ_i)) E[y_i],     r_i(B, c) = x_i − B e^(c g(τ_i)) y_i,     m(B, c) = Σ k_i r_i (1, τ_i).
+
+At the true B and c the two moments m are 0 up to noise with the covariance V = Σ k_i² r_i² (1, τ_i)(1, τ_i)ᵀ. Every B
+for which some drift c brings mᵀV⁻¹m below its critical value is in the confidence set. This is Fieller's construction
+with one nuisance parameter. At a given c the set is where a quartic in B is not positive, so that its ends, and
+whether it reaches 0 or infinity, are found without any root having to exist.
+
+The shape g(τ) = τ is an exponential trend. g(τ) = τ − s τ² changed faster in the past than now, as noise scales do
+early in training. Both are tried, so that the set holds the present value under either.
+
+Reference:
+    J. H. Stock and J. H. Wright, "GMM with weak identification", Econometrica 68 (2000) 1055–1096.
+    E. C. Fieller, "Some problems in interval estimation", J. R. Stat. Soc. B 16 (1954) 175–185.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonde.stats.intervals import RatioInterval, student_t_quantile
+
+_SHAPES = (0.0, 0.5)
+"""s in g(τ) = τ − s τ²."""
+_FASTEST_FALL, _FASTEST_RISE = -1.5, 3.0
+"""Range of c: B_simple may fall by a factor of e^1.5, or rise by e^3, within a horizon."""
+_SPAN = 0.8
+"""The horizon is at most this part of the windows seen. Chosen by coverage, as the shapes and the range of c."""
+_N_DRIFTS, _N_DRIFTS_NEAR, _N_RATIOS, _N_RATIOS_NEAR = 33, 33, 97, 17
+"""Points of the grids: of drifts over their range and near the root; of log B likewise."""
+_HOST: Any = {"dtype": torch.float64, "device": "cpu"}
+"""Of all tensors made here, whatever default device the user has set."""
+_MIN_WINDOWS = 4
+"""A level and a drift take two windows; their errors take two more."""
+
+
+@dataclass(frozen=True)
+class TrendFit:
+    """The present ratio of one series, and how it drifts.
+
+    Attributes:
+        interval: confidence interval of the present ratio.
+        ratio: the estimate; None unless the interval is two-sided.
+        drift: change of log(ratio) per window, now; None unless the interval is two-sided.
+        drift_error: standard error of the drift.
+        log_error: standard error of log(ratio) to first order; None where the moments have no root.
+        influence: change of log(ratio) that each window makes, to first order, [windows]; empty without a root.
+    """
+
+    interval: RatioInterval
+    ratio: float | None = None
+    drift: float | None = None
+    drift_error: float | None = None
+    log_error: float | None = None
+    influence: tuple[float, ...] = ()
+
+
+def fit_trends(x: Tensor, y: Tensor, ages: Tensor, horizon: float, *, level: float = 0.95) -> list[TrendFit]:
+    """Estimate the present ratio E[x]/E[y] of several series.
+
+    Args:
+        x: unbiased estimates of the numerator, one row a series, float64; [series, windows].
+        y: unbiased estimates of the denominator, likewise. A factor that x and y of one window share does not bias the
+            fit; dividing both by the window's expected squared gradient norm lets every window count alike.
+        ages: how many windows ago each was, 0 for the present one; [windows].
+        horizon: h in windows; `math.inf` weighs all windows alike.
+        level: confidence level.
+
+    Returns:
+        A fit for each series. With fewer than four effective windows it is unresolved.
+    """
+    n_series, n_windows = x.shape
+    if n_windows < _MIN_WINDOWS:
+        return [TrendFit(_unresolved(f"{n_windows} windows are too few for an interval: measure more"))] * n_series
+    solver = _Solver(x, y, ages, horizon, level)
+    return solver.fits()
+
+
+def effective_windows(ages: Tensor, horizon: float) -> float:
+    """1/Σω² of the kernel's weights ω: how many equally weighted windows the moments are worth."""
+    weights = _kernel(ages, _local_horizon(ages, horizon))
+    return float(weights.sum() ** 2 / weights.square().sum())
+
+
+def _local_horizon(ages: Tensor, horizon: float) -> float:
+    return min(horizon, _SPAN * (float(ages.max()) + 1.0))
+
+
+def _kernel(ages: Tensor, horizon: float) -> Tensor:
+    return torch.exp(-ages / horizon)
+
+
+class _Solver:
+    """All series at once: the arithmetic is small, and a call for each piece of it would cost more than the piece."""
+
+    def __init__(self, x: Tensor, y: Tensor, ages: Tensor, horizon: float, level: float) -> None:
+        self.horizon = _local_horizon(ages, horizon)
+        weights = _kernel(ages, self.horizon)
+        self.weights = weights / weights.sum()
+        time = -ages / self.horizon
+        self.growths = torch.stack([time - shape * time * time for shape in _SHAPES])  # [shapes, windows]
+        self.powers = torch.stack([torch.ones_like(time), time, time * time])  # 1, τ, τ²
+        # In natural sizes the answer is near 1, whatever the units of the gradient.
+        size_x = (self.weights * x).sum(1).abs()
+        size_y = (self.weights * y * y).sum(1).sqrt()
+        self.size_x = torch.where(size_x > 0, size_x, 1.0)
+        self.size_y = torch.where(size_y > 0, size_y, 1.0)
+        self.x, self.y = x / self.size_x[:, None], y / self.size_y[:, None]
+        n = float(1.0 / self.weights.square().sum())
+        self.dof = max(n - 2.0, 1.0)
+        self.t = student_t_quantile(0.5 + level / 2, self.dof)
+        self.small_sample = n / self.dof  # two parameters are fitted to n residuals
+        # V is taken about the mean of the residuals: mᵀ(V − mmᵀ/n)⁻¹m ≤ q is mᵀV⁻¹m ≤ q/(1 + q/n).
+        critical = self.t**2 * self.small_sample
+        self.critical = critical / (1.0 + critical / n)
+        self.moments_x = (self.weights * self.x) @ self.powers[:2].T  # [series, 2]
+        self.squares_x = (self.weights.square() * self.x.square()) @ self.powers.T  # [series, 3]
+
+    def fits(self) -> list[TrendFit]:
+        drifts = torch.linspace(_FASTEST_FALL, _FASTEST_RISE, _N_DRIFTS, **_HOST)
+        growth = self._growth(drifts.expand(1, len(_SHAPES), -1))
+        sums = self._sums(growth)
+        roots = _Roots(self, drifts, sums[0])
+        near = torch.linspace(-5.0, 5.0, _N_DRIFTS_NEAR, **_HOST) * roots.drift_error.clamp(max=1.0)[..., None]
+        near = (roots.drift[..., None] + near).clamp(_FASTEST_FALL, _FASTEST_RISE)
+        sums_near = self._sums(self._growth(near))
+        quartic = self._quartic(*(torch.cat(pair, 1) for pair in zip(sums, sums_near, strict=True)))
+        low, high = self._ends(quartic, roots)
+        return [self._fit(i, float(low[i]), float(high[i]), roots) for i in range(len(self.x))]
+
+    def _growth(self, drifts: Tensor) -> Tensor:
+        """e^(c g(τ)): [series or 1, shapes, drifts] → [series or 1, shapes · drifts, windows]."""
+        return torch.exp(drifts[..., None] * self.growths[None, :, None, :]).flatten(1, 2)
+
+    def _sums(self, growth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Σk e y (1, τ), Σk² e x y (1, τ, τ²) and Σk² e² y² (1, τ, τ²): [series, candidates, 2 or 3]."""
+        k, squares = self.weights, self.weights.square()
+        grown = growth * self.y[:, None]  # [series, candidates, windows]
+        return (
+            (k * grown) @ self.powers[:2].T,
+            (squares * grown * self.x[:, None]) @ self.powers.T,
+            (squares * grown.square()) @ self.powers.T,
+        )
+
+    def _quartic(self, moments_y: Tensor, products: Tensor, squares_y: Tensor) -> Tensor:
+        """det(V)·(mᵀV⁻¹m − critical value) as a polynomial in B, lowest power first; [series, candidates, 5]."""
+        ones = torch.ones_like(products[..., 0])
+        m = [torch.stack([self.moments_x[:, i, None] * ones, -moments_y[..., i]], -1) for i in (0, 1)]
+        v = [
+            torch.stack([self.squares_x[:, i, None] * ones, -2 * products[..., i], squares_y[..., i]], -1)
+            for i in (0, 1, 2)
+        ]
+        # m₀²V₁₁ − 2 m₀m₁V₀₁ + m₁²V₀₀ − q (V₀₀V₁₁ − V₀₁²), V of the powers 1, τ, τ² in v.
+        q = self.critical
+        return (
+            _times(_times(m[0], m[0]) - q * v[0], v[2])
+            - _times(2 * _times(m[0], m[1]) - q * v[1], v[1])
+            + _times(_times(m[1], m[1]), v[0])
+        )
+
+    def _ends(self, quartic: Tensor, roots: _Roots) -> tuple[Tensor, Tensor]:
+        """The ends of each series' set, in natural sizes: 0 and infinity where it is open, NaN where it is empty."""
+        grid = torch.linspace(math.log(1e-3), math.log(1e5), _N_RATIOS, **_HOST).expand(len(quartic), -1)
+        near = torch.linspace(-4.0, 4.0, _N_RATIOS_NEAR, **_HOST) * roots.log_error.clamp(max=2.0)[..., None]
+        grid = torch.cat([grid, (roots.log_ratio[..., None] + near).flatten(1)], 1).sort(1).values
+        held = _holds(quartic, grid)
+        index, n = torch.arange(grid.shape[1], device="cpu"), grid.shape[1]
+        first, last = torch.where(held, index, n).amin(1), torch.where(held, index, -1).amax(1)
+        low = _refine(quartic, grid, first, first - 1)
+        high = _refine(quartic, grid, last, last + 1)
+        low = torch.where((quartic[..., 0] <= 0).any(1), 0.0, low)
+        high = torch.where((quartic[..., 4] <= 0).any(1), math.inf, high)
+        return low.where(held.any(1), math.nan), high.where(held.any(1), math.nan)
+
+    def _fit(self, i: int, low: float, high: float, roots: _Roots) -> TrendFit:
+        unit = float(self.size_x[i] / self.size_y[i])
+        interval = _interval(low * unit, high * unit)
+        has_root = bool(roots.exists[i].all())
+        log_error = float(roots.log_error[i].mean()) if has_root else None
+        influence = tuple(roots.influence[i].tolist()) if has_root else ()
+        if interval.status != "resolved":
+            return TrendFit(interval, log_error=log_error, influence=influence)
+        # Between the shapes, and never outside its own interval.
+        ratio = min(max(math.exp(float(roots.log_ratio[i].mean())), low), high) * unit
+        drift, drift_error = (float(v[i].mean()) / self.horizon for v in (roots.drift, roots.drift_error))
+        return TrendFit(interval, ratio, drift, drift_error if has_root else None, log_error, influence)
+
+
+class _Roots:
+    """Where both moments are 0, for each series and shape: B and c, their errors; [series, shapes].
+
+    Where the drifts in range hold no root, the nearer end of the range stands for the drift and only the first moment
+    is 0.
+    """
+
+    def __init__(self, solver: _Solver, drifts: Tensor, moments_y: Tensor) -> None:
+        x0, x1 = solver.moments_x[:, 0, None, None], solver.moments_x[:, 1, None, None]
+        moments_y = moments_y.unflatten(1, (len(_SHAPES), len(drifts)))
+        gap = x0 * moments_y[..., 1] - x1 * moments_y[..., 0]  # 0 at a root
+        positive = moments_y[..., 0] > 0
+        crosses = (gap[..., 1:] * gap[..., :-1] <= 0) & positive[..., 1:] & positive[..., :-1]
+        slowest = torch.where(crosses, drifts[1:].abs(), math.inf)
+        cell = slowest.argmin(-1)
+        self.exists = crosses.any(-1) & (x0[..., 0] > 0)
+        ends = torch.where(gap[..., 0].abs() < gap[..., -1].abs(), drifts[0], drifts[-1])
+        low, high = drifts[cell], drifts[cell + 1]
+        gap_low, gap_high = (gap.gather(-1, (cell + j)[..., None])[..., 0] for j in (0, 1))
+        for _ in range(8):  # false position, kept off the ends: the function is smooth and nearly straight here
+            share = (gap_low / (gap_low - gap_high)).nan_to_num(0.5).clamp(0.05, 0.95)
+            middle = low + share * (high - low)
+            at_middle = (solver.weights * solver._growth(middle[..., None]) * solver.y[:, None]) @ solver.powers[:2].T
+            gap_middle = x0[..., 0] * at_middle[..., 1] - x1[..., 0] * at_middle[..., 0]
+            same = gap_middle * gap_low > 0
+            low, gap_low = torch.where(same, middle, low), torch.where(same, gap_middle, gap_low)
+            high, gap_high = torch.where(same, high, middle), torch.where(same, gap_high, gap_middle)
+        self.drift = torch.where(self.exists, (low + high) / 2, ends)
+        self._linearise(solver)
+
+    def _linearise(self, solver: _Solver) -> None:
+        """Errors and influences from the moments' first derivatives: the sandwich of generalised moments."""
+        growth = solver._growth(self.drift[..., None])  # [series, shapes, windows]
+        grown = growth * solver.y[:, None]
+        level = (solver.weights * grown).sum(-1)
+        self.log_ratio = (solver.moments_x[:, :1] / level).clamp(min=1e-4).log().nan_to_num(0.0, 0.0, 0.0)
+        model = solver.weights * self.log_ratio.exp()[..., None] * grown  # −∂m/∂log B, before summing over windows
+        jacobian = torch.stack(
+            [torch.stack([(model * p).sum(-1), (model * p * solver.growths).sum(-1)], -1) for p in solver.powers[:2]],
+            -2,
+        )
+        determinant = jacobian.det()
+        self.exists = self.exists & (level > 0) & (determinant.abs() > 1e-12)
+        safe = torch.where(self.exists[..., None, None], jacobian, torch.eye(2, **_HOST))
+        residual = solver.weights * (solver.x[:, None] - self.log_ratio.exp()[..., None] * grown)
+        moments = residual[..., None, :] * solver.powers[:2]  # [series, shapes, 2, windows]
+        change = torch.linalg.solve(safe, moments)  # what each window adds to (log B, c)
+        errors = (change.square().sum(-1) * solver.small_sample).sqrt()
+        errors = torch.where(self.exists[..., None], errors, 0.0)
+        self.log_error, self.drift_error = errors[..., 0], errors[..., 1]
+        self.influence = change[..., 0, :].mean(1)
+
+
+def _interval(low: float, high: float) -> RatioInterval:
+    if math.isnan(low):
+        return _unresolved(
+            "the noise scale changes faster than a trend over the horizon can follow: use a shorter horizon"
+        )
+    if low > 0 and math.isfinite(high):
+        return RatioInterval("resolved", low, high)
+    if low > 0:
+        return RatioInterval("lower_bound", low, math.inf, "|G|² cannot yet be distinguished from 0")
+    if math.isfinite(high):
+        return RatioInterval("upper_bound", 0.0, high, "the noise tr Σ cannot yet be distinguished from 0")
+    return _unresolved("neither the noise tr Σ nor |G|² can yet be distinguished from 0")
+
+
+def _unresolved(reason: str) -> RatioInterval:
+    return RatioInterval("unresolved", None, None, reason)
+
+
+def _times(p: Tensor, q: Tensor) -> Tensor:
+    """The product of polynomials; coefficients lie along the last dim, lowest power first."""
+    product = p.new_zeros(*p.shape[:-1], p.shape[-1] + q.shape[-1] - 1)
+    for i in range(p.shape[-1]):
+        product[..., i : i + q.shape[-1]] += p[..., i : i + 1] * q
+    return product
+
+
+def _holds(quartic: Tensor, log_ratio: Tensor) -> Tensor:
+    """Whether each ratio is in its series' set, for any of the drifts tried; [series, ratios]."""
+    ratio = log_ratio.exp()[:, None, :]
+    value = quartic[..., 4:5]
+    for i in (3, 2, 1, 0):
+        value = value * ratio + quartic[..., i : i + 1]
+    return (value <= 0).any(1)
+
+
+def _refine(quartic: Tensor, grid: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
+    """The end of a set between a point of the grid inside it and the next one outside; [series]."""
+    n = grid.shape[1]
+    inner, outer = (grid.gather(1, i.clamp(0, n - 1)[:, None]) for i in (inside, outside))
+    for _ in range(3):  # each pass cuts the uncertainty to an eighth
+        points = inner + (outer - inner) * torch.linspace(0, 1, 9, **_HOST)
+        step = _holds(quartic, points).long().cumprod(1).sum(1, keepdim=True).clamp(1, 8)
+        inner, outer = points.gather(1, step - 1), points.gather(1, step)
+    return ((inner + outer) / 2)[:, 0].exp()
