@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.trend import effective_windows, fit_trends
+from sonde.batch_size.stats.trend import TrendFit, effective_windows, fit_trends
 
 F64 = torch.float64
 
@@ -25,6 +25,10 @@ def series(
     y = 1.0 + noise_y * torch.randn(n, generator=generator, dtype=F64)
     x = ratio * torch.exp(-drift * ages) * (1.0 + noise_x * torch.randn(n, generator=generator, dtype=F64))
     return x[None], y[None], ages
+
+
+def ends(fit: TrendFit) -> tuple[float | None, float | None]:
+    return fit.interval.low, fit.interval.high
 
 
 def smallest_statistic(x: Tensor, y: Tensor, ages: Tensor, horizon: float) -> Callable[[float], float]:
@@ -81,7 +85,7 @@ def test_exact_windows_give_the_present_ratio_and_drift() -> None:
     x, y, ages = series(80, ratio=70.0, drift=0.02, noise_x=1e-6, noise_y=1e-6)
     (fit,) = fit_trends(x, y, ages, 50.0)
     assert fit.interval.low == pytest.approx(70.0, rel=0.1)  # as if the drift had slowed down
-    assert fit.interval.high == pytest.approx(70.0, rel=1e-4)
+    assert fit.interval.high == pytest.approx(70.0, rel=1e-3)
     assert fit.drift == pytest.approx(0.02, rel=0.3)
     (steady,) = fit_trends(*series(80, ratio=70.0, noise_x=1e-6, noise_y=1e-6), 50.0)
     assert steady.ratio == pytest.approx(70.0, rel=1e-5)

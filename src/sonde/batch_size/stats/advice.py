@@ -85,7 +85,7 @@ def advise(
     if n_pieces is not None and n_pieces > 1 and (most := n_pieces / (n_pieces - 1)) > 1.05 * factor:
         # The variance of |G|² from m equal pieces of one batch is in proportion to m/(m − 1).
         left = most / factor
-        return f"split each batch into {math.ceil(left / (left - 1))} or more pieces"
+        return f"split each batch into {math.ceil(left / (left - 1) - 1e-9)} or more pieces"
     return (
         f"use about {math.sqrt(factor):.1f} times as many units in each window; the noise scale drifts too fast for a "
         "longer horizon"

@@ -43,7 +43,7 @@ def write_report(run_path: str | Path, out: str | Path | None = None) -> Path:
 
 def _render(run: Run) -> str:
     try:
-        import bokeh
+        import bokeh  # noqa: F401
     except ImportError as error:
         raise ImportError("the report needs bokeh: pip install 'bokeh>=3.6,<4'") from error
     from sonde.runs.report.page import render_page

@@ -1,0 +1,288 @@
+"""How often the interval of the noise scale holds the *present* value while the weights move.
+
+    python -m benchmarks.present_noise_scale [--runs 400] [--out benchmarks/results]
+
+A small network trains on a fixed population of 128 examples, so that tr Σ and |G|² of every example's gradient are
+known exactly at each step. Many runs train side by side, each on its own samples, with SGD, momentum and AdamW at three
+speeds. Each window has four pieces of 16 examples. Its unbiased estimates go through the same history and trend as a
+probe's. The table has one row for each setting and part of the model, and one column for each length of the run. Beside
+the trend stands the ratio of averages over 100 windows, which sonde reported before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import describe
+from sonde.batch_size.stats.history import Series, WindowHistory
+from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
+from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.trend import TrendFit, fit_trends
+from sonde.stats.intervals import RatioInterval
+
+SETTINGS = (
+    *(("sgd", lr) for lr in (0.05, 0.2, 0.5)),
+    *(("momentum", lr) for lr in (0.005, 0.02, 0.06)),
+    *(("adamw", lr) for lr in (0.001, 0.003, 0.01)),
+)
+CHECKPOINTS = (20, 50, 100, 200, 400)
+PARTS = ("total", "first layer", "second layer")
+HORIZON = 50.0
+N_EXAMPLES, N_INPUTS, N_HIDDEN, N_CLASSES = 128, 8, 8, 5
+N_PIECES, UNITS_PER_PIECE = 4, 16
+BATCH = N_PIECES * UNITS_PER_PIECE
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of many runs; [runs, windows, layers] each.
+
+    Attributes:
+        trace_cov: unbiased estimates of tr Σ.
+        grad_sq: unbiased estimates of |G|².
+        exact_trace_cov: tr Σ of the population, at the weights of the window.
+        exact_grad_sq: |G|² likewise.
+    """
+
+    trace_cov: Tensor
+    grad_sq: Tensor
+    exact_trace_cov: Tensor
+    exact_grad_sq: Tensor
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One part of the model after one number of windows, over all runs.
+
+    Attributes:
+        optimizer: "sgd", "momentum" or "adamw".
+        lr: learning rate.
+        part: of the model.
+        window: the last window.
+        present: exact B_simple now, median over runs.
+        covered: share of the runs whose interval, of any kind, holds the present value.
+        resolved: share with a two-sided interval.
+        bias: estimate over present value, median over the resolved runs; None without any.
+        width: upper over lower end, median likewise.
+        average_covered: share of the runs in which Fieller's interval of the averages holds the present value.
+    """
+
+    optimizer: str
+    lr: float
+    part: str
+    window: int
+    present: float
+    covered: float
+    resolved: float
+    bias: float | None
+    width: float | None
+    average_covered: float
+
+
+def simulate(optimizer: str, lr: float, *, n_runs: int, n_windows: int, seed: int = 1) -> Windows:
+    """Train many runs side by side, and measure each window both from its pieces and exactly."""
+    population = torch.Generator().manual_seed(0)
+    inputs = torch.randn(N_EXAMPLES, N_INPUTS, generator=population, dtype=torch.float64)
+    rule = torch.randn(N_INPUTS, N_CLASSES, generator=population, dtype=torch.float64)
+    noise = torch.randn(N_EXAMPLES, N_CLASSES, generator=population, dtype=torch.float64)
+    targets = torch.nn.functional.one_hot((inputs @ rule + noise).argmax(1), N_CLASSES).double()
+    generator = torch.Generator().manual_seed(seed)
+    weights = [
+        torch.randn(n_runs, N_INPUTS, N_HIDDEN, generator=generator, dtype=torch.float64) / N_INPUTS**0.5,
+        torch.zeros(n_runs, N_HIDDEN, dtype=torch.float64),
+        torch.randn(n_runs, N_HIDDEN, N_CLASSES, generator=generator, dtype=torch.float64) / N_HIDDEN**0.5,
+        torch.zeros(n_runs, N_CLASSES, dtype=torch.float64),
+    ]
+    first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+    found: list[Tensor] = []
+    for step in range(1, n_windows + 1):
+        grads = per_example_gradients(weights, inputs, targets)
+        flat = torch.cat([grad.flatten(2) for grad in grads], 2)  # [runs, examples, parameters]
+        chosen = torch.randint(N_EXAMPLES, (n_runs, N_PIECES, UNITS_PER_PIECE), generator=generator)
+        counts = torch.zeros(n_runs, N_PIECES, N_EXAMPLES, dtype=torch.float64)
+        counts.scatter_add_(2, chosen, torch.ones_like(chosen, dtype=torch.float64))
+        pieces = counts @ flat / UNITS_PER_PIECE
+        big, mean = pieces.mean(1), flat.mean(1)
+        n_first = N_INPUTS * N_HIDDEN + N_HIDDEN
+        row = []
+        for part in (slice(0, n_first), slice(n_first, None)):
+            small_sq, big_sq = pieces[..., part].square().sum(2).mean(1), big[:, part].square().sum(1)
+            u, v = 1 / UNITS_PER_PIECE, 1 / BATCH
+            exact = mean[:, part].square().sum(1)
+            row.append(
+                torch.stack(
+                    [
+                        (small_sq - big_sq) / (u - v),
+                        (u * big_sq - v * small_sq) / (u - v),
+                        flat[..., part].square().sum(2).mean(1) - exact,
+                        exact,
+                    ],
+                    -1,
+                )
+            )
+        found.append(torch.stack(row, 1))
+        offset = 0
+        for weight, m, v2 in zip(weights, first, second, strict=True):
+            grad = big[:, offset : offset + weight[0].numel()].reshape(weight.shape)
+            offset += weight[0].numel()
+            move(optimizer, lr, step, weight, grad, m, v2)
+    table = torch.stack(found, 1)  # [runs, windows, layers, 4]
+    return Windows(*table.unbind(-1))
+
+
+def per_example_gradients(weights: list[Tensor], inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    """Of the cross entropy of a network with one tanh layer; [runs, examples, …] for each parameter."""
+    w1, b1, w2, b2 = weights
+    hidden = torch.tanh(inputs @ w1 + b1[:, None])
+    error = (hidden @ w2 + b2[:, None]).softmax(-1) - targets
+    back = (error @ w2.transpose(1, 2)) * (1 - hidden.square())
+    return [inputs[None, :, :, None] * back[..., None, :], back, hidden[..., :, None] * error[..., None, :], error]
+
+
+def move(optimizer: str, lr: float, step: int, weight: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> None:
+    """One step of SGD, SGD with momentum 0.9, or AdamW with its usual constants, in place."""
+    if optimizer == "adamw":
+        weight.mul_(1 - lr * 0.01)
+        m.mul_(0.9).add_(grad, alpha=0.1)
+        v.mul_(0.999).addcmul_(grad, grad, value=0.001)
+        weight.sub_(lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8))
+    else:
+        m.mul_(0.9 if optimizer == "momentum" else 0.0).add_(grad)
+        weight.sub_(lr * m)
+
+
+def cells(optimizer: str, lr: float, windows: Windows, *, horizon: float = HORIZON) -> Iterator[Cell]:
+    """Judge the intervals at every checkpoint, for the total and both layers."""
+    n_runs, n_windows, n_layers = windows.trace_cov.shape
+    layers = [f"layer {i}" for i in range(n_layers)]
+    histories = [WindowHistory(layers, horizon) for _ in range(n_runs)]
+    averages = [[RunningNoiseScale(100.0) for _ in PARTS] for _ in range(n_runs)]
+    x, y = windows.trace_cov.tolist(), windows.grad_sq.tolist()
+    for t in range(n_windows):
+        for run in range(n_runs):
+            layers_now = list(zip(x[run][t], y[run][t], strict=True))
+            parts = [(sum(x[run][t]), sum(y[run][t])), *layers_now]
+            for average, part in zip(averages[run], parts, strict=True):
+                average.update(WindowEstimate(*part))
+            histories[run].add(as_window(layers_now), t + 1)
+        if t + 1 not in CHECKPOINTS:
+            continue
+        series = [history.series()[0][1] for history in histories]
+        for part, name in enumerate(PARTS):
+            fits = fit_alike(series, part, horizon)
+            of = slice(None) if part == 0 else slice(part - 1, part)
+            exact_x, exact_y = (e[:, t, of].sum(1) for e in (windows.exact_trace_cov, windows.exact_grad_sq))
+            present = (exact_x / exact_y).tolist()
+            resolved = [(fit, now) for fit, now in zip(fits, present, strict=True) if fit.interval.status == "resolved"]
+            yield Cell(
+                optimizer,
+                lr,
+                name,
+                t + 1,
+                statistics.median(present),
+                sum(holds(fit.interval, now) for fit, now in zip(fits, present, strict=True)) / n_runs,
+                len(resolved) / n_runs,
+                statistics.median((fit.ratio or 0.0) / now for fit, now in resolved) if resolved else None,
+                statistics.median((f.interval.high or 0.0) / (f.interval.low or 1.0) for f, _ in resolved)
+                if resolved
+                else None,
+                sum(holds(own[part].interval(), now) for own, now in zip(averages, present, strict=True)) / n_runs,
+            )
+
+
+def fit_alike(series: list[Series], part: int, horizon: float) -> list[TrendFit]:
+    """The trend of one part in every run; runs that kept windows of the same ages are fitted in one call."""
+    fits: dict[int, TrendFit] = {}
+    for ages in {tuple(each.ages.tolist()) for each in series}:
+        runs = [i for i, each in enumerate(series) if tuple(each.ages.tolist()) == ages]
+        rows = [torch.stack([getattr(series[i], name)[part] for i in runs]) for name in ("trace_cov", "grad_sq")]
+        fits |= dict(zip(runs, fit_trends(*rows, series[runs[0]].ages, horizon), strict=True))
+    return [fits[i] for i in range(len(series))]
+
+
+def as_window(layers: list[tuple[float, float]]) -> SolvedWindow:
+    """A window as the probe solves it."""
+    per_group = tuple(WindowEstimate(*layer) for layer in layers)
+    total = WindowEstimate(sum(x for x, _ in layers), sum(y for _, y in layers))
+    norm = math.sqrt(total.grad_sq + total.trace_cov / BATCH)
+    return SolvedWindow(total, per_group, None, norm, BATCH, 1 / UNITS_PER_PIECE, 1.0, 1.0)
+
+
+def holds(interval: RatioInterval, value: float) -> bool:
+    """Whether an interval of any kind holds a value; one that is not known holds every value."""
+    low, high = interval.low, interval.high
+    return low is None or high is None or low <= value <= high
+
+
+def as_table(found: list[Cell]) -> str:
+    """One row for each setting and part; a cell has coverage, of the average in brackets, share resolved and width."""
+    head = "| optimizer | lr | part | " + " | ".join(f"window {t}" for t in CHECKPOINTS) + " |"
+    lines = [head, "|" + "---|" * (3 + len(CHECKPOINTS))]
+    for optimizer, lr in dict.fromkeys((c.optimizer, c.lr) for c in found):
+        for part in PARTS:
+            row = [c for c in found if (c.optimizer, c.lr, c.part) == (optimizer, lr, part)]
+            texts = [
+                f"B {c.present:.0f}: {100 * c.covered:.1f} % ({100 * c.average_covered:.0f} %), "
+                f"{100 * c.resolved:.0f} %, {f'{c.width:.1f}' if c.width else '–'}"
+                for c in row
+            ]
+            lines.append(f"| {optimizer} | {lr} | {part} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def summary(found: list[Cell]) -> str:
+    """The whole table in a few lines."""
+    covered, by_average = [c.covered for c in found], [c.average_covered for c in found]
+    near = [c for c in found if c.present < 4 * BATCH]
+    biases = [c.bias for c in near if c.bias is not None]
+    widths = [c.width for c in near if c.width is not None]
+    return (
+        f"- {len(found)} cells: present value held in {100 * statistics.mean(covered):.1f} % on average, "
+        f"{100 * min(covered):.1f} % to {100 * max(covered):.1f} %; below 90 %: {sum(c < 0.9 for c in covered)} cells, "
+        f"above 98 %: {sum(c > 0.98 for c in covered)}.\n"
+        f"- By the average over 100 windows: {100 * statistics.mean(by_average):.1f} % on average, "
+        f"{100 * min(by_average):.1f} % at worst.\n"
+        f"- {len(near)} cells with B_simple below 4 × batch: two-sided in at least "
+        f"{100 * min(c.resolved for c in near):.1f} %; estimate over present value {min(biases):.2f} to "
+        f"{max(biases):.2f} (medians); upper over lower end {statistics.median(widths):.1f} in the median cell, "
+        f"{max(widths):.1f} at most."
+    )
+
+
+def main() -> None:
+    """Run all settings and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--runs", type=int, default=400)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: list[Cell] = []
+    for optimizer, lr in SETTINGS:
+        windows = simulate(optimizer, lr, n_runs=options.runs, n_windows=max(CHECKPOINTS))
+        found += cells(optimizer, lr, windows)
+        print(f"{optimizer} {lr}: done", flush=True)
+    machine = ", ".join(f"{name}: {value}" for name, value in describe("cpu", ()).items())
+    text = (
+        "# Does the interval hold the present noise scale?\n\n"
+        f"`python -m benchmarks.present_noise_scale --runs {options.runs}`, {machine}.\n\n"
+        f"Batch {BATCH}, horizon {HORIZON:g}. A cell: the exact B_simple (median), coverage of the present value by "
+        "the trend (in brackets: by the ratio of averages over 100 windows), the share of two-sided intervals, and their "
+        f"width, upper over lower end (median).\n\n{summary(found)}\n\n{as_table(found)}\n"
+    )
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "present_noise_scale.md").write_text(text)
+    (options.out / "present_noise_scale.json").write_text(json.dumps([asdict(cell) for cell in found], indent=1))
+
+
+if __name__ == "__main__":
+    main()

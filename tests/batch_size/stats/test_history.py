@@ -1,0 +1,162 @@
+"""The history of windows: their sizes, the windows that are set aside, and the average over the run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from sonde.batch_size.stats.history import WindowHistory
+from sonde.batch_size.stats.noise_scale import WindowEstimate
+from sonde.batch_size.stats.solved_window import SolvedWindow
+
+
+def window(*groups: tuple[float, float], units: float = 16.0) -> SolvedWindow:
+    """A window with (tr Σ, |G|²) of each group."""
+    per_group = tuple(WindowEstimate(*group) for group in groups)
+    total = WindowEstimate(math.fsum(x for x, _ in groups), math.fsum(y for _, y in groups))
+    return SolvedWindow(
+        total=total,
+        per_group=per_group,
+        within_between=None,
+        norm=math.sqrt(total.grad_sq + total.trace_cov / units),  # |F|² = |G|² + v tr Σ
+        effective_units=units,
+        u=4 / units,
+        witness_squares=1.0,
+        witness_differences=1.0,
+    )
+
+
+def noisy(n: int, *, level: float = 1.0, seed: int = 0) -> list[SolvedWindow]:
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(n, 2, generator=generator, dtype=torch.float64).tolist()
+    return [window((level * (30 + 4 * a), level * (1 + b))) for a, b in noise]
+
+
+def filled(windows: list[SolvedWindow], *, horizon: float = 20.0, groups: tuple[str, ...] = ("a",)) -> WindowHistory:
+    history = WindowHistory(groups, horizon)
+    for number, each in enumerate(windows, start=1):
+        history.add(each, number)
+    return history
+
+
+def numbers_of(history: WindowHistory, name: str = "") -> list[float]:
+    return next(series.numbers.tolist() for names, series in history.series() if name in names)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 6, 7, 11, 12, 40])
+def test_every_window_is_kept_once_and_in_order(n: int) -> None:
+    history = filled(noisy(n))
+    assert numbers_of(history) == list(range(1, n + 1))
+    assert history.run_average()[""].windows == n
+    ((_, series),) = history.series()
+    assert series.ages.tolist() == list(range(n - 1, -1, -1))
+
+
+def test_a_window_is_divided_by_the_median_of_its_neighbours() -> None:
+    """By the definition: five windows before and five after, as far as there are any, without itself."""
+    windows = noisy(30)
+    ((_, series),) = filled(windows).series()
+    squares = torch.tensor([w.norm**2 for w in windows], dtype=torch.float64)
+    for i, each in enumerate(windows):
+        near = [j for j in range(max(i - 5, 0), min(i + 6, 30)) if j != i]
+        size = float(torch.quantile(squares[near], 0.5))
+        assert series.trace_cov[0, i].item() == pytest.approx(each.total.trace_cov / size, rel=1e-12)
+        assert series.grad_sq[0, i].item() == pytest.approx(each.total.grad_sq / size, rel=1e-12)
+
+
+def test_old_windows_leave_and_long_horizons_share_entries() -> None:
+    short = numbers_of(filled(noisy(300), horizon=20.0))
+    assert short == list(range(300 - 80, 301))
+    windows = noisy(3000)
+    history = filled(windows, horizon=math.inf)
+    numbers = numbers_of(history)
+    assert len(numbers) <= 512 + 5
+    ((_, series),) = history.series()
+    total = sum(w.total.trace_cov for w in windows)
+    levels = history.levels()[""]
+    assert levels.trace_cov == pytest.approx(total / 3000, rel=1e-9)
+    ratio = (series.trace_cov.sum() / series.grad_sq.sum()).item()
+    assert ratio == pytest.approx(total / sum(w.total.grad_sq for w in windows), rel=0.01)
+
+
+def test_the_average_over_the_run_weighs_steps_by_their_progress() -> None:
+    """McCandlish et al. 2018, appendix D: Σ B/(1 + B/b) / Σ 1/(1 + B/b), B the noise scale at a step, b the batch."""
+    batch, windows, exact = 16.0, [], []
+    for i in range(200):
+        noise_scale = 20.0 * math.exp(0.02 * i)
+        grad_sq = math.exp(-0.05 * i)  # what a ratio of plain averages would weigh by
+        windows.append(window((noise_scale * grad_sq, grad_sq), units=batch))
+        exact.append((noise_scale, 1 / (1 + noise_scale / batch)))
+    expected = sum(b * progress for b, progress in exact) / sum(progress for _, progress in exact)
+    average = filled(windows).run_average()[""]
+    assert average.trace_cov is not None
+    assert average.grad_sq is not None
+    assert average.trace_cov / average.grad_sq == pytest.approx(expected, rel=0.03)  # sizes are medians of neighbours
+    plain = sum(w.total.trace_cov for w in windows) / sum(w.total.grad_sq for w in windows)
+    assert plain < 0.5 * expected
+
+
+def test_a_window_that_outweighs_the_rest_is_set_aside_for_ever() -> None:
+    windows = noisy(60)
+    windows[39] = noisy(1, level=300.0**2)[0]
+    history = WindowHistory(("a",), 20.0)
+    for number, each in enumerate(windows, start=1):
+        history.add(each, number)
+        if number >= 40:
+            assert 40 not in numbers_of(history)  # at once, and not only when its neighbours are known
+    assert history.n_set_aside == 1
+    assert history.last_set_aside is not None
+    assert history.last_set_aside.window == 40
+    assert history.last_set_aside.times == pytest.approx(300.0**2, rel=0.5)
+    assert history.windows == 60
+    assert history.run_average()[""].windows == 59
+
+
+def test_a_lasting_change_of_size_sets_no_window_aside() -> None:
+    history = filled(noisy(30) + noisy(30, level=1e4, seed=1))
+    assert history.n_set_aside == 0
+    assert numbers_of(history) == list(range(1, 61))
+
+
+def test_windows_that_are_often_large_are_what_training_is_like() -> None:
+    windows = noisy(200)
+    for i in range(20, 200, 10):
+        windows[i] = noisy(1, level=1e4, seed=i)[0]
+    history = filled(windows)
+    assert history.n_set_aside <= 0.05 * 200
+
+
+def test_groups_that_changed_begin_anew_and_groups_that_are_gone_leave_the_total() -> None:
+    windows = [window((10.0 + i % 3, 1.0), (5.0, 2.0), (100.0, 3.0)) for i in range(30)]
+    history = filled(windows, groups=("a", "b", "frozen"))
+    history.parameters_changed(["frozen"], gone=["frozen"], number=31)
+    by_name = {name: (series, row) for names, series in history.series() for row, name in enumerate(names)}
+    assert set(by_name) == {"", "a", "b"}
+    series, row = by_name[""]
+    ratios = (series.trace_cov[row] / series.grad_sq[row]).tolist()
+    assert ratios == pytest.approx(
+        [(15.0 + i % 3) / 3.0 for i in range(30)]
+    )  # without the frozen group, of the past too
+    history.parameters_changed(["b"], gone=[], number=31)
+    assert numbers_of(history, "a") == list(range(1, 31))
+    assert numbers_of(history, "b") == numbers_of(history, "") == []
+    history.add(windows[0], 31)
+    assert numbers_of(history, "b") == numbers_of(history, "") == [31]
+
+
+def test_the_state_round_trips_through_json_and_goes_on_alike() -> None:
+    first, second = filled(noisy(50)), WindowHistory(("a",), 20.0)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for number, each in enumerate(noisy(20, seed=1), start=51):
+        for history in (first, second):
+            history.add(each, number)
+    assert second.state_dict() == first.state_dict()
+    assert second.levels() == first.levels()
+
+
+def test_a_state_of_another_horizon_is_refused() -> None:
+    with pytest.raises(ValueError, match="horizon of 20 windows, this probe uses 30"):
+        WindowHistory(("a",), 30.0).load_state_dict(filled(noisy(3)).state_dict())
