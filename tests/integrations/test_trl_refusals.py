@@ -137,3 +137,9 @@ def test_as_many_evaluation_prompts_as_are_allowed_last_to_the_end(tmp_path: Pat
     probes = integration.attach(trainer, {"entropy_probe": {"enabled": True, "every": 1}}, evaluation_prompts=most)
     trainer.train()
     assert len(probes.forecasts) == 7
+
+
+@pytest.mark.parametrize("config", [{}, {"entropy_probe": {"every": 5}}])
+def test_a_configuration_that_turns_nothing_on_is_pointed_out(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="the configuration turns on no probe, so nothing is measured"):
+        integration.attach(trainer_of(tmp_path), config).close()

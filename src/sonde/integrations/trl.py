@@ -87,6 +87,7 @@ def attach(
     log = log_of(log, deprecated)
     refuse_unknown(attach, deprecated)
     config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
+    config.warn_if_nothing_is_on()
     check_arguments(
         trainer,
         config,

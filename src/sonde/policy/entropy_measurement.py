@@ -20,7 +20,7 @@ from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored, ScoreDerivatives, Scorer
 from sonde.policy.stats.attribution import Cause, causes_by_prompt, split_gradient, split_step
 from sonde.policy.stats.entropy_change import EntropyObjective, change_by_gradients
-from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, Truths, entropy_forecast
+from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, Truths, entropy_forecast, unknown
 from sonde.policy.stats.entropy_gradient import Coefficients, entropy_rate
 from sonde.policy.stats.importance import fixed_prefix_change, importance_sampled_change, resampled_change
 
@@ -191,6 +191,11 @@ class EntropyMeasurement:
             seconds=self._cost.seconds,
             peak_bytes=self._cost.peak_bytes(),
         )
+
+    def unknown(self, reason: str) -> EntropyForecast:
+        """A forecast that could not be made, with the entropy at θ."""
+        rate, _ = entropy_rate(self._base.entropy, self._base.responses)
+        return unknown(reason, self._options.objective, self._options.update, rate)
 
     def _along(self, step: Direction) -> FirstOrder:
         base = self._base

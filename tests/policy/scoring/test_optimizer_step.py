@@ -236,7 +236,7 @@ def test_a_witness_measures_the_departure_from_the_forecast(dtype: torch.dtype, 
     model = make_model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     set_gradients(model, torch.Generator().manual_seed(1))
-    witness = StepWitness(forecast_step(optimizer))
+    witness = StepWitness(forecast_step(optimizer), model.parameters())
     for p in model.parameters():
         assert p.grad is not None
         p.grad.mul_(factor)

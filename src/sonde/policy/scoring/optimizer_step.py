@@ -244,17 +244,31 @@ class StepWitness:
 
     Args:
         step: the forecast; the elements are copied.
+        parameters: all that may move, also those that the forecast leaves out.
     """
 
     _EACH = 256
 
     @torch.no_grad()
-    def __init__(self, step: Direction) -> None:
+    def __init__(self, step: Direction, parameters: Iterable[Tensor]) -> None:
         self._samples = []
+        self._left_out = [(p, self._sample(p).clone()) for p in parameters if p not in step]
         for parameter, delta in step.items():
             theta, part = self._sample(parameter), self._sample(delta)
             after = (theta.to(part.dtype) + part).to(theta.dtype)
             self._samples.append((parameter, theta.clone(), after))
+        self.is_to_move = any(not torch.equal(before, after) for _, before, after in self._samples)
+        """Whether the forecast moves any of the elements."""
+
+    @torch.no_grad()
+    def has_moved(self) -> bool:
+        """Whether any of the elements has moved. Waits for the device."""
+        return any(not torch.equal(self._sample(p), before) for p, before, _ in self._samples)
+
+    @torch.no_grad()
+    def has_moved_others(self) -> bool:
+        """Whether any parameter that the forecast leaves out has moved. Waits for the device."""
+        return any(not torch.equal(self._sample(p), before) for p, before in self._left_out)
 
     @torch.no_grad()
     def departure(self) -> float:
@@ -279,9 +293,18 @@ class StepMeter:
         parameters: the parameters that may change; a copy of them is kept.
     """
 
+    is_to_move = True
+    """Nothing is known of the step, so a step of 0 is not expected."""
+
     @torch.no_grad()
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._before = {p: p.detach().clone() for p in parameters}
+
+    @torch.no_grad()
+    def has_moved(self) -> bool:
+        """Whether any parameter has moved. Waits for the device."""
+        pairs = ((local_tensor(p.detach()), local_tensor(old)) for p, old in self._before.items())
+        return any(not torch.equal(now, before) for now, before in pairs)
 
     @torch.no_grad()
     def step(self) -> Direction:

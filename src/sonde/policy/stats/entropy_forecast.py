@@ -250,9 +250,11 @@ def entropy_forecast(
     )
 
 
-def unknown(reason: str, objective: Objective, update: Update) -> EntropyForecast:
-    """A forecast that could not be made."""
-    return EntropyForecast(level=0.95, reason=reason, is_valid=False, objective=objective, update=update)
+def unknown(reason: str, objective: Objective, update: Update, entropy: float | None = None) -> EntropyForecast:
+    """A forecast that could not be made, perhaps with the entropy before the update."""
+    return EntropyForecast(
+        level=0.95, reason=reason, is_valid=False, objective=objective, update=update, entropy=entropy
+    )
 
 
 def why_not_linear(fixed: FixedPrefixes | None, importance: MeasuredChange | None, se: float | None) -> str:
