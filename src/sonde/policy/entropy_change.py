@@ -112,13 +112,14 @@ class EntropyChangeProbe:
 
     METRICS: ClassVar[Mapping[str, Metric]] = {
         "entropy/per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
+        "entropy/surprise_sd": Metric("nats", "scatter of −log π around the entropy; almost 0 for a uniform policy"),
         "entropy/delta_forecast": Metric("nats", "forecast of the change of entropy by the step, to first order"),
         "entropy/delta_se": Metric("nats", "standard error of the forecast"),
         "entropy/delta_low": Metric("nats", "lower end of the forecast's 95 % interval"),
         "entropy/delta_high": Metric("nats", "upper end of the forecast's 95 % interval"),
         "entropy/delta_fixed_prefixes": Metric("nats a token", "true change on the same prefixes"),
         "entropy/linear_over_true": Metric("ratio", "first order over truth on the same prefixes; about 1 if small"),
-        "entropy/delta_importance": Metric("nats", "true change by importance sampling"),
+        "entropy/delta_importance": Metric("nats", "true change by importance sampling, if enough responses count"),
         "entropy/ess_fraction": Metric("fraction", "effective sample size of importance sampling, over the responses"),
         "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
         "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),

@@ -182,6 +182,7 @@ class EntropyMeasurement:
         return entropy_forecast(
             first_order,
             truths,
+            self._base.log_prob,
             self._base.entropy,
             self._base.responses,
             objective=self._objective,
