@@ -8,7 +8,7 @@ import tempfile
 
 from trl import GRPOConfig, GRPOTrainer
 
-import sonde.integrations.trl
+import sonde
 from sonde.demos.arithmetic import task  # a tiny model that learns to add; yours goes here
 
 with tempfile.TemporaryDirectory() as folder:

@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from sonde import EntropyChangeOptions, NoiseScaleOptions, Partners, Probe, ProbesConfig, probes_from_config
+from sonde import (
+    CausalLMStatistics,
+    EntropyChangeOptions,
+    NoiseScaleOptions,
+    Partners,
+    PolicyEntropyProbe,
+    Probe,
+    ProbesConfig,
+    Rollouts,
+    probes_from_config,
+)
 from sonde.policy.entropy_change import EntropyProbeConfig
 from tests.small_policy import drawn, loss, optimizer_of, policy
 
@@ -31,8 +41,30 @@ def attached(config: ProbesConfig, **options: Any) -> dict[str, Any]:
 
 
 def test_everything_is_off_by_default() -> None:
-    assert attached(probes_from_config({})) == {}
-    assert attached(probes_from_config({"gns_probe": {}, "entropy_probe": {"every": 3}})) == {}
+    for config in ({}, {"gns_probe": {}, "entropy_probe": {"every": 3}}):
+        with pytest.warns(UserWarning, match="turns on no probe, so nothing is measured: write gns_probe: {enabled: "):
+            assert attached(probes_from_config(config)) == {}
+
+
+class Falsy(list[int]):
+    """Token statistics that are empty, as a sequence."""
+
+    def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
+        s, h = CausalLMStatistics()(model, rollouts)
+        return s, h + 1.0
+
+
+def test_token_statistics_are_used_whatever_their_truth() -> None:
+    model = policy()
+    on = probes_from_config({"policy_entropy_probe": {"enabled": True}})
+    first, second = (
+        on.attach(model, optimizer_of(model), token_statistics=each)["policy_entropy_probe"] for each in (None, Falsy())
+    )
+    E = drawn(model, 0, 4, seed=1)
+    assert isinstance(first, PolicyEntropyProbe)
+    assert isinstance(second, PolicyEntropyProbe)
+    model_entropy = first.measure(E).token_weighted
+    assert second.measure(E).token_weighted == pytest.approx(model_entropy + 1.0)
 
 
 def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """sonde measures a PyTorch training run while it runs, changes nothing in it, and costs almost nothing."""
 
+import importlib
 from typing import Any
 
 from sonde.batch_size.attach import attach
@@ -79,7 +80,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The older spelling of a public name, for one more release."""
+    """`sonde.integrations`, imported when it is first used; or the older spelling of a public name, for one release."""
+    if name == "integrations":
+        return importlib.import_module("sonde.integrations")
     if name == "PolicyJournal":
         warn_deprecated("PolicyJournal", "sonde.PolicyLog")
         return PolicyLog

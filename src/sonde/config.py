@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from sonde.batch_size.attach import GnsProbeConfig
+from sonde.call_site import stack_level
 from sonde.deprecation import refuse_unknown
 from sonde.options import known_name, options_from, read_yaml
 from sonde.policy.entropy_change import EntropyProbeConfig, Sampler
@@ -51,9 +53,19 @@ class ProbesConfig:
         if deprecated:
             log = log_of(log, deprecated, every=self.gns_probe.log_every)
             refuse_unknown(ProbesConfig.attach, deprecated)
+        self.warn_if_nothing_is_on()
         partners = Partners(model, optimizer, log, token_statistics, sampler)
         configs: dict[str, ProbeConfig] = {f.name: getattr(self, f.name) for f in fields(self)}
         return {key: config.attach(partners) for key, config in configs.items() if config.enabled}
+
+    def warn_if_nothing_is_on(self) -> None:
+        """Say that no probe is on, since a run without measurements looks like one with them until it ends."""
+        names = [f.name for f in fields(self)]
+        if not any(getattr(self, name).enabled for name in names):
+            message = (
+                f"the configuration turns on no probe, so nothing is measured: write {names[0]}: {{enabled: true}}"
+            )
+            warnings.warn(f"{message}, or another of {', '.join(names)}", stacklevel=stack_level())
 
 
 def probes_from_config(config: Mapping[str, Any] | str | Path) -> ProbesConfig:

@@ -165,49 +165,6 @@ def test_evaluation_takes_other_prompts_or_the_windows_own(tmp_path: Path, evalu
             assert all(number >= 0 for number in numbers)
 
 
-@pytest.mark.parametrize(
-    ("options", "arguments", "message"),
-    [
-        ({"top_p": 0.9}, {}, "samples with top_p=0.9"),
-        ({"top_k": 5}, {}, "top_k=5"),
-        (
-            {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
-            {"config": {"gns_probe": {"enabled": True}}},
-            "at least 2 groups in a window, got 8 completions on each of 1 ranks in groups of 8: change per_device",
-        ),
-        ({}, {"config": {"gns_probe": {"enabled": True, "metric": "adam"}}}, "gns_probe: metric does nothing with TRL"),
-        ({}, {"config": {"entropy_probe": {"temperature": 3.0}}}, "entropy_probe: temperature does nothing"),
-        ({}, {"config": {"entropy_probe": {"enabled": True, "update": "gradient"}}}, "is not TRL's step"),
-        (
-            {},
-            {"config": {"entropy_probe": {"strict": True}}, "evaluation": "same", "causes": True},
-            "refuses evaluation='same'",
-        ),
-        (
-            {"top_entropy_quantile": 0.2},
-            {"causes": True},
-            "causes=True does not know the token weights of top_entropy_quantile",
-        ),
-        ({"repetition_penalty": 1.1}, {}, "repetition_penalty=1.1"),
-        ({"generation_kwargs": {"typical_p": 0.9}}, {}, "generation_kwargs has typical_p"),
-        (
-            {"steps_per_generation": 4},
-            {"config": {"gns_probe": {"enabled": True}}},
-            "needs windows of whole groups, got steps_per_generation=4 and gradient_accumulation_steps=2",
-        ),
-        ({}, {"evaluation": "other"}, "evaluation must be 'fresh' or 'same'"),
-        ({}, {"evaluation_prompts": 1}, "multiple of the 1 ranks and at least 2 for each, got 1: pass 2"),
-        ({}, {"config": {"entropy": {}}}, "did you mean 'entropy_probe'"),
-    ],
-)
-def test_bad_input(tmp_path: Path, options: dict[str, Any], arguments: dict[str, Any], message: str) -> None:
-    trainer = trainer_of(tmp_path, **options)
-    before = trainer._compute_loss
-    with pytest.raises(ValueError, match=message):
-        integration.attach(trainer, **arguments)
-    assert trainer._compute_loss == before
-
-
 def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, steps=3, max_completion_length=2, mask_truncated_completions=True)
     probes = integration.attach(trainer, {"entropy_probe": {"enabled": True, "every": 1}}, causes=True)
@@ -277,47 +234,12 @@ def test_records_go_to_sinks_and_rollouts_are_an_independent_truth(tmp_path: Pat
     assert read_run(tmp_path / "log").policy == run.policy
 
 
-def test_other_trainers_that_cannot_be_measured_are_refused(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    for name, value, message in (
-        ("use_vllm", True, "vLLM samples by random numbers of its own"),
-        ("use_transformers_continuous_batching", True, "continuous batching moves the model"),
-    ):
-        setattr(trainer.args, name, value)
-        with pytest.raises(ValueError, match=message):
-            integration.attach(trainer)
-        setattr(trainer.args, name, False)
-    trainer.rollout_func = lambda *_: None
-    with pytest.raises(ValueError, match="with tools or a rollout_func"):
-        integration.attach(trainer)
-    integration.attach(trainer, evaluation="same").close()
-    trainer.rollout_func = None
-    data = trainer.train_dataset
-    trainer.train_dataset = data.add_column("image", [0] * len(data))
-    with pytest.raises(ValueError, match="the dataset has the column 'image'"):
-        integration.attach(trainer)
-    trainer.train_dataset = data.to_iterable_dataset()
-    with pytest.raises(ValueError, match="can only be read in order"):
-        integration.attach(trainer)
-    trainer.train_dataset = data
-    trainer.model.to(torch.bfloat16)
-    with pytest.raises(ValueError, match="its rounding swallows central differences"):
-        integration.attach(trainer)
-
-
 def test_two_attached_probes_can_be_closed_in_either_order(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     first, second = integration.attach(trainer), integration.attach(trainer)
     second.close()
     first.close()
     assert not set(vars(trainer)) & set(integration.WRAPPED)
-
-
-def test_too_few_other_prompts(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, steps=1)
-    integration.attach(trainer, {"entropy_probe": {"enabled": True}}, evaluation_prompts=98)
-    with pytest.raises(ValueError, match="the dataset has 96 prompts that this step does not learn from"):
-        trainer.train()
 
 
 @pytest.mark.parametrize(

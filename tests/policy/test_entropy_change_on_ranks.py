@@ -130,8 +130,8 @@ class Watching:
         return STATISTICS(model, rollouts)
 
 
-def count_sums(static_graph: bool) -> tuple[int, list[bool], Tensor]:
-    model, optimizer = wrapped("sgd", "DDP", static_graph=static_graph)
+def count_sums(kind: str, static_graph: bool) -> tuple[int, list[bool], Tensor]:
+    model, optimizer = wrapped(kind, "DDP", static_graph=static_graph)
     assert isinstance(model, DistributedDataParallel)
     E, U = batches()
     backward(model, own_prompts(U, N_U // 2))
@@ -150,9 +150,10 @@ def count_sums(static_graph: bool) -> tuple[int, list[bool], Tensor]:
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
-def test_no_micro_batch_is_reduced_and_each_sum_is_reduced_once(ranks2: Ranks, static_graph: bool) -> None:
-    (n_sums, would_reduce, weights), (_, _, others) = ranks2(count_sums, static_graph)
-    assert n_sums == 3  # the two halves of X̄, and Ȳ
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_no_micro_batch_is_reduced_and_each_sum_is_reduced_once(ranks2: Ranks, kind: str, static_graph: bool) -> None:
+    (n_sums, would_reduce, weights), (_, _, others) = ranks2(count_sums, kind, static_graph)
+    assert n_sums == (3 if kind == "sgd" else 4)  # the two halves of X̄; and Ȳ, with Adam by halves too
     assert would_reduce
     assert not any(would_reduce)
     assert torch.equal(weights, others)

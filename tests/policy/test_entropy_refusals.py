@@ -15,7 +15,7 @@ from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from tests.policy.entropy_scene import Scene
-from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, rollouts
+from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, policy, rollouts
 
 
 def test_dropout_is_off_during_a_measurement() -> None:
@@ -148,3 +148,64 @@ def test_an_optimizer_without_state_and_one_that_cannot_be_forecast() -> None:
         EntropyChangeProbe(scene.model, fresh, EntropyChangeOptions(update="gradient")).forecast(scene.E, scene.U)
     # The first step can be forecast without state.
     assert math.isfinite(EntropyChangeProbe(scene.model, fresh).forecast(scene.E).delta)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "rmsprop"])
+def test_the_optimizer_of_another_model_is_refused(kind: str) -> None:
+    scene = Scene(kind)
+    other = optimizer_of(policy(seed=1), kind)
+    with pytest.raises(ValueError, match=r"holds none of the model's 6 trainable parameters.*not one of another model"):
+        EntropyChangeProbe(scene.model, other)
+    part = torch.optim.AdamW(scene.model.out.parameters())
+    EntropyChangeProbe(scene.model, part)  # the rest of the model may be trained by nobody
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "rmsprop"])
+def test_a_step_that_is_skipped_inside_around_step(kind: str) -> None:
+    scene = Scene(kind)
+    with torch.no_grad():
+        _, h = STATISTICS(scene.model, scene.E)
+    with scene.probe().around_step(scene.E) as around:
+        pass
+    forecast = around.forecast
+    assert (forecast.delta, forecast.se, forecast.importance, forecast.is_valid) == (None, None, None, False)
+    assert "no parameter moved in the block of around_step(): the step was skipped" in forecast.reason
+    assert forecast.entropy == pytest.approx(float(h[scene.E.mask].mean()))
+    assert forecast.metrics()["entropy/per_token"] == forecast.entropy
+    with scene.probe().around_step(scene.E) as around:
+        scene.optimizer.step()
+    assert around.forecast.is_valid, around.forecast.reason
+
+
+def test_a_step_that_a_grad_scaler_skips() -> None:
+    scene = Scene()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    next(scene.model.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
+    scaler.scale(torch.ones(()))
+    with scene.probe().around_step(scene.E) as around:
+        scaler.step(scene.optimizer)
+    assert "as a GradScaler does after gradients that are not finite" in around.forecast.reason
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_learning_rate_of_0_is_a_step_of_0(kind: str) -> None:
+    """A warm-up may begin at 0: the forecast is right, and there is nothing to refuse."""
+    scene = Scene(kind)
+    scene.optimizer.param_groups[0]["lr"] = 0.0
+    with scene.probe().around_step(scene.E) as around:
+        scene.optimizer.step()
+    assert (around.forecast.delta, around.forecast.is_valid) == (0.0, True)
+
+
+def test_another_optimizer_that_steps_in_the_same_block_is_noticed() -> None:
+    scene = Scene("sgd")
+    part = torch.optim.SGD(scene.model.out.parameters(), lr=1e-3)
+    rest = torch.optim.SGD([p for n, p in scene.model.named_parameters() if not n.startswith("out")], lr=1e-3)
+    with EntropyChangeProbe(scene.model, part).around_step(scene.E) as around:
+        part.step()
+    assert around.forecast.is_valid, around.forecast.reason
+    with EntropyChangeProbe(scene.model, part).around_step(scene.E) as around:
+        part.step()
+        rest.step()
+    assert not around.forecast.is_valid
+    assert "the forecast leaves out parameters that moved" in around.forecast.reason

@@ -151,3 +151,15 @@ def test_the_older_spelling_warns_and_writes_the_same(tmp_path: Path) -> None:
     assert (read_run(tmp_path).name, read_run(tmp_path).header.unit) == ("r", "prompts")
     with pytest.raises(TypeError, match=r"PolicyLog\(\) has no argument 'run': give it to RunLog"):
         PolicyLog(RunLog(), run="r")
+
+
+def test_a_collapse_is_found_without_forecasts() -> None:
+    """`PolicyEntropyProbe` alone measures the entropy too."""
+    log = PolicyLog(RunLog())
+    for step, entropy in enumerate((2.0, None, 0.1), start=1):
+        log.measured(step, {"entropy/token_weighted": entropy, "gns_prompts/prompts_per_window": 8.0})
+    assert [point.step for point in log.points] == [1, 3]
+    assert (
+        "has collapsed to 0.100 nats a token, 5\N{NO-BREAK SPACE}% of its value at step 1"
+        in log.alerts["entropy_collapse"]
+    )

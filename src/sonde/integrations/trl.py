@@ -29,7 +29,8 @@ try:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts, check_sampling
+    from sonde.integrations.trl_checks import check_arguments
+    from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts
 except ImportError as error:
     raise ImportError("this needs trl: run pip install '.[trl]' in the checkout of sonde") from error
 
@@ -86,95 +87,24 @@ def attach(
     log = log_of(log, deprecated)
     refuse_unknown(attach, deprecated)
     config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
-    if evaluation not in ("fresh", "same"):
-        raise ValueError(f"evaluation must be 'fresh' or 'same', got {evaluation!r}")
-    n_ranks = trainer.accelerator.num_processes
-    if evaluation_prompts < 2 * n_ranks or evaluation_prompts % n_ranks:
-        raise ValueError(
-            f"evaluation_prompts must be a multiple of the {n_ranks} ranks and at least 2 for each, got "
-            f"{evaluation_prompts}: pass {max(2, evaluation_prompts // n_ranks) * n_ranks}"
-        )
-    if config.gns_probe.enabled:
-        _check_whole_groups(trainer)
-    if config.entropy_probe.enabled and config.entropy_probe.derivatives != "forward":
-        _check_dtypes(trainer)
-    _check_config(config, evaluation, causes=causes)
-    if causes:
-        _check_loss(trainer)
-    check_sampling(trainer, is_fresh=config.entropy_probe.enabled and (evaluation == "fresh" or rollouts))
+    config.warn_if_nothing_is_on()
+    check_arguments(
+        trainer,
+        config,
+        evaluation=evaluation,
+        evaluation_prompts=evaluation_prompts,
+        causes=causes,
+        rollouts=rollouts,
+    )
     return TrlProbes(
         trainer,
         config,
         evaluation=evaluation,
-        n_prompts=evaluation_prompts // n_ranks,
+        n_prompts=evaluation_prompts // trainer.accelerator.num_processes,
         causes=causes,
         rollouts=rollouts,
         log=log,
     )
-
-
-def _check_config(config: ProbesConfig, evaluation: str, *, causes: bool) -> None:
-    """Refuse options that have no effect with TRL, or would fail at the first step."""
-    used = {
-        "gns_probe": ("enabled", "horizon", "log_every"),
-        # TRL's step is the optimizer's own, and a log holds intervals of 95 %.
-        "entropy_probe": tuple(vars(config.entropy_probe).keys() - {"temperature", "step_size", "level"}),
-        "policy_entropy_probe": ("enabled", "micro_batch_prompts"),
-    }
-    for probe, names in used.items():
-        options = getattr(config, probe)
-        idle = [n for n, value in vars(options).items() if n not in names and value != getattr(type(options)(), n)]
-        if idle:
-            raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out (temperatures are the trainer's)")
-    if config.entropy_probe.update == "gradient":
-        raise ValueError(
-            "entropy_probe: {update: gradient} is not TRL's step, and only TRL's is forecast: leave it out"
-        )
-    if config.entropy_probe.strict and evaluation == "same" and causes:
-        raise ValueError(
-            "entropy_probe: {strict: true} refuses evaluation='same', which shares all prompts with the update: pass "
-            "evaluation='fresh'"
-        )
-
-
-def _check_loss(trainer: Any) -> None:
-    """Refuse causes of a loss whose token weights are not known here."""
-    args = trainer.args
-    unsupported = {
-        "top_entropy_quantile": args.top_entropy_quantile < 1.0,
-        "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
-        "vllm_importance_sampling_correction": args.use_vllm and args.vllm_importance_sampling_correction,
-        "loss_type='vespo'": trainer.loss_type == "vespo",
-    }
-    if named := [name for name, is_on in unsupported.items() if is_on]:
-        raise ValueError(f"causes=True does not know the token weights of {named[0]}: leave out one of the two")
-
-
-def _check_dtypes(trainer: Any) -> None:
-    narrow = next((p.dtype for p in trainer.model.parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
-    if narrow is not None:
-        raise ValueError(
-            f"the model's parameters are {narrow}, and its rounding swallows central differences: train fp32 "
-            "parameters in mixed precision (bf16=True), or pass entropy_probe: {derivatives: forward} with a model "
-            "loaded by attn_implementation='eager'"
-        )
-
-
-def _check_whole_groups(trainer: Any) -> None:
-    args, n_ranks = trainer.args, trainer.accelerator.num_processes
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    if rows % trainer.num_generations or rows * n_ranks < 2 * trainer.num_generations:
-        raise ValueError(
-            f"the noise scale in prompts needs whole groups on each rank and at least 2 groups in a window, got {rows} "
-            f"completions on each of {n_ranks} ranks in groups of {trainer.num_generations}: change "
-            "per_device_train_batch_size or gradient_accumulation_steps, or turn gns_probe off"
-        )
-    if args.steps_per_generation != args.gradient_accumulation_steps:
-        raise ValueError(
-            "the noise scale in prompts needs windows of whole groups, got steps_per_generation="
-            f"{args.steps_per_generation} and gradient_accumulation_steps={args.gradient_accumulation_steps}, so a "
-            "group's completions are spread over several windows: make them equal, or turn gns_probe off"
-        )
 
 
 class TrlProbes(TrainerCallback):  # type: ignore[misc]

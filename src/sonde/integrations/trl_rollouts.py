@@ -22,60 +22,6 @@ _MEANS_OVER_COMPLETIONS = ("grpo", "sapo")
 """Losses that average each completion over its own tokens."""
 _MEANS_OVER_MICRO_BATCHES = ("bnpo",)
 """Losses that average each micro-batch over all its tokens."""
-_HARMLESS = {"use_cache", "cache_implementation", "max_new_tokens", "pad_token_id", "bos_token_id", "eos_token_id"}
-"""Arguments of generation that do not change the distribution of a token."""
-
-
-def check_sampling(trainer: Any, *, is_fresh: bool) -> None:
-    """Refuse a trainer whose samples are not the policy's, or cannot be drawn without disturbing training.
-
-    Args:
-        trainer: a `GRPOTrainer`.
-        is_fresh: whether fresh responses will be drawn.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    args = trainer.args
-    cuts = {"top_p": (args.top_p, 1.0), "top_k": (args.top_k, 0), "min_p": (args.min_p, None)}
-    cuts["repetition_penalty"] = (args.repetition_penalty, 1.0)
-    if any(value and value != neutral for value, neutral in cuts.values()):
-        raise ValueError(
-            f"the trainer samples with {', '.join(f'{n}={v}' for n, (v, _) in cuts.items())}, which cuts off tokens or "
-            "makes them less likely, so the responses do not have the policy's entropy: sample with "
-            f"{', '.join(f'{n}={neutral}' for n, (_, neutral) in cuts.items())}"
-        )
-    if others := sorted(set(args.generation_kwargs or {}) - _HARMLESS):
-        raise ValueError(
-            f"generation_kwargs has {', '.join(others)}, which may change the sampling, so the responses may not have "
-            "the policy's entropy: leave them out"
-        )
-    columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
-    if images := sorted(columns & {"image", "images"}):
-        raise ValueError(
-            f"the dataset has the column {images[0]!r}, and sonde scores only text so far: attach no probe"
-        )
-    if trainer.is_deepspeed_enabled:
-        raise ValueError("DeepSpeed does not show its gradients, so no step can be forecast: use DDP or FSDP2")
-    if is_fresh and (getattr(trainer, "tools", None) or getattr(trainer, "rollout_func", None)):
-        raise ValueError(
-            "the trainer samples with tools or a rollout_func, and fresh responses would not use them: pass "
-            "evaluation='same', without rollouts"
-        )
-    if is_fresh and getattr(args, "use_transformers_continuous_batching", False):
-        raise ValueError(
-            "continuous batching moves the model while it samples: pass evaluation='same', without rollouts"
-        )
-    if is_fresh and args.use_vllm:
-        raise ValueError(
-            "vLLM samples by random numbers of its own, which cannot be restored: fresh responses would change the "
-            "training. Pass evaluation='same', without rollouts"
-        )
-    if is_fresh and not hasattr(trainer.train_dataset, "__len__"):
-        raise ValueError(
-            "the dataset can only be read in order, and fresh responses need its prompts in any order: pass "
-            "evaluation='same', without rollouts"
-        )
 
 
 class FullPrecision:

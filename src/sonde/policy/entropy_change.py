@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.call_site import stack_level
 from sonde.deprecation import with_deprecated
 from sonde.parallel.placements import local_tensor, reshard
 from sonde.parallel.process_groups import data_parallel_group, gather_from_all_ranks
 from sonde.parallel.wrappers import unwrap_optimizer
 from sonde.policy.cost import Cost
+from sonde.policy.entropy_checks import check_model, check_optimizer, check_responses
 from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.checkpointing import can_checkpoint, checkpointing, is_checkpointing
+from sonde.policy.scoring.checkpointing import checkpointing, is_checkpointing
 from sonde.policy.scoring.optimizer_step import Direction, StepMeter, StepWitness, forecast_step, taken, why_no_forecast
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scored, Scorer
@@ -38,6 +37,14 @@ _LARGEST_DEPARTURE = 0.01
 """Relative difference between the step that was taken and its forecast, above which they count as different steps."""
 _SCORES_NOT_FINITE = "the policy's scores are not finite"
 _STEP_NOT_FINITE = "the step is not finite"
+_STEP_SKIPPED = (
+    "no parameter moved in the block of around_step(): the step was skipped, as a GradScaler does after gradients that "
+    "are not finite, or it was not called, or its learning rate is 0"
+)
+_MOVED_OTHERS = (
+    "the forecast leaves out parameters that moved in the block of around_step(), since they are not in the probe's "
+    "optimizer or had no gradient: pass an optimizer that holds all parameters of the model"
+)
 
 
 class AroundStep:
@@ -57,6 +64,23 @@ class AroundStep:
                 "the forecast is known after the with block of around_step() has ended: read it after the block"
             )
         return self._forecast
+
+
+@dataclass
+class _Before:
+    """What `around_step` knows when its block begins.
+
+    Attributes:
+        measurement: the measurement; None if the policy's scores are not finite.
+        sample: fresh responses, scored; None without a sampler.
+        first_order: the change along the forecast step; None if the step has no forecast, or is not finite.
+        watch: tells what step is taken.
+    """
+
+    measurement: EntropyMeasurement | None
+    sample: Scored | None
+    first_order: FirstOrder | None
+    watch: StepWitness | StepMeter
 
 
 class EntropyChangeProbe:
@@ -79,7 +103,8 @@ class EntropyChangeProbe:
 
     Raises:
         TypeError: for an unknown keyword.
-        ValueError: for an option outside its range, or a model without trainable parameters.
+        ValueError: for an option outside its range, a model without trainable parameters, or an optimizer that holds
+            none of them.
 
     Reference:
         docs/entropy-change.md.
@@ -87,13 +112,14 @@ class EntropyChangeProbe:
 
     METRICS: ClassVar[Mapping[str, Metric]] = {
         "entropy/per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
+        "entropy/surprise_sd": Metric("nats", "scatter of −log π around the entropy; almost 0 for a uniform policy"),
         "entropy/delta_forecast": Metric("nats", "forecast of the change of entropy by the step, to first order"),
         "entropy/delta_se": Metric("nats", "standard error of the forecast"),
         "entropy/delta_low": Metric("nats", "lower end of the forecast's 95 % interval"),
         "entropy/delta_high": Metric("nats", "upper end of the forecast's 95 % interval"),
         "entropy/delta_fixed_prefixes": Metric("nats a token", "true change on the same prefixes"),
         "entropy/linear_over_true": Metric("ratio", "first order over truth on the same prefixes; about 1 if small"),
-        "entropy/delta_importance": Metric("nats", "true change by importance sampling"),
+        "entropy/delta_importance": Metric("nats", "true change by importance sampling, if enough responses count"),
         "entropy/ess_fraction": Metric("fraction", "effective sample size of importance sampling, over the responses"),
         "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
         "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),
@@ -116,16 +142,8 @@ class EntropyChangeProbe:
         options = with_deprecated(EntropyChangeProbe, options, EntropyChangeOptions, deprecated)
         reshard(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        if not self._parameters:
-            raise ValueError(
-                f"the model ({type(model).__name__}) has no trainable parameters, so no update changes it: set "
-                "requires_grad on the parameters that are trained"
-            )
-        if options.checkpoint and not can_checkpoint(model):
-            raise ValueError(
-                f"checkpoint=True needs a model of transformers, got {type(model).__name__}: turn checkpointing on in "
-                "your model, and leave checkpoint out"
-            )
+        check_model(model, self._parameters, has_checkpoints=options.checkpoint)
+        check_optimizer(optimizer, self._parameters)
         self._options = options
         self._model = model
         self._optimizer = optimizer
@@ -210,40 +228,12 @@ class EntropyChangeProbe:
         if self._options.update == "gradient":
             raise ValueError("around_step() measures the optimizer's own step: make the probe with update='step'")
         around = AroundStep()
-        self._check(evaluation, update)
-        before: Scored | None = None
-        first_order: FirstOrder | None = None
-        witness, meter = None, None
+        self._check_responses(evaluation, update)
         with self._measuring(evaluation, self._sampler) as measurement:
-            if measurement is not None:
-                before = measurement.sample()
-            if why_no_forecast(self._optimizer):
-                meter = StepMeter(self._parameters)
-            else:
-                step = self._forecast_step(1.0)
-                witness = StepWitness(step)
-                if measurement is not None and self._is_finite(step):
-                    first_order = measurement.along_step(step)
-                del step  # each direction has the size of the parameters, and causes need one of their own
-                if causes and measurement is not None and first_order is not None:
-                    first_order = measurement.with_causes(first_order, self._optimizer, update, 1.0)
+            before = self._before_step(measurement, update, causes)
         yield around
         with preserve_training_state(self._model):
-            if measurement is None:
-                around._forecast = self._unknown(_SCORES_NOT_FINITE)
-                return
-            if meter is not None:
-                first_order = self._along_measured_step(measurement, meter)
-                del meter
-            if first_order is None:
-                around._forecast = self._unknown(_STEP_NOT_FINITE)
-                return
-            truths = measurement.truths(before)
-            departure = max(self._gather_from_ranks(witness.departure() if witness else 0.0))
-            problem = ""
-            if departure > _LARGEST_DEPARTURE:
-                problem = f"the step that was taken differs from the forecast by {departure:.0%}: clip before the block"
-            around._forecast = measurement.forecast(first_order, truths, problem)
+            around._forecast = self._after_step(before)
 
     def step(self) -> None:
         """In every `every`-th window, forecast the next optimizer step on fresh responses of the sampler.
@@ -280,7 +270,7 @@ class EntropyChangeProbe:
         causes: bool,
         sampler: Sampler | None,
     ) -> EntropyForecast:
-        self._check(evaluation, update)
+        self._check_responses(evaluation, update)
         is_step = self._options.update == "step"
         if is_step and (why := why_no_forecast(self._optimizer)):
             raise ValueError(f"{why}; or use around_step()")
@@ -292,7 +282,7 @@ class EntropyChangeProbe:
             if is_step:
                 step = self._forecast_step(gradient_scale)
                 if not self._is_finite(step):
-                    return self._unknown(_STEP_NOT_FINITE)
+                    return measurement.unknown(_STEP_NOT_FINITE)
                 first_order = measurement.along_step(step)
                 del step  # each direction has the size of the parameters, and causes need one of their own
                 if causes:
@@ -326,6 +316,46 @@ class EntropyChangeProbe:
             sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())
             yield EntropyMeasurement(self._options, self._scorer, self._parameters, base, sample, cost)
 
+    def _before_step(self, measurement: EntropyMeasurement | None, update: Rollouts | None, causes: bool) -> _Before:
+        """What is known of the step before it is taken, and a watch on it."""
+        sample = None if measurement is None else measurement.sample()
+        if why_no_forecast(self._optimizer):
+            return _Before(measurement, sample, None, StepMeter(self._parameters))
+        step = self._forecast_step(1.0)
+        witness, first_order = StepWitness(step, self._parameters), None
+        if measurement is not None and self._is_finite(step):
+            first_order = measurement.along_step(step)
+        del step  # each direction has the size of the parameters, and causes need one of their own
+        if causes and measurement is not None and first_order is not None:
+            first_order = measurement.with_causes(first_order, self._optimizer, update, 1.0)
+        return _Before(measurement, sample, first_order, witness)
+
+    def _after_step(self, before: _Before) -> EntropyForecast:
+        """The forecast along the step that was taken, with its truths. Parameters hold θ⁺."""
+        measurement, watch, first_order = before.measurement, before.watch, before.first_order
+        if measurement is None:
+            return self._unknown(_SCORES_NOT_FINITE)
+        if self._on_any_rank(watch.is_to_move) and not self._on_any_rank(watch.has_moved()):
+            return measurement.unknown(_STEP_SKIPPED)
+        problem = ""
+        if isinstance(watch, StepWitness):
+            problem = self._why_another_step(watch)
+        else:
+            first_order = self._along_measured_step(measurement, watch)
+        del watch, before.watch  # a meter holds a copy of the parameters
+        if first_order is None:
+            return measurement.unknown(_STEP_NOT_FINITE)
+        return measurement.forecast(first_order, measurement.truths(before.sample), problem)
+
+    def _why_another_step(self, witness: StepWitness) -> str:
+        """How the step that was taken differs from its forecast; empty if it does not."""
+        if self._on_any_rank(witness.has_moved_others()):
+            return _MOVED_OTHERS
+        departure = max(self._gather_from_ranks(witness.departure()))
+        if departure > _LARGEST_DEPARTURE:
+            return f"the step that was taken differs from the forecast by {departure:.0%}: clip before the block"
+        return ""
+
     def _along_measured_step(self, measurement: EntropyMeasurement, meter: StepMeter) -> FirstOrder | None:
         """The change along the step that was taken; None if this step is not finite. Parameters hold θ⁺."""
         step, after = meter.step(), StepMeter(self._parameters)
@@ -357,6 +387,10 @@ class EntropyChangeProbe:
             raise RuntimeError("no parameter has a gradient: call this after the backward and before zero_grad()")
         return step
 
+    def _check_responses(self, evaluation: Rollouts, update: Rollouts | None) -> None:
+        temperature = getattr(self._statistics, "temperature", None)
+        check_responses(evaluation, update, temperature, self._group, is_strict=self._options.strict)
+
     def _learning_rate(self) -> float:
         """η: the `step_size` of the options, or the optimizer's learning rate."""
         if self._options.step_size is not None:
@@ -371,44 +405,14 @@ class EntropyChangeProbe:
 
     def _is_finite(self, step: Direction) -> bool:
         """Whether the step is finite on all ranks."""
-        is_finite = all(bool(local_tensor(delta).isfinite().all()) for delta in step.values())
-        return all(self._gather_from_ranks(float(is_finite)))
+        return not self._on_any_rank(not all(bool(local_tensor(delta).isfinite().all()) for delta in step.values()))
+
+    def _on_any_rank(self, is_so: bool) -> bool:
+        return any(self._gather_from_ranks(float(is_so)))
 
     def _gather_from_ranks(self, value: float) -> list[float]:
         values: list[float] = gather_from_all_ranks(self._group, lambda: {"v": torch.tensor([value])})["v"].tolist()
         return values
-
-    def _check(self, evaluation: Rollouts, update: Rollouts | None) -> None:
-        """Refuse responses that cannot be used, on every rank alike."""
-
-        def check() -> dict[str, Tensor]:
-            if evaluation.is_truncated:
-                raise ValueError(
-                    "the evaluation responses were sampled with top_p < 1 or the like, so their entropy is not the "
-                    "policy's: sample them untruncated"
-                )
-            temperature = getattr(self._statistics, "temperature", evaluation.temperature)
-            for name, rollouts in (("evaluation", evaluation), ("update", update)):
-                if rollouts is not None and rollouts.temperature != temperature:
-                    raise ValueError(
-                        f"{name} responses were sampled at temperature {rollouts.temperature}, and are scored at "
-                        f"{temperature}: token_statistics=CausalLMStatistics(temperature={rollouts.temperature})"
-                    )
-            if update is not None and update.advantage is None:
-                raise ValueError("update responses need their advantages: pass advantage= to Rollouts")
-            no_prompts = torch.zeros(0, dtype=torch.long)
-            return {"E": evaluation.prompt.cpu(), "U": no_prompts if update is None else update.prompt.cpu()}
-
-        prompts = gather_from_all_ranks(self._group, check)
-        shared = sorted(set(prompts["E"].tolist()) & set(prompts["U"].tolist()))
-        if shared:
-            message = (
-                f"evaluation and update share {len(shared)} prompts, {shared[:3]} among them. An update changes its "
-                "own prompts more than others, so the forecast is biased: evaluate on other prompts"
-            )
-            if self._options.strict:
-                raise ValueError(message)
-            warnings.warn(message, stacklevel=stack_level())
 
 
 @dataclass(frozen=True)
@@ -427,7 +431,9 @@ class EntropyProbeConfig(EntropyChangeOptions):
 
     def attach(self, partners: Partners) -> EntropyChangeProbe:
         """Make the probe."""
-        statistics = partners.token_statistics or CausalLMStatistics(self.temperature)
+        statistics = partners.token_statistics
+        if statistics is None:
+            statistics = CausalLMStatistics(self.temperature)
         return EntropyChangeProbe(
             partners.model, partners.optimizer, self, token_statistics=statistics, sampler=partners.sampler
         )

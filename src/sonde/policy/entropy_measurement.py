@@ -14,12 +14,13 @@ from torch import Tensor
 
 from sonde.policy.cost import Cost
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.optimizer_step import Direction, Part, dot, forecast_step, precondition_
+from sonde.policy.scoring.optimizer_step import Direction, Part, dot, forecast_step, has_second_moment
+from sonde.policy.scoring.preconditioner import Preconditioner
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored, ScoreDerivatives, Scorer
 from sonde.policy.stats.attribution import Cause, causes_by_prompt, split_gradient, split_step
 from sonde.policy.stats.entropy_change import EntropyObjective, change_by_gradients
-from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, Truths, entropy_forecast
+from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, Truths, entropy_forecast, unknown
 from sonde.policy.stats.entropy_gradient import Coefficients, entropy_rate
 from sonde.policy.stats.importance import fixed_prefix_change, importance_sampled_change, resampled_change
 
@@ -99,15 +100,14 @@ class EntropyMeasurement:
         with self._cost.phase("gradients"):
             # X̄₁ and X̄₂, the means of X over halves of the evaluation prompts; then Ȳ.
             halves = [(half, self._put_away(self._entropy_gradient(half))) for half in responses.halves()]
-            y = self._at_work(self._gradient(update, learned.own(on_update.on_log_prob) / n_update))
-            precondition_(optimizer, y)
+            y, precondition = self._update_gradient(update, learned, on_update.on_log_prob, optimizer)
         with self._cost.phase("derivatives"):
             # X_n·Ȳ is the derivative of prompt n's terms along Ȳ; Y_p·X̄₁ is that of prompt p's terms along P X̄₁.
             along_y = self._derivatives(base.rollouts, y)
             y_along_halves, d_update, doubts = [], torch.zeros_like(learned.log_prob), [along_y.doubt]
             for half, stored in halves:
                 direction = self._at_work(stored)
-                precondition_(optimizer, direction)
+                precondition(direction)
                 along_half = self._derivatives(update, direction)
                 doubts.append(along_half.doubt)
                 y_along_halves.append(on_update.per_prompt(learned.responses, no_entropy, along_half.log_prob))
@@ -182,6 +182,7 @@ class EntropyMeasurement:
         return entropy_forecast(
             first_order,
             truths,
+            self._base.log_prob,
             self._base.entropy,
             self._base.responses,
             objective=self._objective,
@@ -191,6 +192,11 @@ class EntropyMeasurement:
             seconds=self._cost.seconds,
             peak_bytes=self._cost.peak_bytes(),
         )
+
+    def unknown(self, reason: str) -> EntropyForecast:
+        """A forecast that could not be made, with the entropy at θ."""
+        rate, _ = entropy_rate(self._base.entropy, self._base.responses)
+        return unknown(reason, self._options.objective, self._options.update, rate)
 
     def _along(self, step: Direction) -> FirstOrder:
         base = self._base
@@ -245,6 +251,28 @@ class EntropyMeasurement:
         on_log_prob = base.own(self._coefficients.on_log_prob) / n_prompts
         on_entropy = base.own(self._coefficients.on_entropy) / n_prompts
         return self._gradient(base.rollouts, on_log_prob, on_entropy, None if half is None else half[base.rows])
+
+    def _update_gradient(
+        self, update: Rollouts, learned: Scored, on_log_prob: Tensor, optimizer: Any
+    ) -> tuple[Direction, Preconditioner]:
+        """Ȳ = P∇J, the mean over all update prompts; and P."""
+        responses = learned.responses
+        # Adam's P needs the gradient by halves of the prompts; SGD's is 1.
+        masks = responses.halves() if has_second_moment(optimizer) else [responses.mask.any(1)]
+        halves, sizes = [], []
+        for half in masks:
+            sizes.append(float(responses.share[half].sum()))  # number of prompts
+            mean = self._gradient(update, learned.own(on_log_prob) / sizes[-1], None, half[learned.rows])
+            halves.append(self._put_away(mean))
+        halves = [self._at_work(half) for half in halves]
+        precondition = Preconditioner(optimizer, halves)
+        y, *others = halves
+        for parameter, part in y.items():
+            part.mul_(sizes[0] / responses.n_prompts)
+            for other, n in zip(others, sizes[1:], strict=True):
+                part.add_(other[parameter], alpha=n / responses.n_prompts)
+        precondition(y)
+        return y, precondition
 
     def _gradient(
         self, rollouts: Rollouts, on_log_prob: Tensor, on_entropy: Tensor | None = None, rows: Tensor | None = None

@@ -54,7 +54,7 @@ class PolicyLog:
         self.alerts: dict[str, str] = {}
         """What has looked wrong so far: the first message of each name."""
         self.points: list[Point] = []
-        """Forecasts and truths so far."""
+        """Entropies, forecasts and truths so far."""
         self._step = 0
         self._per: Per = "token"
         self._log = log
@@ -89,7 +89,9 @@ class PolicyLog:
                     f"use EntropyChangeOptions(level={LEVEL})"
                 )
             self._per = "response" if forecast.objective == "sequence" else "token"
-            self.points.append(forecast_point(step, metrics, self._per, forecast.reason))
+        point = forecast_point(step, metrics, self._per, "" if forecast is None else forecast.reason)
+        if forecast is not None or point.entropy is not None:
+            self.points.append(point)
         alerts = find_policy_alerts(self.points)
         for name, message in alerts.items():
             if name not in self.alerts:

@@ -130,7 +130,9 @@ class PolicyEntropyProbeConfig:
 
     def attach(self, partners: Partners) -> PolicyEntropyProbe:
         """Make the probe."""
-        statistics = partners.token_statistics or CausalLMStatistics(self.temperature)
+        statistics = partners.token_statistics
+        if statistics is None:
+            statistics = CausalLMStatistics(self.temperature)
         return PolicyEntropyProbe(
             partners.model, token_statistics=statistics, micro_batch_prompts=self.micro_batch_prompts
         )

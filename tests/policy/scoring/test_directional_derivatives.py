@@ -201,10 +201,17 @@ def test_an_error_that_is_not_about_forward_mode_is_not_hidden() -> None:
         derivatives_along(fails, model, random_direction(model), [tokens()])
 
 
-def test_central_differences_of_sixteen_bits_are_refused() -> None:
-    model = build().bfloat16()
+@pytest.mark.parametrize("shape", [(3, 2), (1,)])
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_central_differences_of_sixteen_bits_are_refused(value: float, shape: tuple[int, ...]) -> None:
+    """Whatever the narrow parameter holds, and however many elements it has."""
+    model = nn.ParameterList([torch.ones(2), torch.full(shape, value, dtype=torch.bfloat16)])
+
+    def outputs(_: Tensor) -> tuple[Tensor, ...]:
+        return (torch.stack([p.float().sum() for p in model]),)
+
     with pytest.raises(ValueError, match=r"parameters of 32 bits or more, got torch.bfloat16"):
-        along(model, random_direction(model), "central")
+        derivatives_along(outputs, model, random_direction(model), [tokens()], mode="central")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

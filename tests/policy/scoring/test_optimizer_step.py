@@ -16,7 +16,6 @@ from sonde.policy.scoring.optimizer_step import (
     StepWitness,
     dot,
     forecast_step,
-    precondition_,
     taken,
     why_no_forecast,
 )
@@ -209,32 +208,6 @@ def test_the_batchs_part_is_linear_in_the_vector_that_replaces_the_gradient(kind
         assert difference(mixed[p], 2.0 * step - 3.0 * second[p]) < 1e-12
 
 
-def test_preconditioning_uses_the_second_moment_of_the_previous_step() -> None:
-    model, optimizer = trained(torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-3})
-    vector = {p: torch.ones_like(p) for p in model.parameters()}
-    precondition_(optimizer, vector)
-    for p, differences in vector.items():
-        v = optimizer.state[p]["exp_avg_sq"] / (1 - 0.99**2)
-        assert difference(differences, 1.0 / (v.sqrt() + 1e-3)) < 1e-12
-    unchanged = {p: torch.ones_like(p) for p in model.parameters()}
-    precondition_(torch.optim.SGD(model.parameters(), lr=1.0), unchanged)
-    assert all(bool((v == 1).all()) for v in unchanged.values())
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_preconditioning_of_parameters_that_the_optimizer_does_not_hold_or_never_moved(kind: Any) -> None:
-    model, optimizer = trained(kind, {"lr": 0.01})
-    outside, never = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    optimizer.add_param_group({"params": [never]})
-    vector = {outside: torch.ones(2), never: torch.zeros(2), **{p: torch.ones_like(p) for p in model.parameters()}}
-    precondition_(optimizer, vector)
-    assert not vector[outside].any()
-    assert not vector[never].any()
-    if kind is torch.optim.AdamW:
-        with pytest.raises(ValueError, match="no second moment"):
-            precondition_(optimizer, {never: torch.ones(2)})
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_taken_restores_the_parameters(dtype: torch.dtype, is_failing: bool) -> None:
@@ -263,7 +236,7 @@ def test_a_witness_measures_the_departure_from_the_forecast(dtype: torch.dtype, 
     model = make_model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     set_gradients(model, torch.Generator().manual_seed(1))
-    witness = StepWitness(forecast_step(optimizer))
+    witness = StepWitness(forecast_step(optimizer), model.parameters())
     for p in model.parameters():
         assert p.grad is not None
         p.grad.mul_(factor)

@@ -20,8 +20,18 @@ from tests.small_policy import rollouts
         ({"advantage": torch.zeros(3)}, r"advantage must be \[16\] or \[16, 6\], .* got \[3\]"),
         ({"advantage": torch.full((16,), torch.nan)}, "advantage must be finite"),
         ({"inputs": {"input_ids": torch.zeros(3, 8)}}, r"inputs\['input_ids'\] must be a tensor of 16 rows"),
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
+        ({"temperature": "1"}, "temperature must be a positive number, got '1'"),
         ({"weight": torch.ones(2, 2)}, "weight must be"),
+        (
+            {"mask": [[True] * 6] * 16},
+            r"mask must be a tensor, \[responses, tokens\], got a list: pass torch.tensor\(mask\)",
+        ),
+        ({"prompt": list(range(16))}, r"prompt must be a tensor, \[responses\], got a list"),
+        ({"prompt": None}, r"prompt must be a tensor, \[responses\], got None"),
+        ({"advantage": [0.0] * 16}, r"advantage must be a tensor, \[responses\] or \[responses, tokens\], got a list"),
+        ({"weight": 1.0}, r"weight must be a tensor, \[responses, tokens\], got a float"),
+        ({"inputs": torch.zeros(16, 8)}, r"inputs must map names to tensors, got a Tensor: pass \{'input_ids': ids\}"),
     ],
 )
 def test_inconsistent_rollouts_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -14,3 +14,8 @@ GOOD = Point(
 
 def points(*changes: dict[str, object]) -> list[Point]:
     return [dataclasses.replace(GOOD, **{"step": i + 1, **change}) for i, change in enumerate(changes)]  # type: ignore[arg-type]
+
+
+def entropies(*values: float, every: int = 5, **changes: object) -> list[Point]:
+    """Points of a run, one every so many steps."""
+    return points(*({"step": 1 + every * i, "entropy": value, **changes} for i, value in enumerate(values)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sonde.policy.stats.attribution import Cause, Causes, split_gradient, split_step
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective, SequenceWeights
@@ -17,6 +18,7 @@ from sonde.policy.stats.importance import MeasuredChange
 # Two prompts with one response each, of 2 tokens with 1 nat each.
 RESPONSES = Responses(torch.ones(2, 2), torch.tensor([3, 5]))
 ENTROPY = torch.ones(2, 2)
+LOG_PROB = torch.tensor([[-0.5, -1.5], [-2.0, -0.0]])
 CHANGE = EntropyChange(-0.2, 0.1, -0.4, 0.0, "", torch.tensor([-0.3, -0.1]), torch.tensor([-0.2, 0.0]), 0.01)
 FIRST_ORDER = FirstOrder(CHANGE, on_same_prefixes=-0.1, bars_dot=-0.2, derivatives="forward")
 TRUTHS = Truths(-0.11, MeasuredChange(-0.21, 0.02, 1.8, 0.9))
@@ -27,12 +29,14 @@ def forecast(
     truths: Truths | None = TRUTHS,
     kind: Objective = "per_token",
     weights: SequenceWeights = "one",
+    log_prob: Tensor = LOG_PROB,
     **options: Any,
 ) -> EntropyForecast:
     objective = EntropyObjective(kind, weights)
     return entropy_forecast(
         first_order,
         truths,
+        log_prob,
         ENTROPY,
         RESPONSES,
         objective=objective,
@@ -62,6 +66,30 @@ def test_numbers_and_parts_are_those_of_the_phases() -> None:
     assert metrics["entropy/linear_over_true"] == pytest.approx(0.1 / 0.11)
     assert (metrics["entropy/delta_importance"], metrics["entropy/delta_rollouts"]) == (-0.21, None)
     assert str(result).endswith("importance sampling -2.10e-01 ± 2.0e-02")
+    assert result.surprise_sd == metrics["entropy/surprise_sd"] == pytest.approx(((0.25 + 0.25 + 1 + 1) / 4) ** 0.5)
+
+
+def test_a_truth_that_few_responses_carry_is_not_known() -> None:
+    few = dataclasses.replace(TRUTHS, importance=MeasuredChange(-0.258, 0.002, 0.64, 0.02))
+    result = forecast(truths=few)
+    assert "importance sampling not known (effective sample size 0.02 of the responses)" in str(result)
+    assert "0.258" not in str(result)
+    assert "2.58" not in str(result)
+    metrics = result.metrics()
+    assert (metrics["entropy/delta_importance"], metrics["entropy/ess_fraction"]) == (None, 0.02)
+    enough = dataclasses.replace(TRUTHS, importance=MeasuredChange(-0.258, 0.002, 16.0, 0.5))
+    assert forecast(truths=enough).metrics()["entropy/delta_importance"] == -0.258
+
+
+def test_a_policy_that_is_almost_uniform_gets_no_advice_on_the_learning_rate() -> None:
+    uniform = -ENTROPY + torch.tensor([[0.05, -0.05], [0.05, -0.05]])
+    bent = dataclasses.replace(TRUTHS, on_same_prefixes=-0.5)
+    reason = forecast(truths=bent, log_prob=uniform).reason
+    assert "the policy is almost uniform, where the entropy has no slope" in reason
+    assert "learning rate" not in reason
+    assert forecast(log_prob=uniform).is_valid  # as long as first order agrees with the truth
+    far = dataclasses.replace(bent, importance=MeasuredChange(-0.5, 0.002, 0.64, 0.02))
+    assert "use a smaller learning rate" in forecast(truths=far, log_prob=uniform).reason  # this step is too large
 
 
 def test_the_first_of_several_reasons_is_given() -> None:

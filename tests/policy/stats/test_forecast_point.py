@@ -34,3 +34,28 @@ def test_metrics_make_a_point_and_rollouts_come_before_importance_sampling() -> 
     assert empty.entropy is None
     assert not empty.is_valid
     assert not empty.has_truth
+
+
+def test_a_truth_of_too_few_effective_responses_is_not_known() -> None:
+    """Older logs hold the number."""
+    metrics = {"entropy/delta_forecast": -0.1, "entropy/delta_importance": -0.258, "entropy/ess_fraction": 0.02}
+    assert (forecast_point(7, metrics).truth, forecast_point(7, metrics).ess_fraction) == (None, 0.02)
+    assert forecast_point(7, metrics | {"entropy/ess_fraction": 0.6}).truth == -0.258
+    assert forecast_point(7, metrics | {"entropy/delta_rollouts": -0.2}).truth == -0.2
+
+
+def test_entropy_on_the_steps_own_responses_stands_in_for_that_on_evaluation_responses() -> None:
+    own = {"entropy/token_weighted": 1.4}
+    assert forecast_point(7, own).entropy == 1.4
+    assert forecast_point(7, own | {"entropy/per_token": 1.5}).entropy == 1.5
+
+
+@pytest.mark.parametrize(
+    ("entropy", "scatter", "is_uniform"),
+    [(2.70, 0.13, True), (2.55, 0.57, False), (0.5, 0.9, False), (0.0, 0.0, False), (2.7, None, False)],
+)
+def test_a_policy_is_almost_uniform_if_the_surprise_hardly_varies(
+    entropy: float, scatter: float | None, is_uniform: bool
+) -> None:
+    point = forecast_point(1, {"entropy/per_token": entropy, "entropy/surprise_sd": scatter})
+    assert point.is_near_uniform is is_uniform

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sonde.policy.stats.entropy_forecast import TOO_LARGE
+from sonde.policy.stats.entropy_forecast import NEAR_UNIFORM, TOO_LARGE
 from sonde.policy.stats.policy_alerts import find_policy_alerts
 from tests.policy.stats.points import points
 
@@ -27,3 +27,21 @@ def test_steps_that_are_too_large_and_intervals_that_miss() -> None:
     misses = [{"truth": 0.0}] * 4
     assert "intervals_miss" not in find_policy_alerts(points(*[{}] * 5, *misses))
     assert "6 of 10 intervals" in find_policy_alerts(points(*[{}] * 6, *misses))["intervals_miss"]
+
+
+def test_a_policy_that_starts_almost_uniform_may_lose_half_of_its_entropy() -> None:
+    """It must lose entropy to learn anything. At 0.1 nats a step, 1.9 nats would last 19 steps."""
+    pace = {"delta": -0.1, "low": -0.11, "high": -0.09}
+    uniform = {"entropy": 2.7, "surprise_sd": 0.13}
+    assert not find_policy_alerts(points(uniform, {"entropy": 1.9, **pace}))
+    assert "is collapsing" in find_policy_alerts(points({"entropy": 2.7}, {"entropy": 1.9, **pace}))["entropy_collapse"]
+    assert "is collapsing" in find_policy_alerts(points(uniform, {"entropy": 1.3, **pace}))["entropy_collapse"]
+    assert "has collapsed" in find_policy_alerts(points(uniform, {"entropy": 0.2}))["entropy_collapse"]
+
+
+def test_forecasts_near_a_uniform_policy_are_no_steps_that_are_too_large() -> None:
+    near = [{"is_valid": False, "reason": f"{NEAR_UNIFORM}: so"}] * 3
+    assert "steps_too_large" not in find_policy_alerts(points(*near))
+    # A measurement without a forecast says nothing of the steps.
+    large, none = {"is_valid": False, "reason": f"{TOO_LARGE}: so"}, {"delta": None, "is_valid": False}
+    assert "steps_too_large" in find_policy_alerts(points(large, large, none, large, none))

@@ -20,8 +20,8 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
     text = visible_text(write_report(write_policy_run(tmp_path)))
     sections = [
         "Entropy of the policy adding by GRPO",
-        "No entropy collapse",
-        "The policy's entropy is 0.429 nats a token at step 116, and was 2.70 at step 1.",
+        "Entropy is falling",
+        "The policy's entropy is falling: 0.429 at step 116, 0.751 at step 81, 2.70 at step 1 (nats a token).",
         "Forecast and effect of each step",
         "Forecast against truth",
         "Coverage so far",
@@ -91,7 +91,11 @@ NOTHING = {"shares": [], "causes": None}
         (NOTHING, "No forecast was made, so there are no parts by prompt."),
         ({"metrics": {"entropy/token_weighted": 1.0}, **NOTHING}, "No change of entropy was forecast in this run."),
         ({"metrics": {"entropy/token_weighted": 1.0}, **NOTHING}, "No forecast can be compared with the truth"),
-        ({"metrics": {"entropy/token_weighted": 1.0}, **NOTHING}, "No verdict yet: no entropy was measured."),
+        (
+            {"metrics": {"entropy/token_weighted": 1.0}, **NOTHING},
+            "Entropy holds The policy's entropy is 1 nats a token",
+        ),
+        ({"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING}, "No verdict yet: no entropy was measured."),
         ({"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING}, "No entropy was measured in this run."),
         (
             {"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING},
@@ -112,7 +116,7 @@ def test_a_run_with_noise_scale_and_policy_shows_both(tmp_path: Path) -> None:
     sink.close()
     text = visible_text(write_report(tmp_path))
     assert "Batch size and gradient noise, entropy of the policy" in text
-    assert text.index("Batch too small") < text.index("No entropy collapse") < text.index("Noise and signal")
+    assert text.index("Batch too small") < text.index("Entropy is falling") < text.index("Noise and signal")
     assert text.index("What the batch size costs") < text.index("Forecast against truth")
 
 

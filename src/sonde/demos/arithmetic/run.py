@@ -25,7 +25,8 @@ from sonde.runs.sinks import JsonlSink
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status that shells expect after Ctrl-C."""
 FAILED = 1
-_STYLES = {"holds": "green", "collapses": "yellow", "not_linear": "yellow", "unknown": "cyan"}
+_STYLES = {"holds": "green", "collapses": "red", "unknown": "cyan"}
+"""Colours of the verdict; yellow for all others."""
 
 
 def run_entropy_demo(options: EntropyDemoOptions) -> int:
@@ -189,6 +190,6 @@ def conclude(folder: Path, console: Console) -> None:
         return
     verdict = judge_entropy([r.point for r in run.policy])
     console.print()
-    style = _STYLES[verdict.kind]
+    style = _STYLES.get(verdict.kind, "yellow")
     console.print(verdict_panel(verdict.headline, verdict.detail, style=style, width=console.width))
     leave_report(run.path, folder, console)

@@ -149,12 +149,14 @@ def _central(
     function: Callable[[Any], Outputs], model: nn.Module, direction: Direction, batches: Sequence[Any], pilot: Any
 ) -> tuple[list[Outputs], str]:
     pairs = [(local_tensor(p.detach()), local_tensor(step)) for p, step in direction.items()]
-    if narrow := next((p for p, _ in pairs if p.dtype not in _RELATIVE_STEP), None):
+    narrow = next((p.dtype for p, _ in pairs if p.dtype not in _RELATIVE_STEP), None)
+    if narrow is not None:
         raise ValueError(
-            f"central differences need parameters of 32 bits or more, got {narrow.dtype}, whose rounding swallows "
+            f"central differences need parameters of 32 bits or more, got {narrow}, whose rounding swallows "
             "small movements: use derivatives='forward', or train parameters in fp32"
         )
-    if other := next(((p, step) for p, step in pairs if step.dtype != p.dtype), None):
+    other = next(((p, step) for p, step in pairs if step.dtype != p.dtype), None)
+    if other is not None:
         raise ValueError(
             f"with central differences a direction stores the parameters, so it must have their dtype, got "
             f"{other[1].dtype} for {other[0].dtype}: convert the direction"

@@ -28,6 +28,17 @@ def why_no_forecast(optimizer: Any) -> str:
     return ""
 
 
+def has_second_moment(optimizer: Any) -> bool:
+    """Whether the optimizer divides gradients by the root of a second moment, kept as Adam keeps it.
+
+    Raises:
+        ValueError: for an optimizer whose step cannot be forecast.
+    """
+    if why := why_no_forecast(optimizer):
+        raise ValueError(why)
+    return _RULES[type(unwrap_optimizer(optimizer))].has_second_moment
+
+
 @torch.no_grad()
 def forecast_step(
     optimizer: Any,
@@ -68,7 +79,7 @@ def forecast_step(
                 continue
             factor = -gradient_scale if group["maximize"] else gradient_scale
             gradient = _gradient_like(parameter) * factor
-            linear = gradient if along is None else _widened(along[parameter]) * factor
+            linear = gradient if along is None else widened(along[parameter]) * factor
             step[parameter] = rule(parameter, gradient, linear, group, optimizer.state.get(parameter, {}), part)
     return step
 
@@ -83,10 +94,11 @@ def _gradient_like(parameter: Tensor) -> Tensor:
     placements = getattr(parameter, "placements", None)
     if placements is not None and gradient.placements != placements:  # type: ignore[attr-defined]
         gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
-    return _widened(gradient)
+    return widened(gradient)
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor in fp32 at least."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -107,8 +119,8 @@ def _sgd(
     # Nesterov's (g + λθ) + μ b, in the same two terms.
     if group["nesterov"]:
         on_old, on_new = momentum * on_old, 1.0 + momentum * on_new
-    before = torch.zeros_like(gradient) if old is None else _widened(old)
-    parts = _Parts(on_old * before, on_new * linear, on_new * group["weight_decay"] * _widened(parameter))
+    before = torch.zeros_like(gradient) if old is None else widened(old)
+    parts = _Parts(on_old * before, on_new * linear, on_new * group["weight_decay"] * widened(parameter))
     step: Tensor = -_number(group["lr"]) * parts.take(part)
     return step
 
@@ -124,15 +136,15 @@ def _adam(
     """−(lr/(1 − β₁ᵗ))·m/(√(v/(1 − β₂ᵗ)) + ε), m and v with this gradient; weight decay in g, or decoupled in AdamW."""
     (beta1, beta2), lr, decay = group["betas"], _number(group["lr"]), group["weight_decay"]
     is_decoupled = bool(group.get("decoupled_weight_decay"))
-    theta = _widened(parameter)
+    theta = widened(parameter)
     n_steps = _next_step(state)
     # The second moment is updated first, with the whole gradient: it is not linear in it, so `along` has no part in it.
     whole = gradient if is_decoupled or not decay else gradient + decay * theta
-    m = _widened(state["exp_avg"]) if state else torch.zeros_like(gradient)
-    v = _widened(state["exp_avg_sq"]) if state else torch.zeros_like(gradient)
+    m = widened(state["exp_avg"]) if state else torch.zeros_like(gradient)
+    v = widened(state["exp_avg_sq"]) if state else torch.zeros_like(gradient)
     v = beta2 * v + (1.0 - beta2) * whole.square()
     if group["amsgrad"] and state:
-        v = torch.maximum(v, _widened(state["max_exp_avg_sq"]))
+        v = torch.maximum(v, widened(state["max_exp_avg_sq"]))
     # √v̂ + ε in torch's own order of operations: bias correction, then ε.
     root = v.sqrt_().div_((1.0 - beta2**n_steps) ** 0.5).add_(group["eps"])
     # Adam's weight decay is part of the gradient, and so of the first moment. AdamW's is added to the finished step.
@@ -191,46 +203,11 @@ class _Parts:
 
 
 @torch.no_grad()
-def precondition_(optimizer: Any, vector: Direction) -> None:
-    """Multiply a vector by P = 1/(√v̂ + ε) in place. v̂ is the second moment of Adam's previous step; SGD's P is 1.
-
-    P is 0 for parameters that the optimizer does not hold, since it does not move them.
-
-    Raises:
-        ValueError: for another optimizer, or for Adam before its first step, when P would be 1/ε.
-    """
-    optimizer = unwrap_optimizer(optimizer)
-    if why := why_no_forecast(optimizer):
-        raise ValueError(why)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for parameter, part in vector.items():
-        if id(parameter) not in held:
-            part.zero_()
-    if not _RULES[type(optimizer)].has_second_moment:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in vector:
-                continue
-            state = optimizer.state.get(parameter, {})
-            if "exp_avg_sq" not in state:
-                if not bool(local_tensor(vector[parameter]).any()):  # a parameter that was never used: P·0 is 0
-                    continue
-                raise ValueError(
-                    f"the optimizer has no second moment of a parameter of shape {list(parameter.shape)}: take a step "
-                    "first, or load its state"
-                )
-            v = _widened(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
-            corrected = v / (1.0 - group["betas"][1] ** _number(state["step"]))
-            vector[parameter].div_(corrected.sqrt_().add_(group["eps"]))
-
-
-@torch.no_grad()
 def dot(a: Mapping[Tensor, Tensor], b: Direction) -> float:
     """Σ a·b over the parameters of b and all their shards; fp64. Waits for the device."""
     total = 0.0
     for parameter, part in b.items():
-        product = (_widened(a[parameter]) * _widened(part)).sum(dtype=torch.float64)
+        product = (widened(a[parameter]) * widened(part)).sum(dtype=torch.float64)
         total += float(product.full_tensor() if hasattr(product, "full_tensor") else product)
     return total
 
@@ -267,17 +244,31 @@ class StepWitness:
 
     Args:
         step: the forecast; the elements are copied.
+        parameters: all that may move, also those that the forecast leaves out.
     """
 
     _EACH = 256
 
     @torch.no_grad()
-    def __init__(self, step: Direction) -> None:
+    def __init__(self, step: Direction, parameters: Iterable[Tensor]) -> None:
         self._samples = []
+        self._left_out = [(p, self._sample(p).clone()) for p in parameters if p not in step]
         for parameter, delta in step.items():
             theta, part = self._sample(parameter), self._sample(delta)
             after = (theta.to(part.dtype) + part).to(theta.dtype)
             self._samples.append((parameter, theta.clone(), after))
+        self.is_to_move = any(not torch.equal(before, after) for _, before, after in self._samples)
+        """Whether the forecast moves any of the elements."""
+
+    @torch.no_grad()
+    def has_moved(self) -> bool:
+        """Whether any of the elements has moved. Waits for the device."""
+        return any(not torch.equal(self._sample(p), before) for p, before, _ in self._samples)
+
+    @torch.no_grad()
+    def has_moved_others(self) -> bool:
+        """Whether any parameter that the forecast leaves out has moved. Waits for the device."""
+        return any(not torch.equal(self._sample(p), before) for p, before in self._left_out)
 
     @torch.no_grad()
     def departure(self) -> float:
@@ -302,14 +293,23 @@ class StepMeter:
         parameters: the parameters that may change; a copy of them is kept.
     """
 
+    is_to_move = True
+    """Nothing is known of the step, so a step of 0 is not expected."""
+
     @torch.no_grad()
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._before = {p: p.detach().clone() for p in parameters}
 
     @torch.no_grad()
+    def has_moved(self) -> bool:
+        """Whether any parameter has moved. Waits for the device."""
+        pairs = ((local_tensor(p.detach()), local_tensor(old)) for p, old in self._before.items())
+        return any(not torch.equal(now, before) for now, before in pairs)
+
+    @torch.no_grad()
     def step(self) -> Direction:
         """θ⁺ − θ so far, as the parameters hold it; in fp32 at least."""
-        return {p: _widened(p.detach()) - _widened(old) for p, old in self._before.items()}
+        return {p: widened(p.detach()) - widened(old) for p, old in self._before.items()}
 
     @torch.no_grad()
     def restore(self) -> None:

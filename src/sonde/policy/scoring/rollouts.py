@@ -5,12 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from sonde.policy.stats.entropy_gradient import Responses
+
+_SHAPES = {
+    "mask": "[responses, tokens]",
+    "prompt": "[responses]",
+    "advantage": "[responses] or [responses, tokens]",
+    "weight": "[responses, tokens]",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +38,8 @@ class Rollouts:
         texts: each prompt's text by its number, for tables.
 
     Raises:
-        ValueError: if shapes disagree, a response has no token, or an advantage or weight of a sampled token is not
-            finite.
+        ValueError: if a field is no tensor, shapes disagree, a response has no token, or an advantage or weight of a
+            sampled token is not finite.
 
     Example:
         >>> ids = torch.tensor([[5, 6, 7, 2], [5, 6, 2, 0]])
@@ -50,6 +58,15 @@ class Rollouts:
     texts: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, shape in _SHAPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) and not (value is None and name in ("advantage", "weight")):
+                raise ValueError(f"{name} must be a tensor, {shape}, got {_kind(value)}: pass torch.tensor({name})")
+        if not isinstance(self.inputs, Mapping):
+            raise ValueError(
+                f"inputs must map names to tensors, got {_kind(self.inputs)}: pass {{'input_ids': ids}}, or what your "
+                "token statistics read"
+            )
         responses = self.responses()  # checks the mask and the prompts
         for name, tensor in self.inputs.items():
             if not isinstance(tensor, Tensor) or tensor.shape[:1] != self.mask.shape[:1]:
@@ -59,8 +76,10 @@ class Rollouts:
                 )
         if self.prompt.is_floating_point() or self.prompt.is_complex():
             raise ValueError(f"prompt must be whole numbers, one for each response, got {self.prompt.dtype}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}: greedy decoding has no entropy")
+        if not isinstance(self.temperature, Real) or not self.temperature > 0:
+            raise ValueError(
+                f"temperature must be a positive number, got {self.temperature!r}: greedy decoding has no entropy"
+            )
         if self.advantage is not None:
             responses.tokens("advantage", self.of_tokens("advantage").cpu())
         if self.weight is not None:
@@ -133,6 +152,10 @@ class Rollouts:
             expected = f"[{len(self)}] or {list(self.mask.shape)}"
             raise ValueError(f"{name} must be {expected}, one for each response or token, got {list(values.shape)}")
         return values
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 class TokenStatistics(Protocol):

@@ -11,15 +11,15 @@ from torch import Tensor
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
 from sonde.policy.stats.entropy_gradient import Responses, entropy_rate
-from sonde.policy.stats.importance import MeasuredChange
+from sonde.policy.stats.importance import LEAST_ESS_FRACTION, MeasuredChange
+from sonde.policy.stats.near_uniform import is_near_uniform, surprise_sd
 
 Update = Literal["step", "gradient"]
 
 LINEAR_BETWEEN = (0.8, 1.25)
 """Range of first-order over true change on fixed prefixes. Outside it, the step is too large to be linear."""
-LEAST_ESS_FRACTION = 0.5
-"""Smallest effective sample size over the number of responses. Below it, they do not represent the responses of θ⁺."""
 TOO_LARGE = "not to be trusted: the step is too large to be linear"
+NEAR_UNIFORM = "not to be trusted: the policy is almost uniform, where the entropy has no slope"
 _NO_CHANGE = 1e-6
 """Nats a token. Smaller differences are within the rounding of fp32 scores."""
 _HARMLESS = 0.5
@@ -96,6 +96,7 @@ class EntropyForecast:
         objective: which entropy is meant.
         update: which update is meant.
         entropy: R before the update, in nats a token.
+        surprise_sd: scatter of −s_k around H_k before the update, in nats; almost 0 for a uniform policy.
         v_x: variance of `delta` from the evaluation prompts.
         v_y: variance of `delta` from the update prompts; 0 along a given step.
         double_count: the noise that v_x and v_y have in common; None if v_y leaves it out already.
@@ -123,6 +124,7 @@ class EntropyForecast:
     objective: Objective
     update: Update
     entropy: float | None = None
+    surprise_sd: float | None = None
     v_x: float | None = None
     v_y: float | None = None
     double_count: float | None = None
@@ -143,13 +145,14 @@ class EntropyForecast:
         fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
         return {
             "entropy/per_token": self.entropy,
+            "entropy/surprise_sd": self.surprise_sd,
             "entropy/delta_forecast": self.delta,
             "entropy/delta_se": self.se,
             "entropy/delta_low": self.low,
             "entropy/delta_high": self.high,
             "entropy/delta_fixed_prefixes": fixed.true if fixed else None,
             "entropy/linear_over_true": fixed.linear_over_true if fixed else None,
-            "entropy/delta_importance": importance.delta if importance else None,
+            "entropy/delta_importance": importance.delta if importance and importance.is_known else None,
             "entropy/ess_fraction": importance.ess_fraction if importance else None,
             "entropy/delta_rollouts": rollouts.delta if rollouts else None,
             "entropy/delta_rollouts_se": rollouts.se if rollouts else None,
@@ -172,15 +175,16 @@ class EntropyForecast:
             return f"entropy change unknown: {self.reason}"
         parts = [f"entropy {self.entropy:.3f} nats a token; forecast {self.delta:+.2e} ± {self.se:.1e} nats {per}"]
         if self.importance is not None:
-            parts.append(f"importance sampling {_with_error(self.importance)}")
+            parts.append(f"importance sampling {self.importance}")
         if self.rollouts is not None:
-            parts.append(f"fresh rollouts {_with_error(self.rollouts)}")
+            parts.append(f"fresh rollouts {self.rollouts}")
         return "; ".join([*parts, self.reason] if self.reason else parts)
 
 
 def entropy_forecast(
     first_order: FirstOrder,
     truths: Truths | None,
+    log_prob: Tensor,
     entropy: Tensor,
     responses: Responses,
     *,
@@ -196,6 +200,7 @@ def entropy_forecast(
     Args:
         first_order: the change to first order.
         truths: the measured changes; None if the policy's scores are not finite after the step.
+        log_prob: s_k before the update in nats, [responses, tokens].
         entropy: H_k before the update in nats, [responses, tokens].
         responses: the evaluation responses.
         objective: which entropy is meant.
@@ -213,12 +218,13 @@ def entropy_forecast(
     if truths is not None:
         fixed, importance = FixedPrefixes(truths.on_same_prefixes, first_order.on_same_prefixes), truths.importance
     se = None if change.se is None else change.se / tokens
+    scatter = surprise_sd(log_prob, entropy, responses)
     reason = (
         change.reason
         or problem
         or ("the policy's scores are not finite after the step" if truths is None else "")
         or first_order.doubt
-        or why_not_linear(fixed, importance, se)
+        or why_not_linear(fixed, importance, se, is_uniform=is_near_uniform(rate, scatter))
     )
     # A step that is not linear moves the truth to one side: without this, the interval would not hold it.
     bend = 0.0 if fixed is None else tokens * (fixed.true - fixed.linear)
@@ -233,6 +239,7 @@ def entropy_forecast(
         objective=objective.kind,
         update=update,
         entropy=rate,
+        surprise_sd=scatter,
         v_x=change.v_x,
         v_y=change.v_y,
         double_count=change.double_count,
@@ -250,35 +257,37 @@ def entropy_forecast(
     )
 
 
-def unknown(reason: str, objective: Objective, update: Update) -> EntropyForecast:
-    """A forecast that could not be made."""
-    return EntropyForecast(level=0.95, reason=reason, is_valid=False, objective=objective, update=update)
+def unknown(reason: str, objective: Objective, update: Update, entropy: float | None = None) -> EntropyForecast:
+    """A forecast that could not be made, perhaps with the entropy before the update."""
+    return EntropyForecast(
+        level=0.95, reason=reason, is_valid=False, objective=objective, update=update, entropy=entropy
+    )
 
 
-def why_not_linear(fixed: FixedPrefixes | None, importance: MeasuredChange | None, se: float | None) -> str:
+def why_not_linear(
+    fixed: FixedPrefixes | None, importance: MeasuredChange | None, se: float | None, *, is_uniform: bool = False
+) -> str:
     """Why a first-order forecast of this step is not to be trusted; empty if it is to be trusted.
 
     Args:
         fixed: truth and first order on the same prefixes.
         importance: truth by importance sampling.
         se: the forecast's standard error, in nats a token. A deviation from first order below half of it is harmless.
+        is_uniform: whether the policy is almost uniform. Then a smaller step is not the way out.
     """
+    too_few = ""
+    if importance is not None and not importance.is_known:
+        too_few = (
+            f"{TOO_LARGE}: the effective sample size of the responses after it is {importance.ess_fraction:.0%} of "
+            f"their number, and at least {LEAST_ESS_FRACTION:.0%} is needed: use a smaller learning rate"
+        )
     harmless = max(_NO_CHANGE, 0.0 if se is None else _HARMLESS * se)
     if fixed is not None and abs(fixed.true - fixed.linear) > harmless:
         low, high = LINEAR_BETWEEN
         ratio = fixed.linear_over_true
         if ratio is None or not low <= ratio <= high:
-            return (
-                f"{TOO_LARGE}: on the same prefixes, first order gives {fixed.linear:+.2e} nats a token, and the true "
-                f"change is {fixed.true:+.2e}: use a smaller learning rate"
-            )
-    if importance is not None and importance.ess_fraction < LEAST_ESS_FRACTION:
-        return (
-            f"{TOO_LARGE}: the effective sample size of the responses after it is {importance.ess_fraction:.0%} of "
-            f"their number, and at least {LEAST_ESS_FRACTION:.0%} is needed: use a smaller learning rate"
-        )
-    return ""
-
-
-def _with_error(measured: MeasuredChange) -> str:
-    return f"{measured.delta:+.2e} ± " + ("unknown" if measured.se is None else f"{measured.se:.1e}")
+            numbers = f"first order gives {fixed.linear:+.2e} nats a token, and the true change is {fixed.true:+.2e}"
+            if is_uniform and not too_few:
+                return f"{NEAR_UNIFORM}: on the same prefixes, {numbers}: train on, and forecast later steps"
+            return f"{TOO_LARGE}: on the same prefixes, {numbers}: use a smaller learning rate"
+    return too_few

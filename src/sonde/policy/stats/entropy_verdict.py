@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sonde.policy.stats.coverage import coverage
+from sonde.policy.stats.entropy_course import Course, Trend, entropy_course
 from sonde.policy.stats.forecast_point import Point
 from sonde.policy.stats.policy_alerts import find_policy_alerts
 from sonde.wording import number, plural
+
+Kind = Trend | Literal["collapses", "not_linear", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,13 @@ class EntropyVerdict:
     """A judgement of a run's entropy.
 
     Attributes:
-        kind: "holds", "collapses", "not_linear", or "unknown" if too little was measured.
+        kind: "collapses"; "falling" or "rising" in the last third of the run; "fallen" or "risen" before it; "holds";
+            "not_linear" if steps are too large to forecast; or "unknown" if too little was measured.
         headline: one sentence.
-        detail: the measurements behind the headline.
+        detail: what to do, and the measurements behind the headline.
     """
 
-    kind: Literal["holds", "collapses", "not_linear", "unknown"]
+    kind: Kind
     headline: str
     detail: str
 
@@ -37,7 +41,7 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
     if not points:
         return EntropyVerdict("unknown", "No verdict yet: no entropy was measured.", "The run had no forecast.")
     first, now = points[0], points[-1]
-    course = (
+    state = (
         f"The policy's entropy is {number(now.entropy)} nats a token at step {now.step}"
         + (f", and was {number(first.entropy)} at step {first.step}" if now is not first else "")
         + "."
@@ -47,12 +51,42 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
     if "entropy_collapse" in alerts:
         message, _, remedy = alerts["entropy_collapse"].rpartition(": ")
         headline = f"{message[:1].upper()}{message[1:]}."
-        return EntropyVerdict("collapses", headline, f"{remedy[:1].upper()}{remedy[1:]}. {course} {detail}")
-    if "steps_too_large" in alerts:
-        return EntropyVerdict("not_linear", f"{course} Steps are too large to forecast.", detail)
-    if len(points) < 2:
-        return EntropyVerdict("unknown", f"{course} One measurement shows no trend.", detail)
-    return EntropyVerdict("holds", course, detail)
+        return EntropyVerdict("collapses", headline, f"{remedy[:1].upper()}{remedy[1:]}. {state} {detail}")
+    course = entropy_course(points) if len(points) > 1 else None
+    too_large = "Steps are too large to forecast." if "steps_too_large" in alerts else ""
+    if course is not None and course.trend != "holds":
+        advice = " ".join(filter(None, (_advice(course.trend, first), too_large, detail)))
+        return EntropyVerdict(course.trend, _headline(course, first, now), advice)
+    if too_large:
+        return EntropyVerdict("not_linear", f"{state} {too_large}", detail)
+    if course is None:
+        return EntropyVerdict("unknown", f"{state} One measurement shows no trend.", detail)
+    return EntropyVerdict("holds", state, detail)
+
+
+def _headline(course: Course, first: Point, now: Point) -> str:
+    """Where the entropy goes, with the numbers of the whole run and of its last third."""
+    moves = {
+        "falling": "is falling",
+        "fallen": "has fallen, and holds now",
+        "rising": "is rising",
+        "risen": "has risen, and holds now",
+        "holds": "holds",
+    }[course.trend]
+    known = [p for p in (now, course.since, first) if p is not first] + [first]
+    numbers = ", ".join(f"{number(p.entropy)} at step {p.step}" for p in known)
+    return f"The policy's entropy {moves}: {numbers} (nats a token)."
+
+
+def _advice(trend: Trend, first: Point) -> str:
+    if trend in ("rising", "risen"):
+        return "The policy becomes more random. Check the reward, and the entropy bonus if there is one."
+    if first.is_near_uniform:
+        return (
+            "The policy was almost uniform at first, so its entropy had to fall for it to learn. If the reward no "
+            "longer rises, add an entropy bonus, or stop here."
+        )
+    return "If the reward no longer rises, add an entropy bonus, lower the learning rate, or stop here."
 
 
 def _last_step(now: Point) -> str:
@@ -71,11 +105,14 @@ def _last_step(now: Point) -> str:
 
 def _record(points: Sequence[Point]) -> str:
     so_far = coverage(points)
+    n_forecasts = sum(p.delta is not None for p in points)
     n_doubtful = sum(p.delta is not None and not p.is_valid for p in points)
     sentences = []
     if so_far.n:
         judged = f"{so_far.n_held} of {plural(so_far.n, 'interval')}"
         sentences.append(f"{judged} held the change that fresh rollouts measured.")
     if n_doubtful:
-        sentences.append(f"Of {len(points)} forecasts, {n_doubtful} reported that they were not to be trusted.")
+        sentences.append(
+            f"Of {plural(n_forecasts, 'forecast')}, {n_doubtful} reported that they were not to be trusted."
+        )
     return " ".join(sentences)

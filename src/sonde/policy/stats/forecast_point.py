@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sonde.policy.stats.entropy_forecast import TOO_LARGE
-from sonde.policy.stats.importance import Per
+from sonde.policy.stats.importance import LEAST_ESS_FRACTION, Per
+from sonde.policy.stats.near_uniform import is_near_uniform
 
 Z = 1.959964
 """Standard errors from the centre of a normal distribution to the end of its 95 % interval."""
@@ -19,7 +20,8 @@ class Point:
 
     Attributes:
         step: the step's number, from 1.
-        entropy: the policy's entropy before the step, in nats a token; None if unknown.
+        entropy: the policy's entropy before the step, in nats a token, on the evaluation responses; if these were not
+            scored, on the responses that the step learns from; None if unknown.
         delta: the forecast of the step's change of entropy, in nats; None if unknown.
         low: lower end of the forecast's 95 % interval; None if unknown.
         high: upper end; None if unknown.
@@ -30,6 +32,8 @@ class Point:
         is_independent: whether the truth comes from fresh rollouts, and not from the responses of the forecast.
         per: the unit of `delta` and `truth`: nats per "token" or per "response".
         reason: why the forecast is unknown or not to be trusted; empty if it is to be trusted.
+        ess_fraction: effective sample size of importance sampling over the responses; None if unknown.
+        surprise_sd: scatter of −log π around the entropy, in nats; None if unknown.
     """
 
     step: int
@@ -43,6 +47,13 @@ class Point:
     is_independent: bool
     per: Per = "token"
     reason: str = ""
+    ess_fraction: float | None = None
+    surprise_sd: float | None = None
+
+    @property
+    def is_near_uniform(self) -> bool:
+        """Whether the policy is almost uniform, as at the start of a training from random weights."""
+        return is_near_uniform(self.entropy, self.surprise_sd)
 
     @property
     def is_too_large(self) -> bool:
@@ -69,17 +80,23 @@ def forecast_point(step: int, metrics: Mapping[str, float | None], per: Per = "t
     def metric(name: str) -> float | None:
         return metrics.get(f"entropy/{name}")
 
-    is_independent = metric("delta_rollouts") is not None
+    is_independent, ess_fraction = metric("delta_rollouts") is not None, metric("ess_fraction")
+    # Older logs hold the change by importance sampling however few responses count.
+    is_known = ess_fraction is None or ess_fraction >= LEAST_ESS_FRACTION
+    by_importance = metric("delta_importance") if is_known else None
+    entropy = metric("per_token")
     return Point(
         step=step,
-        entropy=metric("per_token"),
+        entropy=metric("token_weighted") if entropy is None else entropy,
         delta=metric("delta_forecast"),
         low=metric("delta_low"),
         high=metric("delta_high"),
         is_valid=metric("is_valid") == 1.0,
-        truth=metric("delta_rollouts") if is_independent else metric("delta_importance"),
+        truth=metric("delta_rollouts") if is_independent else by_importance,
         truth_se=metric("delta_rollouts_se") if is_independent else 0.0,
         is_independent=is_independent,
         per=per,
         reason=reason,
+        ess_fraction=ess_fraction,
+        surprise_sd=metric("surprise_sd"),
     )

@@ -15,6 +15,8 @@ Weighting = Literal["snis", "clip"]
 Per = Literal["token", "response"]
 CLIPPED_AT = 10.0
 """Largest weight with "clip", as a multiple of the mean weight."""
+LEAST_ESS_FRACTION = 0.5
+"""Smallest effective sample size over the number of responses. Below it, they do not represent the responses of θ⁺."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,16 @@ class MeasuredChange:
     se: float | None
     ess: float
     ess_fraction: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough responses count. If few of them carry the weight, `delta` is theirs, and `se` is too small."""
+        return self.ess_fraction >= LEAST_ESS_FRACTION
+
+    def __str__(self) -> str:
+        if not self.is_known:
+            return f"not known (effective sample size {self.ess_fraction:.2g} of the responses)"
+        return f"{self.delta:+.2e} ± " + ("unknown" if self.se is None else f"{self.se:.1e}")
 
 
 def importance_weights(log_ratio: Tensor, weighting: Weighting) -> Tensor:

@@ -12,6 +12,8 @@ COLLAPSED_BELOW = 0.1
 """Fraction of the run's largest entropy below which a policy hardly explores."""
 _RUNS_OUT_WITHIN = 20
 """Optimizer steps. An entropy that reaches 0 within them, at the pace of the last forecast, raises an alert."""
+_LEARNS_ABOVE = 0.5
+"""Fraction of the entropy of an almost uniform start above which a fall is how the policy learns, and no alert."""
 _TOO_LARGE_IN_A_ROW = 3
 """Forecasts in a row that are not to be trusted before an alert."""
 _JUDGED_FROM = 10
@@ -32,7 +34,7 @@ def find_policy_alerts(points: Sequence[Point]) -> dict[str, str]:
     alerts = {}
     if collapse := _collapse(points):
         alerts["entropy_collapse"] = collapse
-    last = points[-_TOO_LARGE_IN_A_ROW:]
+    last = [p for p in points if p.delta is not None][-_TOO_LARGE_IN_A_ROW:]
     if len(last) == _TOO_LARGE_IN_A_ROW and all(p.is_too_large for p in last):
         alerts["steps_too_large"] = (
             f"the last {len(last)} forecasts of the entropy's change are not to be trusted: the steps are too large to "
@@ -59,6 +61,9 @@ def _collapse(points: Sequence[Point]) -> str:
             f"the policy's entropy has collapsed to {number(entropy)} nats a token, {percent(entropy / largest)} of "
             f"its value at step {at_largest.step}, and the policy hardly explores any more: {remedy}"
         )
+    first_entropy, first = known[0]
+    if first.is_near_uniform and entropy > _LEARNS_ABOVE * first_entropy:
+        return ""
     if now.delta is not None and now.high is not None and now.high < 0 and now.is_valid and now.per == "token":
         steps_left = entropy / -now.delta
         if steps_left < _RUNS_OUT_WITHIN:

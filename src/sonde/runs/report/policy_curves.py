@@ -9,8 +9,9 @@ from itertools import accumulate
 from bokeh.models import NumeralTickFormatter
 
 from sonde.policy.stats.coverage import Coverage
-from sonde.policy.stats.entropy_forecast import LEAST_ESS_FRACTION, LINEAR_BETWEEN
+from sonde.policy.stats.entropy_forecast import LINEAR_BETWEEN
 from sonde.policy.stats.forecast_point import Point
+from sonde.policy.stats.importance import LEAST_ESS_FRACTION
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.report.curve_style import (
     WINDOW,
@@ -90,7 +91,7 @@ def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
         "y": line.metric("entropy/delta_forecast"),
         "window": line.windows,
         "forecast": line.texts(lambda r: _forecast_text(r.point)),
-        "truth": line.texts(lambda r: number(r.point.truth)),
+        "truth": line.texts(lambda r: _truth_text(r.point)),
     }
     add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), WINDOW])
     return Plot((fig,), (*_forecast_legend([p for _, p in placed]), *restart_legend(line)))
@@ -124,7 +125,7 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
         "y": [_drawn(p.truth) for p in points],
         "window": [p.step for p in points],
         "forecast": [_forecast_text(p) for p in points],
-        "truth": [number(p.truth) for p in points],
+        "truth": [_truth_text(p) for p in points],
     }
     add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), WINDOW])
     legend = [LegendEntry("dashed", GREY, "forecast and truth are equal"), *_forecast_legend(points, marks_truth=False)]
@@ -252,6 +253,12 @@ def _forecast_unit(readings: Sequence[PolicyReading]) -> str:
 def _forecast_text(point: Point) -> str:
     text = f"{number(point.delta)} [{number(point.low)} to {number(point.high)}]"
     return text if point.is_valid else f"{text}, not to be trusted"
+
+
+def _truth_text(point: Point) -> str:
+    if point.truth is None and point.ess_fraction is not None:
+        return f"not known (effective sample size {point.ess_fraction:.2g} of the responses)"
+    return number(point.truth)
 
 
 def _forecast_legend(points: Sequence[Point], *, marks_truth: bool = True) -> list[LegendEntry]:

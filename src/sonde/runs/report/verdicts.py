@@ -19,7 +19,11 @@ _BATCH_BADGES = {
     "unknown": "No verdict yet",
 }
 _ENTROPY_BADGES = {
-    "holds": "No entropy collapse",
+    "holds": "Entropy holds",
+    "falling": "Entropy is falling",
+    "fallen": "Entropy has fallen",
+    "rising": "Entropy is rising",
+    "risen": "Entropy has risen",
     "collapses": "Entropy collapses",
     "not_linear": "Steps too large",
     "unknown": "No verdict yet",
@@ -81,7 +85,7 @@ def batch_size_panel(run: Run) -> VerdictPanel:
 
 def entropy_panel(run: Run) -> VerdictPanel:
     """The verdict on the entropy, for a run in which a policy was measured at least once."""
-    verdict = judge_entropy([r.point for r in run.policy if r.metrics.get("entropy/per_token") is not None])
+    verdict = judge_entropy([r.point for r in run.policy])
     basis = f"Judged from {plural(len(run.policy), 'measured step')}, up to step {run.policy[-1].window}."
     return VerdictPanel(
         verdict.kind,
@@ -154,16 +158,17 @@ def _policy_tiles(run: Run) -> Iterator[Tile]:
 
 
 def _entropy_tiles(run: Run) -> Iterator[Tile]:
-    known = [r for r in run.policy if r.metrics.get("entropy/per_token") is not None]
+    points = [r.point for r in run.policy]
+    known = [p.entropy for p in points if p.entropy is not None]
     if not known:
         yield Tile("Entropy", "–", "not measured")
+    else:
+        share = f"; {percent(known[-1] / known[0])} of its first value" if known[0] else ""
+        yield Tile("Entropy", number(known[-1]), f"nats a token{share}")
+    point = next((p for p in reversed(points) if p.delta is not None), None)
+    if point is None:
         yield Tile("Last forecast change", "–", "no forecast was made")
         return
-    first, now = (r.metrics["entropy/per_token"] or 0.0 for r in (known[0], known[-1]))
-    yield Tile(
-        "Entropy", number(now), f"nats a token; {percent(now / first)} of its first value" if first else "nats a token"
-    )
-    point = known[-1].point
     doubt = "" if point.is_valid else "; not to be trusted"
     note = f"nats by step {point.step}; between {number(point.low, 2)} and {number(point.high, 2)}{doubt}"
     yield Tile("Last forecast change", number(point.delta, 2), note)
