@@ -275,8 +275,8 @@ def main() -> None:
         "# Does the interval hold the present noise scale?\n\n"
         f"`python -m benchmarks.present_noise_scale --runs {options.runs}`, {machine}.\n\n"
         f"Batch {BATCH}, horizon {HORIZON:g}. A cell: the exact B_simple (median), coverage of the present value by "
-        "the trend (in brackets: by the ratio of averages over 100 windows), the share of two-sided intervals, and their "
-        f"width, upper over lower end (median).\n\n{summary(found)}\n\n{as_table(found)}\n"
+        "the trend (in brackets: by the ratio of averages over 100 windows), the share of two-sided intervals, and "
+        f"their width, upper over lower end (median).\n\n{summary(found)}\n\n{as_table(found)}\n"
     )
     print(text)
     options.out.mkdir(parents=True, exist_ok=True)

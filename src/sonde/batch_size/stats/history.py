@@ -106,6 +106,7 @@ class WindowHistory:
                 f"horizon must be more than 1 window, got {horizon}: use 50, or math.inf for the whole run"
             )
         self.groups, self.horizon = tuple(groups), float(horizon)
+        self._index = {name: i for i, name in enumerate(self.groups)}
         self.windows = 0
         """Windows added, those set aside included."""
         self.last_set_aside: SetAside | None = None
@@ -189,8 +190,12 @@ class WindowHistory:
 
     def _of(self, entry: _Entry, name: str) -> tuple[float, float]:
         """tr Σ and |G|² of a group, or, for an empty name, of all groups that still train."""
-        columns = [i for i, group in enumerate(self.groups) if (group == name if name else group not in self._gone)]
-        return math.fsum(entry.trace_cov[i] for i in columns), math.fsum(entry.grad_sq[i] for i in columns)
+        if name:
+            return entry.trace_cov[self._index[name]], entry.grad_sq[self._index[name]]
+        if not self._gone:
+            return math.fsum(entry.trace_cov), math.fsum(entry.grad_sq)
+        alive = [self._index[group] for group in self.groups if group not in self._gone]
+        return math.fsum(entry.trace_cov[i] for i in alive), math.fsum(entry.grad_sq[i] for i in alive)
 
     def series(self) -> list[tuple[tuple[str, ...], Series]]:
         """The windows of the total, under an empty name, and of each group that trains.
