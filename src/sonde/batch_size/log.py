@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.reading import GroupReading, find_alerts
+from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.probe import Metric
@@ -129,6 +130,8 @@ class NoiseScaleLog:
         for name, value in scalars.items():
             if value is not None and (name != NORM or math.isfinite(value)):
                 interval.scalars.setdefault(name, _Mean()).add(value)
+        if drop is None and self._log.log_windows and self._tracker.solved is not None:
+            self._write("window", **_window_record(window, self._tracker.solved, self._tracker.groups))
         if drop is not None and drop.kind not in _EXPECTED:
             self.alert(drop.kind, f"window {window.number} was dropped: {drop.reason}")
         if window.number % self._log.every == 0:
@@ -142,7 +145,7 @@ class NoiseScaleLog:
         self.alerts[name] = message
         if self._log.is_first_rank:
             logger.warning("sonde: %s", message)
-        self._log.write("alert", window=self._window, name=name, message=message)
+        self._write("alert", window=self._window, name=name, message=message)
 
     def reading(self, now: float) -> None:
         """Write the present reading with the means since the last one."""
@@ -161,7 +164,7 @@ class NoiseScaleLog:
             "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
         }
         metrics |= {name: json_number(mean.value) for name, mean in interval.scalars.items()}
-        self._log.write(
+        self._write(
             "reading",
             window=self._window,
             status=reading.status,
@@ -173,6 +176,10 @@ class NoiseScaleLog:
             pieces=self._pieces,
         )
         self._interval = _Interval(start=now)
+
+    def _write(self, kind: str, **content: object) -> None:
+        self._log.write(kind, **content)
+        self.alerts |= self._log.alerts  # of a sink that has failed
 
     def end(self, reason: str) -> None:
         """Write the last reading, and end this probe's part of the log."""
@@ -186,6 +193,24 @@ class NoiseScaleLog:
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Go on counting where another run stopped."""
         self._window, self._units_seen = int(state["window"]), float(state["units_seen"])
+
+
+def _window_record(window: MeasuredWindow, solved: SolvedWindow, groups: Sequence[str]) -> dict[str, object]:
+    """A window on its own, from which readings can be computed again."""
+    total = solved.total
+    return {
+        "window": window.number,
+        "time": window.time,
+        "metrics": {
+            "gns/trace_cov": json_number(total.trace_cov),
+            "gns/grad_sq": json_number(total.grad_sq),
+            "gns/effective_units": json_number(solved.effective_units),
+        },
+        "groups": {
+            name: {"trace_cov": json_number(group.trace_cov), "grad_sq": json_number(group.grad_sq)}
+            for name, group in zip(groups, solved.per_group, strict=True)
+        },
+    }
 
 
 def _group_record(group: GroupReading) -> dict[str, object]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import math
+import os
 import sys
 import time
 import weakref
@@ -148,7 +149,7 @@ class NoiseScaleProbe:
             self._remove_hooks()
             raise
         self._say(describe(self._setup(), self._tracker.unit))
-        self._at_exit = functools.partial(_close_left_open, weakref.ref(self))
+        self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 
     # What the user calls.
@@ -458,7 +459,10 @@ class NoiseScaleProbe:
             sys.stderr.write(f"sonde: {text}\n")
 
 
-def _close_left_open(probe: weakref.ref[NoiseScaleProbe]) -> None:
-    """Complete the log of a script that ends without `close()`, but for windows that peers have not summed yet."""
-    if (left_open := probe()) is not None:
+def _close_left_open(probe: weakref.ref[NoiseScaleProbe], pid: int) -> None:
+    """Complete the log of a script that ends without `close()`, but for windows that peers have not summed yet.
+
+    A child that the script forked inherits this call. The log is not the child's, and its device may be unusable there.
+    """
+    if os.getpid() == pid and (left_open := probe()) is not None:
         left_open._close("the process ended without probe.close()", abandon_unfinished=True)

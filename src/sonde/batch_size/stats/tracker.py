@@ -9,7 +9,7 @@ from typing import Any
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
-from sonde.batch_size.stats.solved_window import solve_window
+from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
 from sonde.batch_size.stats.window_row import Drop, WindowRow, why_unusable
 
@@ -44,6 +44,8 @@ class NoiseScaleTracker:
         self._averages = NoiseScaleAverages(self.groups, horizon)
         self.norm: float | None = None
         """Norm of the last window's gradient as the rank average, before any clip; None if the window was dropped."""
+        self.solved: SolvedWindow | None = None
+        """The last window on its own; None if it was dropped."""
 
     def update(self, row: WindowRow) -> Drop | None:
         """Take one window.
@@ -51,7 +53,7 @@ class NoiseScaleTracker:
         Returns:
             Why the window was dropped; None when it was averaged.
         """
-        self.norm = None
+        self.norm = self.solved = None
         # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
         # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
@@ -72,7 +74,7 @@ class NoiseScaleTracker:
         assert scale.scale is not None
         solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks)
         self._averages.add(solved, scale)
-        self.norm = solved.norm
+        self.norm, self.solved = solved.norm, solved
         return None
 
     def reading(self) -> NoiseScaleReading:
