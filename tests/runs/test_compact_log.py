@@ -122,6 +122,18 @@ def test_the_last_reading_has_its_groups_and_texts_though_its_turn_had_not_come(
         assert (run.totals.last_groups, run.totals.last_alerted) == (250, {"unresolved": 250})
 
 
+def test_groups_of_a_start_outlast_a_restart_that_wrote_none(tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())  # and it crashed
+    sink.close()
+    for thinned in (False, True):
+        assert list(read_run(tmp_path, thinned=thinned).readings[-1].groups) == list(GROUPS)
+    write_run(tmp_path, 3, groups=[])
+    for thinned in (False, True):
+        assert read_run(tmp_path, thinned=thinned).readings[-1].groups == {}
+
+
 def test_a_check_that_fails_or_recovers_is_written_at_once(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path)
     sink.write(header_record())

@@ -44,7 +44,8 @@ class Contents:
         self._readings: Readings = ThinnedReadings(self._totals) if thinned else AllReadings(self._totals)
         self._policy = PolicyReadings(thinned=thinned)
         self._own = OwnMetrics(file, thinned=thinned)
-        self._state = State()
+        self._state, self._state_of = State(), -1
+        """What the last reading knew beside its numbers, and in which start it was."""
         self._groups: WrittenGroups = no_groups
         """The groups that were written last."""
         self._block = Block(file, -1, Columns(), frozenset())
@@ -75,6 +76,8 @@ class Contents:
     def _add_row(self, record: Mapping[str, Any], line: int) -> None:
         block = self._block
         if len(record) != _BARE_READING:
+            if block.segment != self._state_of:  # the first reading of a start gives everything
+                self._state, self._groups, self._state_of = State(), no_groups, block.segment
             self._see_state(record)
         block.windows.append(record["window"])
         block.times.append(record["time"])
@@ -173,7 +176,6 @@ class Contents:
             )
         )
         self._ended = None
-        self._state, self._groups = State(), no_groups
         self._begin_block(Columns())
 
     def _add_probe(self, probe: ProbeSetup) -> None:
