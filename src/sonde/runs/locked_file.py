@@ -60,8 +60,11 @@ class LockedFile:
             OSError: when they do not all fit on the disk.
         """
         rest = memoryview(lines)
-        while rest and self._file is not None:  # a disk that is almost full takes a part, and refuses the rest
-            rest = rest[self._file.write(rest) :]
+        try:
+            while rest and self._file is not None:  # a disk that is almost full takes a part, and refuses the rest
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         """Close the file, which unlocks it. A second call does nothing."""
