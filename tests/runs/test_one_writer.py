@@ -18,6 +18,7 @@ from sonde.cli import main
 from sonde.runs import locked_file
 from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
+from tests.runs.report.plausible_policy import policy_header, policy_record
 from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -282,6 +283,23 @@ def test_a_number_of_sondes_that_cannot_be_is_refused_with_file_and_line(
     said = capsys.readouterr().err
     assert said.startswith("sonde: error: line 5 of")
     assert "Traceback" not in said
+
+
+def test_a_number_of_a_policy_that_cannot_be_is_refused_with_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = policy_record(0)
+    sink = JsonlSink(tmp_path)
+    sink.write(policy_header())
+    sink.write(record | {"metrics": record["metrics"] | {"reward": 1e308}})
+    assert main(["report", str(tmp_path)]) == 0  # a reward is the user's
+    sink.write(record | {"metrics": record["metrics"] | {"gns_prompts/b_simple": -2.0}})
+    sink.close()
+    capsys.readouterr()
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("sonde: error: line 3 of")
+    assert "holds gns_prompts/b_simple = -2, expected 0 or more" in said
 
 
 def test_a_huge_value_of_the_users_own_is_drawn(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from sonde.stats.intervals import Status
 LARGEST = 1e150
 """A larger number of sonde's own is no measurement, and its square overflows."""
 
-_NEVER_NEGATIVE = ("gns/b_simple", "gns_prompts/b_simple")
+NEVER_NEGATIVE = ("gns/b_simple", "gns_prompts/b_simple")
 """Beginnings of names."""
 
 
@@ -98,21 +98,22 @@ class Block:
             refuse(self.file, self.lines[row], ValueError(f"{len(values)} values for {len(names)} columns"))
         for name, value in zip(names, values, strict=False):
             if value is not None and name in self.declared:
-                self.check_declared(row, name, value)
+                check_own_number(self.file, self.lines[row], name, value)
 
-    def check_declared(self, row: int, name: str, value: float) -> None:
-        """Refuse a number of sonde's own that cannot be.
 
-        Raises:
-            ValueError: with the file and the line.
-        """
-        if abs(value) <= LARGEST and not (value < 0 and name.startswith(_NEVER_NEGATIVE)):
-            return
-        expected = "0 or more" if value < 0 and abs(value) <= LARGEST else f"at most {LARGEST:g} in size"
-        raise ValueError(
-            f"line {self.lines[row]} of {self.file} holds {name} = {value:g}, expected {expected}: "
-            "sonde writes no such number; was the log edited, or written by another program?"
-        )
+def check_own_number(file: Path, line: int, name: str, value: float) -> None:
+    """Refuse a number of sonde's own that cannot be.
+
+    Raises:
+        ValueError: with the file and the line.
+    """
+    if abs(value) <= LARGEST and not (value < 0 and name.startswith(NEVER_NEGATIVE)):
+        return
+    expected = "0 or more" if value < 0 and abs(value) <= LARGEST else f"at most {LARGEST:g} in size"
+    raise ValueError(
+        f"line {line} of {file} holds {name} = {value:g}, expected {expected}: "
+        "sonde writes no such number; was the log edited, or written by another program?"
+    )
 
 
 def refuse(file: Path, line: int, error: Exception) -> NoReturn:

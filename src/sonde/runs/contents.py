@@ -10,7 +10,17 @@ from typing import Any, ClassVar
 
 from sonde.probe import ReportSection
 from sonde.records import READABLE_SCHEMAS
-from sonde.runs.blocks import AllReadings, Block, Readings, State, WrittenGroups, group_readings, no_groups, refuse
+from sonde.runs.blocks import (
+    AllReadings,
+    Block,
+    Readings,
+    State,
+    WrittenGroups,
+    check_own_number,
+    group_readings,
+    no_groups,
+    refuse,
+)
 from sonde.runs.columns import Columns
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_numbers, as_time
 from sonde.runs.own_metrics import OwnMetrics
@@ -85,8 +95,7 @@ class Contents:
         block.states.append(self._state)
         block.groups.append(self._groups)
         block.lines.append(line)
-        if self._ended is not None:
-            self._ended = None  # the run went on after all
+        self._ended = None
 
     def _see_state(self, record: Mapping[str, Any]) -> None:
         self._state = self._state.changed(record)
@@ -139,8 +148,13 @@ class Contents:
                 self._add_details(record)
             case "metrics":
                 self._own.add(record, len(self._headers) - 1, line)
+                self._ended = None  # the run went on after all, as below
             case "policy":
                 self._policy.add(record, len(self._headers) - 1)
+                for name, value in self._policy.readings[-1].metrics.items():
+                    if value is not None and name in self._block.declared:
+                        check_own_number(self._file, line, name, value)
+                self._ended = None
             case "alert":
                 self._alerts.append(Alert(as_count(record["window"]), str(record["name"]), str(record["message"])))
             case "end":

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sonde.runs.blocks import LARGEST, Block, State, WrittenGroups, reading_of
+from sonde.runs.blocks import LARGEST, NEVER_NEGATIVE, Block, State, WrittenGroups, reading_of
 from sonde.runs.run import Reading, Totals
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class ThinnedRows:
         np = self._np
         sonde_s = [i for i, name in enumerate(block.columns.values) if name in block.declared]
         sizes = np.abs(values[:, sonde_s])
-        can_be_negative = [not name.startswith("gns/b_simple") for name in block.columns.values]
+        can_be_negative = [not name.startswith(NEVER_NEGATIVE) for name in block.columns.values]
         suspects = (sizes > LARGEST).any(axis=1)
         suspects |= (values[:, [i for i in sonde_s if not can_be_negative[i]]] < 0).any(axis=1)
         for row in np.flatnonzero(suspects):
