@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Two at a time. Each runs one thread: several that wait for each other on the same cores take many times as long.
 TESTS  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo demo-entropy test check bench bench-norm bench-entropy clean
+.PHONY: help demo demo-entropy test check bench bench-norm bench-entropy bench-log clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/"
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
 	@echo "make bench-entropy   measure how right forecasts of entropy are, and what they cost; writes benchmarks/results/"
+	@echo "make bench-log   measure the log of a long run and its report; writes benchmarks/results/"
 	@echo "make clean   remove the virtual environment and caches"
 
 $(VENV)/.created:
@@ -70,6 +71,10 @@ bench-norm: $(VENV)/.bench
 bench-entropy: $(VENV)/.dev
 	@echo "==> benchmarks of the entropy's forecast (about 15 minutes on 2 cores; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.entropy
+
+bench-log: $(VENV)/.dev
+	@echo "==> benchmarks of the log of a long run (about 10 minutes)"
+	@$(BIN)/python -m benchmarks.long_run
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 # From the ground up, as CONTRIBUTING.md draws it.
 HOUSE = [
     ["version", "wording", "call_site", "probe"],
-    ["stats", "parallel", "options", "deprecation"],
+    ["stats", "parallel", "options", "deprecation", "termination"],
     ["records"],
     ["gradient_norm"],
     ["batch_size"],

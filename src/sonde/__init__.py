@@ -24,7 +24,7 @@ from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.probe import Metric, Partners, Probe, ProbeConfig, ReportSection, RolloutProbe
 from sonde.records import RunLog, Sink
-from sonde.runs.reader import Run, read_run
+from sonde.runs.reader import Run, WindowReading, read_run, read_windows
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from sonde.runs.tensorboard import TensorBoardSink
@@ -64,6 +64,7 @@ __all__ = [
     "Tradeoff",
     "Verdict",
     "WindowEstimate",
+    "WindowReading",
     "__version__",
     "attach",
     "clip_grad_norm_",
@@ -74,6 +75,7 @@ __all__ = [
     "noise_scale",
     "probes_from_config",
     "read_run",
+    "read_windows",
     "steps_and_examples",
     "write_report",
 ]

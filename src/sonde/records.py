@@ -6,18 +6,23 @@ A run is a sequence of records, each a flat JSON object with a `kind`:
 - `probe`, once for each further probe of the same log: which records it writes, its set-up, unit and metrics.
 - `reading`, every few windows: `metrics` (a number, or null where it is not known), `groups`, `status`, `reason`,
   `dropped`, and `alerts`: what looked wrong since the reading before, a message by name.
+- `window`, for each window that was averaged, if the log was asked for windows: `metrics` and `groups` of that window
+  alone.
 - `policy`, around each optimizer step at which a policy's entropy was measured: `window`, `metrics`, `reason`, `per`
   ("token" or "response": the unit of the forecast), `shares` and `causes` (prompts with their parts of the change in
   nats; `causes` is null if they were not asked for), and `alerts`.
 - `metrics`, when a probe of the user's own is logged: `window` and `metrics`.
 - `alert`, when something looks wrong for the first time, with its `name` and a `message` in plain words.
-- `end`, when the last probe was closed; a run without it was cut off.
+- `end`, when the last probe was closed, or the process was told to end; a run without it was cut off.
+
+These are the records that sinks get. `JsonlSink` writes them in a compact form: see `sonde.runs.columns`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import platform
 import re
 import time
@@ -32,12 +37,14 @@ from torch import Tensor
 
 from sonde.deprecation import warn_deprecated
 from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
+from sonde.termination import OnTermination
 from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
 
-SCHEMA = 1
-"""Raised when a reader of older records could misunderstand newer ones."""
+SCHEMA = 2
+"""Raised when a reader of older records could misunderstand newer ones. Since 2, readings are written in columns."""
+READABLE_SCHEMAS = (1, 2)
 
 Writes = Literal["reading", "policy", "metrics"]
 """The kind of record that a probe writes."""
@@ -47,7 +54,10 @@ METRIC_NAME = r"[A-Za-z0-9_/]+"
 
 
 class Sink(Protocol):
-    """A place for records. Called on rank 0 only, when a window ends; it should return soon."""
+    """A place for records. Called on rank 0 only, when a window ends; it should return soon.
+
+    A sink with a method `write_report()` has it called when SIGTERM ends the process, after the `end` record.
+    """
 
     def write(self, record: Mapping[str, object]) -> None:
         """Take one record; its values are JSON values."""
@@ -59,14 +69,19 @@ class Sink(Protocol):
 class RunLog:
     """The log of one run: give the same object to every probe of the run.
 
-    Make it on every rank alike; records are written on rank 0 only. A sink that fails gets no more records, the others
-    go on, and training with them.
+    Make it on every rank alike; records are written on rank 0 only, and never by a child that a rank forks. A sink that
+    fails gets no more records, the others go on, and training with them; `alerts` tells.
+
+    If SIGTERM ends the process, an `end` record and a report are written first. A handler of your own is called as
+    before.
 
     Args:
         sinks: one sink, or several.
         run: the run's name.
         metadata: anything worth remembering with the run, JSON values.
         every: windows between two readings of the noise scale.
+        log_windows: also write tr Σ and |G|² of each window alone, for the whole model and for each group: about 300
+            bytes a window for 12 groups. `sonde.read_windows` reads them.
 
     Raises:
         ValueError: for sinks that cannot write, or an `every` below 1.
@@ -87,6 +102,7 @@ class RunLog:
         run: str = "",
         metadata: Mapping[str, object] | None = None,
         every: int = 10,
+        log_windows: bool = False,
     ) -> None:
         given: object = (sinks,) if callable(getattr(sinks, "write", None)) else sinks
         self._sinks: tuple[Sink, ...] = tuple(given) if isinstance(given, Iterable) else ()
@@ -94,8 +110,14 @@ class RunLog:
             raise ValueError(f"sinks must be a sink or a list of sinks, got {sinks!r}: sonde.JsonlSink('runs/my-run')")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of windows from 1 up, got {every!r}")
-        self.run, self.metadata, self.every = run, dict(metadata or {}), every
+        self.run, self.metadata, self.every, self.log_windows = run, dict(metadata or {}), every, log_windows
+        self.alerts: dict[str, str] = {}
+        """Sinks that write no more: a message by name."""
         self._is_first_rank: bool | None = None
+        self._pid: int | None = None
+        """Of the process in which the log began."""
+        self._window = 0
+        self._termination: OnTermination | None = None
         self._metrics: dict[str, Writes] = {}
         """The kind of record that each metric is written in."""
         self._has_begun = self._has_ended = False
@@ -176,7 +198,7 @@ class RunLog:
         }
         if sections:
             described["sections"] = [asdict(section) for section in sections]
-        self._is_first_rank = self.is_first_rank
+        self._is_first_rank, self._pid = self.is_first_rank, self._pid or os.getpid()
         if self._has_begun:
             self._write({"kind": "probe", "time": time.time(), **described}, raises=raises)
         else:
@@ -188,14 +210,18 @@ class RunLog:
                 self._finish()
                 raise
             self._has_begun = True
+            if self._is_first_rank and self._sinks:
+                self._termination = OnTermination(self._note_termination, self._write_reports)
         self._metrics |= dict.fromkeys(metrics, writes)
 
     def write(self, kind: str, **content: object) -> None:
         """Hand one record to the sinks. What a sink raises is logged, and does not end the run."""
+        if isinstance(window := content.get("window"), int):
+            self._window = window
         self._write({"kind": kind, "time": time.time(), **content}, raises=False)
 
     def _write(self, record: Mapping[str, object], *, raises: bool) -> None:
-        if not self.is_first_rank:
+        if not self._may_write:
             return
         for sink in self._sinks:
             try:
@@ -208,7 +234,26 @@ class RunLog:
                     logger.error("sonde: %s refuses a %r record: %s", name, record["kind"], error)
                     continue
                 logger.error("sonde: %s writes no more: %s", name, error)
+                self.alerts[f"log_stopped_{name}"] = (
+                    f"{name} writes no more: {error}. Training goes on without that log."
+                )
                 self._close_sinks([sink])
+
+    @property
+    def _may_write(self) -> bool:
+        """Whether this is the process whose log it is: rank 0, and no child that rank 0 has forked."""
+        return self.is_first_rank and self._pid in (None, os.getpid())
+
+    def _note_termination(self) -> None:
+        """The process was told to end. If it goes on nevertheless, readers take the records that follow."""
+        self.write("end", window=self._window, reason="the process was told to end (SIGTERM)")
+
+    def _write_reports(self) -> None:
+        for sink in self._sinks:
+            try:
+                getattr(sink, "write_report", lambda: None)()
+            except Exception as error:  # the process ends: the log is what counts, and it is written
+                logger.error("sonde: %s could not write a report: %s", type(sink).__name__, error)
 
     def measure(self, probe: Probe | RolloutProbe, window: int) -> None:
         """Write the present metrics of a probe of your own.
@@ -278,7 +323,9 @@ class RunLog:
     def _finish(self) -> None:
         self._has_ended = True
         self._own = {}
-        if self.is_first_rank:
+        if self._termination is not None:
+            self._termination.remove()
+        if self._may_write:
             self._close_sinks(self._sinks)
 
     def _close_sinks(self, sinks: Sequence[Sink]) -> None:

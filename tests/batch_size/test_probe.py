@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import sonde
 from tests.batch_size.loops import (
     Recording,
     assert_same,
@@ -110,7 +111,7 @@ def test_unbiased_for_the_exact_moments_of_a_population() -> None:
     inputs, targets = batch(96, generator, torch.float64)
     exact = population(per_example_gradients(model, lambda out, y: (out - y).square().sum(-1).mean(), inputs, targets))
     sink = Recording()
-    with attached(model, sinks=[sink], log_windows=True) as probe:
+    with attached(model, log=sonde.RunLog(sink, log_windows=True)) as probe:
         for _ in range(1_100):
             for n in SIZES:  # uneven, and weighted by their size
                 rows = torch.randint(96, (n,), generator=generator)
@@ -129,7 +130,7 @@ def test_unbiased_for_the_exact_moments_of_a_population() -> None:
         (reading.grad_sq, exact.grad_sq, "grad_sq"),
     ):
         assert measured is not None
-        own = torch.tensor([sum(window[name]) for window in windows], dtype=torch.float64)
+        own = torch.tensor([window["metrics"][f"gns/{name}"] for window in windows], dtype=torch.float64)
         assert measured == pytest.approx(own.mean().item(), rel=1e-9)  # an infinite horizon averages all windows
         error = own.std().item() / math.sqrt(len(own)) / squares
         assert error < 0.01 * true / 2.5  # so that an error of 1 % would show

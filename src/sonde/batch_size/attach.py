@@ -30,7 +30,6 @@ def attach(
     metric: Literal["euclidean", "adam"] = "euclidean",
     tap: TapName = "auto",
     staging_mib: float = 8.0,
-    log_windows: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | None = None,
     comm_hook: CommHook | None = None,
@@ -41,7 +40,7 @@ def attach(
 ) -> NoiseScaleProbe:
     """Measure the gradient noise scale of a model while it trains.
 
-    `NoiseScaleOptions` explains `unit` to `log_windows`, and `NoiseScaleProbe` the other arguments.
+    `NoiseScaleOptions` explains `unit` to `staging_mib`, and `NoiseScaleProbe` the other arguments.
 
     Args:
         model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
@@ -53,7 +52,6 @@ def attach(
         metric: "euclidean" or "adam".
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
-        log_windows: write each window's own tr Σ and |G|² to the log.
         grad_scaler: the `torch.amp.GradScaler` in use.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
@@ -84,7 +82,7 @@ def attach(
         >>> probe.close()
     """
     log = log_of(log, deprecated)
-    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib, log_windows)
+    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib)
     return NoiseScaleProbe(
         model,
         optimizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.reading import GroupReading, find_alerts
@@ -137,27 +137,12 @@ class NoiseScaleLog:
         for name, value in scalars.items():
             if value is not None and (name != NORM or math.isfinite(value)):
                 interval.scalars.setdefault(name, _Mean()).add(value)
+        if drop is None and self._log.log_windows and self._tracker.last is not None:
+            self._write("window", **_window_record(window, self._tracker.last, self._tracker.groups))
         if drop is not None and drop.kind not in _EXPECTED:
             self.alert(drop.kind, f"window {window.number} was dropped: {drop.reason}")
         if window.number % self._log.every == 0:
             self.reading(window.time)
-
-    def each_window(self, number: int, window: SolvedWindow) -> None:
-        """Write a window's own estimates.
-
-        Args:
-            number: of the window.
-            window: its estimates.
-        """
-        self._log.write(
-            "window",
-            window=number,
-            norm=window.norm,
-            effective_units=window.effective_units,
-            u=window.u,
-            trace_cov=[estimate.trace_cov for estimate in window.per_group],
-            grad_sq=[estimate.grad_sq for estimate in window.per_group],
-        )
 
     def alert(self, name: str, message: str) -> None:
         """Note that something looks wrong: in the next reading, and as an alert the first time that `name` occurs."""
@@ -167,7 +152,7 @@ class NoiseScaleLog:
         self.alerts[name] = message
         if self._log.is_first_rank:
             logger.warning("sonde: %s", message)
-        self._log.write("alert", window=self._window, name=name, message=message)
+        self._write("alert", window=self._window, name=name, message=message)
 
     def reading(self, now: float) -> None:
         """Write the present reading with the means since the last one."""
@@ -186,7 +171,7 @@ class NoiseScaleLog:
             "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
         }
         metrics |= {name: json_number(mean.value) for name, mean in interval.scalars.items()}
-        self._log.write(
+        self._write(
             "reading",
             window=self._window,
             status=reading.status,
@@ -200,6 +185,10 @@ class NoiseScaleLog:
         )
         self._interval = _Interval(start=now)
 
+    def _write(self, kind: str, **content: object) -> None:
+        self._log.write(kind, **content)
+        self.alerts |= self._log.alerts  # of a sink that has failed
+
     def end(self, reason: str) -> None:
         """Write the last reading, and end this probe's part of the log."""
         self.reading(time.time())
@@ -212,6 +201,24 @@ class NoiseScaleLog:
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Go on counting where another run stopped."""
         self._window, self._units_seen = int(state["window"]), float(state["units_seen"])
+
+
+def _window_record(window: MeasuredWindow, solved: SolvedWindow, groups: Sequence[str]) -> dict[str, object]:
+    """A window on its own, from which readings can be computed again."""
+    total = solved.total
+    return {
+        "window": window.number,
+        "time": window.time,
+        "metrics": {
+            "gns/trace_cov": json_number(total.trace_cov),
+            "gns/grad_sq": json_number(total.grad_sq),
+            "gns/effective_units": json_number(solved.effective_units),
+        },
+        "groups": {
+            name: {"trace_cov": json_number(group.trace_cov), "grad_sq": json_number(group.grad_sq)}
+            for name, group in zip(groups, solved.per_group, strict=True)
+        },
+    }
 
 
 def _group_record(group: GroupReading) -> dict[str, object]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import math
+import os
 import sys
 import time
 import weakref
@@ -149,7 +150,7 @@ class NoiseScaleProbe:
             self._remove_hooks()
             raise
         self._say(describe(self._setup(), self._tracker.unit))
-        self._at_exit = functools.partial(_close_left_open, weakref.ref(self))
+        self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 
     # What the user calls.
@@ -427,8 +428,6 @@ class NoiseScaleProbe:
             self._taps.saw_row(window.row, is_sound=drop is None)
             self._say_first(window)
             solved = self._tracker.last
-            if self._options.log_windows and solved is not None:
-                self._log.each_window(window.number, solved)
             self._log.window(window, drop, solved.norm if solved is not None and self._metric.is_plain else None)
 
     def _alert_never_ended(self) -> None:
@@ -467,7 +466,10 @@ class NoiseScaleProbe:
             sys.stderr.write(f"sonde: {text}\n")
 
 
-def _close_left_open(probe: weakref.ref[NoiseScaleProbe]) -> None:
-    """Complete the log of a script that ends without `close()`, but for windows that peers have not summed yet."""
-    if (left_open := probe()) is not None:
+def _close_left_open(probe: weakref.ref[NoiseScaleProbe], pid: int) -> None:
+    """Complete the log of a script that ends without `close()`, but for windows that peers have not summed yet.
+
+    A child that the script forked inherits this call. The log is not the child's, and its device may be unusable there.
+    """
+    if os.getpid() == pid and (left_open := probe()) is not None:
         left_open._close("the process ended without probe.close()", abandon_unfinished=True)

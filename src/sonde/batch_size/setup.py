@@ -33,7 +33,6 @@ class NoiseScaleOptions:
             every rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook
             of your own. "auto" changes back where buckets do not suffice.
         staging_mib: limit of the memory for gradients that wait, in MiB.
-        log_windows: write each window's own tr Σ and |G|² to the log, from which every reading can be made again.
 
     Raises:
         ValueError: for an option outside its range.
@@ -46,7 +45,6 @@ class NoiseScaleOptions:
     metric: Literal["euclidean", "adam"] = "euclidean"
     tap: TapName = "auto"
     staging_mib: float = 8.0
-    log_windows: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.unit, str) or not self.unit.strip():

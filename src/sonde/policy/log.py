@@ -108,6 +108,7 @@ class PolicyLog:
             causes=None if forecast is None or forecast.causes is None else _causes(forecast.causes, texts or {}),
             alerts=alerts,
         )
+        self.alerts |= self._log.alerts  # of a sink that has failed
 
     def end(self, reason: str) -> None:
         """End this part of the run's log. A second call does nothing.

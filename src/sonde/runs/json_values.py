@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from sonde.stats.intervals import Status
 
-_STATUSES = ("resolved", "lower_bound", "upper_bound", "unresolved")
+_STATUSES = get_args(Status)
 
 
 def as_mapping(value: object) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sonde.policy.stats.forecast_point import Point, forecast_point
@@ -76,6 +76,65 @@ class PolicyReading:
     def point(self) -> Point:
         """The forecast beside its truth."""
         return forecast_point(self.window, self.metrics, self.per, self.reason)
+
+
+@dataclass
+class PromptEffect:
+    """What learning from one prompt did to the entropy, summed over steps.
+
+    Attributes:
+        change: in nats.
+        from_rewarded: the part of tokens that were rewarded.
+        from_penalised: the part of tokens that were penalised.
+        n_steps: optimizer steps that learned from the prompt.
+    """
+
+    change: float = 0.0
+    from_rewarded: float = 0.0
+    from_penalised: float = 0.0
+    n_steps: int = 0
+
+
+class PolicyReadings:
+    """Collects the readings of a policy.
+
+    Args:
+        thinned: keep the parts of single prompts only of the last reading that has some: they are most of a log.
+    """
+
+    def __init__(self, *, thinned: bool) -> None:
+        self.readings: list[PolicyReading] = []
+        self.effects: dict[str, PromptEffect] = {}
+        """Of learning from each prompt, by its text."""
+        self._thinned = thinned
+        self._with_shares = self._with_causes = -1
+        """Where the last readings with shares and with causes are."""
+
+    def add(self, record: Mapping[str, Any], segment: int) -> None:
+        """Add one record; see `policy_reading`."""
+        reading = policy_reading(record, segment)
+        here = len(self.readings)
+        self.readings.append(reading)
+        if reading.shares:
+            self._forget(self._with_shares, shares=())
+            self._with_shares = here
+        if reading.causes is not None:
+            if self._with_causes >= 0 and (causes := self.readings[self._with_causes].causes) is not None:
+                self._forget(self._with_causes, causes=replace(causes, prompts=()))
+            self._with_causes = here
+            self._add_effects(reading.causes)
+
+    def _forget(self, index: int, **changes: Any) -> None:
+        if self._thinned and index >= 0:
+            self.readings[index] = replace(self.readings[index], **changes)
+
+    def _add_effects(self, causes: CausesReading) -> None:
+        for part in causes.prompts:
+            effect = self.effects.setdefault(part.prompt, PromptEffect())
+            effect.change += part.change or 0.0
+            effect.from_rewarded += part.parts.get("from_rewarded") or 0.0
+            effect.from_penalised += part.parts.get("from_penalised") or 0.0
+            effect.n_steps += 1
 
 
 def policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:

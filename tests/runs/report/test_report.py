@@ -171,7 +171,7 @@ def test_a_restart_and_a_cut_off_line_are_shown(tmp_path: Path) -> None:
     text = visible_text(write_report(write_run(tmp_path, 20, seed=1, end=False)))
     assert "restarted 1 time" in text
     assert "the run was restarted here" in text
-    assert "Line 22 was cut off when the run was interrupted" in text
+    assert "Line 23 was cut off when the run was interrupted" in text
     assert "No end was recorded" in text
 
 
@@ -189,7 +189,7 @@ def test_the_report_of_a_long_run_is_small(tmp_path: Path) -> None:
     report = write_report(tmp_path)
     assert report.stat().st_size < MAX_BYTES
     text = visible_text(report)
-    assert "One in 5 readings is drawn." in text
+    assert "Of 3,000 readings, each pixel shows the lowest and the highest." in text
     assert "The first 400 are drawn; 200 more are in the log." in text
     assert "47 more values in the log" in text  # the loss and 3 of 50 are drawn
 

@@ -9,10 +9,12 @@ from itertools import groupby, pairwise
 from statistics import median
 from typing import Any
 
+import numpy as np
 from bokeh.models import ColumnDataSource, Range1d
 from bokeh.plotting import figure
 
 from sonde.runs.report.figures import GREY, LegendEntry, Scale, add_line_at, new_figure, scale_for
+from sonde.runs.report.pixels import envelope, rows_shown
 from sonde.runs.report.timeline import R, Timeline
 
 _MAX_TRIANGLES = 40
@@ -50,8 +52,13 @@ def new_curve(line: Timeline[R], axis: TimeAxis, y: Scale, *, y_label: str, heig
 
 
 def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, dash: str = "solid") -> None:
-    """A line that breaks where y is NaN. A value without a neighbour is drawn as a dot."""
-    fig.line(x, y, color=color, line_width=2, line_dash=dash)
+    """A line that breaks where y is NaN. A value without a neighbour is drawn as a dot.
+
+    A curve of many values is drawn by the lowest and the highest of each pixel, so that no peak is lost, and its ends.
+    """
+    rows = rows_shown(x, y)
+    x, y = [x[i] for i in rows], [y[i] for i in rows]
+    fig.line(np.asarray(x), np.asarray(y), color=color, line_width=2, line_dash=dash)
     unknown = [True, *map(math.isnan, y), True]
     alone = [i for i in range(len(y)) if unknown[i] and not unknown[i + 1] and unknown[i + 2]]
     fig.scatter([x[i] for i in alone], [y[i] for i in alone], color=color, size=5)
@@ -60,7 +67,11 @@ def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, d
 def add_bands(
     fig: figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], axis: Scale, **style: Any
 ) -> None:
-    """Fill between two curves with one polygon per unbroken stretch: one area glyph would bridge the gaps."""
+    """Fill between two curves with one polygon per unbroken stretch: one area glyph would bridge the gaps.
+
+    A band of many values is as high in each pixel as its highest value there, and as low as its lowest.
+    """
+    x, low, high = envelope(x, low, high)
     half = _half_spacing(x)
     xs, ys = [], []
     for known, stretch in groupby(range(len(x)), lambda i: not (math.isnan(low[i]) or math.isnan(high[i]))):
@@ -70,8 +81,8 @@ def add_bands(
         rows = [rows[0], *rows, rows[-1]]
         positions = [x[i] for i in rows]
         positions[0], positions[-1] = positions[0] - half, positions[-1] + half
-        xs.append([*positions, *reversed(positions)])
-        ys.append([*(axis.clamp(low[i]) for i in rows), *(axis.clamp(high[i]) for i in reversed(rows))])
+        xs.append(np.array([*positions, *reversed(positions)]))
+        ys.append(np.array([*(axis.clamp(low[i]) for i in rows), *(axis.clamp(high[i]) for i in reversed(rows))]))
     if xs:
         fig.patches("xs", "ys", source=ColumnDataSource({"xs": xs, "ys": ys}), line_color=None, **style)
 

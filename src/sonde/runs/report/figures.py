@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import numpy as np
 from bokeh.models import (
     ColumnDataSource,
     FixedTicker,
@@ -27,6 +28,9 @@ BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#c8590f", "#1b7f5c", "#8a94a0", "#2
 """Colour-blind readers can distinguish these. In a grey print, dashes and marks show the difference."""
 
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
+
+_MAX_TEXTS = 400
+"""Largest number of readings for which a figure has a hover text."""
 
 Mark = Literal["line", "dashed", "dotted", "band", "hatched", "bar", "dot", "whisker", "up", "down", "right", "cross"]
 
@@ -238,10 +242,14 @@ def add_hover(
         mode: "vline" takes the reading nearest in x, "hline" the reading nearest in y.
     """
     drawn = [i for i, x in enumerate(columns["x"]) if not math.isnan(x)]
-    data = {name: [values[i] for i in drawn] for name, values in columns.items()}
+    # Backwards, so that the last reading is always among those that have a text.
+    drawn = drawn[::-1][:: math.ceil(len(drawn) / _MAX_TEXTS) or 1][::-1]
+    data: dict[str, Any] = {name: [values[i] for i in drawn] for name, values in columns.items()}
     bottom = cast(Range1d, fig.y_range).start
     data["y"] = [bottom if math.isnan(y) else y for y in data["y"]]
-    source = ColumnDataSource(data)
+    # Arrays of numbers are a third as long as texts of them.
+    numeric = [name for name, values in data.items() if all(isinstance(value, float) for value in values)]
+    source = ColumnDataSource(data | {name: np.array(data[name]) for name in numeric})
     if len(drawn) > 1:  # a line finds its nearest point at any distance, a marker only under the pointer
         target: GlyphRenderer[Any] = fig.line("x", "y", source=source, line_alpha=0)
     else:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sonde.runs.reader import Reading, Run
+from sonde.runs.reader import Run, Totals
 from sonde.wording import count, duration, moment, number, percent, plural
 
 MAX_TEXT = 4000
@@ -53,7 +52,7 @@ def _setup_rows(run: Run) -> list[Row]:
         training.append(plural(int(setup["parameters"]), "parameter"))
     meaning = f"{unit}. Batch sizes and noise scales are counted in {unit}, each taken as one independent sample."
     rows = [Row("Training set-up", (", ".join(training) or "not recorded",)), Row("Unit", (meaning,))]
-    taps = dict.fromkeys(str(tap) for r in run.readings if (tap := r.pieces.get("tap", setup.get("tap"))) is not None)
+    taps = list(run.totals.taps) or [str(setup["tap"])] if run.readings and setup.get("tap") is not None else []
     if taps:
         rows.append(Row("Where gradients were read", (", then ".join(taps),)))
     if setup.get("metric", "euclidean") != "euclidean":
@@ -92,7 +91,7 @@ def _window_rows(run: Run) -> list[Row]:
     if level:
         averaging += f" Intervals are Fieller's, at {percent(float(level))} confidence."
     every = f", one every {plural(int(setup['log_every']), 'window')}" if setup.get("log_every") else ""
-    readings = f"{plural(len(run.readings), 'reading')}{every}, up to window {count(last.window)}."
+    readings = f"{plural(run.totals.n_readings, 'reading')}{every}, up to window {count(last.window)}."
     return [*rows, Row("Averaging", (averaging,)), Row("Readings", (readings,))]
 
 
@@ -111,7 +110,7 @@ def _trust_rows(run: Run) -> list[Row]:
         if residual is not None:
             rest = f" The part that this factor does not explain is {percent(residual)} of the gradient's norm."
         rows.append(Row("Scale", (factor + rest,)))
-    rows.append(Row("Overhead", (_overhead(run.readings),)))
+    rows.append(Row("Overhead", (_overhead(run.totals),)))
     return rows
 
 
@@ -194,18 +193,13 @@ def _alerts(run: Run) -> tuple[str, ...]:
     return tuple(lines) or ("None.",)
 
 
-def _overhead(readings: Sequence[Reading]) -> str:
-    fraction, seconds = _mean(readings, "cost/fraction"), _mean(readings, "cost/seconds_per_window")
+def _overhead(totals: Totals) -> str:
+    fraction, seconds = totals.mean("cost/fraction"), totals.mean("cost/seconds_per_window")
     if fraction is None and seconds is None:
         return "not measured"
     per_window = "" if seconds is None else f", {duration(seconds)} per window"
     share = "" if fraction is None else f"{percent(fraction)} of the training time{per_window}"
     return f"{share or per_window.removeprefix(', ')}. This is host time spent inside the probe, averaged over the run."
-
-
-def _mean(readings: Sequence[Reading], metric: str) -> float | None:
-    known = [value for reading in readings if (value := reading.metrics.get(metric)) is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _end(run: Run) -> str:

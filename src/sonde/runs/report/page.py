@@ -14,8 +14,7 @@ from string import Template
 from bokeh.embed import components
 from bokeh.resources import Resources
 
-from sonde.runs.policy_reading import PolicyReading
-from sonde.runs.reader import Reading, Run
+from sonde.runs.reader import Run
 from sonde.runs.report.figures import LegendEntry, Mark, Plot, Table
 from sonde.runs.report.how_measured import Row, cut, how_measured
 from sonde.runs.report.policy_sections import policy_sections
@@ -101,7 +100,9 @@ def _verdict(panel: VerdictPanel) -> str:
 
 def _alerts(run: Run) -> str:
     """What looks wrong now, then what looked wrong earlier. A check that keeps failing is listed once."""
-    readings: list[Reading | PolicyReading] = [*run.readings, *run.policy]
+    last_alerted = dict(run.totals.last_alerted)
+    for reading in run.policy:
+        last_alerted |= {name: max(reading.window, last_alerted.get(name, 0)) for name in reading.alerts}
     last, failing = run.last, run.alerts_now
     now: list[tuple[str, str]] = []
     earlier: list[tuple[str, str]] = []
@@ -110,7 +111,7 @@ def _alerts(run: Run) -> str:
         if name in failing or alert.window > last.window:
             now.append((failing.get(name, alert.message), f"since window {count(alert.window)}"))
         else:
-            until = max((r.window for r in readings if name in r.alerts), default=alert.window)
+            until = last_alerted.get(name, alert.window)
             when = f"windows {count(alert.window)} to {count(until)}" if until > alert.window else ""
             earlier.append((alert.message, when or f"window {count(alert.window)}"))
     blocks = (

@@ -69,7 +69,7 @@ def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | s
 
 def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
     """Each step's forecast with its interval, and the change that was measured."""
-    line = _timeline_with(readings, "entropy/delta_forecast")
+    line = _timeline_with(readings, "entropy/delta_forecast", at_most=MAX_POINTS)
     if line is None:
         return "No change of entropy was forecast in this run."
     points = [None if row is None else row.point for row in line.rows]
@@ -235,10 +235,10 @@ def prompt_noise_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plo
     return Plot((fig,), (*legend, *restart_legend(line)))
 
 
-def _timeline_with(readings: Sequence[PolicyReading], *names: str) -> Line | None:
+def _timeline_with(readings: Sequence[PolicyReading], *names: str, at_most: int | None = None) -> Line | None:
     """A timeline of the readings that know at least one of these metrics. Other readings would break the curves."""
     some = [r for r in readings if any(r.metrics.get(name) is not None for name in names)]
-    return timeline(some, "prompts") if some else None
+    return timeline(some, "prompts", at_most=at_most) if some else None
 
 
 def _drawn(value: float | None) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from sonde.runs.policy_reading import PolicyReading, PromptPart
+from sonde.runs.policy_reading import PolicyReading, PromptEffect, PromptPart
 from sonde.runs.reader import Run
 from sonde.runs.report.curve_style import TimeAxis, time_axis
 from sonde.runs.report.curves import value_curve
@@ -63,7 +63,7 @@ def policy_sections(run: Run) -> list[Section]:
             "policy samples after the step.",
             (trust_curves(policy, axis),),
         ),
-        Section("Prompts that change the entropy most", _causes_text(policy), _tables(policy)),
+        Section("Prompts that change the entropy most", _causes_text(policy), _tables(policy, run.effects)),
         Section(
             "Noise scale in prompts",
             "The noise scale in prompts is the number of prompts per step at which the gradient of a step contains as "
@@ -127,8 +127,8 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
     return text
 
 
-def _tables(policy: Sequence[PolicyReading]) -> tuple[Plot | Table | str, ...]:
-    learned = _by_prompt(p for r in policy if r.causes for p in r.causes.prompts)
+def _tables(policy: Sequence[PolicyReading], effects: Mapping[str, PromptEffect]) -> tuple[Plot | Table | str, ...]:
+    learned = sorted(effects.items(), key=lambda item: item[1].change)
     last = next((r for r in reversed(policy) if r.shares), None)
     tables: list[Plot | Table | str] = []
     if learned:
@@ -137,8 +137,12 @@ def _tables(policy: Sequence[PolicyReading]) -> tuple[Plot | Table | str, ...]:
                 "Effect of learning from each prompt, summed over all measured steps",
                 ("Prompt", "Change (nats)", "from rewarded tokens", "from penalised tokens", "Steps"),
                 tuple(
-                    (_on_one_line(text), *map(number, _sums(parts)), str(len(parts)))
-                    for text, parts in _both_ends(learned)
+                    (
+                        _on_one_line(text),
+                        *map(number, (of.change, of.from_rewarded, of.from_penalised)),
+                        str(of.n_steps),
+                    )
+                    for text, of in _both_ends(learned)
                 ),
             )
         )
@@ -153,19 +157,6 @@ def _tables(policy: Sequence[PolicyReading]) -> tuple[Plot | Table | str, ...]:
             )
         )
     return tuple(tables) or ("No forecast was made, so there are no parts by prompt.",)
-
-
-def _by_prompt(parts: Iterable[PromptPart]) -> list[tuple[str, list[PromptPart]]]:
-    """Each prompt's text with its parts. The prompt that lowers the entropy most comes first."""
-    parts_by_prompt: dict[str, list[PromptPart]] = {}
-    for part in parts:
-        parts_by_prompt.setdefault(part.prompt, []).append(part)
-    return sorted(parts_by_prompt.items(), key=lambda item: sum(_or_zero(p.change) for p in item[1]))
-
-
-def _sums(parts: Sequence[PromptPart]) -> list[float]:
-    change = sum(_or_zero(p.change) for p in parts)
-    return [change, *(sum(_or_zero(p.parts.get(name)) for p in parts) for name in ("from_rewarded", "from_penalised"))]
 
 
 def _row(part: PromptPart, names: Sequence[str]) -> tuple[str, ...]:

@@ -11,9 +11,10 @@ from sonde.runs.report.curve_style import time_axis
 from sonde.runs.report.curves import moments_curve, noise_scale_curve, norm_curve, value_curve
 from sonde.runs.report.figures import Plot, Table
 from sonde.runs.report.groups_plot import MAX_GROUPS, groups_plot
+from sonde.runs.report.pixels import PIXELS
 from sonde.runs.report.timeline import Measured, Timeline, position_text, timeline
 from sonde.runs.report.tradeoff_plot import tradeoff_plot
-from sonde.wording import percent, plural, shorten
+from sonde.wording import count, percent, plural, shorten
 
 MAX_VALUES = 4
 """Largest number of logged values that are drawn. It keeps the page small and readable, whatever a run logs."""
@@ -49,7 +50,7 @@ def noise_scale_sections(run: Run) -> list[Section]:
             "vertical distance between the two curves shows it. Both curves are running averages.",
             (moments_curve(line, axis),),
         ),
-        Section("Noise scale by part of the model", _groups_text(last, unit), (groups_plot(last, group_order, unit),)),
+        Section("Noise scale by part of the model", _groups_text(run, unit), (groups_plot(last, group_order, unit),)),
         Section(
             "Gradient norm and clipping",
             "The norm of the whole gradient of each optimizer step, over all ranks, before clipping. "
@@ -83,12 +84,16 @@ def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
         )
     if any(reading.status == "unresolved" for reading in run.readings):
         text += " A gap means that the noise scale was not known yet."
-    return text if line.every == 1 else f"{text} One in {line.every} readings is drawn."
+    if run.totals.n_readings > PIXELS:
+        text += f" Of {count(run.totals.n_readings)} readings, each pixel shows the lowest and the highest."
+    return text
 
 
-def _groups_text(last: Reading, unit: str) -> str:
+def _groups_text(run: Run, unit: str) -> str:
+    last, written = run.readings[-1], run.totals.last_groups
+    place = f"the last reading ({position_text(last, unit)})" if written == last.window else f"window {count(written)}"
     text = (
-        f"Values of the last reading ({position_text(last, unit)}), in the order of the model. A part far to the right "
+        f"Values of {place}, in the order of the model. A part far to the right "
         "has a noisier gradient than the rest of the model. A part far to the left has a clearer gradient."
     )
     hidden = len(last.groups) - MAX_GROUPS
@@ -109,7 +114,8 @@ def _values_section(run: Run, plots: list[Plot]) -> Section:
 
 def _losses_first(run: Run) -> list[str]:
     """The names of the user's own values. Names that contain "loss" come first."""
-    return sorted(own_value_names(run, run.readings), key=lambda name: "loss" not in name.lower())
+    known = [name for name, n in run.totals.n_known.items() if n and name not in run.metrics]
+    return sorted(known, key=lambda name: "loss" not in name.lower())
 
 
 def own_value_names(run: Run, readings: Sequence[Measured]) -> list[str]:

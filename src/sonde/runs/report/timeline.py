@@ -1,4 +1,4 @@
-"""Readings as columns over the units seen or over optimizer steps, thinned out to what a screen can show."""
+"""Readings as columns over the units seen or over optimizer steps."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Measured(Protocol):
 R = TypeVar("R", bound=Measured)
 
 MAX_POINTS = 600
-"""Largest number of readings drawn per curve. A screen shows no more, and the page of a long run stays small."""
+"""Largest number of marks in a figure that marks each reading. (A curve thins itself out: see `curve_style`.)"""
 
 
 @dataclass(frozen=True)
 class Timeline(Generic[R]):
-    """Columns of equal length, one row per reading drawn.
+    """Columns of equal length, one row per reading.
 
     Attributes:
         unit: plural name of the unit.
@@ -42,7 +42,6 @@ class Timeline(Generic[R]):
         x: position on the horizontal axis; NaN where the row is None.
         x_label: label of the horizontal axis, with its unit.
         restarts: positions on the horizontal axis where later starts begin.
-        every: one in `every` readings is drawn.
     """
 
     unit: str
@@ -50,7 +49,6 @@ class Timeline(Generic[R]):
     x: tuple[float, ...]
     x_label: str
     restarts: tuple[float, ...]
-    every: int
 
     @property
     def windows(self) -> list[float]:
@@ -71,16 +69,17 @@ class Timeline(Generic[R]):
         return ["" if row is None else text(row) for row in self.rows]
 
 
-def timeline(readings: Sequence[R], unit: str) -> Timeline[R]:
+def timeline(readings: Sequence[R], unit: str, *, at_most: int | None = None) -> Timeline[R]:
     """Lay out readings over the units seen, or over windows if a reading does not know the units seen.
 
     Args:
         readings: at least one.
         unit: plural name of the unit.
+        at_most: leave readings out if there are more, evenly; None for all.
     """
-    every = math.ceil(len(readings) / MAX_POINTS)
-    # Thin out from the end backwards, so that the newest reading is always drawn.
-    readings = readings[::-1][::every][::-1]
+    if at_most is not None:
+        # Thin out from the end backwards, so that the newest reading is always drawn.
+        readings = readings[::-1][:: math.ceil(len(readings) / at_most)][::-1]
     seen = [reading.metrics.get("run/units_seen") for reading in readings]
     if all(value is not None for value in seen):
         largest = max(value for value in seen if value is not None)
@@ -90,10 +89,10 @@ def timeline(readings: Sequence[R], unit: str) -> Timeline[R]:
         positions, label = [(value or 0.0) / factor for value in seen], f"{word}{unit} seen"
     else:
         positions, label = [float(reading.window) for reading in readings], "windows (optimizer steps)"
-    return _with_breaks(unit, readings, positions, label, every)
+    return _with_breaks(unit, readings, positions, label)
 
 
-def _with_breaks(unit: str, readings: Sequence[R], positions: Sequence[float], label: str, every: int) -> Timeline[R]:
+def _with_breaks(unit: str, readings: Sequence[R], positions: Sequence[float], label: str) -> Timeline[R]:
     rows: list[R | None] = []
     x: list[float] = []
     restarts: list[float] = []
@@ -105,7 +104,7 @@ def _with_breaks(unit: str, readings: Sequence[R], positions: Sequence[float], l
             restarts.append(position)
         rows.append(reading)
         x.append(position)
-    return Timeline(unit, tuple(rows), tuple(x), label[0].upper() + label[1:], tuple(restarts), every)
+    return Timeline(unit, tuple(rows), tuple(x), label[0].upper() + label[1:], tuple(restarts))
 
 
 def position_text(reading: Measured, unit: str) -> str:

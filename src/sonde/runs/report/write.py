@@ -28,7 +28,8 @@ def write_report(run_path: str | Path, out: str | Path | None = None) -> Path:
             report.
         ImportError: without the `bokeh` package.
     """
-    run = read_run(run_path)
+    _check_bokeh()
+    run = read_run(run_path, thinned=True)
     if run.is_empty:
         every = run.probe("reading").setup.get("log_every") or "few"
         raise ValueError(
@@ -41,11 +42,14 @@ def write_report(run_path: str | Path, out: str | Path | None = None) -> Path:
     return target
 
 
-def _render(run: Run) -> str:
+def _check_bokeh() -> None:
     try:
         import bokeh  # noqa: F401
     except ImportError as error:
         raise ImportError("the report needs bokeh: pip install 'bokeh>=3.6,<4'") from error
+
+
+def _render(run: Run) -> str:
     from sonde.runs.report.page import render_page
 
     return render_page(run)
@@ -73,5 +77,7 @@ def _write_in_one_step(target: Path, text: str) -> None:
     try:
         unfinished.write_bytes(text.encode("utf-8", "replace"))  # a name may contain lone surrogates
         unfinished.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, f"the report could not be written: {error.strerror}", str(target)) from error
     finally:
         unfinished.unlink(missing_ok=True)

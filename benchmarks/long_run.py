@@ -1,0 +1,195 @@
+"""What the log of a long run costs: its size, the time that writing it takes, and what `sonde report` needs for it.
+
+python -m benchmarks.long_run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe
+from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
+from sonde.batch_size.stats.scale_witness import RoundingTolerance
+from sonde.batch_size.stats.tracker import NoiseScaleTracker
+from sonde.batch_size.stats.window_row import WindowRow
+from sonde.records import RunLog
+from sonde.runs.sinks import JsonlSink
+
+RESULTS = Path(__file__).parent / "results"
+GROUPS = ("embed", *(f"blocks.{i}" for i in range(10)), "head")
+N_PIECES, UNITS_PER_PIECE = 8, 8.0
+
+_REPORT = """
+import sys, time
+from sonde.cli import main
+status = main(["report", sys.argv[1]])
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(int(peak.split()[1]) * 1024, time.process_time())
+sys.exit(status)
+"""
+
+
+class Kept:
+    """A sink that keeps the last readings, to be written again and again."""
+
+    def __init__(self, most: int) -> None:
+        self.header: Mapping[str, object] = {}
+        self.readings: list[Mapping[str, object]] = []
+        self._most = most
+
+    def write(self, record: Mapping[str, object]) -> None:
+        if record["kind"] == "header":
+            self.header = record
+        elif record["kind"] == "reading" and len(self.readings) < self._most:
+            self.readings.append(record)
+
+    def close(self) -> None:
+        pass
+
+
+def window_row(rng: random.Random, done: float) -> WindowRow:
+    """A window's numbers like those of a language model: |G|² falls, tr Σ falls more slowly, both scatter."""
+    signal, noise = math.exp(-3 * done), 40 * math.exp(-1.5 * done)
+    small, big = [], []
+    for k in range(len(GROUPS)):
+        share = (1 + 0.3 * math.sin(k)) / len(GROUPS)
+        trace, grad_sq = noise * share * rng.gauss(1, 0.05), signal * share * rng.gauss(1, 0.15)
+        small.append(N_PIECES * (grad_sq + trace / UNITS_PER_PIECE))
+        big.append((grad_sq + trace / (N_PIECES * UNITS_PER_PIECE)) * N_PIECES**2)
+    summed = torch.full((4,), math.sqrt(signal), dtype=torch.float64)
+    return WindowRow(
+        sq_norm_over_weight=small,
+        weight=float(N_PIECES),
+        weight_over_units=N_PIECES / UNITS_PER_PIECE,
+        sq_weight_over_units=N_PIECES / UNITS_PER_PIECE,
+        n_pieces=N_PIECES,
+        n_units=N_PIECES * UNITS_PER_PIECE,
+        problems=[],
+        explanations=[],
+        witness_small=float(summed.square().sum()),
+        witness_ranks=float(summed.square().sum()),
+        rank_sq_weight_over_units=1 / UNITS_PER_PIECE,
+        witness_sizes={0: 4},
+        witness_sum=summed,
+        witness_squares=summed.square(),
+        sq_norm_big=big,
+        witness_final=summed,
+    )
+
+
+def write_log(log: RunLog, n_windows: int) -> float:
+    """Log a run through the probe's own log. Returns the seconds that it took."""
+    rng = random.Random(0)
+    tracker = NoiseScaleTracker(
+        unit="sequences", groups=GROUPS, horizon=100, n_ranks=1, rounding=RoundingTolerance(1e-3, 0.0, "rounding")
+    )
+    setup = {"wrapper": "plain", "ranks": 1, "groups": list(GROUPS), "horizon": 100, "log_every": log.every}
+    noise = NoiseScaleLog(tracker, log, setup)
+    start = time.perf_counter()
+    began = time.time()
+    for number in range(1, n_windows + 1):
+        row = window_row(rng, number / n_windows)
+        drop = tracker.update(row)
+        loss = 2 + 8 * math.exp(-3 * number / n_windows) + rng.gauss(0, 0.1)
+        scalars = {"loss": loss, "learning_rate": 3e-4 * (1 - number / n_windows), "grad/clip_fraction": 0.0}
+        window = MeasuredWindow(row, number, began + 0.5 * number, 2e-4 * rng.gauss(1, 0.1), "leaf hooks", scalars)
+        noise.window(window, drop, tracker.norm)
+    noise.end("training ended")
+    return time.perf_counter() - start
+
+
+def write_again(
+    folder: Path, n_readings: int, readings: list[Mapping[str, object]], header: Mapping[str, object]
+) -> float:
+    """Write the same readings again and again, each at a window of its own. Returns the seconds that it took."""
+    sink = JsonlSink(folder)
+    sink.write(header)
+    start = time.perf_counter()
+    for i in range(n_readings):
+        record: dict[str, Any] = dict(readings[i % len(readings)])
+        record["window"] = i + 1
+        record["time"] = float(record["time"]) + i // len(readings) * 1e5
+        record["metrics"] = record["metrics"] | {"run/units_seen": 64.0 * (i + 1)}
+        sink.write(record)
+    sink.write({"kind": "end", "time": record["time"], "window": n_readings, "reason": "training ended"})
+    sink.close()
+    return time.perf_counter() - start
+
+
+def report(folder: Path) -> dict[str, float]:
+    """Write the report in a process of its own: seconds, peak memory in bytes, bytes of the page."""
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", _REPORT, str(folder)], capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - start
+    size = (folder / "report.html").stat().st_size
+    peak, cpu = done.stdout.split()[-2:]
+    return {"seconds": seconds, "cpu_seconds": float(cpu), "peak_bytes": float(peak), "page_bytes": float(size)}
+
+
+def as_markdown(results: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+    """The results for people, beside those of the commit before the compact log."""
+    lines = ["# What the log of a long run costs", ""]
+    lines += [f"- {name}: {text}" for name, text in results["machine"].items() if name != "compared"]
+    lines += [f"- again: `{results['command']}`", ""]
+    lines += [
+        f"Readings of {len(GROUPS)} groups of parameters and two values of the user's own, by the probe's own log. The "
+        "report is written by a process of its own: its seconds and its peak memory include the import of torch.",
+        "",
+        "| readings | commit | log, MB | bytes a reading | report, s | processor, s | peak memory, MB | page, MB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in filter(None, (before, results)):
+        for n, found in run["found"].items():
+            size, n_readings = found["log_bytes"], int(n.replace(",", ""))
+            processor = f"{found['cpu_seconds']:.1f}" if "cpu_seconds" in found else "–"
+            peak, page = f"{found['peak_bytes'] / 1e6:.0f}", f"{found['page_bytes'] / 1e6:.2f}"
+            lines.append(
+                f"| {n} | {run['machine']['commit']} | {size / 1e6:.1f} | {size / n_readings:.0f} | "
+                f"{found['seconds']:.1f} | {processor} | {peak} | {page} |"
+            )
+    goal = "Goal: 40 MB for 100,000 readings; a million windows in 10 s, 300 MB and 2 MB."
+    return "\n".join([*lines, "", goal, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--readings", type=int, default=100_000)
+    parser.add_argument("--again", type=int, default=10, help="the second log has this many times the readings")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        first = Path(folder) / "first"
+        kept = Kept(3_000)
+        seconds = write_log(RunLog([JsonlSink(first), kept], run="long", every=1), options.readings)
+        size = (first / "records.jsonl").stat().st_size
+        found[f"{options.readings:,}"] = {"write_seconds": seconds, "log_bytes": size, **report(first)}
+        print(found, flush=True)
+        (first / "records.jsonl").unlink()
+        if options.again > 1:
+            second, n = Path(folder) / "second", options.again * options.readings
+            seconds = write_again(second, n, kept.readings, kept.header)
+            size = (second / "records.jsonl").stat().st_size
+            found[f"{n:,}"] = {"write_seconds": seconds, "log_bytes": size, **report(second)}
+    command = "python -m benchmarks.long_run"
+    results = {"machine": describe("cpu", ()), "command": command, "found": found}
+    earlier = options.out / "long_run_before_cpu.json"
+    before = json.loads(earlier.read_text()) if earlier.exists() else None
+    (options.out / "long_run_cpu.json").write_text(json.dumps(results, indent=2) + "\n")
+    (options.out / "long_run_cpu.md").write_text(as_markdown(results, before))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Collects the records of one log in the order in which they were written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sonde.probe import ReportSection
+from sonde.records import READABLE_SCHEMAS
+from sonde.runs.blocks import (
+    AllReadings,
+    Block,
+    Readings,
+    State,
+    WrittenGroups,
+    check_own_number,
+    group_readings,
+    no_groups,
+    refuse,
+)
+from sonde.runs.columns import Columns
+from sonde.runs.json_values import as_count, as_list, as_mapping, as_numbers, as_time
+from sonde.runs.own_metrics import OwnMetrics
+from sonde.runs.policy_reading import PolicyReadings
+from sonde.runs.run import Alert, Header, ProbeSetup, Reading, Run, Totals
+from sonde.runs.sinks import other_unit
+from sonde.runs.thinning import ThinnedReadings
+
+_BARE_READING = 4
+"""Keys of a reading in which nothing but the numbers has changed: kind, window, time, values."""
+
+
+class Contents:
+    """Collects the records of one log.
+
+    Args:
+        file: the log, for messages.
+        thinned: keep only the readings that a figure can show.
+    """
+
+    UNWANTED: ClassVar[bytes] = b'{"kind":"window"'
+    """The beginning of lines that are not needed here."""
+
+    def __init__(self, file: Path, *, thinned: bool) -> None:
+        self._file, self._thinned = file, thinned
+        self._units: dict[str, str] = {}
+        self._headers: list[Header] = []
+        self._alerts: list[Alert] = []
+        self._ended: str | None = None
+        self._totals = Totals()
+        self._readings: Readings = ThinnedReadings(self._totals) if thinned else AllReadings(self._totals)
+        self._policy = PolicyReadings(thinned=thinned)
+        self._own = OwnMetrics(file, thinned=thinned)
+        self._state, self._state_of = State(), -1
+        """What the last reading knew beside its numbers, and in which start it was."""
+        self._groups: WrittenGroups = no_groups
+        """The groups that were written last."""
+        self._block = Block(file, -1, Columns(), frozenset())
+
+    def add(self, records: Sequence[Mapping[str, Any]], first_line: int) -> None:
+        """Add records that follow each other.
+
+        Args:
+            records: as they were written.
+            first_line: number of the line of the first one, from 1.
+
+        Raises:
+            ValueError: for a record that cannot be, with its line.
+        """
+        for line, record in enumerate(records, first_line):
+            try:
+                if "values" in record and record["kind"] == "reading":
+                    self._add_row(record, line)
+                elif record["kind"] != "reading":
+                    self._add_other(record, line)
+                else:
+                    self._add_reading_of_schema_1(record, line)
+            except (KeyError, TypeError, OverflowError, AttributeError) as error:
+                refuse(self._file, line, error)
+        self._flush()
+        self._own.flush()
+
+    def _add_row(self, record: Mapping[str, Any], line: int) -> None:
+        block = self._block
+        if len(record) != _BARE_READING:
+            if block.segment != self._state_of:  # the first reading of a start gives everything
+                self._state, self._groups, self._state_of = State(), no_groups, block.segment
+            self._see_state(record)
+        block.windows.append(record["window"])
+        block.times.append(record["time"])
+        block.values.append(record["values"])
+        block.states.append(self._state)
+        block.groups.append(self._groups)
+        block.lines.append(line)
+        self._ended = None
+
+    def _see_state(self, record: Mapping[str, Any]) -> None:
+        self._state = self._state.changed(record)
+        if (tap := self._state.pieces.get("tap")) is not None:
+            self._totals.taps[str(tap)] = None
+        if "groups" in record:
+            self._groups = functools.partial(self._block.columns.by_name, as_list(record["groups"]))
+            self._totals.last_groups = as_count(record["window"])
+
+    def _add_reading_of_schema_1(self, record: Mapping[str, Any], line: int) -> None:
+        """A reading that holds everything under its own names."""
+        metrics = as_numbers(record["metrics"])
+        if not metrics.keys() <= set(self._block.columns.values):
+            self._begin_block(Columns(tuple(dict.fromkeys([*self._block.columns.values, *metrics]))))
+        values = [metrics.get(name) for name in self._block.columns.values]
+        row: dict[str, Any] = {"window": record["window"], "time": record["time"], "values": values}
+        state = {key: record[key] for key in ("status", "reason", "dropped", "alerts", "pieces")}
+        groups = as_mapping(record["groups"])
+        if groups:
+            self._groups = lambda: groups
+            self._totals.last_groups = as_count(record["window"])
+        self._add_row(row | state, line)
+
+    def _begin_block(self, columns: Columns) -> None:
+        """Rows that follow have these columns."""
+        self._flush()
+        declared = frozenset(name for header in self._headers for name in header.metrics)
+        self._block = Block(self._file, len(self._headers) - 1, columns, declared)
+
+    def _flush(self) -> None:
+        block = self._block
+        if not block.values:
+            return
+        self._readings.add(block)
+        self._totals.n_readings += len(block.values)
+        for state, window in zip(block.states, block.windows, strict=True):
+            if state.alerts:
+                self._totals.last_alerted |= dict.fromkeys(state.alerts, window)
+        self._block = Block(self._file, block.segment, block.columns, block.declared)
+
+    def _add_other(self, record: Mapping[str, Any], line: int) -> None:
+        match record["kind"]:
+            case "header":
+                self._add_header(record)
+            case "probe":
+                self._add_probe(_probe(record))
+            case "columns":
+                self._add_columns(record)
+            case "details":
+                self._add_details(record)
+            case "metrics":
+                self._own.add(record, len(self._headers) - 1, line)
+                self._ended = None  # the run went on after all, as below
+            case "policy":
+                self._policy.add(record, len(self._headers) - 1)
+                for name, value in self._policy.readings[-1].metrics.items():
+                    if value is not None and name in self._block.declared:
+                        check_own_number(self._file, line, name, value)
+                self._ended = None
+            case "alert":
+                self._alerts.append(Alert(as_count(record["window"]), str(record["name"]), str(record["message"])))
+            case "end":
+                self._ended = str(record["reason"])
+
+    def _add_columns(self, record: Mapping[str, Any]) -> None:
+        if record["of"] == "reading":
+            self._begin_block(Columns.read(record))
+
+    def _add_details(self, record: Mapping[str, Any]) -> None:
+        """What the last reading knew and was not written with it."""
+        self._flush()
+        self._see_state(record)
+        if self._totals.n_readings:
+            self._readings.amend(self._state, self._groups)
+
+    def _add_header(self, record: Mapping[str, Any]) -> None:
+        if record["schema"] not in READABLE_SCHEMAS:
+            raise ValueError(
+                f"{self._file} was written with record schema {record['schema']!r}, expected "
+                f"{' or '.join(map(str, READABLE_SCHEMAS))}: read it with the version of sonde that wrote it"
+            )
+        probe = _probe(record)
+        self._check_unit(probe)
+        self._flush()
+        self._headers.append(
+            Header(
+                time=as_time(record["time"]),
+                run=str(record["run"]),
+                versions=as_mapping(record["versions"]),
+                metadata=as_mapping(record["metadata"]),
+                probes=(probe,),
+            )
+        )
+        self._ended = None
+        self._begin_block(Columns())
+
+    def _add_probe(self, probe: ProbeSetup) -> None:
+        self._check_unit(probe)
+        header = self._headers[-1]
+        self._headers[-1] = replace(header, probes=(*header.probes, probe))
+        self._begin_block(self._block.columns)
+
+    def _check_unit(self, probe: ProbeSetup) -> None:
+        if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
+            raise ValueError(
+                f"{self._file} holds runs measured in {other!r} and in {probe.unit!r}, "
+                "expected one unit: log each run to its own folder"
+            )
+        self._units[probe.writes] = probe.unit
+
+    def run(self, torn: str | None) -> Run:
+        """Everything that was collected.
+
+        Raises:
+            ValueError: when there is no whole header.
+        """
+        if not self._headers:
+            raise ValueError(f"{self._file} holds no whole record yet: its header was cut off; start the run again")
+        return Run(
+            self._file,
+            tuple(self._headers),
+            tuple(self._kept_readings()),
+            tuple(self._policy.readings),
+            tuple(self._own.readings()),
+            tuple(self._alerts),
+            self._ended,
+            torn,
+            self._totals,
+            self._policy.effects,
+        )
+
+    def _kept_readings(self) -> list[Reading]:
+        readings = list(self._readings.readings())
+        if self._thinned and readings:
+            try:
+                readings[-1] = replace(readings[-1], groups=group_readings(self._groups()))
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"the groups of the last reading in {self._file} cannot be read: {error}") from error
+        return readings
+
+
+def _probe(record: Mapping[str, Any]) -> ProbeSetup:
+    return ProbeSetup(
+        writes=str(record.get("writes", "")),
+        unit=str(record["unit"]),
+        setup=as_mapping(record["setup"]),
+        metrics=as_mapping(record["metrics"]),
+        sections=tuple(_section(as_mapping(section)) for section in as_list(record.get("sections", []))),
+    )
+
+
+def _section(section: Mapping[str, Any]) -> ReportSection:
+    names = tuple(str(name) for name in as_list(section["metrics"]))
+    return ReportSection(str(section["title"]), str(section["text"]), names)

@@ -1,0 +1,121 @@
+"""The file that a log is appended to: one process writes to it at a time, and no child of that process does."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import time
+import weakref
+from pathlib import Path
+from typing import BinaryIO
+
+from sonde.records import logger
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock
+    fcntl = None  # type: ignore[assignment]
+
+SECONDS_TO_WAIT = 3.0
+"""For another writer to go: a process that was told to end may still be ending when its successor starts."""
+
+_CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+"""Errors of file systems without locks."""
+
+_open_files: weakref.WeakSet[LockedFile] = weakref.WeakSet()
+
+
+class LockedFile:
+    """A file that is locked and appended to.
+
+    The operating system holds the lock and lets go of it when the process ends, however it ends: a crash leaves nothing
+    behind that would keep a restart from going on. Nothing is buffered: what was written survives the process.
+
+    Args:
+        path: of the file; it and its folder are made if they do not exist.
+
+    Raises:
+        ValueError: when another process, or this one, has the file open for writing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO | None = path.open("ab", buffering=0)
+        try:
+            self._lock(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+        _let_go_in_children()
+        _open_files.add(self)
+        if _last_line_is_torn(path):
+            self.append(b"\n")
+
+    def append(self, lines: bytes) -> None:
+        """Hand whole lines to the operating system before returning. After a fork, a child appends nothing.
+
+        Raises:
+            OSError: when they do not all fit on the disk.
+        """
+        rest = memoryview(lines)
+        try:
+            while rest and self._file is not None:  # a disk that is almost full takes a part, and refuses the rest
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def close(self) -> None:
+        """Close the file, which unlocks it. A second call does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _lock(self, file: BinaryIO) -> None:
+        if fcntl is None:
+            return
+        deadline = time.monotonic() + SECONDS_TO_WAIT
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+            except OSError as error:
+                if error.errno not in _CANNOT_LOCK:
+                    raise
+                logger.warning(
+                    "sonde: %s lies on a disk without locks: two runs in one folder go unnoticed", self._path
+                )
+                return
+            raise ValueError(
+                f"{self._path} is open in another run, or in a probe of this process that was not closed, and two "
+                "writers would mix their records: log to another folder, or close the other one first"
+            )
+
+
+@functools.cache
+def _let_go_in_children() -> None:
+    """Close the files in each child that this process forks, once for all files.
+
+    A child must not write to its parent's log. Nor may it hold the lock: a data loader's worker can outlive a trainer
+    that was killed, and would keep the restarted run out.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for file in list(_open_files):
+        file.close()
+
+
+def _last_line_is_torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return False
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"

@@ -1,0 +1,67 @@
+"""What a curve of more values than pixels shows: the lowest and the highest value of each pixel, and its ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sonde.runs.thinning import extremes
+
+PIXELS = 800
+"""The plotting area of the report is at most this wide."""
+
+
+def rows_shown(x: Sequence[float], y: Sequence[float]) -> list[int]:
+    """The rows by which a curve is drawn, in order; all rows of a short one.
+
+    Args:
+        x: horizontal positions; NaN where the curve breaks.
+        y: values, NaN where one is not known.
+    """
+    if len(x) <= 2 * PIXELS:
+        return list(range(len(x)))
+    values = np.asarray(y, dtype=np.float64)
+    starts = _starts(np.asarray(x, dtype=np.float64))
+    kept = extremes(values, starts)
+    known = np.flatnonzero(~np.isnan(values))
+    if len(known):
+        kept[known[[0, -1]]] = True
+    any_known = np.logical_or.reduceat(~np.isnan(values), starts)
+    kept[starts[~any_known]] = True  # a pixel without a known value is a gap
+    return [int(row) for row in np.flatnonzero(kept)]
+
+
+def envelope(
+    x: Sequence[float], low: Sequence[float], high: Sequence[float]
+) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+    """A band with one row for each pixel, from its lowest to its highest value there; a short band as it is.
+
+    Args:
+        x: horizontal positions; NaN where the band breaks.
+        low: lower end, NaN where it is not known.
+        high: upper end, NaN where it is not known; may be infinite.
+    """
+    if len(x) <= 2 * PIXELS:
+        return x, low, high
+    places = np.asarray(x, dtype=np.float64)
+    starts = _starts(places)
+    lowest = np.fmin.reduceat(np.asarray(low, dtype=np.float64), starts)
+    highest = np.fmax.reduceat(np.asarray(high, dtype=np.float64), starts)
+    middle = places[starts]
+    ends = np.append(starts[1:], len(places)) - 1
+    last = ~np.isnan(middle) & np.append(np.isnan(middle[1:]), True)  # of each unbroken stretch: up to its end
+    middle[last] = places[ends[last]]
+    return middle.tolist(), lowest.tolist(), highest.tolist()
+
+
+def _starts(x: NDArray[np.float64]) -> NDArray[Any]:
+    """The first row of each pixel; a row without a position is a pixel of its own."""
+    known = x[~np.isnan(x)]
+    left, width = (float(known.min()), float(np.ptp(known))) if len(known) else (0.0, 0.0)
+    scale = PIXELS / width if width > 0 and math.isfinite(PIXELS / width) else 0.0
+    pixel = np.floor((x - left) * scale)
+    return np.flatnonzero(~(np.diff(pixel, prepend=np.nan) == 0))

@@ -1,0 +1,257 @@
+"""What a run's log holds, as dataclasses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sonde.batch_size.stats.reading import GroupReading
+from sonde.probe import ReportSection
+from sonde.runs.policy_reading import PolicyReading, PromptEffect
+from sonde.stats.intervals import Status
+
+
+@dataclass(frozen=True)
+class ProbeSetup:
+    """How one probe measured.
+
+    Attributes:
+        writes: the kind of record that it writes; empty in logs of an older sonde, which do not say.
+        unit: plural name of one independent sample, such as "sequences".
+        setup: what was found and chosen: wrapper, ranks, groups in the model's order, horizon, …
+        metrics: unit and meaning of each metric that the probe writes.
+        sections: of the report, as the probe declares them.
+    """
+
+    writes: str
+    unit: str
+    setup: Mapping[str, Any]
+    metrics: Mapping[str, Mapping[str, str]]
+    sections: tuple[ReportSection, ...]
+
+
+@dataclass(frozen=True)
+class Header:
+    """One start of the run.
+
+    Attributes:
+        time: seconds since 1970.
+        run: the run's name; may be empty.
+        versions: version of each package.
+        metadata: the user's own, any JSON.
+        probes: how each probe of the log measured, at least one, in the order in which they began.
+    """
+
+    time: float
+    run: str
+    versions: Mapping[str, str]
+    metadata: Mapping[str, Any]
+    probes: tuple[ProbeSetup, ...]
+
+    def probe(self, writes: str) -> ProbeSetup | None:
+        """The probe of this start that writes this kind of record, "reading" or "policy"; None if there is none."""
+        return next((probe for probe in self.probes if probe.writes in (writes, "")), None)
+
+    @property
+    def unit(self) -> str:
+        """The unit of the probe that began first."""
+        return self.probes[0].unit
+
+    @property
+    def setup(self) -> Mapping[str, Any]:
+        """The set-up of the probe that began first."""
+        return self.probes[0].setup
+
+    @property
+    def metrics(self) -> dict[str, Mapping[str, str]]:
+        """Unit and meaning of each metric that the probes of this start write."""
+        return {name: metric for probe in self.probes for name, metric in probe.metrics.items()}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One reading of the noise scale, with everything logged beside it.
+
+    Attributes:
+        segment: index into `Run.headers` of the start it belongs to.
+        window: number of windows (optimizer steps) so far.
+        time: seconds since 1970.
+        status: how far B_simple is known, see `stats.intervals.RatioInterval`.
+        reason: why B_simple is not resolved; empty when it is.
+        metrics: a number for each name, None where it is not known.
+        groups: the noise scale of each group of parameters by name, as it was last written: it may be of one of the
+            nine readings before. In a thinned run only the last reading has groups.
+        dropped: windows left out so far, by reason; the numbers may be those of one of the nine readings before.
+        alerts: what looked wrong since the reading before, a message by name; as with `dropped`, messages may be older.
+        pieces: how a window was cut into pieces, such as pieces per window.
+    """
+
+    segment: int
+    window: int
+    time: float
+    status: Status
+    reason: str
+    metrics: Mapping[str, float | None]
+    groups: Mapping[str, GroupReading]
+    dropped: Mapping[str, int]
+    alerts: Mapping[str, str]
+    pieces: Mapping[str, Any]
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of the interval of B_simple: infinite for a lower bound, None when unresolved."""
+        return math.inf if self.status == "lower_bound" else self.metrics.get("gns/b_simple_high")
+
+
+@dataclass(frozen=True)
+class MetricsReading:
+    """Metrics of a probe of the user's own.
+
+    Attributes:
+        segment: index into `Run.headers` of the start it belongs to.
+        window: the optimizer step, from 1.
+        time: seconds since 1970.
+        metrics: a number per name, None where it is not known.
+        alerts: always empty; the user's own probes have no alerts.
+    """
+
+    segment: int
+    window: int
+    time: float
+    metrics: Mapping[str, float | None]
+    alerts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that looked wrong for the first time.
+
+    Attributes:
+        window: when.
+        name: which check.
+        message: what, in plain words.
+    """
+
+    window: int
+    name: str
+    message: str
+
+
+@dataclass
+class Totals:
+    """What is known of all readings of the noise scale in a log.
+
+    Attributes:
+        n_readings: how many the log holds.
+        n_known: readings that know a metric, by its name.
+        sums: the sum of a metric over these.
+        last_alerted: the window of the last reading in which something looked wrong, by the name of the check.
+        taps: where gradients were read, in the order in which these places first occur.
+        last_groups: window of the reading whose groups were written last; 0 if no groups were.
+    """
+
+    n_readings: int = 0
+    n_known: dict[str, int] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
+    last_alerted: dict[str, int] = field(default_factory=dict)
+    taps: dict[str, None] = field(default_factory=dict)
+    last_groups: int = 0
+
+    def add(self, names: Sequence[str], n_known: Sequence[int], sums: Sequence[float]) -> None:
+        """Count values of some metrics."""
+        for name, n, total in zip(names, n_known, sums, strict=True):
+            self.n_known[name] = self.n_known.get(name, 0) + n
+            self.sums[name] = self.sums.get(name, 0.0) + total
+
+    def mean(self, metric: str) -> float | None:
+        """The mean of a metric over all readings that know it; None if none does."""
+        n = self.n_known.get(metric, 0)
+        return self.sums[metric] / n if n else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a run's log holds.
+
+    Attributes:
+        path: the log file.
+        headers: one per start of the run, at least one; a restarted run has several.
+        readings: of the noise scale, of all starts, in the order written.
+        policy: readings of a policy, in the same order.
+        own: metrics of the user's own probes, in the same order.
+        alerts: of all starts, in the order written.
+        ended: why the last start ended; None while it goes on, or if it was cut off.
+        torn: which lines a crash cut off, in words; None if no line is torn.
+        totals: what is known of all readings, also of those that a thinned run leaves out.
+        effects: of learning from each prompt on the entropy, summed over all measured steps, by the prompt's text.
+    """
+
+    path: Path
+    headers: tuple[Header, ...]
+    readings: tuple[Reading, ...]
+    policy: tuple[PolicyReading, ...]
+    own: tuple[MetricsReading, ...]
+    alerts: tuple[Alert, ...]
+    ended: str | None
+    torn: str | None
+    totals: Totals
+    effects: Mapping[str, PromptEffect]
+
+    @property
+    def header(self) -> Header:
+        """The header of the last start."""
+        return self.headers[-1]
+
+    def probe(self, writes: str) -> ProbeSetup:
+        """How this kind of record was measured, by the last start that has it; the first probe of all if none has."""
+        setups = [setup for header in reversed(self.headers) if (setup := header.probe(writes)) is not None]
+        return setups[0] if setups else self.header.probes[0]
+
+    @property
+    def metrics(self) -> dict[str, Mapping[str, str]]:
+        """Unit and meaning of each metric that sonde wrote, of all starts."""
+        return {name: metric for header in self.headers for name, metric in header.metrics.items()}
+
+    @property
+    def sections(self) -> tuple[ReportSection, ...]:
+        """The sections of the report that probes declared, of all starts, each title once."""
+        declared = [section for header in self.headers for probe in header.probes for section in probe.sections]
+        return tuple({section.title: section for section in declared}.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was measured yet."""
+        return not self.readings and not self.policy and not self.own
+
+    @property
+    def last(self) -> Reading | PolicyReading | MetricsReading:
+        """The last reading of any kind, of a run that has one."""
+        kinds: list[Sequence[Reading | PolicyReading | MetricsReading]] = [self.readings, self.policy, self.own]
+        return max((kind[-1] for kind in kinds if kind), key=lambda reading: reading.time)
+
+    @property
+    def alerts_now(self) -> dict[str, str]:
+        """What looks wrong now, by the last reading of each kind: a message by name."""
+        last: list[Reading | PolicyReading] = [*self.readings[-1:], *self.policy[-1:]]
+        return {name: message for reading in last for name, message in reading.alerts.items()}
+
+    @property
+    def name(self) -> str:
+        """The run's name; the name of its folder if the run was given none."""
+        return self.header.run or self.path.resolve().parent.name
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """One metric over the run. Readings that do not know the metric are left out.
+
+        Args:
+            metric: its name, such as "gns/b_simple".
+
+        Returns:
+            Windows and values, of equal length; both empty for a metric that was never known.
+        """
+        readings: list[Reading | PolicyReading | MetricsReading] = [*self.readings, *self.policy, *self.own]
+        known = [(r.window, value) for r in readings if (value := r.metrics.get(metric)) is not None]
+        return [window for window, _ in known], [value for _, value in known]

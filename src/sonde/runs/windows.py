@@ -1,0 +1,92 @@
+"""The windows of a run that logged each one: tr Σ and |G|² as that window alone gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sonde.records import READABLE_SCHEMAS
+from sonde.runs.blocks import refuse
+from sonde.runs.columns import Columns
+from sonde.runs.json_values import as_count, as_list, as_mapping, as_numbers, as_time
+
+
+@dataclass(frozen=True)
+class WindowReading:
+    """One window, solved on its own. Windows that were dropped are not in a log.
+
+    Attributes:
+        segment: index of the start of the run it belongs to.
+        window: number of the optimizer step, from 1.
+        time: its end, in seconds since 1970.
+        metrics: by name; "gns/trace_cov" and "gns/grad_sq" among them, None where a number is not known.
+        groups: the same by group of parameters: "trace_cov" and "grad_sq".
+    """
+
+    segment: int
+    window: int
+    time: float
+    metrics: Mapping[str, float | None]
+    groups: Mapping[str, Mapping[str, float | None]]
+
+
+class WindowContents:
+    """Collects the windows of one log.
+
+    Args:
+        file: the log, for messages.
+    """
+
+    UNWANTED: ClassVar[bytes] = b'{"kind":"reading"'
+    """The beginning of lines that are not needed here."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._segment = -1
+        self._columns = Columns()
+        self._windows: list[WindowReading] = []
+
+    def add(self, records: Sequence[Mapping[str, Any]], first_line: int) -> None:
+        """Add records that follow each other.
+
+        Args:
+            records: as they were written.
+            first_line: number of the line of the first one, from 1.
+
+        Raises:
+            ValueError: for a record that cannot be, with its line.
+        """
+        for line, record in enumerate(records, first_line):
+            try:
+                self._add(record)
+            except (KeyError, TypeError, OverflowError, AttributeError) as error:
+                refuse(self._file, line, error)
+
+    def take(self) -> list[WindowReading]:
+        """The windows since the last call."""
+        windows, self._windows = self._windows, []
+        return windows
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        match record["kind"]:
+            case "header":
+                if record["schema"] not in READABLE_SCHEMAS:
+                    raise ValueError(f"{self._file} was written by another version of sonde: read it with that version")
+                self._segment += 1
+                self._columns = Columns()
+            case "columns" if record["of"] == "window":
+                self._columns = Columns.read(record)
+            case "window":
+                metrics = dict(zip(self._columns.values, as_list(record["values"]), strict=False))
+                groups = self._columns.by_name(as_list(record.get("groups", [])))
+                self._windows.append(
+                    WindowReading(
+                        self._segment,
+                        as_count(record["window"]),
+                        as_time(record["time"]),
+                        as_numbers(metrics),
+                        {name: as_numbers(as_mapping(group)) for name, group in groups.items()},
+                    )
+                )

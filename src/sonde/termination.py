@@ -1,0 +1,71 @@
+"""Does a last thing when the process is told to end, and leaves everything else as it would have been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class OnTermination:
+    """Calls two functions when SIGTERM arrives, then does what the signal would have done without them.
+
+    It listens from now until `remove`. A handler that was installed before is called. If there is none, the process
+    ends by the signal. In a child that was forked, and in a process that ignores the signal, nothing is called.
+
+    Args:
+        at_once: a method that is quick; called first. It is held weakly, as is the other one.
+        before_the_end: a method that may take seconds; called when it is known that the process ends: the handler that
+            was installed before has raised, or there is none.
+    """
+
+    def __init__(self, at_once: Callable[[], None], before_the_end: Callable[[], None]) -> None:
+        self._at_once, self._before_the_end = weakref.WeakMethod(at_once), weakref.WeakMethod(before_the_end)
+        self._pid = os.getpid()
+        self._previous: Any = signal.getsignal(signal.SIGTERM)
+        # Only the main thread can listen. A handler made in C (None) could not be called.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._is_on = in_main_thread and self._previous not in (None, signal.SIG_IGN)
+        if self._is_on:
+            signal.signal(signal.SIGTERM, self)
+
+    def remove(self) -> None:
+        """Put back what was there before. If another handler was installed since, that one stays."""
+        self._is_on = False
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        current: object = signal.getsignal(signal.SIGTERM)
+        if in_main_thread and current is self and os.getpid() == self._pid:
+            signal.signal(signal.SIGTERM, self._before())
+
+    def _before(self) -> Any:
+        """What was installed before, without those of ours that were removed meanwhile."""
+        previous = self._previous
+        return previous._before() if isinstance(previous, OnTermination) and not previous._is_on else previous
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """The signal has arrived."""
+        is_ours = self._is_on and os.getpid() == self._pid
+        previous = self._before()
+        if is_ours:
+            _call(self._at_once)
+        if is_ours and (isinstance(previous, OnTermination) or not callable(previous)):
+            _call(self._before_the_end)
+        if not callable(previous):
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
+        try:
+            previous(signum, frame)
+        except BaseException:
+            if is_ours and not isinstance(previous, OnTermination):
+                _call(self._before_the_end)
+            raise
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (bound := method()) is not None:
+        bound()

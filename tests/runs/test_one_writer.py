@@ -1,0 +1,314 @@
+"""One process writes a log: no second one, no child; and what a full disk or a wrong folder leaves is a sentence."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import sonde
+from sonde.cli import main
+from sonde.runs import locked_file
+from sonde.runs.reader import read_run
+from sonde.runs.sinks import JsonlSink
+from tests.runs.report.plausible_policy import policy_header, policy_record
+from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run
+
+ROOT = Path(__file__).parents[2]
+
+WRITER = """
+import os, sys, time, pathlib
+import sonde
+from sonde.runs.sinks import JsonlSink
+from tests.runs.report.plausible_run import header_record, reading_record
+sink = JsonlSink(pathlib.Path(sys.argv[1]))
+sink.write(header_record())
+sink.write(reading_record(0, 9))
+{more}
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def writers() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def _start(writers: list[subprocess.Popen[str]], folder: Path, more: str = "") -> subprocess.Popen[str]:
+    """A process that has written to the log in `folder` and holds it open."""
+    code = WRITER.replace("{more}", more)
+    writer = subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    writers.append(writer)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    return writer
+
+
+def _run(code: str) -> subprocess.CompletedProcess[str]:
+    """A script that ends well."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+
+
+@pytest.fixture
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locked_file, "SECONDS_TO_WAIT", 0.1)
+
+
+@pytest.mark.usefixtures("_no_patience")
+def test_a_second_process_is_refused_and_changes_nothing(tmp_path: Path, writers: list[subprocess.Popen[str]]) -> None:
+    _start(writers, tmp_path)
+    before = (tmp_path / "records.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"records\.jsonl is open in another run, .* log to another folder, or close"):
+        sonde.attach(nn.Linear(3, 1), unit="sequences", log=sonde.RunLog(JsonlSink(tmp_path)), verbose=False)
+    assert (tmp_path / "records.jsonl").read_bytes() == before
+    assert len(read_run(tmp_path).readings) == 1  # reading is never refused
+
+
+@pytest.mark.usefixtures("_no_patience")
+def test_a_second_sink_of_the_same_process_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
+    first, second = JsonlSink(tmp_path), JsonlSink(tmp_path)
+    first.write(header_record())
+    with pytest.raises(ValueError, match="is open in another run, or in a probe of this process that was not closed"):
+        second.write(header_record())
+    first.close()
+    second.write(header_record())
+    second.close()
+    assert len(read_run(tmp_path).headers) == 2
+
+
+@pytest.mark.usefixtures("_no_patience")
+def test_a_restart_after_a_crash_goes_on_at_once(tmp_path: Path, writers: list[subprocess.Popen[str]]) -> None:
+    writer = _start(writers, tmp_path)
+    writer.kill()
+    writer.wait(10)
+    write_run(tmp_path, 2)
+    assert [reading.segment for reading in read_run(tmp_path).readings] == [0, 1, 1]
+
+
+@pytest.mark.usefixtures("_no_patience")
+def test_a_child_that_outlives_a_crash_does_not_keep_the_restart_out(
+    tmp_path: Path, writers: list[subprocess.Popen[str]]
+) -> None:
+    """As a worker of a data loader does, for some seconds."""
+    more = "child = os.fork()\nif child == 0:\n    time.sleep(60)\n    os._exit(0)\nprint(child, flush=True)"
+    code = WRITER.replace("{more}", more)
+    writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    writers.append(writer)
+    assert writer.stdout is not None
+    child = int(writer.stdout.readline())
+    try:
+        writer.kill()
+        writer.wait(10)
+        os.kill(child, 0)  # it lives
+        write_run(tmp_path, 1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert len(read_run(tmp_path).headers) == 2
+
+
+def test_a_successor_waits_for_a_writer_that_is_ending(tmp_path: Path, writers: list[subprocess.Popen[str]]) -> None:
+    writer = _start(writers, tmp_path, more="import threading; threading.Timer(0.7, lambda: os._exit(0)).start()")
+    write_run(tmp_path, 1)
+    assert writer.wait(10) == 0
+    assert len(read_run(tmp_path).headers) == 2
+
+
+def test_forked_children_write_nothing_and_run_no_exit_handler(tmp_path: Path) -> None:
+    """Children that write, close, exit by sys.exit() or are collected: the log holds what the parent wrote."""
+    code = f"""
+import atexit, os, sys
+import torch
+from torch import nn
+import sonde
+model = nn.Linear(3, 1)
+class Other:
+    def write(self, record): open({str(tmp_path / "other")!r}, "a").write(f"{{os.getpid()}} {{record['kind']}}\\n")
+    def close(self): open({str(tmp_path / "other")!r}, "a").write(f"{{os.getpid()}} close\\n")
+log = sonde.RunLog([sonde.JsonlSink({str(tmp_path)!r}), Other()], every=1)
+probe = sonde.attach(model, unit="rows", log=log, verbose=False)
+def window():
+    for _ in range(2):
+        with probe.piece(units=4):
+            model(torch.randn(4, 3)).square().mean().backward()
+    probe.step()
+    model.zero_grad()
+window()
+window()
+for what in ("exit", "train", "close", "write"):
+    if (child := os.fork()) == 0:
+        if what == "train":
+            window()
+            probe.reading()
+        if what == "close":
+            probe.close("by a child")
+        if what == "write":
+            log.write("alert", window=1, name="child", message="by a child")
+        sys.exit(0)  # runs the exit handlers
+    assert os.waitpid(child, 0)[1] == 0, what
+window()
+print(os.getpid())
+"""
+    done = _run(code)
+    run = read_run(tmp_path)
+    assert [reading.window for reading in run.readings] == [1, 2, 3]
+    assert (run.ended, run.alerts, len(run.headers)) == ("the process ended without probe.close()", (), 1)
+    writers_of_other_sinks = {line.split()[0] for line in (tmp_path / "other").read_text().splitlines()}
+    assert writers_of_other_sinks == {done.stdout.strip()}
+
+
+# A full disk.
+
+
+def test_a_full_disk_is_told_by_the_probe_and_leaves_whole_lines(tmp_path: Path) -> None:
+    """The limit of a file's size: as on a full disk, the last write takes a part of the line and then fails."""
+    code = f"""
+import resource, signal
+import torch
+from torch import nn
+import sonde
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+model = nn.Linear(3, 1)
+log = sonde.RunLog(sonde.JsonlSink({str(tmp_path)!r}), every=1)
+probe = sonde.attach(model, unit="rows", log=log, verbose=False)
+for _ in range(40):
+    for _ in range(2):
+        with probe.piece(units=4):
+            model(torch.randn(4, 3)).square().mean().backward()
+    probe.step()
+    model.zero_grad()
+print(probe.reading().windows, dict(probe.alerts))
+probe.close()
+"""
+    done = _run(code)
+    assert done.stdout.startswith("40 {'log_stopped_JsonlSink': ")
+    assert "JsonlSink writes no more: [Errno 27] File too large: " in done.stdout
+    assert "Training goes on without that log." in done.stdout
+    assert done.stderr.count("JsonlSink writes no more") == 1
+    run = read_run(tmp_path)
+    windows = [reading.window for reading in run.readings]
+    assert windows == list(range(1, len(windows) + 1))
+    assert 5 < len(windows) < 40
+    assert run.torn is None or "is cut off in the middle" in run.torn
+    assert (tmp_path / "records.jsonl").stat().st_size <= 9000
+
+
+def test_a_disk_that_is_full_from_the_start_is_said_before_training(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    os.symlink("/dev/full", tmp_path / "records.jsonl")
+    with pytest.raises(OSError, match=r"No space left on device: '.*records\.jsonl'"):
+        sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(JsonlSink(tmp_path)), verbose=False)
+
+
+# Folders and files of another kind.
+
+
+def test_a_folder_that_is_a_file_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("precious")
+    for folder in (tmp_path / "notes.txt", tmp_path / "notes.txt" / "run"):
+        with pytest.raises(ValueError, match=r"a run is logged to a folder, got .*notes\.txt is a file: give another"):
+            JsonlSink(folder)
+        assert main(["report", str(folder)]) == 2
+    (tmp_path / "records.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"a run is logged to a file, but .*records\.jsonl is a folder"):
+        JsonlSink(tmp_path)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert (tmp_path / "notes.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("beginning", [b"", b'{"kind":"header","x":"'])
+def test_a_file_without_line_breaks_is_refused_in_little_memory(
+    tmp_path: Path, beginning: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "records.jsonl").open("wb") as file:
+        file.write(beginning)
+        file.truncate(3 * 2**30)  # 3 GB of zeros that take no place on the disk
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert ("line 1 of" in said and "is longer than 16 MiB" in said) or "expected a header record first" in said
+    with pytest.raises(ValueError, match=r"is longer than 16 MiB|expected a header record first"):
+        JsonlSink(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kilobytes
+
+
+def test_a_record_too_long_to_be_read_is_not_written(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    with pytest.raises(ValueError, match="a 'header' record may have 16 MiB, got 17 MiB: log less at once"):
+        sink.write(header_record(metadata={"notes": "x" * (17 * 2**20)}))
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+# Numbers that cannot be.
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("gns/b_simple", -3.0, "expected 0 or more"),
+        ("gns/b_simple_high", -1e-9, "expected 0 or more"),
+        ("gns/trace_cov", 1e308, r"expected at most 1e\+150 in size"),
+        ("gns/units_per_window", -1e308, r"expected at most 1e\+150 in size"),
+    ],
+)
+@pytest.mark.parametrize("thinned", [False, True])
+def test_a_number_of_sondes_that_cannot_be_is_refused_with_file_and_line(
+    tmp_path: Path, name: str, value: float, expected: str, thinned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())
+    sink.write(reading_record(0, 2, status="resolved"))
+    sink.write(alert_record())
+    record = reading_record(1, 2, status="resolved")
+    sink.write(record | {"metrics": record["metrics"] | {name: value}})
+    sink.close()
+    with pytest.raises(ValueError, match=rf"line 5 of .*records\.jsonl holds {name} = .*, {expected}"):
+        read_run(tmp_path, thinned=thinned)
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("sonde: error: line 5 of")
+    assert "Traceback" not in said
+
+
+def test_a_number_of_a_policy_that_cannot_be_is_refused_with_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = policy_record(0)
+    sink = JsonlSink(tmp_path)
+    sink.write(policy_header())
+    sink.write(record | {"metrics": record["metrics"] | {"reward": 1e308}})
+    assert main(["report", str(tmp_path)]) == 0  # a reward is the user's
+    sink.write(record | {"metrics": record["metrics"] | {"gns_prompts/b_simple": -2.0}})
+    sink.close()
+    capsys.readouterr()
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("sonde: error: line 3 of")
+    assert "holds gns_prompts/b_simple = -2, expected 0 or more" in said
+
+
+def test_a_huge_value_of_the_users_own_is_drawn(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())
+    for i in range(5):
+        record = reading_record(i, 5, status="resolved")
+        sink.write(record | {"metrics": record["metrics"] | {"loss": (-1) ** i * 1e308, "other": 1.7e308}})
+    sink.write({"kind": "metrics", "time": 1.0, "window": 1, "metrics": {"mine/huge": 1.7e308}})
+    sink.write(end_record(50))
+    sink.close()
+    assert main(["report", str(tmp_path)]) == 0

@@ -1,0 +1,155 @@
+"""A long run is read in little memory, and its figures still show every peak."""
+
+from __future__ import annotations
+
+import math
+import random
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bokeh.plotting import figure
+
+from sonde.runs.reader import read_run
+from sonde.runs.report.curve_style import add_bands, add_curve
+from sonde.runs.report.figures import Scale
+from sonde.runs.report.pixels import PIXELS, envelope, rows_shown
+from sonde.runs.report.write import write_report
+from sonde.runs.sinks import JsonlSink
+from sonde.runs.thinning import MAX_BINS
+from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run
+from tests.runs.report.visible_text import visible_text
+
+N, RESTART = 40_010, 25_020
+
+
+def _series(seed: int) -> list[float | None]:
+    """Noise with two lonely peaks, and stretches that are not known."""
+    rng = random.Random(seed)
+    values: list[float | None] = [rng.gauss(100, 1) for _ in range(N)]
+    values[12_345], values[23_456] = 900.0, 1.0
+    values[30_000:30_500] = [None] * 500
+    return values
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log of two starts with 40,010 readings."""
+    folder = tmp_path_factory.mktemp("long")
+    losses, noise = _series(1), _series(2)
+    base: dict[str, Any] = reading_record(5, 6, status="resolved", groups=["head"])
+    sink = JsonlSink(folder)
+    for i, (loss, b_simple) in enumerate(zip(losses, noise, strict=True)):
+        if i in (0, RESTART):
+            sink.write(header_record())
+        known = {"loss": loss, "gns/b_simple": b_simple, "run/units_seen": 64.0 * (i + 1), "cost/fraction": i / N}
+        sink.write(base | {"window": i + 1, "time": base["time"] + i, "metrics": known})
+    sink.write(end_record(N))
+    sink.close()
+    return folder
+
+
+def test_a_thinned_run_keeps_ends_and_extremes_of_every_pixel(long_run: Path) -> None:
+    kept = read_run(long_run, thinned=True).readings
+    assert len(kept) < 12 * MAX_BINS
+    windows = [reading.window for reading in kept]
+    assert windows == sorted(windows)
+    assert {1, 12_346, 23_457, RESTART, RESTART + 1, N} <= set(windows)
+    # Naively: within any stretch of two bins there is a kept reading as low, and one as high, as any reading there.
+    whole, kept_at = {name: _series(seed) for name, seed in (("loss", 1), ("gns/b_simple", 2))}, np.array(windows)
+    width = 2 * N // (MAX_BINS // 2)
+    for name, values in whole.items():
+        for start in range(0, N - width, 997):
+            known = [v for v in values[start : start + width] if v is not None]
+            near = kept[np.searchsorted(kept_at, start - width) : np.searchsorted(kept_at, start + 2 * width)]
+            shown = [v for reading in near if (v := reading.metrics[name]) is not None]
+            assert not known or (min(shown) <= min(known) + 1e-4 and max(shown) >= max(known) - 1e-4)
+
+
+def test_what_is_left_out_is_counted(long_run: Path) -> None:
+    thinned, whole = read_run(long_run, thinned=True), read_run(long_run)
+    assert len(whole.readings) == N
+    assert thinned.totals.n_readings == whole.totals.n_readings == N
+    assert thinned.totals.n_known == whole.totals.n_known
+    assert thinned.totals.mean("cost/fraction") == pytest.approx(0.5 - 0.5 / N, rel=1e-6)
+    assert thinned.readings[-1] == whole.readings[-1]
+    assert (thinned.headers, thinned.ended, thinned.torn) == (whole.headers, whole.ended, whole.torn)
+
+
+def test_a_short_run_is_not_thinned(tmp_path: Path) -> None:
+    write_run(tmp_path, 300)
+    assert [r.metrics for r in read_run(tmp_path, thinned=True).readings] == [
+        r.metrics for r in read_run(tmp_path).readings
+    ]
+
+
+def test_the_report_of_a_long_run_is_small_and_shows_the_peaks(long_run: Path, tmp_path: Path) -> None:
+    report = write_report(long_run, tmp_path / "report.html")
+    assert report.stat().st_size < 2_000_000
+    assert "40,010 readings, one every 10 windows" in visible_text(report)
+
+
+def test_reading_for_a_report_takes_memory_of_the_figure_not_of_the_run(long_run: Path) -> None:
+    read_run(long_run, thinned=True)  # imports
+    tracemalloc.start()
+    try:
+        read_run(long_run, thinned=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # A chunk of lines as objects, the matrix, and the kept readings; all of them take 60 MB.
+    assert peak < 25e6
+
+
+def test_a_curve_of_many_values_shows_the_extremes_of_every_pixel_and_its_ends() -> None:
+    rng = random.Random(0)
+    n = 30_000
+    x = [i + 0.5 * rng.random() for i in range(n)]
+    y = [math.sin(i / 3000) + rng.gauss(0, 0.1) for i in range(n)]
+    y[0], y[-1] = 0.25, 0.125
+    fig = figure()
+    add_curve(fig, x, y, "blue")
+    drawn = fig.renderers[0].data_source.data  # type: ignore[attr-defined]
+    xs, ys = list(drawn["x"]), list(drawn["y"])
+    assert len(xs) <= 2 * PIXELS + 4
+    assert (xs[0], ys[0], xs[-1], ys[-1]) == (x[0], y[0], x[-1], y[-1])
+    points = set(zip(x, y, strict=True))
+    assert all(point in points for point in zip(xs, ys, strict=True))  # each is a reading
+    pixel = lambda position: min(int((position - x[0]) / (x[-1] - x[0]) * PIXELS), PIXELS)  # noqa: E731
+    by_pixel: dict[int, list[float]] = {}
+    for position, value in zip(x, y, strict=True):
+        by_pixel.setdefault(pixel(position), []).append(value)
+    shown: dict[int, list[float]] = {}
+    for position, value in zip(xs, ys, strict=True):
+        shown.setdefault(pixel(position), []).append(value)
+    assert shown.keys() == by_pixel.keys()
+    assert all((min(shown[p]), max(shown[p])) == (min(by_pixel[p]), max(by_pixel[p])) for p in by_pixel)
+
+
+def test_gaps_of_a_pixel_and_restarts_break_a_thinned_curve() -> None:
+    x = [float(i) for i in range(10_000)]
+    y = [1.0] * 10_000
+    y[4_000:4_100] = [math.nan] * 100
+    x[7_000] = y[7_000] = math.nan
+    rows = rows_shown(x, y)
+    gaps = [x[i] for i in rows if math.isnan(y[i])]
+    assert any(4_000 <= position < 4_100 for position in gaps)
+    assert 7_000 in rows
+
+
+def test_a_band_of_many_values_is_its_envelope() -> None:
+    rng = random.Random(0)
+    x = [float(i) for i in range(20_000)]
+    low = [rng.random() for _ in x]
+    high = [1 + rng.random() for _ in x]
+    low[5_000], high[15_000] = -7.0, math.inf
+    places, lowest, highest = envelope(x, low, high)
+    assert len(places) == PIXELS + 1
+    assert (places[0], places[-1]) == (x[0], x[-1])
+    assert (min(lowest), max(highest)) == (-7.0, math.inf)
+    fig = figure()
+    add_bands(fig, x, low, high, Scale("linear", 0.0, 3.0))
+    ys = fig.renderers[0].data_source.data["ys"]  # type: ignore[attr-defined]
+    assert (len(ys), min(ys[0]), max(ys[0])) == (1, 0.0, 3.0)

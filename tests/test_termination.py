@@ -1,0 +1,213 @@
+"""SIGTERM leaves an `end` record and a report, and does to the process what it would have done without sonde."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import bokeh.plotting  # noqa: F401  (here, so that the children need not import it)
+import pytest
+from torch import nn
+
+import sonde
+import sonde.runs.report.page
+from sonde.runs.reader import read_run
+from sonde.termination import OnTermination
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from torch import nn
+import sonde
+
+{before}
+model = nn.Linear(3, 1)
+log = sonde.RunLog(sonde.JsonlSink(sys.argv[1]), every=2)
+probe = sonde.attach(model, unit="rows", log=log, verbose=False)
+{after}
+def window():
+    for _ in range(2):
+        with probe.piece(units=4):
+            model(torch.randn(4, 3)).square().mean().backward()
+    probe.step()
+    model.zero_grad()
+for _ in range(5):
+    window()
+{signal}
+window()
+print("went on", flush=True)
+{end}
+"""
+
+
+SEND = "os.kill(os.getpid(), signal.SIGTERM)"
+MINE = "signal.signal(signal.SIGTERM, lambda *_: print('mine', flush=True))"
+
+
+def _run(folder: Path, *, before: str = "", after: str = "", end: str = "", send: str = SEND) -> tuple[int, str, str]:
+    """Run the script in a child that is forked here, since a new process takes seconds to import torch.
+
+    Returns:
+        Its status, minus the signal that ended it, and what it wrote to its two outputs.
+    """
+    code = SCRIPT.format(before=before, after=after, signal=send, end=end)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            for output, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), output)
+            sys.argv = ["script", str(folder)]
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+            logging.basicConfig(stream=sys.stderr, force=True)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            exec(code, {"__name__": "script"})
+            status = 0
+        except SystemExit as asked:
+            status = int(asked.code or 0)
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    _, waited = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(waited), (folder / "out").read_text(), (folder / "err").read_text()
+
+
+def _ends(folder: Path) -> list[str]:
+    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return [record["reason"] for record in records if record["kind"] == "end"]
+
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+TOLD = "the process was told to end (SIGTERM)"
+
+
+def test_without_a_handler_the_process_ends_by_the_signal_with_an_end_record_and_a_report(tmp_path: Path) -> None:
+    status, out, _ = _run(tmp_path)
+    assert (status, out) == (-signal.SIGTERM, "")
+    run = read_run(tmp_path)
+    assert (run.ended, [reading.window for reading in run.readings]) == (TOLD, [2, 4])
+    assert "Ended: the process was told to end (SIGTERM)." in (tmp_path / "report.html").read_text()
+
+
+def test_a_handler_of_the_users_that_goes_on_is_called_and_the_log_goes_on(tmp_path: Path) -> None:
+    """As one that asks the loop to save a checkpoint and stop."""
+    status, out, _ = _run(tmp_path, before=MINE, end="probe.close()")
+    assert (status, out) == (0, "mine\nwent on\n")
+    assert _ends(tmp_path) == [TOLD, "closed"]
+    run = read_run(tmp_path)
+    assert (run.ended, [reading.window for reading in run.readings]) == ("closed", [2, 4, 6])
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_until_a_run_that_goes_on_has_ended_it_has_not(tmp_path: Path) -> None:
+    """Cut off after it went on: the `end` record of the signal does not count."""
+    before = "signal.signal(signal.SIGTERM, lambda *_: None)"
+    status, _, _ = _run(tmp_path, before=before, end="probe.reading(); os._exit(0)")
+    assert status == 0
+    assert (read_run(tmp_path).ended, _ends(tmp_path)) == (None, [TOLD])
+
+
+def test_a_handler_of_the_users_that_exits_has_its_status_and_a_report(tmp_path: Path) -> None:
+    status, out, _ = _run(tmp_path, before="signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))")
+    assert (status, out) == (7, "")
+    assert _ends(tmp_path)[0] == TOLD
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_handler_installed_later_replaces_this_one(tmp_path: Path) -> None:
+    status, out, _ = _run(tmp_path, after=MINE, end="probe.close()")
+    assert (status, out, _ends(tmp_path)) == (0, "mine\nwent on\n", ["closed"])
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    status, out, _ = _run(tmp_path, before="signal.signal(signal.SIGTERM, signal.SIG_IGN)", end="probe.close()")
+    assert (status, out, _ends(tmp_path)) == (0, "went on\n", ["closed"])
+
+
+def test_a_child_that_is_told_to_end_ends_alone(tmp_path: Path) -> None:
+    # The child says that it runs: Python forgets a signal that arrives while it forks.
+    fork = """
+import time
+reads, writes = os.pipe()
+if (child := os.fork()) == 0:
+    os.write(writes, b"x")
+    time.sleep(60)
+    os._exit(9)
+os.read(reads, 1)
+os.kill(child, signal.SIGTERM)
+print(os.waitpid(child, 0)[1], flush=True)
+"""
+    status, out, _ = _run(tmp_path, send=fork, end="probe.close()")
+    assert (status, out) == (0, f"{int(signal.SIGTERM)}\nwent on\n")
+    assert _ends(tmp_path) == ["closed"]
+
+
+def test_what_was_there_before_is_put_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    first = sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(sonde.JsonlSink(tmp_path / "a")), verbose=False)
+    second = sonde.attach(
+        nn.Linear(3, 1), unit="rows", log=sonde.RunLog(sonde.JsonlSink(tmp_path / "b")), verbose=False
+    )
+    assert isinstance(signal.getsignal(signal.SIGTERM), OnTermination)
+    first.close()  # out of order
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_log_without_sinks_and_a_thread_install_nothing(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with sonde.attach(nn.Linear(3, 1), unit="rows", verbose=False):
+        assert signal.getsignal(signal.SIGTERM) is before
+    failures: list[BaseException] = []
+
+    def in_a_thread() -> None:
+        try:
+            log = sonde.RunLog(sonde.JsonlSink(tmp_path))
+            with sonde.attach(nn.Linear(3, 1), unit="rows", log=log, verbose=False):
+                assert signal.getsignal(signal.SIGTERM) is before
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join(60)
+    assert failures == []
+
+
+def test_two_logs_both_end(tmp_path: Path) -> None:
+    after = "other = sonde.RunLog(sonde.JsonlSink(sys.argv[1] + '/other'))\nsonde.PolicyLog(other)"
+    status, _, err = _run(tmp_path, after=after)
+    assert status == -signal.SIGTERM
+    assert (_ends(tmp_path), _ends(tmp_path / "other")) == ([TOLD], [TOLD])
+    assert (tmp_path / "report.html").exists()
+    assert "could not write a report" in err  # the other log holds nothing to report
+
+
+def test_a_report_that_fails_does_not_keep_the_process(tmp_path: Path) -> None:
+    after = "sys.modules['bokeh'] = None"  # as if it were not installed
+    status, _, err = _run(tmp_path, after=after)
+    assert status == -signal.SIGTERM
+    assert "JsonlSink could not write a report: the report needs bokeh" in err
+    assert _ends(tmp_path) == [TOLD]
+
+
+def test_nothing_is_held_alive(tmp_path: Path) -> None:
+    sink = sonde.JsonlSink(tmp_path)
+    log = sonde.RunLog(sink)
+    sonde.PolicyLog(log)
+    gone = weakref.ref(log)
+    del log
+    gc.collect()
+    assert gone() is None
+    installed = signal.getsignal(signal.SIGTERM)
+    assert isinstance(installed, OnTermination)
+    installed.remove()
+    sink.close()
