@@ -59,12 +59,14 @@ def interval(low: float | None, high: float | None) -> str:
     """An interval in words. An interval without an upper end is a lower bound.
 
     Example:
-        >>> interval(31.2, 46.9), interval(120.0, math.inf)
-        ('31.2 to 46.9', 'more than 120')
+        >>> interval(31.2, 46.9), interval(120.0, math.inf), interval(0.0, 12.0)
+        ('31.2 to 46.9', 'more than 120', 'less than 12')
     """
     if low is None or high is None:
         return _NOT_KNOWN
-    return f"more than {number(low)}" if math.isinf(high) else f"{number(low)} to {number(high)}"
+    if math.isinf(high):
+        return f"more than {number(low)}"
+    return f"less than {number(high)}" if low == 0 else f"{number(low)} to {number(high)}"
 
 
 def estimate(status: str, value: float | None, low: float | None, high: float | None) -> str:

@@ -28,6 +28,7 @@ class State:
 
     status: Status = "unresolved"
     reason: str = ""
+    advice: str = ""
     dropped: Mapping[str, int] = field(default_factory=dict)
     alerts: Mapping[str, str] = field(default_factory=dict)
     pieces: Mapping[str, Any] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class State:
         return State(
             as_status(record["status"]) if "status" in record else self.status,
             str(record["reason"]) if "reason" in record else self.reason,
+            str(record["advice"]) if "advice" in record else self.advice,
             {reason: as_count(n) for reason, n in dropped.items()} if "dropped" in record else self.dropped,
             {name: str(message) for name, message in alerts.items()} if "alerts" in record else self.alerts,
             as_mapping(record["pieces"]) if "pieces" in record else self.pieces,
@@ -210,6 +212,7 @@ def reading_of(
         time=time,
         status=state.status,
         reason=state.reason,
+        advice=state.advice,
         metrics=metrics,
         groups=groups,
         dropped=state.dropped,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sonde.batch_size.stats.reading import GroupReading
+from sonde.batch_size.stats.reading import GroupReading, doubling_windows
 from sonde.probe import ReportSection
 from sonde.runs.policy_reading import PolicyReading, PromptEffect
 from sonde.stats.intervals import Status
@@ -81,6 +81,7 @@ class Reading:
         time: seconds since 1970.
         status: how far B_simple is known, see `stats.intervals.RatioInterval`.
         reason: why B_simple is not resolved; empty when it is.
+        advice: what would make B_simple known better; empty when it is known well, and in logs of an older sonde.
         metrics: a number for each name, None where it is not known.
         groups: the noise scale of each group of parameters by name, as it was last written: it may be of one of the
             nine readings before. In a thinned run only the last reading has groups.
@@ -94,6 +95,7 @@ class Reading:
     time: float
     status: Status
     reason: str
+    advice: str
     metrics: Mapping[str, float | None]
     groups: Mapping[str, GroupReading]
     dropped: Mapping[str, int]
@@ -104,6 +106,11 @@ class Reading:
     def high(self) -> float | None:
         """Upper end of the interval of B_simple: infinite for a lower bound, None when unresolved."""
         return math.inf if self.status == "lower_bound" else self.metrics.get("gns/b_simple_high")
+
+    @property
+    def doubling_windows(self) -> float | None:
+        """Windows in which B_simple doubles, negative where it halves; None where that is not known."""
+        return doubling_windows(self.metrics.get("gns/drift"), self.metrics.get("gns/drift_error"))
 
 
 @dataclass(frozen=True)

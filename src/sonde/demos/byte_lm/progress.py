@@ -127,6 +127,8 @@ def describe_noise_scale(reading: Mapping[str, Any], unit: str = "sequences") ->
             return f"{number(metrics['gns/b_simple'])} [{low} – {high}] {unit}"
         case "lower_bound":
             return f"> {low} {unit} (lower bound)"
+        case "upper_bound":
+            return f"< {high} {unit} (upper bound)"
         case _:
             return f"not known yet: {reading['reason']}"
 

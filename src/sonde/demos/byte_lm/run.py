@@ -17,7 +17,7 @@ from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leav
 from sonde.runs.reader import Reading, read_run
 from sonde.runs.sinks import RECORDS_NAME
 
-_VERDICT_STYLES = {"about_right": "green", "too_small": "yellow", "too_large": "yellow", "unknown": "cyan"}
+_VERDICT_STYLES = {"about_right": "green", "too_small": "yellow", "too_large": "yellow"}
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -91,7 +91,7 @@ def conclude(setup: Setup, console: Console) -> None:
         console.print(f"Nothing was measured. The log is {run.path}.", soft_wrap=True)
         return
     verdict = _judge(run.readings[-1], setup)
-    style = _VERDICT_STYLES[verdict.kind]
+    style = _VERDICT_STYLES.get(verdict.kind, "cyan")
     console.print(verdict_panel(verdict.headline, verdict.detail, style=style, width=console.width))
     leave_report(run.path, setup.folder, console)
 
@@ -105,4 +105,6 @@ def _judge(last: Reading, setup: Setup) -> Verdict:
         low=last.metrics["gns/b_simple_low"],
         high=last.high,
         reason=last.reason,
+        doubling_windows=last.doubling_windows,
+        advice=last.advice,
     )

@@ -39,25 +39,33 @@ from sonde.wording import estimate, number, shorten
 def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
     """B_simple with its interval on a log axis, and the batch size across it.
 
-    If only a lower bound is known, the band is hatched and open to the top. If nothing is known, there is a gap.
+    If only a bound is known, the band is hatched and open to the top or to the bottom. If nothing is known, there is a
+    gap. A dotted curve shows the average over the run.
     """
     low, batch = line.metric("gns/b_simple_low"), line.metric("gns/units_per_window")
     if all(map(math.isnan, low)):
         return "No reading has an estimate or a lower bound of the noise scale yet: measure more windows."
     resolved = line.column(lambda r: r.metrics.get("gns/b_simple") if r.status == "resolved" else None)
     bound = line.column(lambda r: r.metrics.get("gns/b_simple_low") if r.status == "lower_bound" else None)
-    drawn = [a if math.isnan(b) else b for a, b in zip(resolved, bound, strict=True)]
+    upper = line.column(lambda r: r.high if r.status == "upper_bound" else None)
+    drawn = [next((v for v in row if not math.isnan(v)), math.nan) for row in zip(resolved, bound, upper, strict=True)]
+    average = line.metric("gns/b_simple_average")
 
     high = line.column(lambda r: r.high)
-    y = noise_scale_axis([*drawn, *low, *batch, 2 * max((v for v in [*drawn, *batch] if v > 0), default=1.0)], high)
+    shown = [v for v in [*drawn, *batch, *average] if v > 0]
+    y = noise_scale_axis([*shown, *(v for v in low if v > 0), 2 * max(shown, default=1.0)], high)
     fig = new_curve(line, axis, y, y_label=f"Noise scale ({line.unit})", height=380)
     add_bands(fig, line.x, [v if r >= 0 else math.nan for v, r in zip(low, resolved, strict=True)], high, y,
                fill_color=BLUE, fill_alpha=0.16)  # fmt: skip
     add_bands(fig, line.x, bound, high, y, fill_color=GREY, fill_alpha=0.10,
                hatch_pattern="/", hatch_color=GREY, hatch_alpha=0.2, hatch_scale=10)  # fmt: skip
+    add_bands(fig, line.x, [math.nan if math.isnan(v) else y.start for v in upper], upper, y, fill_color=GREY,
+               fill_alpha=0.10, hatch_pattern="/", hatch_color=GREY, hatch_alpha=0.2, hatch_scale=10)  # fmt: skip
     _add_batch_size(fig, line, [y.clamp(b) for b in batch])
+    add_curve(fig, line.x, [y.clamp(v) for v in average], INK, dash="dotted")
     add_curve(fig, line.x, [y.clamp(v) for v in resolved], BLUE)
     add_triangles(fig, line.x, [y.clamp(v) for v in bound], "triangle", GREY)
+    add_triangles(fig, line.x, [y.clamp(v) for v in upper], "inverted_triangle", GREY)
     columns = {
         "x": line.x,
         "y": [y.clamp(v) for v in drawn],
@@ -65,8 +73,10 @@ def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
         "seen": line.metric("run/units_seen"),
         "batch": batch,
         "known": line.texts(_known),
+        "average": line.texts(lambda r: number(r.metrics.get("gns/b_simple_average"))),
     }
-    rows = [("noise scale", "@known"), ("batch size", "@batch{0,0.[0]}"), WINDOW, ("units seen", "@seen{0,0}")]
+    rows = [("noise scale now", "@known"), ("average over the run", "@average")]
+    rows += [("batch size", "@batch{0,0.[0]}"), WINDOW, ("units seen", "@seen{0,0}")]
     add_hover(fig, columns, rows)
     return Plot((fig,), (*_noise_scale_legend(line), *restart_legend(line)))
 
@@ -159,12 +169,16 @@ def _known(reading: Reading) -> str:
 def _noise_scale_legend(line: Timeline[Reading]) -> Iterator[LegendEntry]:
     statuses = {row.status for row in line.rows if row is not None}
     if "resolved" in statuses:
-        yield LegendEntry("line", BLUE, "noise scale")
+        yield LegendEntry("line", BLUE, "noise scale now")
         yield LegendEntry("band", BLUE, "confidence interval of the noise scale")
+    if any(row is not None and row.metrics.get("gns/b_simple_average") is not None for row in line.rows):
+        yield LegendEntry("dotted", INK, "noise scale, average over the run so far")
     yield LegendEntry("dashed", ORANGE, f"batch size ({line.unit} per step)")
     if "lower_bound" in statuses:
         yield LegendEntry("up", GREY, "lower bound: the noise scale lies above this")
         yield LegendEntry("hatched", GREY, "no upper limit is known")
+    if "upper_bound" in statuses:
+        yield LegendEntry("down", GREY, "upper bound: the noise scale lies below this")
 
 
 def _add_batch_size(fig: figure, line: Timeline[Reading], batch: Sequence[float]) -> None:

@@ -32,7 +32,9 @@ FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans
 _MAX_TEXTS = 400
 """Largest number of readings for which a figure has a hover text."""
 
-Mark = Literal["line", "dashed", "dotted", "band", "hatched", "bar", "dot", "whisker", "up", "down", "right", "cross"]
+Mark = Literal[
+    "line", "dashed", "dotted", "band", "hatched", "bar", "dot", "whisker", "up", "down", "left", "right", "cross"
+]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ MAX_GROUPS = 400
 _MARKS: dict[str, dict[str, Any]] = {
     "resolved": {"marker": "circle", "color": BLUE, "size": 9},
     "lower_bound": {"marker": "triangle", "color": GREY, "size": 9, "angle": -math.pi / 2},  # points to the right
+    "upper_bound": {"marker": "triangle", "color": GREY, "size": 9, "angle": math.pi / 2},  # points to the left
     "unresolved": {"marker": "x", "color": GREY, "size": 8},
 }
 
@@ -56,7 +57,7 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
         return "No group of parameters has a known noise scale yet: measure more windows."
     batch = reading.metrics.get("gns/units_per_window")
     overall = reading.metrics.get("gns/b_simple") if reading.status == "resolved" else None
-    known = [v for g in groups.values() for v in (g.b_simple, g.low) if v is not None]
+    known = [v for g in groups.values() for v in (g.b_simple, g.low) if v]
     lines = [v for v in (batch, overall) if v is not None]
     x = noise_scale_axis([*known, *lines], [g.high for g in groups.values() if g.high is not None])
     n_groups = len(groups)
@@ -113,7 +114,8 @@ def _add_texts(fig: figure, x: Scale, groups: dict[str, GroupReading]) -> None:
 
 
 def _anchor(group: GroupReading, x: Scale) -> float:
-    value = {"resolved": group.b_simple, "lower_bound": group.low, "unresolved": None}[group.status]
+    known = {"resolved": group.b_simple, "lower_bound": group.low, "upper_bound": group.high, "unresolved": None}
+    value = known[group.status]
     return x.at(0.015) if value is None else x.clamp(value)
 
 
@@ -126,6 +128,8 @@ def _legend(
         legend.append(LegendEntry("whisker", BLUE, "noise scale and its confidence interval"))
     if "lower_bound" in statuses:
         legend.append(LegendEntry("right", GREY, "lower bound: the noise scale lies above this"))
+    if "upper_bound" in statuses:
+        legend.append(LegendEntry("left", GREY, "upper bound: the noise scale lies below this"))
     if "unresolved" in statuses:
         legend.append(LegendEntry("cross", GREY, "not known yet"))
     if batch:

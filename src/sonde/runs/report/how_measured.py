@@ -83,16 +83,21 @@ def _window_rows(run: Run) -> list[Row]:
         Row("Weights", (_weights(units, effective, unit),)),
     ]
     horizon, level = setup.get("horizon"), setup.get("level")
-    averaging = "Noise and signal are averaged separately over the windows. Their ratio is taken last."
+    averaging = (
+        "The noise scale now is fitted to the windows' own noise and signal, whose ratio may drift. Nothing is clamped "
+        "and no ratio is averaged."
+    )
     if horizon:
-        averaging += f" The average reaches back about {number(float(horizon))} windows."
+        averaging += f" A window's weight falls by a factor of e in {number(float(horizon))} windows."
     elif "horizon" in setup:
-        averaging += " The average is over all windows."
+        averaging += " All windows weigh the same."
     if level:
-        averaging += f" Intervals are Fieller's, at {percent(float(level))} confidence."
+        averaging += (
+            f" Intervals are at {percent(float(level))} confidence, and open where noise or signal is not known."
+        )
     every = f", one every {plural(int(setup['log_every']), 'window')}" if setup.get("log_every") else ""
     readings = f"{plural(run.totals.n_readings, 'reading')}{every}, up to window {count(last.window)}."
-    return [*rows, Row("Averaging", (averaging,)), Row("Readings", (readings,))]
+    return [*rows, Row("Trend", (averaging,)), Row("Readings", (readings,))]
 
 
 def _trust_rows(run: Run) -> list[Row]:

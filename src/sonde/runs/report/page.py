@@ -185,6 +185,7 @@ _SWATCHES: dict[Mark, str] = {
     "whisker": '<path d="M0 7h24" stroke-width="4" stroke-opacity=".3"/><circle cx="12" cy="7" r="4.5" stroke="none"/>',
     "up": '<path d="M12 2l5 9H7z" stroke="none"/>',
     "down": '<path d="M12 12l5-9H7z" stroke="none"/>',
+    "left": '<path d="M7 7l9 5V2z" stroke="none"/>',
     "right": '<path d="M17 7l-9 5V2z" stroke="none"/>',
     "cross": '<path d="M8 3l8 8M16 3l-8 8" stroke-width="1.5"/>',
 }

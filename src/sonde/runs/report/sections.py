@@ -47,7 +47,8 @@ def noise_scale_sections(run: Run) -> list[Section]:
         Section(
             "Noise and signal",
             "B_simple = tr Σ / |G|²: the noise scale is the noise divided by the signal. On this logarithmic axis, the "
-            "vertical distance between the two curves shows it. Both curves are running averages.",
+            "vertical distance between the two curves shows it. Both curves are running averages, so their ratio lags "
+            "behind the noise scale now while training moves.",
             (moments_curve(line, axis),),
         ),
         Section("Noise scale by part of the model", _groups_text(run, unit), (groups_plot(last, group_order, unit),)),
@@ -63,7 +64,8 @@ def noise_scale_sections(run: Run) -> list[Section]:
             f"Training with batch size B takes S/S_min = 1 + B_crit/B times the fewest possible steps, and uses "
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
             "The curves cross at B = B_crit, where both costs are 2×. The figure takes the noise scale of the last "
-            "reading as B_crit. The noise scale is a proxy for B_crit, good to a factor of about 2.",
+            "reading as B_crit. The noise scale is a proxy for B_crit: in published runs B_crit was 0.1 to 20 times "
+            "B_simple.",
             (tradeoff_plot(last, unit),),
         ),
     ]
@@ -78,9 +80,9 @@ def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
     level = run.probe("reading").setup.get("level")
     if level:
         text += (
-            " The curve is a running average over past windows (optimizer steps). The band is the "
-            f"{percent(float(level))} confidence interval of this average. When the noise scale changes, the curve "
-            "follows with a delay."
+            " The solid curve is the noise scale now, from a local trend over past windows (optimizer steps). The band "
+            f"is its {percent(float(level))} confidence interval. The dotted curve is the average over the run so far, "
+            "which a comparison of whole runs at several batch sizes would show."
         )
     if any(reading.status == "unresolved" for reading in run.readings):
         text += " A gap means that the noise scale was not known yet."

@@ -34,8 +34,8 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
         unit: plural name of the unit.
 
     Returns:
-        The figure, or a sentence that says why there is none. Curves are dashed if only a lower bound of the noise
-        scale is known.
+        The figure, or a sentence that says why there is none. Curves are dashed if only a bound of the noise scale is
+        known.
     """
     batch, low, high = (
         reading.metrics.get("gns/units_per_window"),
@@ -43,9 +43,10 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
         reading.high,
     )
     resolved = reading.status == "resolved"
-    critical = reading.metrics.get("gns/b_simple") if resolved else low
+    bound = high if reading.status == "upper_bound" else low
+    critical = reading.metrics.get("gns/b_simple") if resolved else bound
     if not batch or not critical or low is None or high is None:
-        return "The trade-off needs a noise scale or a lower bound of the noise scale. The last reading has neither."
+        return "The trade-off needs a noise scale or a bound of the noise scale. The last reading has neither."
 
     extremes = (batch, critical, max(low, critical / 10), min(high, 10 * critical))
     x = Scale("log", min(extremes) / 8, max(extremes) * 8)
@@ -60,7 +61,8 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     )
     fig.yaxis[0].major_label_overrides = {tick: f"{number(tick)}×" for tick in log_ticks(y)}
 
-    fig.add_layout(BoxAnnotation(left=low, right=min(high, x.end), fill_color=BLUE, fill_alpha=0.10, line_color=None))
+    possible = {"left": max(low, x.start), "right": min(high, x.end)}
+    fig.add_layout(BoxAnnotation(**possible, fill_color=BLUE, fill_alpha=0.10, line_color=None))
     dash = "solid" if resolved else "dashed"
     add_line_at(fig, critical, "height", BLUE, dash)
     _add_costs(fig, x, y, critical, dash)
@@ -68,7 +70,7 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     fig.scatter([batch] * 2, [cost.steps, cost.examples], size=11, fill_color="white", line_color=INK, line_width=2.5)
     # Put the label on the side away from the line of the noise scale.
     add_label(fig, batch, y.at(0.92), "you are here", INK, align="right" if batch < critical else "left")
-    return Plot((fig,), _legend(batch, critical, unit, resolved=resolved))
+    return Plot((fig,), _legend(batch, critical, unit, reading.status))
 
 
 def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> None:
@@ -87,8 +89,8 @@ def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> N
     add_hover(fig, columns, [("batch size", "@size"), ("steps", "@steps"), ("units used", "@examples")])
 
 
-def _legend(batch: float, critical: float, unit: str, *, resolved: bool) -> tuple[LegendEntry, ...]:
-    if resolved:
+def _legend(batch: float, critical: float, unit: str, status: str) -> tuple[LegendEntry, ...]:
+    if status == "resolved":
         return (
             LegendEntry("line", GREEN, "optimizer steps, S/S_min"),
             LegendEntry("line", ORANGE, f"{unit} used, E/E_min"),
@@ -96,10 +98,14 @@ def _legend(batch: float, critical: float, unit: str, *, resolved: bool) -> tupl
             LegendEntry("band", BLUE, "confidence interval of the noise scale"),
             LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step"),
         )
+    is_lower = status == "lower_bound"
+    which, other = ("lower", "upper") if is_lower else ("upper", "lower")
     return (
-        LegendEntry("dashed", GREEN, "optimizer steps, S/S_min: at least this"),
-        LegendEntry("dashed", ORANGE, f"{unit} used, E/E_min: at most this"),
-        LegendEntry("bar", BLUE, f"lower bound of the noise scale, {number(critical)} {unit}"),
-        LegendEntry("band", BLUE, "possible range of the noise scale: no upper limit known"),
-        LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step, if the noise scale is at its lower bound"),
+        LegendEntry("dashed", GREEN, f"optimizer steps, S/S_min: at {'least' if is_lower else 'most'} this"),
+        LegendEntry("dashed", ORANGE, f"{unit} used, E/E_min: at {'most' if is_lower else 'least'} this"),
+        LegendEntry("bar", BLUE, f"{which} bound of the noise scale, {number(critical)} {unit}"),
+        LegendEntry("band", BLUE, f"possible range of the noise scale: no {other} limit known"),
+        LegendEntry(
+            "dot", INK, f"this run, {number(batch)} {unit} per step, if the noise scale is at its {which} bound"
+        ),
     )

@@ -1,11 +1,13 @@
-"""The panels at the top of the report: a verdict, and the four numbers behind it."""
+"""The panels at the top of the report: a verdict, and the numbers behind it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sonde.batch_size.stats.critical_batch import Verdict, judge_batch, steps_and_examples
+from sonde.batch_size.stats.reading import drift_in_words
 from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.runs.reader import Reading, Run
@@ -14,7 +16,9 @@ from sonde.wording import number, percent, plural
 
 _BATCH_BADGES = {
     "too_small": "Batch too small",
+    "about_right_or_too_small": "About right or too small",
     "about_right": "Batch about right",
+    "about_right_or_too_large": "About right or too large",
     "too_large": "Batch too large",
     "unknown": "No verdict yet",
 }
@@ -55,7 +59,7 @@ class VerdictPanel:
         headline: the verdict in one sentence.
         detail: what follows from the verdict, or what it rests on.
         basis: which readings the verdict was made from.
-        tiles: four numbers.
+        tiles: the numbers behind it.
     """
 
     kind: str
@@ -77,7 +81,7 @@ def batch_size_panel(run: Run) -> VerdictPanel:
     verdict = _judge_batch(last, unit)
     basis = f"Judged from the last reading: {position_text(last, unit)}."
     needed = last.metrics.get("gns/windows_needed")
-    if needed:
+    if needed and last.status == "resolved":
         basis += f" The interval narrows to about ± 20 % after {plural(round(needed), 'more window')}."
     tiles = tuple(_batch_tiles(last, unit))
     return VerdictPanel(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)
@@ -114,29 +118,62 @@ def _judge_batch(last: Reading, unit: str) -> Verdict:
         low=last.metrics.get("gns/b_simple_low"),
         high=last.high,
         reason=last.reason,
+        doubling_windows=last.doubling_windows,
+        advice=last.advice,
     )
 
 
 def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
-    batch, low = last.metrics.get("gns/units_per_window"), last.metrics.get("gns/b_simple_low")
-    resolved = last.status == "resolved"
-    critical = last.metrics.get("gns/b_simple") if resolved else low
+    metrics = last.metrics
+    batch, low, high = metrics.get("gns/units_per_window"), metrics.get("gns/b_simple_low"), last.high
     used = f"{unit[:1].upper()}{unit[1:]} used"
-    if not batch or not critical:
-        yield Tile("Noise scale", "–", "not known yet")
+    if not batch or low is None or high is None or last.status == "unresolved":
+        yield Tile("Noise scale now", "–", "not known yet")
+        yield _average_tile(last, unit)
         yield Tile("Batch size", number(batch, 4), f"{unit} per step")
         yield Tile("Steps", "–", "relative to the fewest possible")
         yield Tile(used, "–", "relative to the fewest possible")
         return
-    cost = steps_and_examples(batch, critical)
-    if resolved:
-        yield Tile("Noise scale", number(critical), f"{unit}; between {number(low)} and {number(last.high)}")
+    if last.status == "resolved":
+        moves = drift_in_words(last.doubling_windows)
+        note = f"{unit}; between {number(low)} and {number(high)}" + (f"; {moves}" if moves else "")
+        yield Tile("Noise scale now", number(metrics.get("gns/b_simple")), note)
+    elif last.status == "lower_bound":
+        yield Tile("Noise scale now", f"> {number(low)}", f"{unit}; no upper limit known")
     else:
-        yield Tile("Noise scale", f"> {number(low)}", f"{unit}; no upper limit known")
-    at_least, at_most = ("", "") if resolved else ("≥ ", "≤ ")
+        yield Tile("Noise scale now", f"< {number(high)}", f"{unit}; no lower limit known")
+    yield _average_tile(last, unit)
     yield Tile("Batch size", number(batch, 4), f"{unit} per step")
-    yield Tile("Steps", f"{at_least}{number(cost.steps, 2)}×", "the fewest possible")
-    yield Tile(used, f"{at_most}{number(cost.examples, 2)}×", "the fewest possible")
+    estimate = metrics.get("gns/b_simple") if last.status == "resolved" else None
+    fewest = {name: _cost(batch, low, high, estimate, name) for name in ("steps", "examples")}
+    yield Tile("Steps", fewest["steps"][0], f"the fewest possible{fewest['steps'][1]}")
+    yield Tile(used, fewest["examples"][0], f"the fewest possible{fewest['examples'][1]}")
+
+
+def _average_tile(last: Reading, unit: str) -> Tile:
+    """The noise scale of the run so far."""
+    value, low, high = (last.metrics.get(f"gns/b_simple_average{end}") for end in ("", "_low", "_high"))
+    if value is not None:
+        return Tile("Average over the run", number(value), f"{unit}; between {number(low)} and {number(high)}")
+    if low is not None:
+        return Tile("Average over the run", f"> {number(low)}", f"{unit}; no upper limit known")
+    return Tile("Average over the run", "–", "not known yet")
+
+
+def _cost(batch: float, low: float, high: float, estimate: float | None, name: str) -> tuple[str, str]:
+    """Steps or units over the fewest possible: as far as they are known, and between which limits."""
+
+    def at(noise_scale: float) -> float:
+        if noise_scale <= 0:
+            return 1.0 if name == "steps" else math.inf
+        if math.isinf(noise_scale):
+            return math.inf if name == "steps" else 1.0
+        return float(getattr(steps_and_examples(batch, noise_scale), name))
+
+    least, most = sorted((at(low), at(high)))
+    if estimate is not None:
+        return f"{number(at(estimate), 2)}×", f"; between {number(least, 2)}× and {number(most, 2)}×"
+    return (f"≥ {number(least, 2)}×", "") if math.isinf(most) else (f"≤ {number(most, 2)}×", "")
 
 
 def _policy_tiles(run: Run) -> Iterator[Tile]:

@@ -1,0 +1,97 @@
+"""Readings of the noise scale, made again from the windows of a log: with another horizon, or at other windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from sonde.batch_size.stats.history import WindowHistory
+from sonde.batch_size.stats.noise_scale import WindowEstimate
+from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.trend import TrendFit, fit_trends
+from sonde.runs.windows import WindowReading
+
+
+@dataclass(frozen=True)
+class ReplayedReading:
+    """The noise scale after one window.
+
+    Attributes:
+        window: number of the optimizer step.
+        total: of the whole model.
+        groups: of each group of parameters.
+        set_aside: windows so far that were left out because each outweighed all others of its horizon together.
+    """
+
+    window: int
+    total: TrendFit
+    groups: Mapping[str, TrendFit]
+    set_aside: int
+
+
+def replay_windows(
+    windows: Iterable[WindowReading], *, horizon: float = 50.0, every: int = 1, level: float = 0.95
+) -> Iterator[ReplayedReading]:
+    """Make the readings of a run again from its windows, as a probe would have made them.
+
+    Args:
+        windows: of one start of the run, in order; `sonde.read_windows` reads those of a log that was written with
+            `RunLog(log_windows=True)`.
+        horizon: of the trend, in windows.
+        every: windows between two readings.
+        level: confidence level of the intervals.
+
+    Yields:
+        A reading at every window whose number is a multiple of `every`.
+
+    Raises:
+        ValueError: for a window without tr Σ or |G|².
+
+    Example:
+        >>> from sonde import read_windows, replay_windows
+        >>> for reading in replay_windows(read_windows("runs/my-run"), horizon=100):  # doctest: +SKIP
+        ...     print(reading.window, reading.total.ratio, reading.total.interval)
+    """
+    history: WindowHistory | None = None
+    for window in windows:
+        history = history or WindowHistory(tuple(window.groups), horizon)
+        history.add(_solved(window), window.window)
+        if window.window % every:
+            continue
+        fits = {
+            name: fit
+            for names, series in history.series()
+            for name, fit in zip(
+                names,
+                fit_trends(series.trace_cov, series.grad_sq, series.ages, horizon, level=level),
+                strict=True,
+            )
+        }
+        yield ReplayedReading(window.window, fits.pop(""), fits, history.n_set_aside)
+
+
+def _solved(window: WindowReading) -> SolvedWindow:
+    """A window as the probe solved it, as far as a trend needs it."""
+    per_group = tuple(
+        _estimate(window, group.get("trace_cov"), group.get("grad_sq")) for group in window.groups.values()
+    )
+    total = _estimate(window, window.metrics.get("gns/trace_cov"), window.metrics.get("gns/grad_sq"))
+    units = window.metrics.get("gns/effective_units") or math.nan
+    squared_norm = total.grad_sq + total.trace_cov / units  # |F|² = |G|² + v tr Σ, v = 1/units
+    return SolvedWindow(
+        total=total,
+        per_group=per_group,
+        within_between=None,
+        norm=math.sqrt(max(squared_norm, 0.0)),
+        effective_units=units,
+        u=math.nan,
+        witness_squares=0.0,
+        witness_differences=0.0,
+    )
+
+
+def _estimate(window: WindowReading, trace_cov: float | None, grad_sq: float | None) -> WindowEstimate:
+    if trace_cov is None or grad_sq is None:
+        raise ValueError(f"window {window.window} of the log lacks tr Σ or |G|²: is the log damaged?")
+    return WindowEstimate(trace_cov, grad_sq)
