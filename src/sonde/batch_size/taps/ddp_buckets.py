@@ -50,6 +50,21 @@ def is_tapped(model: DistributedDataParallel) -> bool:
     return any(isinstance(state, _Relay) and state.listener is not None for _, state in model._comm_hooks)
 
 
+def averages_alike(model: DistributedDataParallel) -> bool:
+    """Whether a communication hook can average a bucket with the rounding of DDP's own average.
+
+    With gradient_as_bucket_view, DDP divides a gradient that already lies in its bucket by the number of ranks, and
+    multiplies any other by the reciprocal. The hook comes after DDP has moved all gradients into the bucket, and cannot
+    see where each of them lay. The two round alike only for powers of 2.
+    """
+    return not model.gradient_as_bucket_view or is_power_of_two(model.process_group.size())
+
+
+def is_power_of_two(n: int) -> bool:
+    """Whether n, a positive number of ranks, is 1, 2, 4, 8, …"""
+    return n & (n - 1) == 0
+
+
 def hook_label(hook: object) -> str:
     """The name of a communication hook, for people."""
     return getattr(hook, "__name__", type(hook).__name__)
@@ -76,7 +91,8 @@ class DDPBucketTap:
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
 
     Raises:
-        ValueError: when the user's own communication hook is registered, or another tap reads the buckets.
+        ValueError: when the user's own communication hook is registered, another tap reads the buckets, or a hook
+            cannot average as DDP does.
     """
 
     def __init__(
@@ -92,6 +108,12 @@ class DDPBucketTap:
     ) -> None:
         if is_tapped(model):
             raise ValueError("another probe reads the buckets of this DDP model already: close it first")
+        if comm_hook is None and comm_hook_name(model) is None and not averages_alike(model):
+            raise ValueError(
+                "tap='comm_hook' cannot round as DDP does with gradient_as_bucket_view=True on "
+                f"{model.process_group.size()} ranks, so the weights would differ in their last bits: use tap='leaf' "
+                "or 'auto', gradient_as_bucket_view=False, or 2, 4, 8, … ranks"
+            )
         self._relay = _relay_of(model)
         if comm_hook is not None:
             self._relay.wrap(comm_hook, comm_state)
@@ -319,15 +341,19 @@ def _refuse(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 class _Average:
-    """DDP's own reduction as a communication hook, with the same rounding."""
+    """DDP's own reduction as a communication hook, with the same rounding wherever `averages_alike` holds."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = model.process_group
-        # DDP multiplies by the rounded reciprocal. A division would round differently unless the size is a power of 2.
-        self._share = 1.0 / self._group.size()
 
     def __call__(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer().mul_(self._share)
+        buffer, n_ranks = bucket.buffer(), self._group.size()
+        # DDP multiplies dense gradients by the rounded reciprocal, and divides sparse ones. The two round differently
+        # unless the number of ranks is a power of 2.
+        if buffer.is_sparse:
+            buffer.div_(n_ranks)
+        else:
+            buffer.mul_(1.0 / n_ranks)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
         averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
