@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sonde.batch_size.stats.changed_gradients import ChangedGradients
+from sonde.batch_size.stats.neighbours import NeighbourWatch
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale
 from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
@@ -32,6 +33,7 @@ class NoiseScaleAverages:
         self.within_between = RunningNoiseScale(horizon)
         """tr Σ within ranks (as its trace) and between ranks (as its signal): the ratio is the consistency."""
         self.changed = ChangedGradients(self.total.decay)
+        self.neighbours = NeighbourWatch(self.total.decay)
         self.dropped: dict[str, int] = {}
         self.effective_units: float | None = None
         self.u: float | None = None
@@ -99,6 +101,7 @@ class NoiseScaleAverages:
             "scale": self.scale,
             "scale_residual": self.scale_residual,
             "tampering": self.changed.state_dict(),
+            "neighbours": self.neighbours.state_dict(),
             "dropped": dict(self.dropped),
         }
 
@@ -116,10 +119,11 @@ class NoiseScaleAverages:
     def _load(self, state: Mapping[str, Any]) -> None:
         label = "noise-scale probe state"
         if isinstance(state, Mapping):
-            state = {"u": None, **state}  # a state that was saved before u was kept has none
+            # States that were saved before these were kept have none.
+            state = {"u": None, "neighbours": self.neighbours.state_dict(), **state}
         numbers = ("units", "units_weight", "squares")
         last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
-        running = {"groups", "total", "consistency", "tampering"}
+        running = {"groups", "total", "consistency", "tampering", "neighbours"}
         check_keys(label, state, {*running, *numbers, *last, "differences", "dropped"})
         check_keys("parameter groups of the state", state["groups"], set(self.per_group))
         for name in numbers:
@@ -135,6 +139,7 @@ class NoiseScaleAverages:
         for name, group in self.per_group.items():
             group.load_state_dict(state["groups"][name])
         self.changed.load_state_dict(state["tampering"])
+        self.neighbours.load_state_dict(state["neighbours"])
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
         self._squares, self._differences = float(state["squares"]), float(state["differences"])
         self.effective_units, self.u, self.scale, self.scale_residual = (state[name] for name in last)

@@ -47,6 +47,8 @@ class WindowRow:
         witness_squares: Σ h_k² of each of these elements; [witness].
         sq_norm_big: |F|² per parameter group, [groups].
         witness_final: F, the witness's elements, float64; [witness].
+        neighbour_score: how much more alike neighbouring pieces are than distant ones, summed over ranks.
+        n_neighbour_scores: ranks that have such a score.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -65,6 +67,8 @@ class WindowRow:
     witness_squares: Tensor
     sq_norm_big: Sequence[float]
     witness_final: Tensor
+    neighbour_score: float = 0.0
+    n_neighbour_scores: float = 0.0
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""

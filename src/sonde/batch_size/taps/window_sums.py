@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.batch_size.stats.neighbours import FEWEST_PIECES, neighbour_score
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
@@ -89,6 +90,8 @@ def at_hand(value: Tensor) -> bool:
 
 _N_COUNTS = 6
 """Length of the counts in `WindowSums.pack`."""
+_MOST_COMPARED = 32
+"""Pieces of a rank and window, from the first on, that are compared with each other; bounds their memory."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,14 @@ class WindowSums:
         self._weight_over_units: Number = 0.0
         self._sq_weight_over_units: Number = 0.0
         self._units: Number = 0.0
+        self._compared: list[Tensor] = []
 
     def add(self, gradient: GradientSummary, counts: PieceCounts) -> None:
         """Add one piece's gradient h_k with its weight w_k and its effective number of units n_k."""
         self._add_gradient(gradient, counts.weight)
         self.count(counts)
+        if len(self._compared) < _MOST_COMPARED:
+            self._compared.append(gradient.witness / counts.weight)
 
     def count(self, counts: PieceCounts) -> None:
         """Count a piece whose gradient will be seen only together with the other pieces of this rank."""
@@ -197,12 +203,15 @@ class WindowSums:
         numbers = as_vector([*counts, *problems], self._device)
         numbers[_N_COUNTS + Problem.NOT_FINITE] += self._not_finite
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
+        may_compare = len(self._compared) >= FEWEST_PIECES
+        neighbours = neighbour_score(torch.stack(self._compared)) if may_compare else rank_sum.new_zeros(2)
         # `read_row` splits the vector in this order.
         packed = torch.cat(
             [
                 self.per_group(self._small),
                 numbers,
                 torch.stack([self._witness_small, rank_sum]),
+                neighbours,
                 self._witness,
                 self._witness_squares,
             ]
@@ -225,8 +234,8 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         witness_sizes: as in `Window`.
     """
     n_groups, n_witness = len(sq_norm_big), len(witness_final)
-    small, counts, problems, (witness_small, witness_ranks), witness, squares = packed.split(
-        [n_groups, _N_COUNTS, len(Problem), 2, n_witness, n_witness]
+    small, counts, problems, (witness_small, witness_ranks), neighbours, witness, squares = packed.split(
+        [n_groups, _N_COUNTS, len(Problem), 2, 2, n_witness, n_witness]
     )
     weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units = counts.tolist()
     drops = {p: Drop(p.name.lower(), p.message) for p in Problem if problems[p] > 0}
@@ -247,6 +256,8 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         witness_squares=squares.double(),
         sq_norm_big=sq_norm_big.tolist(),
         witness_final=witness_final.double(),
+        neighbour_score=float(neighbours[0]),
+        n_neighbour_scores=float(neighbours[1]),
     )
 
 
