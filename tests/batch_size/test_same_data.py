@@ -121,7 +121,11 @@ def test_a_loss_spike_is_no_proof_of_the_same_data(ranks2: Ranks) -> None:
     assert ranks2(_one_spike)[0] == [False] * 6
 
 
-DEPENDENT = {"two equal neighbours": (0, 0, 1, 2), "the last repeats the first": (0, 1, 2, 0)}
+DEPENDENT = {
+    "two equal neighbours": (0, 0, 1, 2),
+    "the last repeats the first": (0, 1, 2, 0),
+    "each batch twice": (0, 0, 1, 1),
+}
 
 
 @pytest.mark.parametrize("order", DEPENDENT.values(), ids=DEPENDENT)

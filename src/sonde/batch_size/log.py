@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sonde.batch_size.frozen_watch import TrainedChange
 from sonde.batch_size.stats.reading import GroupReading, find_alerts
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
@@ -54,6 +55,7 @@ class MeasuredWindow:
         seconds: host time spent inside the probe for it.
         tap: where its gradients were read.
         scalars: by name: the user's own, and those of a clip, under their metric names.
+        change: parameters that have stopped or started to be trained; None without a change.
     """
 
     row: WindowRow
@@ -62,6 +64,7 @@ class MeasuredWindow:
     seconds: float
     tap: str
     scalars: Mapping[str, float]
+    change: TrainedChange | None = None
 
 
 @dataclass

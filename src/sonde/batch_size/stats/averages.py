@@ -67,6 +67,11 @@ class NoiseScaleAverages:
         self.effective_units, self.u = window.effective_units, window.u
         self.scale, self.scale_residual = scale.scale, scale.residual
 
+    def restart(self, groups: Sequence[str]) -> None:
+        """Forget all windows of these groups, and of the total."""
+        self.total = RunningNoiseScale(self.horizon)
+        self.per_group |= {name: RunningNoiseScale(self.horizon) for name in groups}
+
     @property
     def units_per_window(self) -> float | None:
         """Average units of a window; None before the first."""

@@ -76,6 +76,14 @@ class NoiseScaleTracker:
         self.norm = solved.norm
         return None
 
+    def parameters_changed(self, groups: Sequence[str]) -> None:
+        """Forget the windows in which other parameters of these groups were trained than are trained now.
+
+        Args:
+            groups: names of the groups whose averages, and the total's, start again.
+        """
+        self._averages.restart(groups)
+
     def reading(self) -> NoiseScaleReading:
         """The present reading."""
         return summarise(self._averages, unit=self.unit, level=self.level)

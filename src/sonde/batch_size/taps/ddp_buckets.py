@@ -21,16 +21,14 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
+from sonde.batch_size.taps.autograd_internals import accumulates, in_backward, inside_another_backward
+from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.witness import Witness
-from sonde.parallel.devices import to_device
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
-_NO_BACKWARD = -1
-"""Autograd's number of the running backward while no backward runs."""
 AfterReduction = Callable[[Tensor], None]
 """Called with a bucket's reduced buffer."""
 
@@ -128,11 +126,9 @@ class DDPBucketTap:
         self._explicit = self._only_explicit = self._has_backward = False
         self._backward: int | None = None
         """Autograd's number of the running backward, if it is outside declared pieces."""
-        self._watched = {i: parameters[i] for i in witness.fixed}
-        self._left_over: list[Tensor] = []
-        """Per watched parameter: whether `.grad` held anything before the window's first backward."""
+        self._left_overs = LeftOvers(parameters, witness)
         self._start_window()
-        self._handles = [p.register_hook(self._hook(i)) for i, p in self._watched.items()]
+        self._handles = [p.register_hook(self._hook(i)) for i, p in self._left_overs.watched.items()]
         self._relay.listener = self._read
 
     def begin_piece(self, *, is_first: bool) -> None:
@@ -152,17 +148,14 @@ class DDPBucketTap:
 
     def _hook(self, index: int) -> Callable[[Tensor | None], None]:
         """A hook for one of a few parameters: notices backwards, and gradients that were left over in `.grad`."""
-        parameter = self._watched[index]
+        parameter, left_overs = self._left_overs.watched[index], self._left_overs
 
         def hook(grad: Tensor | None) -> None:
             if grad is None or not accumulates(parameter):
                 return
-            # The hook runs before autograd adds to `.grad`. At the window's first backward, `.grad` must be empty or 0:
-            # DDP reduces all that `.grad` holds. The answer stays on the device.
-            if index in self._untouched:
-                self._untouched.discard(index)
-                if parameter.grad is not None and not parameter.grad.is_sparse:
-                    self._left_over.append(self._witness.read(index, parameter.grad).detach().any())
+            # At the window's first backward, `.grad` must be empty or 0: DDP reduces all that `.grad` holds.
+            if index in left_overs.unseen:
+                left_overs.look(index)
             self._saw_backward(grad)
 
         return hook
@@ -176,7 +169,7 @@ class DDPBucketTap:
         # Without declared pieces, each backward is a piece. Autograd's number of the backward shows a new one. There is
         # no number where DDP reduces after the backward itself has ended.
         backward = torch._C._current_graph_task_id()
-        if backward in (self._backward, _NO_BACKWARD):
+        if backward == self._backward or not in_backward():
             return
         if inside_another_backward(grad):
             self._problems[Problem.REENTRANT] += 1
@@ -191,7 +184,7 @@ class DDPBucketTap:
         self._on_backward_end()
 
     def _start_window(self) -> None:
-        self._untouched = set(self._watched)
+        self._left_overs.new_window()
         # One entry per bucket: callbacks of different buckets may run at the same time, each on its own stream.
         self._before: dict[int, _BucketSummary] = {}
         self._after: dict[int, _BucketSummary] = {}
@@ -206,9 +199,7 @@ class DDPBucketTap:
         """Counts per `Problem` since the last call, some of them on the device; the counts start again from 0."""
         problems: list[Number] = [*self._problems]
         self._problems = [0] * len(Problem)
-        if self._left_over:
-            problems[Problem.LEFT_OVER] = torch.stack([to_device(n, self._device) for n in self._left_over]).sum()
-            self._left_over = []
+        problems[Problem.LEFT_OVER] = self._left_overs.take()
         return problems
 
     def close(self) -> None:

@@ -1,0 +1,62 @@
+"""Notices windows in which backward ran more often than the model's forward: their pieces share data."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class ForwardWatch:
+    """Compares the forward passes of a model with the backwards that were taken for pieces.
+
+    Only backwards outside `piece()` are compared: whoever declares pieces knows them. A model whose submodules are
+    called one by one has no forward pass of its own, and is not judged.
+
+    Args:
+        model: as the user calls it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._forwards = _ForwardCounter()
+        self._handle = model.register_forward_hook(self._forwards)
+        self._backwards = 0
+        self._spare = 0
+        self._had_more = False
+
+    def backward_ended(self) -> None:
+        """Count a backward outside `piece()`."""
+        self._backwards += 1
+
+    def window_ends(self) -> bool:
+        """Note the end of a window.
+
+        Returns:
+            Whether this window and the one before had more backwards than forwards. A single one proves nothing: a
+            forward may have come before attach, or be the only one that did not go through a submodule.
+        """
+        forwards, backwards = self._forwards.n, self._backwards
+        self._forwards.n = self._backwards = 0
+        # A loop may run the first forward of a window before it ends the window before.
+        has_more = 0 < forwards < backwards - self._spare
+        had_more, self._had_more = self._had_more, has_more
+        self._spare = max(forwards - backwards, 0)
+        return has_more and had_more
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+
+class _ForwardCounter:
+    """A forward hook that counts. A copy of the model, by pickle or deepcopy, counts for itself."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        # Inside a compiled graph, a count would be a side effect that breaks the graph.
+        if not torch.compiler.is_compiling():
+            self.n += torch.is_grad_enabled()
+
+    def __reduce__(self) -> tuple[type[_ForwardCounter], tuple[()]]:
+        return _ForwardCounter, ()
