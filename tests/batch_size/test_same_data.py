@@ -145,18 +145,19 @@ def test_one_process_names_micro_batches_that_share_data(order: tuple[int, ...])
         assert (reading.status, reading.b_simple) == ("unresolved", None)
 
 
-def test_one_process_with_independent_micro_batches_is_not_accused() -> None:
-    """A finite data set, shuffled in each epoch, while the weights move."""
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0, 1.0), (9.0, 1.0, 9.0, 1.0)], ids=str)
+def test_one_process_with_independent_micro_batches_is_not_accused(weights: tuple[float, ...]) -> None:
+    """A finite data set, shuffled in each epoch, while the weights of the model move."""
     model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     generator = torch.Generator().manual_seed(0)
-    x, y = batch(64, generator)
+    x, y = batch(256, generator)
     with attached(model, optimizer, log_every=10, horizon=100.0) as probe:
         for _ in range(60):
-            for window in torch.randperm(64, generator=generator).view(4, 4, 4):
-                for rows in window:
-                    with probe.piece(units=4):
-                        mean_loss(model, x[rows], y[rows]).backward()
+            for window in torch.randperm(256, generator=generator).view(4, 4, 16):
+                for rows, weight in zip(window, weights, strict=True):
+                    with probe.piece(units=16, weight=weight):
+                        (mean_loss(model, x[rows], y[rows]) * weight / sum(weights)).backward()
                 probe.step()
                 optimizer.step()
                 optimizer.zero_grad()

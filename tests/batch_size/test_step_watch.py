@@ -149,9 +149,10 @@ def test_several_optimizers_need_one_to_be_given() -> None:
 def test_close_removes_the_hooks() -> None:
     model = small_model()
     optimizer = sgd(model)
+    before = len(_global_optimizer_pre_hooks)
     with attached(model, optimizer):
-        assert _global_optimizer_pre_hooks
-    assert not _global_optimizer_pre_hooks
+        assert len(_global_optimizer_pre_hooks) == before + 1
+    assert len(_global_optimizer_pre_hooks) == before
     assert not optimizer._optimizer_step_pre_hooks
 
 

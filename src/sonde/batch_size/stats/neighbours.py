@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,45 +21,74 @@ _AFTER = 5
 _STANDARD_ERRORS = 6.0
 """Beyond it, chance is no explanation: 2e-9 for one judgement, so that a run of many judgements has no false alarm."""
 _LEAST_SCORE = 0.25
-"""Mean score below which a dependence is too weak to matter, however many ranks and windows confirm it."""
+"""Mean score of a rank below which a dependence is too weak to matter, however many ranks and windows confirm it."""
 _SHORTEST_MEMORY = 100.0
 """Windows that are remembered at least: with a shorter memory, nothing could reach 6 standard errors."""
 
 
-def neighbour_score(pieces: Tensor) -> Tensor:
+def neighbour_products(pieces: Tensor) -> Tensor:
     """How much more alike neighbouring pieces are than pieces in any other order would be.
 
-    Let A be the sum of the inner products of neighbours. If pieces are independent samples, all orders are equally
-    likely. Over all orders, with c the inner products less their mean and r their row sums,
+    Let A be the sum of the inner products of neighbours, less their mean over all pairs. If pieces are independent
+    samples, all orders are equally likely. Over all orders of K pieces, with c the inner products less their mean, and
+    r the sums of its rows,
 
         E[A] = 0        Var[A] = ((K − 1) Σ_{i≠j} c_ij² − 2 Σ_i r_i²) / (K (K − 1))
 
-    so A/√Var has mean 0 and variance 1, whatever the distribution of the gradients.
+    So A/√Var has mean 0 and variance 1, whatever the distribution of the gradients.
 
     Args:
         pieces: elements of the pieces' gradients over their weights, in the order in which they came;
             [pieces, elements], at least `FEWEST_PIECES`.
 
     Returns:
-        The score A/√Var and the number 1; or 0 and 0 where pieces differ by rounding only, or are not finite; [2].
+        A and Var[A], which add up over ranks; [2].
     """
     n = len(pieces)
+    pairs, neighbours = _masks(n, pieces.dtype, pieces.device)
     products = pieces @ pieces.T
-    squares = products.diagonal()
-    mean = (products.sum() - squares.sum()) / (n * (n - 1))
-    centred = products - mean
-    centred.diagonal().zero_()
-    neighbours = centred.diagonal(1).sum()
-    rows = centred.sum(1)
-    variance = ((n - 1) * centred.square().sum() - 2 * rows.square().sum()) / (n * (n - 1))
-    # A comparison with NaN is false.
-    is_known = (variance > (_ROUNDING * squares.mean()).square()) & torch.isfinite(variance)
-    score = torch.where(is_known, neighbours / variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt(), 0.0)
-    return torch.stack([score, is_known.to(score.dtype)])
+    mean = products.view(-1).dot(pairs.view(-1)) / (n * (n - 1))
+    centred = (products - mean) * pairs
+    flat, rows = centred.view(-1), centred.sum(1)
+    variance = (flat.dot(flat) / n).sub(rows.dot(rows), alpha=2.0 / (n * (n - 1)))
+    return torch.stack([flat.dot(neighbours), variance])
+
+
+@functools.lru_cache(maxsize=64)
+def _masks(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """1 for each pair of different pieces, [n, n]; and 1 for each pair of neighbours, once, [n·n]."""
+    ones = torch.ones(n, n, dtype=dtype, device=device)
+    return ones - torch.eye(n, dtype=dtype, device=device), (ones.triu(1) - ones.triu(2)).view(-1)
+
+
+@dataclass(frozen=True)
+class NeighbourSums:
+    """The comparison of one window.
+
+    Attributes:
+        products: A, summed over ranks.
+        variance: Var[A], summed over ranks.
+        n_ranks: ranks that had pieces enough to compare.
+        mean_square: mean of the pieces' own squares, of the same elements.
+    """
+
+    products: float = 0.0
+    variance: float = 0.0
+    n_ranks: int = 0
+    mean_square: float = 0.0
+
+    @property
+    def score(self) -> float | None:
+        """A in standard errors; None where nothing was compared, or pieces differ by rounding only."""
+        if not (self.n_ranks and math.isfinite(self.products) and math.isfinite(self.variance)):
+            return None
+        if not self.variance > (_ROUNDING * self.mean_square) ** 2:
+            return None
+        return self.products / math.sqrt(self.variance)
 
 
 class NeighbourWatch:
-    """Averages the scores of windows and ranks, and judges whether pieces are independent.
+    """Averages the scores of windows, and judges whether pieces are independent.
 
     Args:
         decay: factor by which a window's weight shrinks with each later window.
@@ -68,18 +99,14 @@ class NeighbourWatch:
         self._score = self._weight = self._variance = 0.0
         self._windows = 0.0
 
-    def update(self, score: float, n_scores: float) -> None:
-        """Take one window.
-
-        Args:
-            score: the sum of its ranks' scores.
-            n_scores: ranks that have one.
-        """
-        if not n_scores:
+    def update(self, window: NeighbourSums) -> None:
+        """Take one window."""
+        if (score := window.score) is None:
             return
         self._score = self._decay * self._score + score
-        self._weight = self._decay * self._weight + n_scores
-        self._variance = self._decay**2 * self._variance + n_scores  # each score has variance 1
+        # A dependence within each of several ranks moves their common score by the root of their number.
+        self._weight = self._decay * self._weight + math.sqrt(window.n_ranks)
+        self._variance = self._decay**2 * self._variance + 1.0
         self._windows += 1
 
     def doubt(self) -> str | None:

@@ -72,7 +72,7 @@ class NoiseScaleTracker:
         assert scale.scale is not None
         solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks)
         self._averages.add(solved, scale)
-        self._averages.neighbours.update(row.neighbour_score, row.n_neighbour_scores)
+        self._averages.neighbours.update(row.neighbours)
         self.norm = solved.norm
         return None
 

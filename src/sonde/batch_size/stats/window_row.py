@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from sonde.batch_size.stats.neighbours import NeighbourSums
 from sonde.batch_size.stats.noise_scale import PieceSums
 from sonde.batch_size.stats.scale_witness import ScaleReading
 
@@ -47,8 +48,7 @@ class WindowRow:
         witness_squares: Σ h_k² of each of these elements; [witness].
         sq_norm_big: |F|² per parameter group, [groups].
         witness_final: F, the witness's elements, float64; [witness].
-        neighbour_score: how much more alike neighbouring pieces are than distant ones, summed over ranks.
-        n_neighbour_scores: ranks that have such a score.
+        neighbours: neighbouring pieces compared with distant ones.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -67,8 +67,7 @@ class WindowRow:
     witness_squares: Tensor
     sq_norm_big: Sequence[float]
     witness_final: Tensor
-    neighbour_score: float = 0.0
-    n_neighbour_scores: float = 0.0
+    neighbours: NeighbourSums = field(default_factory=NeighbourSums)
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""
