@@ -116,6 +116,8 @@ def test_another_optimizer_than_the_given_one_is_followed(is_replaced: bool) -> 
     given = sgd(model if is_replaced else small_model())
     with attached(model, given, log_every=1) as probe:
         if is_replaced:
+            early = sgd(model)  # stepped once, long ago
+            windows_of(model, probe, 1, early)
             windows_of(model, probe, 3, given)
         windows_of(model, probe, 5, sgd(model))
         optimizer = sgd(model)

@@ -21,7 +21,6 @@ class ForwardWatch:
         is_scripted = isinstance(model, torch.jit.ScriptModule)  # which takes no hooks, and is not judged
         self._handle = None if is_scripted else model.register_forward_hook(self._forwards)
         self._backwards = 0
-        self._spare = 0
         self._had_more = False
 
     def backward_ended(self) -> None:
@@ -33,15 +32,12 @@ class ForwardWatch:
 
         Returns:
             Whether this window and the one before had more backwards than forwards. A single one proves nothing: a
-            forward may have come before attach, or be the only one that did not go through a submodule.
+            forward may have come before attach or in the window before, or the others have gone through submodules.
         """
         forwards, backwards = self._forwards.n, self._backwards
         self._forwards.n = self._backwards = 0
-        # A loop may run the first forward of a window before it ends the window before.
-        has_more = 0 < forwards < backwards - self._spare
-        had_more, self._had_more = self._had_more, has_more
-        self._spare = max(forwards - backwards, 0)
-        return has_more and had_more
+        had_more, self._had_more = self._had_more, 0 < forwards < backwards
+        return self._had_more and had_more
 
     def close(self) -> None:
         """Remove the hook."""

@@ -121,6 +121,13 @@ def test_many_ranks_do_not_turn_a_weak_dependence_into_an_alarm() -> None:
     assert watch.doubt() is None
 
 
+def test_a_short_horizon_can_still_prove_a_dependence() -> None:
+    watch = NeighbourWatch(decay=0.5)
+    for _ in range(100):
+        watch.update(NeighbourSums(products=1.0, variance=1.0, n_ranks=1))
+    assert watch.doubt() is not None
+
+
 def test_a_state_that_is_damaged_is_refused() -> None:
     watch = NeighbourWatch(decay=0.99)
     with pytest.raises(ValueError, match="neighbouring"):

@@ -102,7 +102,7 @@ class Problem(IntEnum):
     @property
     def only_explains(self) -> bool:
         """Whether the window may be sound all the same. The problem only explains a gradient that turns out changed."""
-        return self in (Problem.INTERRUPTED, Problem.NOT_ZEROED)
+        return self is Problem.INTERRUPTED
 
     @property
     def message(self) -> str:
@@ -127,7 +127,8 @@ _MESSAGES = {
     ),
     Problem.NOT_ZEROED: (
         "gradients from before the window's first backward were still in .grad: call zero_grad() after every "
-        "optimizer.step(), and put every backward into a piece"
+        "optimizer.step(), on the model where the optimizer does not hold all its parameters, and put every backward "
+        "into a piece"
     ),
     Problem.STEPPED_IN_BACKWARD: (
         "the optimizer stepped inside backward, so a window's pieces saw different weights and its gradient was gone "
