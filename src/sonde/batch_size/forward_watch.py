@@ -46,7 +46,7 @@ class ForwardWatch:
 
 
 class _ForwardCounter:
-    """A forward hook that counts. A copy of the model, by pickle or deepcopy, counts for itself."""
+    """A forward hook that counts: an object, so that a model can be pickled whole, and a copy counts for itself."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -55,6 +55,3 @@ class _ForwardCounter:
         # Inside a compiled graph, a count would be a side effect that breaks the graph.
         if not torch.compiler.is_compiling():
             self.n += torch.is_grad_enabled()
-
-    def __reduce__(self) -> tuple[type[_ForwardCounter], tuple[()]]:
-        return _ForwardCounter, ()
