@@ -148,6 +148,31 @@ def test_several_optimizers_need_one_to_be_given() -> None:
         assert probe.alerts == {}
 
 
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_a_window_may_end_inside_a_steps_closure(is_given: bool, by_keyword: bool) -> None:
+    """The last backward runs inside the step, as some trainers do it."""
+    model = small_model()
+    optimizer = sgd(model)
+    first, last = piece_losses(model, [4, 4])
+    with attached(model, optimizer if is_given else None, log_every=1) as probe:
+
+        def closure() -> float:
+            with probe.piece(units=4):
+                loss = last()
+                loss.backward()
+            probe.step()
+            return float(loss.detach())
+
+        for _ in range(8):
+            with probe.piece(units=4):
+                first().backward()
+            optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+            model.zero_grad()
+        assert probe.reading().windows == 8, probe.reading().dropped
+        assert probe.alerts == {}
+
+
 def test_close_removes_the_hooks() -> None:
     model = small_model()
     optimizer = sgd(model)

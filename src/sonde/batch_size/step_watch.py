@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,8 @@ class StepWatch:
     """Listens to the steps of the model's optimizer: every window must be ended before its step.
 
     The optimizer is the given one. Where none was given, or the given one no longer steps, it is the only optimizer
-    that steps the measured parameters. The check says so if it finds no such optimizer, or several.
+    that steps the measured parameters. The check says so if it finds no such optimizer, or several. Steps with a
+    closure are not judged.
 
     Args:
         optimizer: the optimizer of the loop; None to find it by its steps.
@@ -111,9 +112,9 @@ class StepWatch:
             "pass the optimizer that ends a window to attach as optimizer=",
         )
 
-    def _before_any_step(self, optimizer: Any, *_: object) -> None:
+    def _before_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if optimizer is not self._given and self._is_of_these(optimizer):
-            self._before_step(optimizer)
+            self._before_step(optimizer, args, kwargs)
 
     def _is_of_these(self, optimizer: Any) -> bool:
         """Whether the optimizer holds measured parameters."""
@@ -122,7 +123,9 @@ class StepWatch:
             self._holds_measured[optimizer] = not self._parameters.isdisjoint(held)
         return self._holds_measured[optimizer]
 
-    def _before_step(self, optimizer: Any, *_: object) -> None:
+    def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        # With a closure, backward runs inside the step, and the window may be ended there: it cannot be judged here.
+        has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
         if in_backward():
             self._stepped_in_backward = True
         elif optimizer is not self._watched:
@@ -130,7 +133,7 @@ class StepWatch:
         else:
             self._windows_unstepped = 0
             self._others.clear()
-            if self._reader.n_pieces and not self._ended_since_step:
+            if self._reader.n_pieces and not self._ended_since_step and not has_closure:
                 self.alert_if_due()
                 self._stepped_unended = True
                 self._reader.forget_window()
