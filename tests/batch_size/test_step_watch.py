@@ -128,6 +128,16 @@ def test_another_optimizer_than_the_given_one_is_followed(is_replaced: bool) -> 
     assert list(probe.alerts) == ["optimizer_replaced", "never_called"]
 
 
+def test_another_models_optimizer_gives_way_though_it_steps_too() -> None:
+    model = small_model()
+    given, optimizer = sgd(small_model()), sgd(model)
+    with attached(model, given, log_every=1) as probe:
+        windows_of(model, probe, 8, given, optimizer)
+        assert list(probe.alerts) == ["optimizer_replaced"]
+        windows_of(model, probe, 2, optimizer, ended=False)
+    assert list(probe.alerts) == ["optimizer_replaced", "never_called"]
+
+
 def test_a_check_without_any_step_to_see_says_so() -> None:
     model = small_model()
     with attached(model, sgd(small_model()), log_every=1) as probe:

@@ -130,7 +130,7 @@ class StepWatch:
             self._stepped_in_backward = True
         elif optimizer is not self._watched:
             self._others.add(optimizer)
-        else:
+        elif self._is_of_these(optimizer) or not self._others:  # another model's gives way to one of this model
             self._windows_unstepped = 0
             self._others.clear()
             if self._reader.n_pieces and not self._ended_since_step and not has_closure:
