@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -239,15 +240,45 @@ def test_a_change_to_a_block_with_small_gradients_is_seen() -> None:
         assert "not a multiple" in probe.reading().reason
 
 
-@pytest.mark.parametrize("scale", [1e-22, 1e-21, 1e22])
-def test_squares_beyond_fp32_give_no_number(scale: float) -> None:
+@pytest.mark.parametrize(
+    ("scale", "reason"), [(1e-25, "vanish"), (1e-22, "vanish"), (1e-21, "vanish"), (1e22, "leave the range|not finite")]
+)
+@pytest.mark.parametrize("clip", [False, True])
+def test_squares_beyond_fp32_give_no_number(scale: float, reason: str, clip: bool) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(model, optimizer) as probe:
         train(model, probe, optimizer, windows=2, scale_loss=lambda loss: loss * scale)
+        if clip:
+            for loss in piece_losses(model, [4, 4]):
+                with probe.piece(units=4):
+                    (loss() * scale).backward()
+            probe.clip_grad_norm_(math.inf)
         reading = probe.reading()
     assert reading.windows == 0
-    assert "leave the range of fp32" in reading.reason or "not finite" in reading.reason
+    assert all(re.search(reason, r) for r in reading.dropped)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_forgotten_zero_grad_is_named(set_to_none: bool) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, optimizer, log_every=1) as probe:
+        for window in range(4):
+            for _ in range(3):
+                with probe.piece(units=4):
+                    mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            optimizer.step()
+            if window != 1:
+                optimizer.zero_grad(set_to_none=set_to_none)
+        reading = probe.reading()
+        assert reading.windows == 3
+        [(reason, n)] = reading.dropped.items()
+        assert n == 1
+        assert "zero_grad() after every optimizer.step()" in reason
+        assert list(probe.alerts) == ["not_zeroed"]
 
 
 @pytest.mark.parametrize("weight", [1e200, 1e-310])
@@ -312,7 +343,7 @@ def test_gradients_present_at_attach_are_noticed_but_zeros_are_accepted() -> Non
             model.zero_grad(set_to_none=False)
         reading = probe.reading()
     assert (reading.windows, sum(reading.dropped.values())) == (1, 1)
-    assert "gradients from before attach were still in .grad" in next(iter(reading.dropped))
+    assert "were still in .grad" in next(iter(reading.dropped))
 
 
 def test_zeroed_gradients_are_named() -> None:

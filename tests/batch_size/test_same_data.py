@@ -119,3 +119,47 @@ def _one_spike() -> list[bool]:
 
 def test_a_loss_spike_is_no_proof_of_the_same_data(ranks2: Ranks) -> None:
     assert ranks2(_one_spike)[0] == [False] * 6
+
+
+DEPENDENT = {
+    "two equal neighbours": (0, 0, 1, 2),
+    "the last repeats the first": (0, 1, 2, 0),
+    "each batch twice": (0, 0, 1, 1),
+}
+
+
+@pytest.mark.parametrize("order", DEPENDENT.values(), ids=DEPENDENT)
+def test_one_process_names_micro_batches_that_share_data(order: tuple[int, ...]) -> None:
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, log_every=10) as probe:
+        for _ in range(80):
+            data = [batch(4, generator) for _ in range(3)]
+            for i in order:
+                with probe.piece(units=4):
+                    mean_loss(model, *data[i]).backward()
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+        assert "not independent" in probe.alerts["dependent_pieces"]
+        assert (reading.status, reading.b_simple) == ("unresolved", None)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0, 1.0), (9.0, 1.0, 9.0, 1.0)], ids=str)
+def test_one_process_with_independent_micro_batches_is_not_accused(weights: tuple[float, ...]) -> None:
+    """A finite data set, shuffled in each epoch, while the weights of the model move."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    generator = torch.Generator().manual_seed(0)
+    x, y = batch(256, generator)
+    with attached(model, optimizer, log_every=10, horizon=100.0) as probe:
+        for _ in range(60):
+            for window in torch.randperm(256, generator=generator).view(4, 4, 16):
+                for rows, weight in zip(window, weights, strict=True):
+                    with probe.piece(units=16, weight=weight):
+                        (mean_loss(model, x[rows], y[rows]) * weight / sum(weights)).backward()
+                probe.step()
+                optimizer.step()
+                optimizer.zero_grad()
+        probe.reading()
+        assert "dependent_pieces" not in probe.alerts

@@ -1,10 +1,12 @@
-"""Windows that are ended twice, late or never."""
+"""Windows that are ended twice, late or never, whichever optimizer steps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from sonde import NoiseScaleProbe
 from tests.batch_size.loops import (
     attached,
     piece_losses,
@@ -77,3 +79,143 @@ def test_a_window_ended_after_the_optimizers_step_raises_one_alert_only() -> Non
     [(reason, n)] = reading.dropped.items()
     assert "ended after optimizer.step()" in reason
     assert n == 3
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def windows_of(
+    model: torch.nn.Module, probe: NoiseScaleProbe, n: int, *optimizers: torch.optim.Optimizer, ended: bool = True
+) -> None:
+    for _ in range(n):
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(units=4):
+                loss().backward()
+        if ended:
+            probe.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+
+
+def test_without_an_optimizer_the_one_that_steps_is_found() -> None:
+    model = small_model()
+    other, optimizer = sgd(small_model()), sgd(model)
+    with attached(model) as probe:
+        windows_of(model, probe, 5, other, optimizer)
+        assert probe.alerts == {}
+        windows_of(model, probe, 2, optimizer, ended=False)
+    assert list(probe.alerts) == ["never_called"]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_another_optimizer_than_the_given_one_is_followed(is_replaced: bool) -> None:
+    """The given one is another model's, or the loop makes a new one."""
+    model = small_model()
+    given = sgd(model if is_replaced else small_model())
+    with attached(model, given, log_every=1) as probe:
+        if is_replaced:
+            early = sgd(model)  # stepped once, long ago
+            windows_of(model, probe, 1, early)
+            windows_of(model, probe, 3, given)
+        windows_of(model, probe, 5, sgd(model))
+        optimizer = sgd(model)
+        windows_of(model, probe, 5, optimizer)
+        assert list(probe.alerts) == ["optimizer_replaced"]
+        assert probe.reading().dropped == {}
+        windows_of(model, probe, 2, optimizer, ended=False)
+    assert list(probe.alerts) == ["optimizer_replaced", "never_called"]
+
+
+def test_another_models_optimizer_gives_way_though_it_steps_too() -> None:
+    model = small_model()
+    given, optimizer = sgd(small_model()), sgd(model)
+    with attached(model, given, log_every=1) as probe:
+        windows_of(model, probe, 8, given, optimizer)
+        assert list(probe.alerts) == ["optimizer_replaced"]
+        windows_of(model, probe, 2, optimizer, ended=False)
+    assert list(probe.alerts) == ["optimizer_replaced", "never_called"]
+
+
+def test_a_check_without_any_step_to_see_says_so() -> None:
+    model = small_model()
+    with attached(model, sgd(small_model()), log_every=1) as probe:
+        windows_of(model, probe, 20)
+        assert probe.alerts == {}
+        windows_of(model, probe, 2)
+        assert "cannot be checked" in probe.alerts["steps_unwatched"]
+
+
+def test_several_optimizers_need_one_to_be_given() -> None:
+    model = small_model()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (model[:2], model[2:])]
+    with attached(model, log_every=1) as probe:
+        windows_of(model, probe, 6, *optimizers)
+        assert "2 optimizers step these parameters" in probe.alerts["steps_unwatched"]
+    with attached(model, optimizers[1], log_every=1) as probe:
+        windows_of(model, probe, 30, *optimizers)
+        assert probe.alerts == {}
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_a_window_may_end_inside_a_steps_closure(is_given: bool, by_keyword: bool) -> None:
+    """The last backward runs inside the step, as some trainers do it."""
+    model = small_model()
+    optimizer = sgd(model)
+    first, last = piece_losses(model, [4, 4])
+    with attached(model, optimizer if is_given else None, log_every=1) as probe:
+
+        def closure() -> float:
+            with probe.piece(units=4):
+                loss = last()
+                loss.backward()
+            probe.step()
+            return float(loss.detach())
+
+        for _ in range(8):
+            with probe.piece(units=4):
+                first().backward()
+            optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+            model.zero_grad()
+        assert probe.reading().windows == 8, probe.reading().dropped
+        assert probe.alerts == {}
+
+
+def test_close_removes_the_hooks() -> None:
+    model = small_model()
+    optimizer = sgd(model)
+    before = len(_global_optimizer_pre_hooks)
+    with attached(model, optimizer):
+        assert len(_global_optimizer_pre_hooks) == before + 1
+    assert len(_global_optimizer_pre_hooks) == before
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_steps_inside_backward_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_model()
+    optimizers = {p: torch.optim.SGD([p], lr=0.0) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    with attached(model, log_every=1, verbose=True) as probe:
+        assert "8 parameters have post-accumulate-grad hooks" in capsys.readouterr().err
+        windows_of(model, probe, 3)
+        assert probe.reading().windows == 0
+        assert "stepped inside backward" in probe.reading().reason
+        assert list(probe.alerts) == ["stepped_in_backward"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # the import compiles a function
+def test_an_optimizer_that_was_applied_in_backward_is_refused() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = small_model()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"8 parameters .* are stepped inside backward"):
+        attached(model)

@@ -96,7 +96,7 @@ def run(
         assert probe.reading().windows == (steps_seen if n_micro > 1 or ddp is not None else 0)
         probe.close()
         hooks_left = sum(len(p._backward_hooks or ()) for p in plain.parameters())
-        hooks_left += len(optimizer._optimizer_step_pre_hooks)
+        hooks_left += len(optimizer._optimizer_step_pre_hooks) + len(model._forward_hooks)
     return {
         "parameters": [p.detach().clone() for p in plain.parameters()],
         "optimizer": optimizer.state_dict()["state"],

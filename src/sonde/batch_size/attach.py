@@ -44,7 +44,8 @@ def attach(
 
     Args:
         model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
-        optimizer: if given, the probe warns about windows that were not measured or were measured twice.
+        optimizer: whose steps end the windows. The probe warns about windows that are not measured, or measured twice.
+            Without it, the probe looks for the only optimizer that steps the model's parameters.
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
         units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number.
         horizon: how many windows back the noise scale's trend is fitted; `math.inf` for the whole run.

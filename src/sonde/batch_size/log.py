@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sonde.batch_size.frozen_watch import TrainedChange
 from sonde.batch_size.stats.reading import GroupReading, find_alerts
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
@@ -62,6 +63,7 @@ class MeasuredWindow:
         seconds: host time spent inside the probe for it.
         tap: where its gradients were read.
         scalars: by name: the user's own, and those of a clip, under their metric names.
+        change: parameters that have stopped or started to be trained; None without a change.
     """
 
     row: WindowRow
@@ -70,6 +72,7 @@ class MeasuredWindow:
     seconds: float
     tap: str
     scalars: Mapping[str, float]
+    change: TrainedChange | None = None
 
 
 @dataclass

@@ -21,8 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sonde.batch_size.frozen_watch import TrainedChange
 from sonde.batch_size.log import CLIP_FRACTION, NORM, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.log import METRICS as LOG_METRICS
+from sonde.batch_size.loop_watch import LoopWatch
+from sonde.batch_size.model_checks import (
+    n_batch_norms,
+    n_post_accumulate_hooks,
+    optimizer_in_words,
+    refuse_steps_in_backward,
+)
 from sonde.batch_size.readback import Readback
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
@@ -31,7 +39,6 @@ from sonde.batch_size.setup import NoiseScaleOptions, check_partners, describe, 
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
-from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
 from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
@@ -58,7 +65,8 @@ class NoiseScaleProbe:
 
     Args:
         model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
-        optimizer: if given, the probe warns about windows that were not measured or were measured twice.
+        optimizer: whose steps end the windows. The probe warns about windows that are not measured, or measured twice.
+            Without it, the probe looks for the only optimizer that steps the model's parameters.
         options: how to measure.
         grad_scaler: the `torch.amp.GradScaler` in use; a piece is divided by the scale that it was taken at.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
@@ -96,6 +104,7 @@ class NoiseScaleProbe:
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
         self._inventory = Inventory(model)
         self._wrapper = wrapper = find_wrapper(model, process_group)
+        refuse_steps_in_backward(wrapper.parameters)
         parameters = list(wrapper.parameters.values())
         self._known = {id(p) for p in parameters}
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
@@ -141,9 +150,14 @@ class NoiseScaleProbe:
         self._in_piece = False
         self._closed = False
         self._units_unknown = False
-        self._step_watch = StepWatch(optimizer, self._reader, self._alert_never_ended)
+        self._found = {
+            "optimizer": optimizer_in_words(optimizer, parameters),
+            "batch_norms": n_batch_norms(model),
+            "post_accumulate_hooks": n_post_accumulate_hooks(parameters),
+        }
         self._verbose = verbose and log.is_first_rank
         self._log_every = log.every
+        self._loop = LoopWatch(model, optimizer, wrapper, names, self._reader, alert=self._alert)
         try:
             self._log = NoiseScaleLog(self._tracker, log, self._setup())
         except BaseException:  # the log could not be begun: leave no hook behind
@@ -309,14 +323,14 @@ class NoiseScaleProbe:
                 self._readback.send(abandon_unfinished=abandon_unfinished)
             finally:  # also of a run whose peers failed: take what has arrived
                 self._receive(wait=not abandon_unfinished)
-                self._step_watch.alert_if_due()
+                self._loop.alert_if_due()
         finally:
             self._remove_hooks()
             self._log.end(reason)
 
     def _remove_hooks(self) -> None:
         self._taps.close()
-        self._step_watch.close()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -341,6 +355,7 @@ class NoiseScaleProbe:
 
     def _end_backward(self) -> None:
         """End the piece that was a backward outside piece()."""
+        self._loop.backward_ended()
         if self._options.units_per_piece is None:
             self._reader.discard_piece()
             self._units_unknown = True  # the error is raised from the user's own call, not inside autograd
@@ -361,8 +376,8 @@ class NoiseScaleProbe:
             self._reader.clip_also(self._unmeasured_parameters())
         self._deliver()
         self._seconds += time.perf_counter() - start
-        is_late = self._step_watch.window_ends()
-        window, global_norm = self._reader.end_window(reads_grad=max_norm is not None, is_late=is_late)
+        notes = self._loop.window_ends()
+        window, global_norm = self._reader.end_window(reads_grad=max_norm is not None, problems=notes.problems)
         start = time.perf_counter()
         norm, failure = None, None
         clip_scalars: dict[str, float | Tensor] = {}
@@ -374,7 +389,7 @@ class NoiseScaleProbe:
                 clip_scalars = {NORM: norm, CLIP_FRACTION: norm > max_norm}
             except RuntimeError as error:  # raised below, after the window has ended
                 failure = error
-        self._put(window, clip_scalars | self._scalars.take())
+        self._put(window, clip_scalars | self._scalars.take(), notes.change)
         if change := self._taps.change_if_due():
             self._say(change)
         self._seconds += time.perf_counter() - start
@@ -382,7 +397,7 @@ class NoiseScaleProbe:
             raise failure
         return norm
 
-    def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
+    def _put(self, window: Window, scalars: Mapping[str, float | Tensor], change: TrainedChange | None) -> None:
         """Put a window's numbers into the readback, with its number, time, cost and tap."""
         self._n_windows, self._n_put = self._n_windows + 1, self._n_put + 1
         seconds = self._seconds + self._reader.seconds
@@ -394,7 +409,8 @@ class NoiseScaleProbe:
         def read(vectors: list[Tensor]) -> MeasuredWindow:
             packed, sq_norm_big, witness_final, values = vectors
             row = read_row(packed, sq_norm_big, witness_final, sizes)
-            return MeasuredWindow(row, number, ended, taken, tap, dict(zip(names, values.tolist(), strict=True)))
+            given = dict(zip(names, values.tolist(), strict=True))
+            return MeasuredWindow(row, number, ended, taken, tap, given, change)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
         self._readback.put([*vectors, as_vector(list(scalars.values()), self._reader.device)], read, window.work)
@@ -425,17 +441,16 @@ class NoiseScaleProbe:
             self._tracker.rounding = self._rounding.now()
         for window in self._readback.arrived(wait=wait):
             drop = self._tracker.update(window.row)
+            if (change := window.change) is not None:
+                self._tracker.parameters_changed(change.groups, gone=change.gone, n_windows=change.n_windows)
+                self._alert(change.alert, change.message)
             self._taps.saw_row(window.row, is_sound=drop is None)
             self._say_first(window)
             solved = self._tracker.last
             self._log.window(window, drop, solved.norm if solved is not None and self._metric.is_plain else None)
 
-    def _alert_never_ended(self) -> None:
-        self._log.alert(
-            "never_called",
-            "optimizer.step() ran, but the window was not ended: "
-            "call probe.step() or probe.clip_grad_norm_() before it",
-        )
+    def _alert(self, name: str, message: str) -> None:
+        self._log.alert(name, message)
 
     def _setup(self) -> dict[str, object]:
         """The setup that was found, for the log and for people."""
@@ -453,6 +468,7 @@ class NoiseScaleProbe:
             "grad_scaler": self._grad_scaler is not None,
             "comm_hook": comm_hook_name(self._wrapper.ddp),
             "units_per_piece": self._options.units_per_piece,
+            **self._found,
         }
 
     def _say_first(self, window: MeasuredWindow) -> None:

@@ -22,7 +22,6 @@ class RoundingWatch:
         self._wrapper, self._comm_hook = wrapper, comm_hook
         self._first = next(iter(wrapper.parameters.values()))
         self._dtype = self._first.dtype
-        self._had_gradients = any(p.grad is not None for p in wrapper.parameters.values())
 
     def now(self) -> RoundingTolerance:
         """The tolerance for the model as it is now."""
@@ -55,9 +54,6 @@ class RoundingWatch:
                 "were gradients reduced over ranks? Wrap the model in DDP, "
                 "or pass process_group= if you reduce them yourself"
             )
-        earlier = ""
-        if self._had_gradients:
-            earlier = "gradients from before attach were still in .grad (zero them first), or "
-        if is_16_bit:
-            earlier += "16-bit gradients lost small parts while many were added up (accumulate in fp32), or "
-        return f"{earlier}noise was added, a hook changed it, or a backward outside this window wrote to it"
+        lost = "16-bit gradients lost small parts while many were added up (accumulate in fp32), or "
+        other = "noise was added, a hook changed it, or a backward outside this window wrote to it"
+        return lost + other if is_16_bit else other

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import TypeIs
 
+from sonde.batch_size.model_checks import BATCH_NORM
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.parallel.wrappers import GroupOf, block_of, unwrap_optimizer
 from sonde.records import RunLog
@@ -119,7 +120,15 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
         "pieces": f"read by {setup['tap']}; the first window shows how many there are",
         "unit": unit,
         "groups": f"{len(groups)}: {shown}",
+        "steps": setup["optimizer"],
     }
+    if setup["batch_norms"]:
+        rows["note"] = f"{setup['batch_norms']} layers: {BATCH_NORM}"
+    if setup["post_accumulate_hooks"]:
+        rows["hooks"] = (
+            f"{setup['post_accumulate_hooks']} parameters have post-accumulate-grad hooks: if these step an optimizer "
+            "inside backward, no window can be measured"
+        )
     return "noise scale attached\n" + "\n".join(f"  {name:<8}{text}" for name, text in rows.items())
 
 

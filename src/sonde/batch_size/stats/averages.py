@@ -8,6 +8,7 @@ from typing import Any
 
 from sonde.batch_size.stats.changed_gradients import ChangedGradients
 from sonde.batch_size.stats.history import WindowHistory
+from sonde.batch_size.stats.neighbours import NeighbourWatch
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale
 from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
@@ -34,6 +35,7 @@ class NoiseScaleAverages:
         self.within_between = RunningNoiseScale(horizon)
         """tr Σ within ranks (as its trace) and between ranks (as its signal): the ratio is the consistency."""
         self.changed = ChangedGradients(self._decay)
+        self.neighbours = NeighbourWatch(self._decay)
         self.dropped: dict[str, int] = {}
         self.effective_units: float | None = None
         self.u: float | None = None
@@ -108,6 +110,7 @@ class NoiseScaleAverages:
             "scale": self.scale,
             "scale_residual": self.scale_residual,
             "changed_gradients": self.changed.state_dict(),
+            "neighbours": self.neighbours.state_dict(),
             "dropped": dict(self.dropped),
         }
 
@@ -126,7 +129,7 @@ class NoiseScaleAverages:
         label = "noise-scale probe state"
         numbers = ("units", "units_weight", "squares")
         last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
-        running = {"history", "consistency", "changed_gradients"}
+        running = {"history", "consistency", "changed_gradients", "neighbours"}
         check_keys(label, state, {*running, *numbers, *last, "n_seen", "differences", "dropped"})
         check_count(label, state, "n_seen")
         for name in numbers:
@@ -141,6 +144,7 @@ class NoiseScaleAverages:
         self.n_seen = state["n_seen"]
         self.within_between.load_state_dict(state["consistency"])
         self.changed.load_state_dict(state["changed_gradients"])
+        self.neighbours.load_state_dict(state["neighbours"])
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
         self._squares, self._differences = float(state["squares"]), float(state["differences"])
         self.effective_units, self.u, self.scale, self.scale_residual = (state[name] for name in last)

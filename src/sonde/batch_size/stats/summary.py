@@ -136,6 +136,8 @@ def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
     doubts = {}
     if (changed := averages.changed.doubt()) is not None:
         doubts["changed"] = changed
+    if (dependent := averages.neighbours.doubt()) is not None:
+        doubts["dependent_pieces"] = dependent
     same = same_data(
         averages.windows,
         pieces_differ=averages.pieces_differ,

@@ -73,8 +73,20 @@ class NoiseScaleTracker:
         assert scale.scale is not None
         solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks)
         self._averages.add(solved, scale)
+        self._averages.neighbours.update(row.neighbours)
         self.last = solved
         return None
+
+    def parameters_changed(self, groups: Sequence[str], *, gone: Sequence[str], n_windows: int) -> None:
+        """Forget the windows in which other parameters of these groups were trained than are trained now.
+
+        Args:
+            groups: names of all groups that changed.
+            gone: those in which no parameter is trained now; they leave the past of the total too.
+            n_windows: how long ago the change was, the last window included.
+        """
+        first = max(self._averages.n_seen - n_windows + 1, 0)
+        self._averages.history.parameters_changed(groups, gone=gone, number=first)
 
     def reading(self) -> NoiseScaleReading:
         """The present reading."""

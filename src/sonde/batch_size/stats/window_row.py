@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from sonde.batch_size.stats.neighbours import NeighbourSums
 from sonde.batch_size.stats.noise_scale import PieceSums
 from sonde.batch_size.stats.scale_witness import ScaleReading
 
@@ -47,6 +48,7 @@ class WindowRow:
         witness_squares: Σ h_k² of each of these elements; [witness].
         sq_norm_big: |F|² per parameter group, [groups].
         witness_final: F, the witness's elements, float64; [witness].
+        neighbours: neighbouring pieces compared with distant ones.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -65,6 +67,7 @@ class WindowRow:
     witness_squares: Tensor
     sq_norm_big: Sequence[float]
     witness_final: Tensor
+    neighbours: NeighbourSums = field(default_factory=NeighbourSums)
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""
@@ -117,8 +120,16 @@ def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float
         return Drop("not_finite", "the gradient at the end of the window was not finite")
     # |Σ h_k|² ≤ Σ w_k · Σ |h_k|²/w_k (Cauchy–Schwarz).
     largest_possible = row.weight * sum(row.sq_norm_over_weight)
-    if max(big, largest_possible) > _MAX or 0 < min(big, largest_possible) < least_sq_norm:
+    if max(big, largest_possible) > _MAX:
         return Drop("out_of_range", "squares of the gradient leave the range of fp32: scale the loss")
+    # The witness keeps elements, not squares: it still shows a gradient whose squares have all become 0.
+    squares_are_lost = scale.kind != "zero" and not (big and largest_possible)
+    if squares_are_lost or 0 < min(big, largest_possible) < least_sq_norm:
+        return Drop(
+            "vanishing",
+            "the gradient is so small that its squares vanish in fp32: multiply the loss by a constant, "
+            "or stop if nothing is left to learn",
+        )
     if scale.kind == "zero" and big and not row.witness_sum.any():
         return Drop("not_seen", "the few hundred gradient elements that are compared were all 0 in this window")
     if scale.kind == "zero":

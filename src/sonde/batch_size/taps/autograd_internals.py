@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+_NO_BACKWARD = -1
+"""Autograd's number of the running backward while no backward runs."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward."""
+    return torch._C._current_graph_task_id() != _NO_BACKWARD
+
 
 def accumulates(parameter: Tensor) -> bool:
     """Whether the running backward adds to `.grad`. `torch.autograd.grad` calls the same hooks, but does not add."""

@@ -21,16 +21,14 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
+from sonde.batch_size.taps.autograd_internals import accumulates, in_backward, inside_another_backward
+from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.witness import Witness
-from sonde.parallel.devices import to_device
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
-_NO_BACKWARD = -1
-"""Autograd's number of the running backward while no backward runs."""
 AfterReduction = Callable[[Tensor], None]
 """Called with a bucket's reduced buffer."""
 
@@ -48,6 +46,21 @@ def comm_hook_name(model: DistributedDataParallel | None) -> str | None:
 def is_tapped(model: DistributedDataParallel) -> bool:
     """Whether a tap reads this model's buckets now."""
     return any(isinstance(state, _Relay) and state.listener is not None for _, state in model._comm_hooks)
+
+
+def averages_alike(model: DistributedDataParallel) -> bool:
+    """Whether a communication hook can average a bucket with the rounding of DDP's own average.
+
+    With gradient_as_bucket_view, DDP divides a gradient that already lies in its bucket by the number of ranks, and
+    multiplies any other by the reciprocal. The hook comes after DDP has moved all gradients into the bucket, and cannot
+    see where each of them lay. The two round alike only for powers of 2.
+    """
+    return not model.gradient_as_bucket_view or is_power_of_two(model.process_group.size())
+
+
+def is_power_of_two(n: int) -> bool:
+    """Whether n, a positive number of ranks, is 1, 2, 4, 8, …"""
+    return n & (n - 1) == 0
 
 
 def hook_label(hook: object) -> str:
@@ -76,7 +89,8 @@ class DDPBucketTap:
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
 
     Raises:
-        ValueError: when the user's own communication hook is registered, or another tap reads the buckets.
+        ValueError: when the user's own communication hook is registered, another tap reads the buckets, or a hook
+            cannot average as DDP does.
     """
 
     def __init__(
@@ -92,6 +106,12 @@ class DDPBucketTap:
     ) -> None:
         if is_tapped(model):
             raise ValueError("another probe reads the buckets of this DDP model already: close it first")
+        if comm_hook is None and comm_hook_name(model) is None and not averages_alike(model):
+            raise ValueError(
+                "tap='comm_hook' cannot round as DDP does with gradient_as_bucket_view=True on "
+                f"{model.process_group.size()} ranks, so the weights would differ in their last bits: use tap='leaf' "
+                "or 'auto', gradient_as_bucket_view=False, or 2, 4, 8, … ranks"
+            )
         self._relay = _relay_of(model)
         if comm_hook is not None:
             self._relay.wrap(comm_hook, comm_state)
@@ -106,11 +126,9 @@ class DDPBucketTap:
         self._explicit = self._only_explicit = self._has_backward = False
         self._backward: int | None = None
         """Autograd's number of the running backward, if it is outside declared pieces."""
-        self._watched = {i: parameters[i] for i in witness.fixed}
-        self._left_over: list[Tensor] = []
-        """Per watched parameter: whether `.grad` held anything before the window's first backward."""
+        self._left_overs = LeftOvers(parameters, witness)
         self._start_window()
-        self._handles = [p.register_hook(self._hook(i)) for i, p in self._watched.items()]
+        self._handles = [p.register_hook(self._hook(i)) for i, p in self._left_overs.watched.items()]
         self._relay.listener = self._read
 
     def begin_piece(self, *, is_first: bool) -> None:
@@ -130,17 +148,14 @@ class DDPBucketTap:
 
     def _hook(self, index: int) -> Callable[[Tensor | None], None]:
         """A hook for one of a few parameters: notices backwards, and gradients that were left over in `.grad`."""
-        parameter = self._watched[index]
+        parameter, left_overs = self._left_overs.watched[index], self._left_overs
 
         def hook(grad: Tensor | None) -> None:
             if grad is None or not accumulates(parameter):
                 return
-            # The hook runs before autograd adds to `.grad`. At the window's first backward, `.grad` must be empty or 0:
-            # DDP reduces all that `.grad` holds. The answer stays on the device.
-            if index in self._untouched:
-                self._untouched.discard(index)
-                if parameter.grad is not None and not parameter.grad.is_sparse:
-                    self._left_over.append(self._witness.read(index, parameter.grad).detach().any())
+            # At the window's first backward, `.grad` must be empty or 0: DDP reduces all that `.grad` holds.
+            if index in left_overs.unseen:
+                left_overs.look(index)
             self._saw_backward(grad)
 
         return hook
@@ -154,7 +169,7 @@ class DDPBucketTap:
         # Without declared pieces, each backward is a piece. Autograd's number of the backward shows a new one. There is
         # no number where DDP reduces after the backward itself has ended.
         backward = torch._C._current_graph_task_id()
-        if backward in (self._backward, _NO_BACKWARD):
+        if backward == self._backward or not in_backward():
             return
         if inside_another_backward(grad):
             self._problems[Problem.REENTRANT] += 1
@@ -169,7 +184,7 @@ class DDPBucketTap:
         self._on_backward_end()
 
     def _start_window(self) -> None:
-        self._untouched = set(self._watched)
+        self._left_overs.new_window()
         # One entry per bucket: callbacks of different buckets may run at the same time, each on its own stream.
         self._before: dict[int, _BucketSummary] = {}
         self._after: dict[int, _BucketSummary] = {}
@@ -184,9 +199,7 @@ class DDPBucketTap:
         """Counts per `Problem` since the last call, some of them on the device; the counts start again from 0."""
         problems: list[Number] = [*self._problems]
         self._problems = [0] * len(Problem)
-        if self._left_over:
-            problems[Problem.LEFT_OVER] = torch.stack([to_device(n, self._device) for n in self._left_over]).sum()
-            self._left_over = []
+        problems[Problem.LEFT_OVER] = self._left_overs.take()
         return problems
 
     def close(self) -> None:
@@ -319,15 +332,19 @@ def _refuse(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 class _Average:
-    """DDP's own reduction as a communication hook, with the same rounding."""
+    """DDP's own reduction as a communication hook, with the same rounding wherever `averages_alike` holds."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = model.process_group
-        # DDP multiplies by the rounded reciprocal. A division would round differently unless the size is a power of 2.
-        self._share = 1.0 / self._group.size()
 
     def __call__(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer().mul_(self._share)
+        buffer, n_ranks = bucket.buffer(), self._group.size()
+        # DDP multiplies dense gradients by the rounded reciprocal, and divides sparse ones. The two round differently
+        # unless the number of ranks is a power of 2.
+        if buffer.is_sparse:
+            buffer.div_(n_ranks)
+        else:
+            buffer.mul_(1.0 / n_ranks)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
         averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)

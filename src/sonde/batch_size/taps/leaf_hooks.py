@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
+from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
@@ -69,6 +70,7 @@ class LeafHookTap:
         self._sums_backwards = False
         self._problems = [0] * len(Problem)
         self._explicit = self._only_explicit = False
+        self._left_overs = LeftOvers(self._parameters, witness)
         self._reset()
         self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
 
@@ -120,11 +122,14 @@ class LeafHookTap:
 
     def end_window(self) -> None:
         """Return nothing: `end_piece` has given the gradient of every piece."""
+        self._left_overs.new_window()
 
     def take_problems(self) -> list[Number]:
-        """Counts per `Problem` since the last call; the counts start again from 0."""
-        problems, self._problems = self._problems, [0] * len(Problem)
-        return [*problems]
+        """Counts per `Problem` since the last call, some of them on the device; the counts start again from 0."""
+        problems: list[Number] = [*self._problems]
+        self._problems = [0] * len(Problem)
+        problems[Problem.NOT_ZEROED] = self._left_overs.take()
+        return problems
 
     def close(self) -> None:
         """Remove every hook."""
@@ -181,6 +186,8 @@ class LeafHookTap:
 
     def _take(self, index: int, grad: Tensor) -> None:
         """Let a gradient wait for a shared kernel, or reduce it at once."""
+        if index in self._left_overs.unseen:
+            self._left_overs.look(index)
         if self._fired[index]:
             self._take_again(index, grad)
             return

@@ -85,16 +85,19 @@ class Problem(IntEnum):
     NO_SECOND_MOMENT = 1
     NOT_FINITE = 2
     INTERRUPTED = 3
-    EMPTY_PIECE = 4
-    REENTRANT = 5
-    SEVERAL_BACKWARDS = 6
-    TOO_LARGE_TO_SUM = 7
-    SPARSE_ON_GPU = 8
-    SPARSE_IN_BUCKETS = 9
-    SEVERAL_REDUCTIONS = 10
-    LEFT_OVER = 11
-    OUTSIDE_PIECES = 12
-    INTERRUPTED_IN_BUCKETS = 13
+    NOT_ZEROED = 4
+    STEPPED_IN_BACKWARD = 5
+    EMPTY_PIECE = 6
+    REENTRANT = 7
+    MORE_BACKWARDS = 8
+    SEVERAL_BACKWARDS = 9
+    TOO_LARGE_TO_SUM = 10
+    SPARSE_ON_GPU = 11
+    SPARSE_IN_BUCKETS = 12
+    SEVERAL_REDUCTIONS = 13
+    LEFT_OVER = 14
+    OUTSIDE_PIECES = 15
+    INTERRUPTED_IN_BUCKETS = 16
 
     @property
     def only_explains(self) -> bool:
@@ -122,6 +125,15 @@ _MESSAGES = {
         "a piece was interrupted in or after its backward, and part of its gradient may still be in .grad: "
         "zero the gradients after an error that you catch"
     ),
+    Problem.NOT_ZEROED: (
+        "gradients from before the window's first backward were still in .grad: call zero_grad() after every "
+        "optimizer.step(), on the model where the optimizer does not hold all its parameters, and put every backward "
+        "into a piece"
+    ),
+    Problem.STEPPED_IN_BACKWARD: (
+        "the optimizer stepped inside backward, so a window's pieces saw different weights and its gradient was gone "
+        "before it ended: step after the last backward while you measure"
+    ),
     Problem.EMPTY_PIECE: (
         "no backward reached the parameters in a piece: leave out skipped micro-batches, and run each backward inside "
         "its own 'with probe.piece():'; gradients set by hand or returned by torch.autograd.grad cannot be seen"
@@ -129,6 +141,10 @@ _MESSAGES = {
     Problem.REENTRANT: (
         "reentrant checkpointing runs backward inside backward, so pieces cannot be separated: wrap each micro-batch "
         "in 'with probe.piece():' or use checkpoint(..., use_reentrant=False)"
+    ),
+    Problem.MORE_BACKWARDS: (
+        "backward ran more often than the model's forward, so several pieces came from one batch: put all backwards of "
+        "one batch into one 'with probe.piece():', and run backward once on each graph"
     ),
     Problem.SEVERAL_BACKWARDS: (
         "a piece had several backwards; from the next window on, their gradients are summed before they are squared"

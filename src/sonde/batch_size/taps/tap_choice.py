@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from sonde.batch_size.stats.window_row import WindowRow
-from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap, comm_hook_name, is_tapped
+from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap, comm_hook_name, is_power_of_two, is_tapped
 from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.tap import GradientSummary, Problem, Tap
@@ -59,14 +59,14 @@ class TapChoice:
         self._one_piece_windows = 0
         self._buckets_fail = False
         self._reads_buckets = name == "comm_hook"
-        # DDP divides by the number of ranks or multiplies by its reciprocal, depending on DDP's options. Both round
-        # alike only for powers of 2, and a change of taps must not change a gradient.
+        # DDP divides by the number of ranks or multiplies by its reciprocal, depending on where a gradient lies. Both
+        # round alike for powers of 2, and a change of taps must not change a gradient.
         self._may_tap_buckets = (
             self._is_auto
             and wrapper.ddp_holds_all
             and comm_hook_name(wrapper.ddp) is None
             and wrapper.n_ranks >= 2
-            and wrapper.n_ranks & (wrapper.n_ranks - 1) == 0
+            and is_power_of_two(wrapper.n_ranks)
         )
         self.tap: Tap
         if name == "comm_hook":

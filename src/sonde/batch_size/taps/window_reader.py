@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -101,14 +101,14 @@ class WindowReader:
 
     # Windows.
 
-    def end_window(self, *, reads_grad: bool, is_late: bool = False) -> tuple[Window, GlobalNorm | None]:
+    def end_window(self, *, reads_grad: bool, problems: Collection[Problem] = ()) -> tuple[Window, GlobalNorm | None]:
         """Read the gradient at the end of the window and start the sum over ranks.
 
         A rank without pieces takes part too: only all ranks together know whether a window was ended twice.
 
         Args:
             reads_grad: read `.grad` itself, as a clip needs it, even where DDP's buckets gave its norm.
-            is_late: whether the optimizer has stepped already, and the window's pieces were forgotten.
+            problems: those of the window that no tap can see.
 
         Returns:
             The window; and the plain norm of its gradient, including parameters given to `clip_also`, if `reads_grad`.
@@ -130,9 +130,10 @@ class WindowReader:
         else:
             sq_norm_big = self._sums.per_group(self._sq_norms(grads))
         # Problems are taken after all reading, since the metric may have met some too.
-        problems = self._take_problems()
-        problems[Problem.ENDED_LATE] += is_late
-        packed = self._sums.pack(problems)
+        counts = self._take_problems()
+        for problem in problems:
+            counts[problem] += 1
+        packed = self._sums.pack(counts)
         work = start_reduce(packed, self._wrapper.group)
         window = Window(packed, sq_norm_big, witness, dict(self._witness.sizes), work)
         self._witness.move()  # once per window on every rank, so that all ranks compare the same elements

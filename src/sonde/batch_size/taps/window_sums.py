@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neighbour_products
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
@@ -87,8 +88,10 @@ def at_hand(value: Tensor) -> bool:
     return value.device.type == "cpu"
 
 
-_N_COUNTS = 6
+_N_COUNTS = 7
 """Length of the counts in `WindowSums.pack`."""
+_MOST_COMPARED = 32
+"""Pieces of a rank and window, from the first on, that are compared with each other; bounds their memory."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,14 @@ class WindowSums:
         self._weight_over_units: Number = 0.0
         self._sq_weight_over_units: Number = 0.0
         self._units: Number = 0.0
+        self._compared: list[Tensor] = []
 
     def add(self, gradient: GradientSummary, counts: PieceCounts) -> None:
         """Add one piece's gradient h_k with its weight w_k and its effective number of units n_k."""
         self._add_gradient(gradient, counts.weight)
         self.count(counts)
+        if len(self._compared) < _MOST_COMPARED:
+            self._compared.append(gradient.witness / counts.weight)
 
     def count(self, counts: PieceCounts) -> None:
         """Count a piece whose gradient will be seen only together with the other pieces of this rank."""
@@ -183,9 +189,9 @@ class WindowSums:
         Args:
             problems: count per `Problem`.
         """
-        has_pieces = self.n_pieces > 0
+        has_pieces, may_compare = self.n_pieces > 0, len(self._compared) >= FEWEST_PIECES
         no_rank_sum = self._witness_small.new_zeros(())
-        # The last count and `rank_sum` are ratios of this rank's own sums: they are formed before the sum over ranks.
+        # The last ratio and `rank_sum` are ratios of this rank's own sums: they are formed before the sum over ranks.
         counts: list[Number] = [
             self._weight,
             self._weight_over_units,
@@ -193,16 +199,19 @@ class WindowSums:
             float(self.n_pieces),
             self._units,
             self._sq_weight_over_units / self._weight if has_pieces else 0.0,
+            float(may_compare),
         ]
         numbers = as_vector([*counts, *problems], self._device)
         numbers[_N_COUNTS + Problem.NOT_FINITE] += self._not_finite
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
+        neighbours = neighbour_products(torch.stack(self._compared)) if may_compare else rank_sum.new_zeros(2)
         # `read_row` splits the vector in this order.
         packed = torch.cat(
             [
                 self.per_group(self._small),
                 numbers,
                 torch.stack([self._witness_small, rank_sum]),
+                neighbours,
                 self._witness,
                 self._witness_squares,
             ]
@@ -225,10 +234,12 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         witness_sizes: as in `Window`.
     """
     n_groups, n_witness = len(sq_norm_big), len(witness_final)
-    small, counts, problems, (witness_small, witness_ranks), witness, squares = packed.split(
-        [n_groups, _N_COUNTS, len(Problem), 2, n_witness, n_witness]
+    small, counts, problems, (witness_small, witness_ranks), neighbours, witness, squares = packed.split(
+        [n_groups, _N_COUNTS, len(Problem), 2, 2, n_witness, n_witness]
     )
-    weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units = counts.tolist()
+    weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units, n_comparing = (
+        counts.tolist()
+    )
     drops = {p: Drop(p.name.lower(), p.message) for p in Problem if problems[p] > 0}
     return WindowRow(
         sq_norm_over_weight=small.tolist(),
@@ -247,6 +258,12 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         witness_squares=squares.double(),
         sq_norm_big=sq_norm_big.tolist(),
         witness_final=witness_final.double(),
+        neighbours=NeighbourSums(
+            products=float(neighbours[0]),
+            variance=float(neighbours[1]),
+            n_ranks=round(n_comparing),
+            mean_square=float(witness_small) / weight if weight else 0.0,
+        ),
     )
 
 

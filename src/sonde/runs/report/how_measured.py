@@ -13,7 +13,8 @@ MAX_TEXT = 4000
 
 _MAX_ITEMS = 20
 _SETUP_SHOWN = (
-    "wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric", "evaluation"
+    "wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric",
+    "evaluation", "optimizer", "batch_norms",
 )  # fmt: skip
 
 
@@ -59,6 +60,15 @@ def _setup_rows(run: Run) -> list[Row]:
         rows.append(
             Row("Norm", (f"{setup['metric']}: squared norms are weighted as this optimizer weights gradients.",))
         )
+    if setup.get("optimizer"):
+        rows.append(Row("Optimizer whose steps were watched", (f"{setup['optimizer']}.",)))
+    if setup.get("batch_norms"):
+        layers = plural(int(setup["batch_norms"]), "layer")
+        meaning = (
+            f"{layers} in train mode. The samples of a piece share its statistics and are not independent. B_simple "
+            "therefore depends on the size of the pieces: compare runs at the same piece size only."
+        )
+        rows.append(Row("Batch normalisation", (meaning,)))
     rest = {key: value for key, value in setup.items() if key not in _SETUP_SHOWN and value not in (None, False)}
     if rest:
         lines = [f"{key.replace('_', ' ')}: {_value(value)}" for key, value in rest.items()]

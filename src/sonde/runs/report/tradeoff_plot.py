@@ -61,8 +61,8 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     )
     fig.yaxis[0].major_label_overrides = {tick: f"{number(tick)}×" for tick in log_ticks(y)}
 
-    possible = {"left": max(low, x.start), "right": min(high, x.end)}
-    fig.add_layout(BoxAnnotation(**possible, fill_color=BLUE, fill_alpha=0.10, line_color=None))
+    left, right = max(low, x.start), min(high, x.end)
+    fig.add_layout(BoxAnnotation(left=left, right=right, fill_color=BLUE, fill_alpha=0.10, line_color=None))
     dash = "solid" if resolved else "dashed"
     add_line_at(fig, critical, "height", BLUE, dash)
     _add_costs(fig, x, y, critical, dash)

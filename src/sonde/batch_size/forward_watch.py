@@ -1,0 +1,57 @@
+"""Notices windows in which backward ran more often than the model's forward: their pieces share data."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class ForwardWatch:
+    """Compares the forward passes of a model with the backwards that were taken for pieces.
+
+    Only backwards outside `piece()` are compared: whoever declares pieces knows them. A model whose submodules are
+    called one by one has no forward pass of its own, and is not judged.
+
+    Args:
+        model: as the user calls it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._forwards = _ForwardCounter()
+        is_scripted = isinstance(model, torch.jit.ScriptModule)  # which takes no hooks, and is not judged
+        self._handle = None if is_scripted else model.register_forward_hook(self._forwards)
+        self._backwards = 0
+        self._had_more = False
+
+    def backward_ended(self) -> None:
+        """Count a backward outside `piece()`."""
+        self._backwards += 1
+
+    def window_ends(self) -> bool:
+        """Note the end of a window.
+
+        Returns:
+            Whether this window and the one before had more backwards than forwards. A single one proves nothing: a
+            forward may have come before attach or in the window before, or the others have gone through submodules.
+        """
+        forwards, backwards = self._forwards.n, self._backwards
+        self._forwards.n = self._backwards = 0
+        had_more, self._had_more = self._had_more, 0 < forwards < backwards
+        return self._had_more and had_more
+
+    def close(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+
+
+class _ForwardCounter:
+    """A forward hook that counts: an object, so that a model can be pickled whole, and a copy counts for itself."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        # Inside a compiled graph, a count would be a side effect that breaks the graph.
+        if not torch.compiler.is_compiling():
+            self.n += torch.is_grad_enabled()

@@ -1,0 +1,103 @@
+"""Notices parameters that are no longer trained, and parameters that are trained again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+_OFF_FOR = 3
+"""Windows in a row after which `requires_grad` counts as changed. A loop that alternates is left alone."""
+_ABSENT_FOR = 20
+"""Windows in a row after which a parameter without a gradient counts as no longer trained."""
+_SHARE_PRESENT = 0.9
+"""Share of the windows before, at least as many, in which it had one. Experts that rest now and then have less."""
+
+
+@dataclass(frozen=True)
+class TrainedChange:
+    """Parameters that have stopped or started to be trained.
+
+    Attributes:
+        groups: the parameter groups that they are in.
+        gone: those of them in which no parameter is trained now.
+        n_windows: how long ago the change was, the present window included.
+        alert: name of the alert, "frozen" or "unfrozen".
+        message: the change and what follows from it.
+    """
+
+    groups: tuple[str, ...]
+    gone: tuple[str, ...]
+    n_windows: int
+    alert: str
+    message: str
+
+
+class FrozenWatch:
+    """Looks at the end of each window which parameters are trained.
+
+    Args:
+        parameters: measured parameters.
+        names: their names.
+        group_names: the parameter group of each.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], names: Sequence[str], group_names: Sequence[str]) -> None:
+        self._parameters, self._names, self._group_names = list(parameters), list(names), list(group_names)
+        self._n_windows = 0
+        self._off_for: dict[int, int] = {}
+        self._absent_for: dict[int, int] = {}
+        self._back_for: dict[int, int] = {}
+        self._absences = [0] * len(self._parameters)
+        self._gone: set[int] = set()
+
+    def window_ends(self) -> TrainedChange | None:
+        """Note the end of a window, before the gradients are zeroed.
+
+        Returns:
+            The change, once it has lasted; None without one.
+        """
+        self._n_windows += 1
+        idle = [i for i, p in enumerate(self._parameters) if p.grad is None or not p.requires_grad]
+        if not (idle or self._off_for or self._absent_for or self._gone):
+            return None
+        off = [i for i in idle if not self._parameters[i].requires_grad]
+        absent = [i for i in idle if self._parameters[i].requires_grad]
+        self._off_for = {i: self._off_for.get(i, 0) + 1 for i in off}
+        self._absent_for = {i: self._absent_for.get(i, 0) + 1 for i in absent}
+        for i in absent:
+            self._absences[i] += 1
+        back = self._gone.difference(idle)
+        self._back_for = {i: self._back_for.get(i, 0) + 1 for i in back}
+        gone = {i for i, n in self._off_for.items() if n >= _OFF_FOR}
+        gone |= {i for i, n in self._absent_for.items() if n >= _ABSENT_FOR and self._was_present(i, n)}
+        if new := sorted(gone - self._gone):
+            self._gone |= gone
+            return self._change(new, "frozen", "no longer trained", "without them")
+        if returned := sorted(i for i, n in self._back_for.items() if n >= _OFF_FOR):
+            self._gone -= set(returned)
+            return self._change(returned, "unfrozen", "trained again", "with them")
+        return None
+
+    def _was_present(self, index: int, absent_for: int) -> bool:
+        before = self._n_windows - absent_for
+        present = before - (self._absences[index] - absent_for)
+        return before >= _ABSENT_FOR and present >= _SHARE_PRESENT * before
+
+    def _change(self, indices: list[int], alert: str, what: str, how: str) -> TrainedChange:
+        groups = tuple(dict.fromkeys(self._group_names[i] for i in indices))
+        alive = {name for i, name in enumerate(self._group_names) if i not in self._gone}
+        lasted = [max(self._off_for.get(i, 0), self._absent_for.get(i, 0), self._back_for.get(i, 0)) for i in indices]
+        some = ", ".join(self._names[i] for i in indices[:2]) + (", …" if len(indices) > 2 else "")
+        gone = tuple(name for name in groups if name not in alive)
+        again = [name for name in groups if name in alive]
+        follows = [f"{_some(gone)} leave the noise scale, of past windows too"] if gone else []
+        if again:
+            follows.append(f"the noise scale of the whole model and of {_some(again)} starts again {how}")
+        message = f"{len(indices)} measured parameters are {what} ({some}): {', and '.join(follows)}"
+        return TrainedChange(groups, gone, max(lasted), alert, message)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

@@ -1,0 +1,79 @@
+"""Watches the training loop: when the optimizer steps, how often forward runs, which parameters are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sonde.batch_size.forward_watch import ForwardWatch
+from sonde.batch_size.frozen_watch import FrozenWatch, TrainedChange
+from sonde.batch_size.step_watch import Alert, StepWatch
+from sonde.batch_size.taps.tap import Problem
+from sonde.batch_size.taps.window_reader import WindowReader
+from sonde.parallel.wrappers import Wrapper
+
+
+@dataclass(frozen=True)
+class LoopNotes:
+    """What the loop did in a window.
+
+    Attributes:
+        problems: reasons why the window's pieces cannot be used.
+        change: parameters that have stopped or started to be trained; None without a change.
+    """
+
+    problems: tuple[Problem, ...]
+    change: TrainedChange | None
+
+
+class LoopWatch:
+    """Everything about a loop that no gradient shows.
+
+    Args:
+        model: as the user calls it.
+        optimizer: the optimizer of the loop; None to find it by its steps.
+        wrapper: of the model.
+        group_names: the parameter group of each measured parameter, [parameters].
+        reader: the reader of the window.
+        alert: called with an alert's name and message.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        wrapper: Wrapper,
+        group_names: Sequence[str],
+        reader: WindowReader,
+        *,
+        alert: Alert,
+    ) -> None:
+        parameters = list(wrapper.parameters.values())
+        self._steps = StepWatch(optimizer, parameters, reader, alert=alert)
+        self._forwards = ForwardWatch(model)
+        self._trained = FrozenWatch(parameters, list(wrapper.parameters), group_names)
+
+    def backward_ended(self) -> None:
+        """Count a backward outside `piece()`."""
+        self._forwards.backward_ended()
+
+    def window_ends(self) -> LoopNotes:
+        """Note that a window is being ended."""
+        found = {
+            Problem.ENDED_LATE: self._steps.window_ends(),
+            Problem.STEPPED_IN_BACKWARD: self._steps.take_stepped_in_backward(),
+            Problem.MORE_BACKWARDS: self._forwards.window_ends(),
+        }
+        return LoopNotes(tuple(p for p, is_found in found.items() if is_found), self._trained.window_ends())
+
+    def alert_if_due(self) -> None:
+        """Report a window that was not ended, once it can no longer be ended late."""
+        self._steps.alert_if_due()
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self._steps.close()
+        self._forwards.close()

@@ -1,0 +1,54 @@
+"""What a model and its optimizer bring along that bears on a noise scale: looked up once, at attach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sonde.parallel.wrappers import unwrap_optimizer
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+BATCH_NORM = (
+    "batch normalisation in train mode couples the samples of a piece, so B_simple depends on the piece's size: "
+    "compare runs at the same piece size only"
+)
+
+
+def n_batch_norms(model: nn.Module) -> int:
+    """Batch-normalisation layers that use the statistics of their batch now."""
+    layers = (m for m in model.modules() if isinstance(m, _BATCH_NORMS))
+    return sum(m.training or not m.track_running_stats for m in layers)
+
+
+def refuse_steps_in_backward(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters that an optimizer steps inside backward.
+
+    Raises:
+        ValueError: when `torch.distributed.optim._apply_optimizer_in_backward` was called on one of them.
+    """
+    stepped = [name for name, p in parameters.items() if getattr(p, "_in_backward_optimizers", None)]
+    if stepped:
+        raise ValueError(
+            f"{len(stepped)} parameters ({stepped[0]!r}, …) are stepped inside backward, so a window's gradient is "
+            "gone before its pieces can be compared with it: step after backward while you measure"
+        )
+
+
+def n_post_accumulate_hooks(parameters: Iterable[Tensor]) -> int:
+    """Parameters with a hook that runs once their gradient is accumulated. Such a hook may step an optimizer."""
+    return sum(bool(p._post_accumulate_grad_hooks) for p in parameters)
+
+
+def optimizer_in_words(optimizer: torch.optim.Optimizer | None, parameters: Iterable[Tensor]) -> str:
+    """The optimizer whose steps are watched, for people."""
+    if optimizer is None:
+        return "none given: the only one that steps these parameters, once it is seen"
+    inner: Any = unwrap_optimizer(optimizer)
+    held = {id(p) for group in inner.param_groups for p in group["params"]}
+    if held.isdisjoint(id(p) for p in parameters):
+        return f"{type(inner).__name__}, which holds none of these parameters: is it another model's?"
+    return type(inner).__name__

@@ -1,0 +1,44 @@
+"""Gradients that were still in `.grad` when a window's first backward came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sonde.batch_size.taps.tap import Number
+from sonde.batch_size.taps.witness import Witness
+from sonde.parallel.devices import to_device
+
+
+class LeftOvers:
+    """Looks at `.grad` of a few parameters before autograd first adds to it in a window.
+
+    Args:
+        parameters: all measured parameters.
+        witness: which parameters to look at, and which of their elements.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], witness: Witness) -> None:
+        self.watched = {i: parameters[i] for i in witness.fixed}
+        self._witness, self._device = witness, parameters[0].device
+        self._found: list[Tensor] = []
+        self.new_window()
+
+    def new_window(self) -> None:
+        """The next backward is the first of a window."""
+        self.unseen = set(self.watched)
+        """Watched parameters that no backward of this window has reached."""
+
+    def look(self, index: int) -> None:
+        """Look at a parameter in `unseen`, in a hook that runs before autograd adds to `.grad`."""
+        self.unseen.discard(index)
+        grad = self.watched[index].grad
+        if grad is not None and not grad.is_sparse:
+            self._found.append(self._witness.read(index, grad).detach().any())  # the answer stays on the device
+
+    def take(self) -> Number:
+        """How many parameters had a gradient left over since the last call."""
+        found, self._found = self._found, []
+        return torch.stack([to_device(n, self._device) for n in found]).sum() if found else 0

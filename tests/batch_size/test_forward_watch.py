@@ -1,0 +1,133 @@
+"""Several backwards of one forward pass are noticed, and loops that are sound are not accused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from sonde import NoiseScaleProbe, NoiseScaleReading
+from tests.batch_size.loops import attached, batch, mean_loss, small_model
+
+Micro = Callable[[nn.Module, torch.Tensor, torch.Tensor], None]
+
+
+def two_losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    out = model(x)
+    (out - y).square().sum(-1).mean().backward(retain_graph=True)
+    out.square().mean().backward()
+
+
+def twice(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    loss = mean_loss(model, x, y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def once(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    mean_loss(model, x, y).backward()
+
+
+def two_forwards(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    (mean_loss(model, x, y) + model(x + 1).square().mean()).backward()
+
+
+def by_submodules(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    for layer in model:  # type: ignore[attr-defined]
+        x = layer(x)
+    (x - y).square().sum(-1).mean().backward()
+
+
+def with_evaluation(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    once(model, x, y)
+    with torch.no_grad():
+        model(x)
+
+
+def train_undeclared(
+    micro: Micro, *, windows: int = 6, wrap: Callable[[nn.Module], nn.Module] = lambda m: m
+) -> tuple[NoiseScaleReading, dict[str, str]]:
+    model = wrap(small_model())
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, units_per_piece=4, log_every=1) as probe:
+        for _ in range(windows):
+            for _ in range(2):
+                micro(model, *batch(4, generator))
+            probe.step()
+            model.zero_grad()
+        return probe.reading(), dict(probe.alerts)
+
+
+@pytest.mark.parametrize("micro", [two_losses, twice])
+def test_several_backwards_of_one_forward_are_named(micro: Micro) -> None:
+    reading, alerts = train_undeclared(micro)
+    assert reading.b_simple is None
+    assert reading.windows == 1  # the first proves nothing yet
+    assert "into one 'with probe.piece():'" in alerts["more_backwards"]
+    assert [n for reason, n in reading.dropped.items() if "more often than the model's forward" in reason] == [5]
+
+
+def test_a_compiled_model_is_watched_too() -> None:
+    torch._dynamo.reset()
+    _, alerts = train_undeclared(twice, wrap=lambda m: torch.compile(m, backend="aot_eager"))  # type: ignore[arg-type,return-value]
+    assert "more_backwards" in alerts
+
+
+@pytest.mark.parametrize("micro", [once, two_forwards, by_submodules, with_evaluation])
+def test_sound_loops_are_not_accused(micro: Micro) -> None:
+    reading, alerts = train_undeclared(micro)
+    assert reading.windows == 6
+    assert alerts == {}
+
+
+def test_declared_pieces_may_have_several_backwards() -> None:
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, log_every=1) as probe:
+        for _ in range(4):
+            for _ in range(2):
+                with probe.piece(units=4):
+                    two_losses(model, *batch(4, generator))
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows == 3  # the first shows that pieces have several backwards
+        assert "more_backwards" not in probe.alerts
+
+
+def test_a_first_forward_that_comes_before_attach_or_early_is_no_proof() -> None:
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    out, y = (lambda x, y: (model(x), y))(*batch(4, generator))
+    with attached(model, units_per_piece=4, log_every=1) as probe:
+        for window in range(5):
+            (out - y).square().mean().backward()
+            once(model, *batch(4, generator))
+            if window < 4:
+                out, y = (lambda x, y: (model(x), y))(*batch(4, generator))  # of the next window
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows == 5
+
+
+def _copies(probe: NoiseScaleProbe, model: nn.Module) -> list[nn.Module]:
+    return [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+
+
+def test_a_copy_of_the_model_counts_for_itself_and_close_removes_the_hook() -> None:
+    model = small_model()
+    x, y = batch(4, torch.Generator().manual_seed(0))
+    with attached(model, units_per_piece=4, log_every=1) as probe:
+        for copied in _copies(probe, model):
+            for _ in range(6):
+                copied(x)
+        for _ in range(4):
+            twice(model, x, y)
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows <= 1
+        assert "more_backwards" in probe.alerts
+    assert not model._forward_hooks

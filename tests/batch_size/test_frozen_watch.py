@@ -1,0 +1,123 @@
+"""Parameters that are frozen or cut off during a run leave the averages; parameters that rest now and then stay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from sonde import NoiseScaleProbe
+from tests.batch_size.loops import attached, batch, mean_loss, small_model
+
+
+def windows_of(model: nn.Module, probe: NoiseScaleProbe, windows: int, *, seed: int = 0, cut: bool = False) -> None:
+    """Windows at fixed weights; with `cut`, no gradient passes the first layer's output."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(windows):
+        for _ in range(3):
+            x, y = batch(4, generator)
+            with probe.piece(units=4):
+                out = model[1:](model[0](x).detach()) if cut else model(x)  # type: ignore[index]
+                (out - y).square().sum(-1).mean().backward()
+        probe.step()
+        model.zero_grad()
+
+
+def test_a_frozen_block_leaves_the_averages() -> None:
+    """The reading is that of a run in which the block was never trained."""
+    never = small_model()
+    never[0].requires_grad_(False)
+    with attached(never) as probe:
+        windows_of(never, probe, 10, seed=5)
+        expected = probe.reading()
+    model = small_model()
+    with attached(model, log_every=1) as probe:
+        windows_of(model, probe, 20)
+        model[0].requires_grad_(False)
+        windows_of(model, probe, 2, seed=1)
+        assert probe.alerts == {}  # it may be trained again in the next window
+        windows_of(model, probe, 10, seed=5)
+        reading = probe.reading()
+        assert "0.weight" in probe.alerts["frozen"]
+    # Two windows were frozen before the change counted: the averages start with the third.
+    assert reading.windows == 10
+    assert reading.trace_cov == pytest.approx(expected.trace_cov, rel=1e-6)
+    assert reading.grad_sq == pytest.approx(expected.grad_sq, rel=1e-6)
+    assert reading.groups["2"].trace_cov is not None
+    assert reading.groups["0"].trace_cov == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_block_that_is_trained_again_starts_the_averages_again() -> None:
+    model = small_model()
+    with attached(model, log_every=1) as probe:
+        windows_of(model, probe, 5)
+        model[0].requires_grad_(False)
+        windows_of(model, probe, 5)
+        model[0].requires_grad_(True)
+        windows_of(model, probe, 5)
+        assert list(probe.alerts) == ["frozen", "unfrozen"]
+        assert probe.reading().windows == 3
+
+
+def test_a_block_that_is_cut_off_leaves_the_averages() -> None:
+    model = small_model()
+    with attached(model, log_every=1) as probe:
+        windows_of(model, probe, 20)
+        windows_of(model, probe, 19, cut=True)
+        assert probe.alerts == {}
+        windows_of(model, probe, 3, cut=True)
+        assert "0.bias" in probe.alerts["frozen"]
+        assert probe.reading().windows == 3
+
+
+class TwoBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(12, 3), nn.Linear(12, 3)])
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        return torch.stack([self.branches[i](x) for i in used]).sum(0)
+
+
+def test_a_branch_that_rests_now_and_then_is_left_alone() -> None:
+    torch.manual_seed(0)
+    model = TwoBranches()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, log_every=1) as probe:
+        for window in range(80):  # the second branch is used in windows 0, 30 and 60
+            for _ in range(2):
+                x, y = batch(4, generator)
+                with probe.piece(units=4):
+                    (model(x, [0, 1] if window % 30 == 0 else [0]) - y).square().sum(-1).mean().backward()
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows == 80
+        assert "frozen" not in probe.alerts
+
+
+def test_a_loop_that_freezes_in_turn_is_left_alone() -> None:
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, log_every=1) as probe:
+        for window in range(12):
+            model[0].requires_grad_(window % 2 == 0)
+            for _ in range(2):
+                with probe.piece(units=4):
+                    mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows == 12
+        assert probe.alerts == {}
+
+
+def test_frozen_at_attach_or_never_used_raises_nothing() -> None:
+    model = small_model()
+    model.unused = nn.Linear(2, 2)  # type: ignore[assignment]
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(nn.ModuleList([model]), optimizer, log_every=1, horizon=math.inf) as probe:
+        windows_of(model[:5], probe, 25)  # type: ignore[arg-type]
+        assert "frozen" not in probe.alerts
+        assert probe.reading().windows == 25

@@ -1,0 +1,79 @@
+"""What attach says about a model and its optimizer, and where the report repeats it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sonde
+from sonde.runs.reader import read_run
+from sonde.runs.report.how_measured import how_measured
+from tests.batch_size.loops import attached, batch, mean_loss, small_model
+
+
+def with_batch_norm() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+def test_batch_normalisation_is_said_at_attach(capsys: pytest.CaptureFixture[str]) -> None:
+    model = with_batch_norm()
+    with attached(model, verbose=True):
+        assert "2 layers: batch normalisation in train mode" in capsys.readouterr().err
+    model.eval()  # frozen statistics couple nothing
+    with attached(model, verbose=True):
+        assert "batch normalisation" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "is_shown"), [(with_batch_norm(), True), (small_model(), False)])
+def test_batch_normalisation_is_in_the_report(model: nn.Sequential, is_shown: bool, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(model, optimizer, log=sonde.RunLog(sonde.JsonlSink(tmp_path), every=1)) as probe:
+        for _ in range(2):
+            for _ in range(2):
+                with probe.piece(units=4):
+                    model(torch.randn(4, 12)).square().mean().backward()
+            probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = {row.term: row.paragraphs for row in how_measured(read_run(tmp_path))}
+    assert rows["Optimizer whose steps were watched"] == ("SGD.",)
+    assert ("Batch normalisation" in rows) == is_shown
+    if is_shown:
+        assert "2 layers in train mode" in rows["Batch normalisation"][0]
+
+
+def b_simple_in_pieces_of(size: int, norm: nn.Module) -> float:
+    """tr Σ/|G|² of 4,096 samples at fixed weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 32), norm, nn.ReLU(), nn.Linear(32, 3))
+    generator = torch.Generator().manual_seed(0)
+    with attached(model) as probe:
+        for _ in range(4096 // (4 * size)):
+            for _ in range(4):
+                with probe.piece(units=size):
+                    mean_loss(model, *batch(size, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        b_simple = probe.reading().b_simple
+    assert b_simple is not None
+    return b_simple
+
+
+@pytest.mark.parametrize(("norm", "low", "high"), [(nn.BatchNorm1d, 1.3, 1.6), (nn.LayerNorm, 0.85, 1.15)])
+def test_batch_normalisation_moves_b_simple_with_the_piece(norm: type[nn.Module], low: float, high: float) -> None:
+    # The intervals of both are ± 10 % or so.
+    assert low < b_simple_in_pieces_of(4, norm(32)) / b_simple_in_pieces_of(32, norm(32)) < high
+
+
+def test_the_watched_optimizer_is_said_at_attach(capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_model()
+    for optimizer, said in (
+        (torch.optim.SGD(model.parameters()), "SGD\n"),
+        (torch.optim.SGD(small_model().parameters()), "SGD, which holds none of these parameters"),
+        (None, "none given"),
+    ):
+        with attached(model, optimizer, verbose=True):
+            assert said in capsys.readouterr().err
