@@ -148,6 +148,7 @@ print(os.waitpid(child, 0)[1], flush=True)
     status, out, _ = _run(tmp_path, send=fork, end="probe.close()")
     assert (status, out) == (0, f"{int(signal.SIGTERM)}\nwent on\n")
     assert _ends(tmp_path) == ["closed"]
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_what_was_there_before_is_put_back(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def read_windows(path: str | Path) -> Iterator[WindowReading]:
         ...             with probe.piece(units=8):
         ...                 model(torch.randn(8, 4)).square().mean().backward()
         ...         probe.step()
+        ...         model.zero_grad()
         >>> [window.window for window in sonde.read_windows(folder)]
         [1, 2, 3]
     """
