@@ -7,19 +7,26 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Two at a time. Each runs one thread: several that wait for each other on the same cores take many times as long.
 TESTS  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo demo-entropy test check bench bench-norm bench-entropy bench-log clean
+# One environment for each torch and Python, in a folder that git ignores.
+TORCH      ?= newest
+TORCH_ENVS ?= .torch
+TORCH_ENV  := $(TORCH_ENVS)/$(TORCH)-$(notdir $(PYTHON))
+TORCH_PIN  := $(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
+
+.PHONY: help demo demo-entropy test test-torch check bench bench-norm bench-entropy bench-log clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small language model on 2 processes and judge its batch size (about 2 minutes)"
 	@echo "make demo-entropy   train a tiny policy by GRPO and forecast its entropy (about 1 minute)"
 	@echo "make test    run all tests"
+	@echo "make test-torch TORCH=2.9.1   run the tests with another torch; PYTHON=python3.13 with another Python"
 	@echo "make check   lint, type-check, then run all tests (what CI runs)"
 	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/"
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
 	@echo "make bench-entropy   measure how right forecasts of entropy are, and what they cost; writes benchmarks/results/"
 	@echo "make bench-log   measure the log of a long run and its report; writes benchmarks/results/"
-	@echo "make clean   remove the virtual environment and caches"
+	@echo "make clean   remove the virtual environments and caches"
 
 $(VENV)/.created:
 	@echo "==> creating a virtual environment in $(VENV)"
@@ -51,6 +58,18 @@ test: $(VENV)/.dev
 	@echo "==> tests"
 	@$(TESTS)
 
+$(TORCH_ENV)/.created: pyproject.toml constraints.txt
+	@echo "==> installing $(TORCH_PIN) and what the tests need in $(TORCH_ENV) (several gigabytes)"
+	@$(PYTHON) -m venv $(TORCH_ENV)
+	@grep -v '^torch==' constraints.txt > $(TORCH_ENV)/constraints.txt
+	@$(TORCH_ENV)/bin/python -m pip --disable-pip-version-check --quiet install --constraint $(TORCH_ENV)/constraints.txt \
+		'$(TORCH_PIN)' --editable '.[dev]' && touch $@
+
+test-torch: $(TORCH_ENV)/.created
+	@echo "==> tests with $(TORCH_PIN), $(TORCH_ENV)"
+	@PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 $(TORCH_ENV)/bin/python \
+		-m $(if $(ONLY),pytest $(ONLY),tests.where_it_works) -n 2 --dist worksteal
+
 check: $(VENV)/.dev
 	@echo "==> ruff"
 	@$(BIN)/ruff check .
@@ -77,4 +96,4 @@ bench-log: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks.long_run
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .torch .pytest_cache .mypy_cache .ruff_cache .hypothesis

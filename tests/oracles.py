@@ -41,6 +41,7 @@ def population(per_example: Tensor) -> Population:
     return Population(float(mean @ mean), float((per_example - mean).square().sum(1).mean()))
 
 
+@torch.no_grad()  # gradients may have a graph, and torch 2.9 warns of numbers taken from it
 def window_by_hand(
     gradients: Sequence[Tensor], weights: Sequence[float], units: Sequence[float], final: Tensor
 ) -> tuple[float, float]:

@@ -92,7 +92,7 @@ class Back(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.head(self.experts(self.down(torch.relu(self.up(hidden)))))
-        return out
+        return out.contiguous()  # pipelining in torch 2.9 refuses the strides of an uneven gather
 
 
 class Model(nn.Module):
@@ -301,6 +301,9 @@ def pipeline(*, dp: int = 1, tp: int = 1) -> Cut:
         fully_shard(module, mesh=mesh["dp"])
     pipe = PipelineStage(module, stage, 2, torch.device("cpu"), group=mesh.get_group("pp"))
     mine = tokens(mesh.get_local_rank("dp"), dp)
+    if torch.__version__ < (2, 11):
+        # This first exchange sends int64 and receives fp32 in torch 2.9, which gloo refuses. Only NCCL needs it.
+        pipe._get_init_p2p_neighbors_ops = list
     schedule = ScheduleGPipe(pipe, n_microbatches=2, loss_fn=loss_of)
     if stage:
         schedule.step(target=mine)

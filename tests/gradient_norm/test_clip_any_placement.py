@@ -75,7 +75,8 @@ def _placed(gradient: Tensor, mesh: DeviceMesh, where: tuple[Where, ...], is_str
     if is_strided:
         assert isinstance(where[0], int)
         sharding[0] = _StridedShard(where[0], split_factor=mesh.size(1))
-    local = distribute_tensor(gradient, mesh, sharding).to_local().clone()
+    # Each rank cuts its own copy. With a source rank, torch 2.9 pads shards, and fails for shapes with a 0.
+    local = distribute_tensor(gradient, mesh, sharding, src_data_rank=None).to_local().clone()
     for axis, w in enumerate(where):
         if isinstance(w, str):
             n = mesh.size(axis)

@@ -14,11 +14,18 @@ import sonde
 from tests.ranks import Ranks
 from tests.sharded import fsdp, whole
 
-FUSED: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+FUSED: list[Any] = [
     (torch.optim.AdamW, {"lr": 0.1}),
     (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    (torch.optim.Adagrad, {"lr": 0.1}),
+    pytest.param(
+        torch.optim.Adagrad,
+        {"lr": 0.1},
+        marks=pytest.mark.skipif(
+            not hasattr(torch.optim.Adagrad([nn.Parameter(torch.ones(1))], fused=True), "_step_supports_amp_scaling"),
+            reason="Adagrad's fused step takes a scale from torch 2.13",
+        ),
+    ),
 ]
 
 
@@ -73,8 +80,9 @@ def test_a_fused_step_is_skipped_on_the_device(bad: float) -> None:
         (lambda made: torch.optim.AdamW(made), "not fused: build it with fused=True"),
         (lambda made: torch.optim.AdamW(made[:2], fused=True), "does not hold 1 of the clipped parameters"),
         (lambda made: torch.optim.AdamW([*made, other()], fused=True), "holds 1 parameters that are not clipped"),
+        (lambda made: as_before_torch_2_13(made), r"torch .* takes no scale: use torch 2\.13 or later for Adagrad"),
     ],
-    ids=["not fused", "too few", "too many"],
+    ids=["not fused", "too few", "too many", "an older torch"],
 )
 def test_if_the_optimizer_cannot_scale_the_clip_does_and_warns_once(make: Any, reason: str) -> None:
     made, expected = parameters(), parameters()
@@ -98,6 +106,13 @@ def test_frozen_parameters_need_not_be_the_optimizers() -> None:
         warnings.simplefilter("error")
         sonde.clip_grad_norm_([*made, frozen], 0.5, fold_into=optimizer)
     assert hasattr(optimizer, "grad_scale")
+
+
+def as_before_torch_2_13(made: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An Adagrad as older releases make it, whose fused step ignores a scale."""
+    optimizer: Any = torch.optim.Adagrad(made, fused=True)
+    optimizer._step_supports_amp_scaling = False
+    return optimizer  # type: ignore[no-any-return]
 
 
 def other() -> nn.Parameter:

@@ -100,10 +100,10 @@ class _Fold:
 
 def _reason_against(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: bool) -> str:
     """Why the optimizer cannot scale these gradients; empty if it can."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False) or not all(
-        group.get("fused") for group in optimizer.param_groups
-    ):
+    if not all(group.get("fused") for group in optimizer.param_groups):
         return "it is not fused: build it with fused=True"
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return f"its fused step in torch {torch.__version__} takes no scale: use torch 2.13 or later for Adagrad"
     if getattr(optimizer, "grad_scale", None) is not None:
         return "its grad_scale is set already"
     held = [p for group in optimizer.param_groups for p in group["params"]]

@@ -146,17 +146,19 @@ def test_guard_leaf_hooks_see_the_gradient_before_accumulation() -> None:
 
 
 def test_guard_private_end_of_backward_callback() -> None:
-    weight = nn.Parameter(torch.ones(3))
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     order: list[str] = []
 
     def hook(grad: Tensor) -> None:
         order.append("hook")
-        Variable._execution_engine.queue_callback(lambda: order.append("end"))
+        if order == ["hook"]:
+            Variable._execution_engine.queue_callback(lambda: order.append("end"))
 
-    weight.register_hook(hook)
-    (weight * 2).sum().backward()
+    for weight in weights:
+        weight.register_hook(hook)
+    (weights[0] * weights[1]).sum().backward()
     order.append("after")
-    assert order == ["hook", "end", "after"]
+    assert order == ["hook", "hook", "end", "after"]
 
 
 def test_guard_graph_task_id_differs_between_backwards() -> None:
@@ -167,6 +169,7 @@ def test_guard_graph_task_id_differs_between_backwards() -> None:
         (weight * 2).sum().backward()
     assert len(set(ids)) == 2
     assert min(ids) >= 0
+    assert torch._C._current_graph_task_id() == -1  # outside a backward
 
 
 def test_guard_private_function_that_separates_autograd_grad_from_backward() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -297,3 +298,27 @@ def test_outputs_unlike_the_pilots_give_a_doubt() -> None:
 
     derivatives = derivatives_along(far, model, direction, batches, mode="central", pilot=batches[0])
     assert "by far too much" in derivatives.doubt
+
+
+JIT = "`torch.jit.script` is {}. Please switch to `torch.compile` or `torch.export`."
+
+
+@pytest.mark.parametrize(
+    ("message", "category"),
+    [
+        (JIT.format("deprecated"), DeprecationWarning),  # up to torch 2.13
+        (JIT.format("deprecated"), FutureWarning),  # from torch 2.14
+        (JIT.format("not supported in Python 3.14+ and may break"), FutureWarning),
+    ],
+)
+def test_only_the_warning_that_forward_mode_causes_is_passed_over(message: str, category: type[Warning]) -> None:
+    model = nn.Linear(2, 1)
+
+    def numbers(said: str) -> tuple[Tensor]:
+        warnings.warn(said, category, stacklevel=2)
+        return (model(torch.ones(1, 2)),)
+
+    direction = random_direction(model)
+    derivatives_along(numbers, model, direction, [message], mode="forward")
+    with pytest.warns(category, match="another warning"):
+        derivatives_along(numbers, model, direction, ["another warning"], mode="forward")

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # documented, but not in its __all__
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.taps.autograd_internals import accumulates, in_backward, inside_another_backward

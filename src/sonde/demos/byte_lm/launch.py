@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -40,7 +46,11 @@ def launch(setup: Setup) -> Ending:
         TrainingFailed: when a rank raised or was killed, or when a signal ended this process.
     """
     _silence_launcher()
-    with TemporaryDirectory(prefix="sonde-demo-") as error_folder, interrupts_left_to_ranks():
+    with (
+        TemporaryDirectory(prefix="sonde-demo-") as error_folder,
+        interrupts_left_to_ranks(),
+        _ending_signals() as ending,
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -50,8 +60,8 @@ def launch(setup: Setup) -> Ending:
             rdzv_endpoint="127.0.0.1:0",  # any free port, reached from this machine only
             local_addr="127.0.0.1",
             max_restarts=0,
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
             logs_specs=DefaultLogsSpecs(log_dir=error_folder),
+            **ending,
         )
         try:
             endings: dict[int, Ending] = elastic_launch(config, train_rank)(setup)
@@ -60,6 +70,26 @@ def launch(setup: Setup) -> Ending:
         except SignalException as error:
             raise TrainingFailed(f"ended by {error.sigval.name}", status=128 + error.sigval) from error
     return endings[0]
+
+
+@contextmanager
+def _ending_signals() -> Iterator[dict[str, Any]]:
+    """The launcher's options by which SIGTERM, SIGHUP and SIGQUIT end the ranks, but SIGINT does not."""
+    if hasattr(LaunchConfig, "signals_to_handle"):
+        yield {"signals_to_handle": "SIGTERM,SIGHUP,SIGQUIT"}
+        return
+    # torch 2.9 always ends the ranks at SIGINT too, by the handler that its module names when they start.
+    end_ranks = multiprocessing_api._terminate_process_handler
+
+    def unless_interrupted(signum: int, frame: FrameType | None) -> None:
+        if signum != signal.SIGINT:
+            end_ranks(signum, frame)
+
+    multiprocessing_api._terminate_process_handler = unless_interrupted
+    try:
+        yield {}
+    finally:
+        multiprocessing_api._terminate_process_handler = end_ranks
 
 
 def _silence_launcher() -> None:

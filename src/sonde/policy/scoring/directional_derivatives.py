@@ -115,8 +115,10 @@ def _forward(
 ) -> list[Outputs]:
     derivatives = []
     with warnings.catch_warnings(), forward_ad.dual_level():
-        # torch itself causes this warning when its forward mode is first used.
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        # torch itself causes this warning when its forward mode is first used: a FutureWarning since 2.14,
+        # with other words on Python 3.14.
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", "`torch.jit.script` is (deprecated|not supported)", category)
         duals = {p: forward_ad.make_dual(p.detach(), step.to(p.dtype)) for p, step in direction.items()}
         with _replaced(model, duals):
             for batch in batches:

@@ -1,0 +1,283 @@
+"""Guards: each shows that a private part of PyTorch still does what sonde needs. docs/where-it-works.md lists them.
+
+A guard that fails on a new torch names the file of sonde that has to change. Guards of what hooks see in a backward are
+in tests/batch_size/taps/test_leaf_hooks.py, those of TRL in tests/integrations/test_trl.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import Ranks, mesh_of
+
+# Autograd.
+
+
+def n_engine_calls() -> int:
+    """How many calls of autograd's engine are on this thread's stack."""
+    names, frame = [], sys._getframe()
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return names.count("_engine_run_backward")
+
+
+def test_guard_each_backward_adds_one_call_of_the_engine_to_the_stack() -> None:
+    """inside_another_backward counts these calls to recognise a backward that another backward has started."""
+    inner, outer = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    depths: dict[str, int] = {}
+
+    def start_another(_: Tensor) -> None:
+        depths["outer"] = n_engine_calls()
+        with torch.enable_grad():
+            (inner * 2).sum().backward()
+
+    inner.register_hook(lambda _: depths.update(inner=n_engine_calls()))
+    outer.register_hook(start_another)
+    (outer * 2).sum().backward()
+    assert depths == {"outer": 1, "inner": 2}
+    assert n_engine_calls() == 0
+
+
+def test_guard_hooks_after_accumulation_can_be_seen() -> None:
+    """summed_gradient refuses parameters with such hooks: they would see its gradients as training's."""
+    parameter = nn.Parameter(torch.ones(2))
+    assert not parameter._post_accumulate_grad_hooks
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert parameter._post_accumulate_grad_hooks
+    handle.remove()
+    assert not parameter._post_accumulate_grad_hooks
+
+
+def test_guard_a_tensor_counts_writes_in_place() -> None:
+    """A fold is dropped when gradients were written to since."""
+    gradient = torch.ones(3)
+    before = gradient._version
+    gradient.mul(2.0)
+    assert gradient._version == before
+    gradient.mul_(2.0)
+    gradient.zero_()
+    assert gradient._version == before + 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own, when this part of it is imported
+def test_guard_parameters_stepped_inside_backward_are_marked() -> None:
+    """attach refuses them: their gradients are gone before a window ends."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    parameter: Any = nn.Parameter(torch.ones(3))
+    assert not getattr(parameter, "_in_backward_optimizers", None)
+    _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
+    assert len(parameter._in_backward_optimizers) == 1
+
+
+# Kernels.
+
+
+def test_guard_foreach_norm_computes_in_the_dtype_it_is_asked_for() -> None:
+    """squared_norms and, on GPUs, power_sums measure 16-bit gradients without a converted copy."""
+    tensors = [torch.full((300,), 1.0078125, dtype=torch.bfloat16), torch.full((5, 5), -3.0, dtype=torch.bfloat16)]
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    assert [n.dtype for n in norms] == [torch.float64] * 2
+    exact = [float(t.double().square().sum().sqrt()) for t in tensors]
+    assert [float(n) for n in norms] == pytest.approx(exact, rel=1e-12)  # a bf16 norm would be off by 1e-3
+
+
+def test_guard_foreach_mul_scales_in_place_by_a_tensor() -> None:
+    """A clip multiplies all gradients by a coefficient that stays on the device."""
+    tensors = [torch.ones(3), torch.full((2, 2), 4.0)]
+    addresses = [t.data_ptr() for t in tensors]
+    torch._foreach_mul_(tensors, torch.tensor(0.5))
+    assert [t.data_ptr() for t in tensors] == addresses
+    assert [float(t.flatten()[0]) for t in tensors] == [0.5, 2.0]
+
+
+def test_guard_assert_async_raises_with_its_message() -> None:
+    """nonfinite="assert_async" fails a clip without a wait for the device."""
+    torch._assert_async(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="the norm is not finite"):
+        torch._assert_async(torch.tensor(False), "the norm is not finite")
+
+
+def test_guard_flatten_dense_tensors_joins_in_order() -> None:
+    """power_sums joins small gradients by it."""
+    matrix = torch.arange(6.0).reshape(2, 3)
+    joined = torch._utils._flatten_dense_tensors([torch.tensor([9.0]), matrix.t(), torch.empty(0)])
+    assert joined.tolist() == [9.0, *matrix.t().reshape(-1).tolist()]
+
+
+def test_guard_values_of_a_sparse_gradient_are_its_own() -> None:
+    """A clip of sparse gradients changes these values in place."""
+    with torch.sparse.check_sparse_tensor_invariants():  # torch 2.11 warns of tensors made without a choice
+        sparse = torch.sparse_coo_tensor([[0, 0, 2]], [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]], (4, 2))
+    assert not sparse.is_coalesced()
+    sparse._values().mul_(2.0)
+    assert sparse.to_dense().tolist() == [[6.0, 6.0], [0.0, 0.0], [6.0, 6.0], [0.0, 0.0]]
+
+
+# Modules and optimizers.
+
+
+def test_guard_a_module_finds_its_parameters_and_children_in_dictionaries() -> None:
+    """directional_derivatives puts dual tensors into the first; Inventory compares both with what it saw before."""
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    layer = model[0]
+    assert model._modules == {"0": layer}
+    weight = layer._parameters["weight"]
+    layer._parameters["weight"] = torch.full((1, 2), 5.0)  # type: ignore[assignment]
+    assert float(model(torch.ones(1, 2))) == 10.0
+    layer._parameters["weight"] = weight
+    assert layer.weight is weight
+
+
+def test_guard_a_compiled_module_holds_the_original() -> None:
+    """unwrap_model looks inside torch.compile by this name."""
+    model = nn.Linear(2, 1)
+    assert torch.compile(model, backend="eager")._orig_mod is model
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, fused=True)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, fused=True)
+
+
+@pytest.mark.parametrize("make", [adam, sgd])
+def test_guard_a_fused_optimizer_divides_by_grad_scale_and_skips_on_found_inf(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    """A folded clip sets both attributes, and only on optimizers that say they take them."""
+    plain, scaled = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizers: list[Any] = [make([plain]), make([scaled])]
+    assert optimizers[1]._step_supports_amp_scaling
+    assert not getattr(torch.optim.SGD([plain], lr=0.1), "_step_supports_amp_scaling", False)
+    optimizers[1].grad_scale = torch.tensor(4.0)
+    optimizers[1].found_inf = torch.tensor(0.0)
+    for _ in range(2):
+        plain.grad, scaled.grad = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([4.0, -8.0, 12.0])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(plain, scaled)
+    optimizers[1].found_inf = torch.tensor(1.0)
+    before = scaled.detach().clone()
+    optimizers[1].step()
+    assert torch.equal(scaled, before)
+
+
+# Ranks.
+
+
+def _count_collectives() -> list[int]:
+    group: Any = dist.group.WORLD
+    counts = [group._get_sequence_number_for_group()]
+    for _ in range(2):
+        dist.all_reduce(torch.ones(3))
+        counts.append(group._get_sequence_number_for_group())
+    return [count - counts[0] for count in counts]
+
+
+def test_guard_a_group_counts_its_collectives(ranks2: Ranks) -> None:
+    """The probe tells by this count whether user code has issued a collective while a measurement was under way."""
+    assert ranks2(_count_collectives) == [[0, 1, 2]] * 2
+
+
+def _registered_hooks() -> tuple[int, bool]:
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    n_before = len(ddp._comm_hooks)
+    state = object()
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    # Type annotations are strings in this file, and DDP compares them with the types themselves.
+    hook.__annotations__.clear()
+    ddp.register_comm_hook(state, hook)
+    return n_before, ddp._comm_hooks == [(hook, state)]
+
+
+def test_guard_ddp_lists_its_communication_hooks(ranks2: Ranks) -> None:
+    """ddp_buckets finds the user's hook there, and its own after a model was unpickled."""
+    assert ranks2(_registered_hooks) == [(0, True)] * 2
+
+
+def _dtensor_parts() -> list[bool]:
+    mesh = mesh_of((2,))
+    rank = mesh.get_local_rank()
+    parameter: Any = nn.Parameter(distribute_tensor(torch.arange(15.0).reshape(5, 3), mesh, [Shard(0)]))
+    parameter.square().sum().backward()
+    spec, gradient = parameter.grad._spec, parameter.grad._local_tensor
+    shape, offset = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    total: Any = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    return [
+        spec.mesh == mesh and tuple(spec.placements) == (Shard(0),),
+        tuple(spec.shape) == (5, 3) and tuple(spec.stride) == (3, 1),
+        spec.tensor_meta.dtype == torch.float32,
+        parameter.grad._spec is spec,  # plans compare specs by identity first
+        tuple(shape) == ((3, 3) if rank == 0 else (2, 3)) and offset[0] == (0 if rank == 0 else 3),
+        type(gradient) is Tensor and gradient.data_ptr() == parameter.grad.to_local().data_ptr(),
+        total._spec.placements[0].reduce_op == "sum",
+    ]
+
+
+def test_guard_a_dtensor_tells_its_mesh_placements_and_local_part(ranks2: Ranks) -> None:
+    """Plans of the norm read `_spec` and `_local_tensor` at every step: the public ways make new objects."""
+    assert ranks2(_dtensor_parts) == [[True] * 7] * 2
+
+
+def _strided() -> list[type]:
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    model: Any = nn.Linear(4, 8, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["dp"])
+    return [type(placement) for placement in model.weight.placements]
+
+
+def test_guard_fsdp_over_tensor_parallelism_places_by_strided_shard(ranks4: Ranks) -> None:
+    """layout_of knows this placement by its type."""
+    assert ranks4(_strided) == [[_StridedShard, Shard]] * 4
+
+
+def _divisors() -> list[Any]:
+    model: Any = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False))
+    fully_shard(model[0], mesh=mesh_of((2,)))
+    fully_shard(model, mesh=mesh_of((2,)))
+    model[0].set_gradient_divide_factor(3.0)
+    seen = []
+    for module, parameter in ((model[0], model[0].weight), (model, model[1].weight)):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        held = [p.sharded_param is parameter for group in groups for p in group.fsdp_params]
+        seen.append((held, [group.gradient_divide_factor for group in groups]))
+    return seen
+
+
+def test_guard_fsdp_tells_its_divisors(ranks2: Ranks) -> None:
+    """summed_gradient multiplies by what FSDP2 divides sums by; None means the number of ranks."""
+    assert ranks2(_divisors) == [[([True], [3.0]), ([True], [None])]] * 2
+
+
+def _first_fsdp() -> list[bool]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this version is on its way out
+        model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    return [bool(getattr(parameter, "_fsdp_flattened", False)) for parameter in model.parameters()]
+
+
+def test_guard_fsdps_first_version_marks_its_parameters(ranks2: Ranks) -> None:
+    """Only by this mark can a clip refuse them; without it, the norm would count one rank's part for all."""
+    assert ranks2(_first_fsdp) == [[True, True]] * 2

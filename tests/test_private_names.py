@@ -1,0 +1,94 @@
+"""Private names of other packages are listed on one page, and each row names a test that fails if its name changes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "where-it-works.md"
+SOURCES = sorted(path for path in (ROOT / "src" / "sonde").rglob("*.py"))
+OF_PYTHON = {"_getframe", "_exit"}
+"""Public in spite of their underscore: Python documents `sys._getframe` and `os._exit`."""
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier() and re.match(r"_[^\W_]", name) is not None
+
+
+def mentioned(tree: ast.AST) -> Iterator[str]:
+    """Private names that a file takes from somewhere: attributes, imports, and strings as in `getattr(x, "_spec")`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module or "").split(".")
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (part for alias in node.names for part in alias.name.split("."))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Names that a file makes itself: functions, classes, variables and attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def foreign_private_names(source: str) -> set[str]:
+    """Private names that a file uses and does not define. sonde's own never leave their file; test_floors.py checks."""
+    tree = ast.parse(source)
+    return {name for name in mentioned(tree) if is_private(name)} - set(defined(tree)) - OF_PYTHON
+
+
+def rows() -> list[tuple[set[str], set[str], str]]:
+    """The page's table: the private parts of each name, the files that use it, and its guard."""
+    found = re.findall(r"^\| (`[^|]*_[^|]*`) \| (`[^|]*`) \| [^|]+ \| `(tests/[^|]*)` \|$", PAGE.read_text(), re.M)
+    return [
+        (
+            {part for name in re.findall(r"`([^`]+)`", names) for part in name.split(".") if is_private(part)},
+            set(re.findall(r"`([^`]+)`", files)),
+            guard,
+        )
+        for names, files, guard in found
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src" / "sonde")))
+def test_the_page_lists_the_private_names_of_each_file(path: Path) -> None:
+    here = str(path.relative_to(ROOT / "src" / "sonde"))
+    listed = set().union(*(names for names, files, _ in rows() if here in files))
+    used = foreign_private_names(path.read_text())
+    assert used - listed == set(), f"{PAGE.name} does not list these private names of {here}: add a row and a guard"
+    assert listed - used == set(), f"{PAGE.name} lists these private names, and {here} does not use them any more"
+
+
+def test_each_row_names_a_file_and_a_guard_that_exist() -> None:
+    assert len(rows()) > 15
+    for names, files, guard in rows():
+        assert names, guard
+        for file in files:
+            assert (ROOT / "src" / "sonde" / file).is_file(), f"{sorted(names)}: no file {file}"
+        path, _, test = guard.partition("::")
+        assert f"def {test}(" in (ROOT / path).read_text(), f"{sorted(names)}: no test {guard}"
+
+
+def test_private_names_are_seen_in_every_form() -> None:
+    source = """
+from torch._a import _b, c
+import torch._c
+def f(self, x):
+    self._own = getattr(x, "_d")
+    return x._e._f, self._own, x.__dict__, "_not a name", x._
+"""
+    assert foreign_private_names(source) == {"_a", "_b", "_c", "_d", "_e", "_f"}

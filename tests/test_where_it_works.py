@@ -1,0 +1,59 @@
+"""The table of docs/where-it-works.md: how a run is written into it, and what it must say."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+
+import pytest
+
+from tests.where_it_works import PAGE, Row, rows, version_tuple, with_row
+
+ROW = Row("2.9.1", "3.11.7", "1.16.0", "5.23.0", "2026-11-22", 1800, 0, 12)
+TABLE = """before
+| torch | Python | TRL | transformers | date | passed | failed | skipped |
+|---|---|---|---|---|---:|---:|---:|
+{}
+after
+"""
+
+
+def test_a_run_replaces_the_row_of_its_torch_and_python_and_no_other() -> None:
+    newer, other_python = dataclasses.replace(ROW, torch="2.14.1"), dataclasses.replace(ROW, python="3.13.0")
+    page = TABLE.format(f"{ROW}\n{newer}")
+    again = dataclasses.replace(ROW, passed=1801, failed=2)
+    assert with_row(page, again) == TABLE.format(f"{again}\n{newer}")
+    assert with_row(page, other_python) == TABLE.format(f"{ROW}\n{other_python}\n{newer}")
+    assert rows(with_row(page, other_python)) == [ROW, other_python, newer]
+
+
+def test_a_first_run_begins_the_table() -> None:
+    empty = TABLE.replace("{}\n", "")
+    assert with_row(empty, ROW) == TABLE.format(ROW)
+    with pytest.raises(ValueError, match="the page has no table of runs"):
+        with_row("before\nafter\n", ROW)
+
+
+def test_versions_sort_as_numbers() -> None:
+    assert version_tuple("2.9.1") < version_tuple("2.13.0+cpu") == (2, 13, 0)
+
+
+def test_the_oldest_torch_and_python_that_are_promised_have_run() -> None:
+    project = tomllib.loads((PAGE.parent.parent / "pyproject.toml").read_text())["project"]
+    (torch,) = (name.removeprefix("torch>=") for name in project["dependencies"] if name.startswith("torch>="))
+    python = project["requires-python"].removeprefix(">=")
+    runs = rows(PAGE.read_text())
+    assert version_tuple(torch) == min(version_tuple(row.torch)[:2] for row in runs)
+    assert version_tuple(python) == min(version_tuple(row.python)[:2] for row in runs)
+    assert f"sonde needs torch {torch} or later and Python {python} or later." in PAGE.read_text()
+    assert f"(Python {python} or later, torch {torch} or later)" in (PAGE.parent.parent / "README.md").read_text()
+
+
+def test_every_run_on_the_page_passed_and_every_python_is_declared() -> None:
+    project = tomllib.loads((PAGE.parent.parent / "pyproject.toml").read_text())["project"]
+    declared = set(re.findall(r"Python :: (\d\.\d+)", "\n".join(project["classifiers"])))
+    for row in rows(PAGE.read_text()):
+        assert row.failed == 0, row
+        assert row.passed > 1000, row
+        assert row.python.rpartition(".")[0] in declared, row
