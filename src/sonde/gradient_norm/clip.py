@@ -176,15 +176,9 @@ def clip_grad_norm_distributed_(
     with problem.hold():
         parameter_groups.use_stages(pp_mesh)
         max_norm, order = check_options(max_norm, norm_type, nonfinite, fold_into)
-    with torch.no_grad():
-        measured = global_norm(parameter_groups, order, problem=problem.first)
-    return clip_measured_(
-        parameter_groups,
-        measured,
-        max_norm,
-        nonfinite="raise" if error_if_nonfinite else nonfinite,
-        fold_into=fold_into,
-    )
+    nonfinite = "raise" if error_if_nonfinite else nonfinite
+    measured = global_norm(parameter_groups, order, max_norm=max_norm, nonfinite=nonfinite, problem=problem.first)
+    return clip_measured_(parameter_groups, measured, max_norm, nonfinite=nonfinite, fold_into=fold_into)
 
 
 def _plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> PlanRequest:

@@ -15,17 +15,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.gradient_norm.agreement import N_SLOTS, Asked, disagreements
+from sonde.gradient_norm.cross_check import (
+    ALONE,
+    RanksDisagreeError,
+    SumPlaces,
+    add_copies,
+    add_ties,
+    ballot,
+    disagreement,
+    holdings,
+    places_among,
+    places_in_mesh,
+    places_over_stages,
+)
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER, power_sum
 from sonde.parallel.devices import accumulation_dtype, to_device
-from sonde.parallel.placements import Layout, local_tensor, ranks_of, share
-from sonde.parallel.process_groups import group_of_mesh, group_over, start_reduce
+from sonde.parallel.placements import Layout, local_tensor, share
+from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
 
-_IS_NAN, _FAILED, _IS_DOUBLE = -3, -2, -1
+_IS_NAN, _FAILED, _IS_DOUBLE = 0, 1, 2
 """The entries behind the parts' sums: how many sums are NaN, how many ranks have an error, how many have fp64."""
 _FLAGS = 3
+_ANOTHER_RANK = "another rank found a gradient that cannot be counted, and its message names the gradient"
 
 
 @dataclass(frozen=True)
@@ -35,9 +50,11 @@ class GlobalNorm:
     Attributes:
         norm: of the whole gradient, 0-dim, fp64.
         by_part: of the gradients of each part of the model, [parts], fp64.
-        failed: how many ranks have an error, 0-dim. On a GPU, the other ranks learn of the error only from this.
+        failed: how many ranks have an error, 0-dim, plus 1 if ranks disagree. On a GPU, the other ranks learn of the
+            error only from this.
         is_double: how many ranks have fp64 gradients, 0-dim.
         collected: this rank's gradients; partial ones are already summed, and not yet written back.
+        has_peers: whether other ranks took part, really.
     """
 
     norm: Tensor
@@ -45,85 +62,118 @@ class GlobalNorm:
     failed: Tensor
     is_double: Tensor
     collected: list[Collected]
+    has_peers: bool = False
 
 
-def global_norm(plan: NormPlan, order: float, *, problem: ValueError | None = None) -> GlobalNorm:
+@torch.no_grad()
+def global_norm(
+    plan: NormPlan,
+    order: float,
+    *,
+    max_norm: float | None = None,
+    nonfinite: str = "ignore",
+    problem: ValueError | None = None,
+) -> GlobalNorm:
     """The p-norm of all gradients of all ranks together; each element counts once.
 
     Args:
         plan: this rank's parameters; the same on every rank of a pipeline stage.
         order: p > 0, or `math.inf`. Above 6 it takes twice as many collectives, first for the largest element.
+        max_norm: what the gradients will be clipped to; the ranks compare it.
+        nonfinite: what will be done when the norm is not finite; the ranks compare it.
         problem: an error found on this rank before; raised once the other ranks know that there is one.
 
     Returns:
         A `GlobalNorm`.
 
     Raises:
-        ValueError: for a gradient that cannot be counted, naming the gradient and the way out. If the sum can be read
-            without waiting (on the CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
+        ValueError: for a gradient that cannot be counted, naming the gradient and the way out; and when ranks were
+            asked for different things or hold other parameters than they count. If the sum can be read without waiting
+            (on the CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
     collected = plan.collect()
     problem = problem or plan.problem
     collected = _sum_partial(plan, collected)
+    asked = Asked(order, max_norm, nonfinite)
     if not LARGEST_PLAIN_ORDER < order < math.inf:
-        return _measure(plan, collected, order, problem)
+        return _measure(plan, collected, asked, order, problem)
     # Large powers leave the range of fp64: divide by the largest element first, multiply the norm by it at the end.
     try:
-        largest = _measure(plan, collected, math.inf, problem).norm
+        first = _measure(plan, collected, asked, math.inf, problem)
+        if first.has_peers and plan.device.type != "cpu" and bool(first.failed > 0):  # waits: see `_raise_if_failed`
+            raise ValueError(_ANOTHER_RANK)
     except ValueError as error:
+        if isinstance(error, RanksDisagreeError) and (plan.mesh is not None or error.other_collectives):
+            raise  # every rank does; or the other ranks do not come to the second sum
         # Without a mesh, some ranks share no sum with the failed one: they go on, and wait for this rank's second sum.
-        _measure(plan, collected, order, error)
+        _measure(plan, collected, asked, order, error)
         raise
+    largest = first.norm
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    in_units = _measure(plan, collected, order, None, unit)
+    in_units = _measure(plan, collected, asked, order, None, unit)
     return dataclasses.replace(in_units, norm=in_units.norm * unit, by_part=in_units.by_part * unit)
 
 
 def _measure(
-    plan: NormPlan, collected: list[Collected], order: float, problem: ValueError | None, unit: Tensor | None = None
+    plan: NormPlan,
+    collected: list[Collected],
+    asked: Asked,
+    order: float,
+    problem: ValueError | None,
+    unit: Tensor | None = None,
 ) -> GlobalNorm:
     """The norm of the collected gradients, in multiples of `unit`."""
-    device = plan.device
-    n_stages = stages_inside(plan)
+    device, uses_max = plan.device, math.isinf(order)
     # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
     under_way: list[tuple[Tensor, dist.Work | None]] = []
-    for process_group, gradients in _by_collective(plan, collected):
+    is_real = True
+    for process_group, places, gradients in _by_collective(plan, collected):
         try:
-            packed = _pack(plan, gradients, order, unit, n_stages)
+            packed = _pack(plan, gradients, asked, order, unit, places)
         except RuntimeError as error:  # no such kernel, or no memory: this rank still has to join the sum
             problem = problem or ValueError(f"gradients cannot be summed on {device}: {error}")
-            packed = torch.zeros(plan.n_parts + _FLAGS, dtype=accumulation_dtype(device), device=device)
-        packed[_FAILED] = problem is not None
+            packed = _zeros(plan)
+        packed[plan.n_parts + _FAILED] = problem is not None
+        is_real = is_real and not is_fake(process_group)
         under_way.append((packed, start_reduce(packed, process_group, _operation(order))))
-    total = torch.zeros(plan.n_parts + _FLAGS, dtype=accumulation_dtype(device), device=device)
+    total = _zeros(plan)
     has_peers = False
     for packed, work in under_way:
         if work is not None:
             has_peers = True
             work.wait()
-        total = torch.maximum(total, packed) if math.isinf(order) else total + packed
+        total = torch.maximum(total, packed) if uses_max else total + packed
     # If the sums above do not span the pipeline stages, the stages' totals are summed last.
-    if plan.pp_mesh is not None and n_stages == 1:
+    if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
+        own = _zeros(plan)
+        cast = ballot(plan, holdings(plan), asked, places_over_stages(plan), uses_max=uses_max)
+        own[plan.n_parts + _FLAGS :] = cast.slots(device, own.dtype)
+        total = torch.maximum(total, own) if uses_max else total + own
+        has_peers = True
         work = start_reduce(total, group_of_mesh(plan.pp_mesh), _operation(order))
         if work is not None:
-            has_peers = True
             work.wait()
     # All sums are done and the peers have heard of the error: this rank may raise now.
     if problem is not None:
         raise problem
-    if has_peers and device.type == "cpu" and total[_FAILED].item():  # on the CPU, reading it waits for nothing
-        raise ValueError(
-            "another rank found a gradient that cannot be counted, and its message names the gradient: "
-            "no gradient has been changed"
-        )
-    return _unpack(total, order, plan.n_parts, collected)
+    measured = _unpack(total, order, plan.n_parts, collected, has_peers=has_peers and is_real)
+    if measured.has_peers and device.type == "cpu":  # on the CPU, reading waits for nothing
+        _raise_if_failed(plan, asked, total, uses_max=uses_max)
+    return measured
 
 
-def stages_inside(plan: NormPlan) -> int:
-    """Pipeline stages among the ranks of the plan's mesh; 1 if the stages take a collective of their own."""
-    if plan.pp_mesh is None or plan.mesh is None or not ranks_of(plan.pp_mesh) <= ranks_of(plan.mesh):
-        return 1
-    return plan.pp_mesh.size()
+def _raise_if_failed(plan: NormPlan, asked: Asked, total: Tensor, *, uses_max: bool) -> None:
+    """Raise what all ranks of a sum raise. (On a GPU this would wait: there, `GlobalNorm.failed` tells the clip.)"""
+    if total[plan.n_parts + _FAILED].item():
+        raise ValueError(f"{_ANOTHER_RANK}: no gradient has been changed")
+    disagreeing = disagreements(total[plan.n_parts + _FLAGS :], uses_max=uses_max).tolist()
+    if any(disagreeing):
+        raise disagreement(plan, asked, disagreeing)
+
+
+def _zeros(plan: NormPlan) -> Tensor:
+    """[sum or largest of each part, flags, ballot]: one vector, one collective."""
+    return torch.zeros(plan.n_parts + _FLAGS + N_SLOTS, dtype=accumulation_dtype(plan.device), device=plan.device)
 
 
 def warm_up(plan: NormPlan) -> None:
@@ -134,8 +184,8 @@ def warm_up(plan: NormPlan) -> None:
     Raises:
         ValueError: when something is wrong with the plan, on this rank or on a rank that shares a sum with it.
     """
-    process_groups = [process_group for process_group, _ in _by_collective(plan, [])]
-    if plan.pp_mesh is not None and stages_inside(plan) == 1:
+    process_groups = [process_group for process_group, _, _ in _by_collective(plan, [])]
+    if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
         process_groups.append(group_of_mesh(plan.pp_mesh))
     # Partial gradients are summed over single axes of their meshes.
     process_groups += [mesh.get_group(axis) for mesh in plan.meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
@@ -150,13 +200,16 @@ def warm_up(plan: NormPlan) -> None:
         raise ValueError("another rank cannot plan for its gradients, and its message says why")
 
 
-def _unpack(total: Tensor, order: float, n_parts: int, collected: list[Collected]) -> GlobalNorm:
-    sums = total[:n_parts]
+def _unpack(total: Tensor, order: float, n_parts: int, collected: list[Collected], *, has_peers: bool) -> GlobalNorm:
+    sums, flags, slots = total[:n_parts], total[n_parts : n_parts + _FLAGS], total[n_parts + _FLAGS :]
     if math.isinf(order):
-        norm, by_part = (torch.where(total[_IS_NAN] > 0, torch.nan, values) for values in (sums.max(), sums))
+        norm, by_part = (torch.where(flags[_IS_NAN] > 0, torch.nan, values) for values in (sums.max(), sums))
     else:
         norm, by_part = sums.sum().pow(1.0 / order), sums.pow(1.0 / order)
-    return GlobalNorm(norm, by_part, total[_FAILED], total[_IS_DOUBLE], collected)
+    failed = flags[_FAILED]
+    if has_peers and total.device.type != "cpu":  # on the CPU the ranks raise instead
+        failed = failed + disagreements(slots, uses_max=math.isinf(order)).any()
+    return GlobalNorm(norm, by_part, failed, flags[_IS_DOUBLE], collected, has_peers)
 
 
 def _sum_partial(plan: NormPlan, collected: list[Collected]) -> list[Collected]:
@@ -181,17 +234,22 @@ def _sum_partial(plan: NormPlan, collected: list[Collected]) -> list[Collected]:
 
 def _by_collective(
     plan: NormPlan, collected: list[Collected]
-) -> Iterable[tuple[dist.ProcessGroup | None, list[Collected]]]:
-    """Process groups, and the gradients to sum over each: in the same order on every rank, even with no gradients."""
+) -> Iterable[tuple[dist.ProcessGroup | None, SumPlaces, list[Collected]]]:
+    """Process groups, this rank's places in them, and the gradients to sum over each.
+
+    They come in the same order on every rank, even with no gradients.
+    """
     if plan.mesh is not None:
-        yield group_of_mesh(plan.mesh), collected
+        group = group_of_mesh(plan.mesh)
+        yield group, ALONE if group is None else places_in_mesh(plan), collected
         return
     by_ranks: dict[tuple[int, ...], list[Collected]] = {layout.sharding_ranks: [] for layout in plan.layouts}
     for gradients in collected:
         by_ranks.setdefault(gradients.group.key.ranks, []).append(gradients)
     for layout in plan.layouts:
-        yield _process_group(layout), by_ranks.pop(layout.sharding_ranks)
-    yield None, by_ranks.pop((), [])
+        ranks = layout.sharding_ranks
+        yield _process_group(layout), places_among(ranks), by_ranks.pop(ranks)
+    yield None, ALONE, by_ranks.pop((), [])
 
 
 def _process_group(layout: Layout) -> dist.ProcessGroup:
@@ -203,29 +261,45 @@ def _operation(order: float) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
 
 
-def _pack(plan: NormPlan, collected: list[Collected], order: float, unit: Tensor | None, n_stages: int) -> Tensor:
-    """[sum or largest of each part, flags]: one vector, one collective."""
-    device = plan.device
-    packed = torch.zeros(plan.n_parts + _FLAGS, dtype=accumulation_dtype(device), device=device)
+def _pack(
+    plan: NormPlan, collected: list[Collected], asked: Asked, order: float, unit: Tensor | None, places: SumPlaces
+) -> Tensor:
+    """What this rank adds to one sum over ranks; `_zeros` says what stands where."""
+    packed, device, uses_max = _zeros(plan), plan.device, math.isinf(order)
+    flags = packed[plan.n_parts : plan.n_parts + _FLAGS]
+    has_peers, has_stages = places.everyone.of > 1, plan.n_stages > 1
+    cast = held = None
+    if has_peers or (has_stages and not uses_max):
+        held = holdings(plan)
+        cast = ballot(plan, held, asked, places, uses_max=uses_max)
     for gradients in collected:
         if not gradients.locals:
             continue
         key = gradients.group.key
         if key.dtype == torch.float64:
-            packed[_IS_DOUBLE] = 1.0
-        value = to_device(power_sum(gradients.locals, order, unit), device)
-        if math.isinf(order):
-            packed[key.part] = torch.maximum(packed[key.part], value)
-            continue
+            flags[_IS_DOUBLE] = 1.0
         # Ranks that hold the same values each count their share, so that every element counts once in the sum.
         weight = 1.0
         if plan.mesh is not None:
-            layout = gradients.group.layout
+            layout, n_stages = gradients.group.layout, plan.n_stages_in_mesh
             weight = share(layout, n_ranks=plan.mesh.size(), n_stages=n_stages, n_replicas=key.n_replicas)
-        packed[key.part] += weight * value
-    if math.isinf(order):
+        if cast is not None and held is not None and has_stages and not uses_max:
+            value, gradients = add_ties(cast, held, plan, gradients, order, unit, weight=weight, places=places)
+            value = to_device(power_sum(gradients.locals, order, unit) + value, device)
+        else:
+            value = to_device(power_sum(gradients.locals, order, unit), device)
+        if uses_max:
+            packed[key.part] = torch.maximum(packed[key.part], value)
+        else:
+            packed[key.part] += weight * value
+        # A maximum over ranks cannot compare the ranks of each stage apart.
+        if cast is not None and held is not None and not (uses_max and has_stages):
+            add_copies(cast, held, key, value, only_whole=uses_max)
+    if uses_max:
         # MAX over ranks loses NaN: it travels as a flag, and the sums without it.
         sums = packed[: plan.n_parts]
-        packed[_IS_NAN] = sums.isnan().any()
+        flags[_IS_NAN] = sums.isnan().any()
         packed[: plan.n_parts] = sums.nan_to_num(nan=0.0, posinf=math.inf)
+    if cast is not None:
+        packed[plan.n_parts + _FLAGS :] = cast.slots(device, packed.dtype)
     return packed

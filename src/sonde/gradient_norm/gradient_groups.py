@@ -126,16 +126,7 @@ class SeenSpecs:
         self.partial: dict[int, Any] = {}
 
     def look(self, index: int, parameter: Tensor) -> Any:
-        """The spec of a parameter's gradient now; if there is no gradient, the spec it had, or the parameter's own.
-
-        Raises:
-            ValueError: for a parameter of FSDP's first version.
-        """
-        if getattr(parameter, "_fsdp_flattened", False):
-            raise ValueError(
-                "FSDP's first version does not tell how it cuts parameters: use fully_shard, or FSDP's own "
-                "clip_grad_norm_"
-            )
+        """The spec of a parameter's gradient now; if there is no gradient, the spec it had, or the parameter's own."""
         if parameter.grad is not None:
             spec = getattr(parameter.grad, "_spec", None)
         else:
@@ -187,6 +178,7 @@ def group_gradients(
             left_out.append(i)
             continue
         try:
+            _check_attributes(parameter, is_declared=i in n_replicas)
             number = layouts.number_of(seen.look(i, parameter))
         except ValueError as error:  # no layout is known: the gradient is in no group
             problem.keep(ValueError(f"gradient of {name_of(i)}: {error}"))
@@ -211,6 +203,28 @@ def group_gradients(
         unusable=unusable,
         problem=problem,
     )
+
+
+def _check_attributes(parameter: Tensor, *, is_declared: bool) -> None:
+    """Refuse plain tensors whose attributes say that other frameworks have cut them.
+
+    Raises:
+        ValueError: for a parameter of FSDP's first version, of DeepSpeed's ZeRO-3, or of Megatron's tensor parallelism.
+    """
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            "FSDP's first version does not tell how it cuts parameters: use fully_shard, or FSDP's own clip_grad_norm_"
+        )
+    if hasattr(parameter, "ds_id"):
+        raise ValueError(
+            "DeepSpeed's ZeRO-3 holds it in parts that it does not show: set gradient_clipping in DeepSpeed's "
+            "configuration, and read engine.get_global_grad_norm()"
+        )
+    if getattr(parameter, "tensor_model_parallel", False) and not is_declared and not hasattr(parameter, "_spec"):
+        raise ValueError(
+            "its attribute tensor_model_parallel says that it is a shard, and a plain tensor does not show over which "
+            "ranks: pass mesh= of all ranks, and replicas= (how many of them hold the same shard)"
+        )
 
 
 def same_placement(a: Any, b: Any) -> bool:

@@ -6,7 +6,7 @@ Each later call only collects the gradients and checks that they are still place
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from sonde.parallel.placements import Layout, check_mesh, local_tensor, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+T = TypeVar("T")
 
 
 class NormPlan:
@@ -89,6 +92,8 @@ class NormPlan:
         self._names = [names[i] for i in self.positions] if names is not None else None
         self._parts = [parts[i] for i in self.positions] if parts else [0] * len(self.positions)
         self._seen = SeenSpecs(len(self.parameters))
+        self._shapes: list[torch.Size] = []
+        self._memory: dict[str, Any] = {}
         self._request_problem = HeldError(problem)
         self._n_replicas: dict[int, int] = {}
         index_of: dict[int | str, int] = {id(p): i for i, p in enumerate(self.parameters)}
@@ -118,6 +123,18 @@ class NormPlan:
                 "pp_mesh has other ranks than the plan's pp_mesh: pass the one that the plan was made with, or none"
             )
 
+    @property
+    def n_stages(self) -> int:
+        """Pipeline stages, as far as they are known; 1 without them."""
+        return self.pp_mesh.size() if self.pp_mesh is not None else 1
+
+    @property
+    def n_stages_in_mesh(self) -> int:
+        """Pipeline stages among the ranks of the mesh; 1 if the stages take a collective of their own."""
+        if self.pp_mesh is None or self.mesh is None or not ranks_of(self.pp_mesh) <= ranks_of(self.mesh):
+            return 1
+        return self.pp_mesh.size()
+
     def name_of(self, index: int) -> str:
         """What to call a parameter in messages."""
         if self._names is not None:
@@ -132,6 +149,28 @@ class NormPlan:
             for i, p in enumerate(self.parameters)
             if i not in self._n_replicas
         ]
+
+    @property
+    def partial_descriptions(self) -> list[str]:
+        """Name (if any) and global shape of the parameters whose gradients must still be summed, in that order."""
+        partial = sorted(i for group in self.groups if group.key.is_partial for i in group.indices)
+        return [
+            f"{self._names[i] if self._names is not None else ''}{tuple(self.parameters[i].shape)}" for i in partial
+        ]
+
+    def is_declared(self, index: int) -> bool:
+        """Whether the caller declared on how many ranks a parameter is."""
+        return index in self._n_replicas
+
+    def remembered(self, name: str, compute: Callable[[NormPlan], T]) -> T:
+        """What was computed under this name, until parameters change their shapes or are regrouped."""
+        shapes = [p.shape for p in self.parameters]
+        if shapes != self._shapes:
+            self._shapes, self._memory = shapes, {}
+        if name not in self._memory:
+            self._memory[name] = compute(self)
+        value: T = self._memory[name]
+        return value
 
     @property
     def groups(self) -> tuple[ParameterGroup, ...]:
@@ -238,6 +277,7 @@ class NormPlan:
         return collected
 
     def _regroup(self) -> None:
+        self._memory = {}
         self._grouping = group_gradients(
             self.parameters,
             self._seen,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -195,6 +196,34 @@ def check_layout(
             f"it is cut into {layout.n_shards} shards over {layout.mesh.size()} of {mesh.size()} ranks, so replicas= "
             f"must be a multiple of {least}, at most {most}, got {n_replicas}: pass how many ranks hold the same values"
         )
+
+
+def axes_over(mesh: DeviceMesh, ranks: Collection[int]) -> tuple[int, ...] | None:
+    """The axes of a mesh along which these ranks lie, seen from this rank; None if they are no whole axes of it."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    grid, wanted = mesh.mesh, set(ranks)
+    axes = []
+    for axis, at in enumerate(coordinate):
+        neighbour = [*coordinate]
+        neighbour[axis] = (at + 1) % grid.shape[axis]
+        if grid.shape[axis] > 1 and int(grid[tuple(neighbour)]) in wanted:
+            axes.append(axis)
+    index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
+    along = set(grid[index].reshape(-1).tolist())
+    return tuple(axes) if along == wanted or (len(wanted) < 2 and not axes) else None
+
+
+def place_along(mesh: DeviceMesh, axes: Collection[int]) -> tuple[int, int]:
+    """This rank's position among the ranks along some axes of a mesh, and how many these are."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # check_mesh refused other ranks
+    at, of = 0, 1
+    for axis in axes:
+        size = mesh.size(axis)
+        at, of = at * size + coordinate[axis], of * size
+    return at, of
 
 
 def _list_ranks(ranks: frozenset[int]) -> str:
