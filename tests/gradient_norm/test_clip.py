@@ -210,7 +210,9 @@ def test_parameters_in_place_of_a_plan_are_refused() -> None:
         sonde.clip_grad_norm_distributed_(gradients((3,)), 1.0)  # type: ignore[arg-type]
 
 
-def test_nothing_is_read_on_the_host() -> None:
+def test_the_host_reads_nothing_but_what_a_cpu_has_at_hand() -> None:
+    """On a GPU each read would wait: it reads none of these."""
+
     class Items(TorchDispatchMode):
         count = 0
 
@@ -221,11 +223,30 @@ def test_nothing_is_read_on_the_host() -> None:
     parameters = gradients((3,), (400, 300))
     plan = sonde.group_parameters_for_norm(parameters)
     with Items():
-        for nonfinite in ("ignore", "skip"):
+        for n_calls, nonfinite in enumerate(("ignore", "skip"), 1):
             sonde.clip_grad_norm_distributed_(plan, 1.0, nonfinite=nonfinite)  # type: ignore[arg-type]
-        assert Items.count == 0
-        sonde.clip_grad_norm_distributed_(plan, 1.0, nonfinite="raise")
-        assert Items.count == 1
+            assert Items.count == n_calls  # the coefficient, whether it is 1
+        sonde.clip_grad_norm_distributed_(plan, None)
+        assert Items.count == 2
+        sonde.clip_grad_norm_distributed_(plan, None, nonfinite="raise")
+        assert Items.count == 3
+
+
+def test_a_cpu_multiplies_by_nothing_that_is_one() -> None:
+    class Multiplications(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Multiplications.count += func is torch.ops.aten._foreach_mul_.Tensor
+            return func(*args, **(kwargs or {}))
+
+    parameters = gradients((3,), (400, 300))
+    with Multiplications():
+        for max_norm in (1e6, math.inf, None):
+            sonde.clip_grad_norm_(parameters, max_norm)
+        assert Multiplications.count == 0
+        sonde.clip_grad_norm_(parameters, 1.0)
+        assert Multiplications.count == 1
 
 
 @pytest.mark.parametrize("order", [7.0, 12.0, 100.0])

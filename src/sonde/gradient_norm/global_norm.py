@@ -15,16 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import N_SLOTS, Asked, disagreements
+from sonde.gradient_norm.agreement import Asked, disagreements
 from sonde.gradient_norm.cross_check import (
     ALONE,
     RanksDisagreeError,
     SumPlaces,
-    add_copies,
-    add_ties,
-    ballot,
     disagreement,
-    holdings,
     places_among,
     places_in_mesh,
     places_over_stages,
@@ -32,14 +28,11 @@ from sonde.gradient_norm.cross_check import (
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER, power_sum
-from sonde.parallel.devices import accumulation_dtype, to_device
-from sonde.parallel.placements import Layout, local_tensor, share
+from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
+from sonde.gradient_norm.summed_vector import SummedVector, pack, pack_exact
+from sonde.parallel.placements import Layout, local_tensor
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
 
-_IS_NAN, _FAILED, _IS_DOUBLE = 0, 1, 2
-"""The entries behind the parts' sums: how many sums are NaN, how many ranks have an error, how many have fp64."""
-_FLAGS = 3
 _ANOTHER_RANK = "another rank found a gradient that cannot be counted, and its message names the gradient"
 
 
@@ -123,57 +116,76 @@ def _measure(
     unit: Tensor | None = None,
 ) -> GlobalNorm:
     """The norm of the collected gradients, in multiples of `unit`."""
-    device, uses_max = plan.device, math.isinf(order)
+    device, operation = plan.device, _operation(order)
     # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
-    under_way: list[tuple[Tensor, dist.Work | None]] = []
-    is_real = True
+    under_way: list[_UnderWay] = []
     for process_group, places, gradients in _by_collective(plan, collected):
         try:
-            packed = _pack(plan, gradients, asked, order, unit, places)
+            packed = pack(plan, gradients, asked, order, unit, places)
         except RuntimeError as error:  # no such kernel, or no memory: this rank still has to join the sum
             problem = problem or ValueError(f"gradients cannot be summed on {device}: {error}")
-            packed = _zeros(plan)
-        packed[plan.n_parts + _FAILED] = problem is not None
-        is_real = is_real and not is_fake(process_group)
-        under_way.append((packed, start_reduce(packed, process_group, _operation(order))))
-    total = _zeros(plan)
+            packed = SummedVector(plan)
+        packed.failed.fill_(problem is not None)
+        work = start_reduce(packed.vector, process_group, operation)
+        under_way.append(_UnderWay(process_group, gradients, packed, work))
+    total = SummedVector(plan)
     has_peers = False
-    for packed, work in under_way:
-        if work is not None:
+    for started in under_way:
+        if started.work is not None:
             has_peers = True
-            work.wait()
-        total = torch.maximum(total, packed) if uses_max else total + packed
+            started.work.wait()
+        _measure_again(plan, started, order)
+        total.add(started.packed, order)
     # If the sums above do not span the pipeline stages, the stages' totals are summed last.
     if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
-        own = _zeros(plan)
-        cast = ballot(plan, holdings(plan), asked, places_over_stages(plan), uses_max=uses_max)
-        own[plan.n_parts + _FLAGS :] = cast.slots(device, own.dtype)
-        total = torch.maximum(total, own) if uses_max else total + own
+        total.add(pack(plan, [], asked, order, unit, places_over_stages(plan)), order)
         has_peers = True
-        work = start_reduce(total, group_of_mesh(plan.pp_mesh), _operation(order))
+        work = start_reduce(total.vector, group_of_mesh(plan.pp_mesh), operation)
         if work is not None:
             work.wait()
     # All sums are done and the peers have heard of the error: this rank may raise now.
     if problem is not None:
         raise problem
-    measured = _unpack(total, order, plan.n_parts, collected, has_peers=has_peers and is_real)
-    if measured.has_peers and device.type == "cpu":  # on the CPU, reading waits for nothing
-        _raise_if_failed(plan, asked, total, uses_max=uses_max)
-    return measured
+    has_peers = has_peers and not any(is_fake(started.process_group) for started in under_way)
+    if has_peers and device.type == "cpu":  # on the CPU, reading waits for nothing
+        _raise_if_failed(plan, asked, total, uses_max=math.isinf(order))
+    return _unpack(total, order, collected, has_peers=has_peers)
 
 
-def _raise_if_failed(plan: NormPlan, asked: Asked, total: Tensor, *, uses_max: bool) -> None:
+@dataclass(frozen=True)
+class _UnderWay:
+    """A sum over ranks that has been started; the arguments that started it."""
+
+    process_group: dist.ProcessGroup | None
+    gradients: list[Collected]
+    packed: SummedVector
+    work: dist.Work | None
+
+
+def _measure_again(plan: NormPlan, started: _UnderWay, order: float) -> None:
+    """Read gradients again in fp64 where blocks in fp32 lost something: on every rank of a sum or on none of them.
+
+    Only the sum over ranks decides, which all its ranks have alike. (On a GPU all is read in fp64 at once.)
+    """
+    packed = started.packed
+    if order != 2.0 or plan.device.type != "cpu":
+        return
+    lost = packed.parts_to_read_again()
+    if not lost:
+        return
+    exact = pack_exact(plan, started.gradients, lost)
+    if work := start_reduce(exact, started.process_group):
+        work.wait()
+    packed.sums[lost] = exact
+
+
+def _raise_if_failed(plan: NormPlan, asked: Asked, total: SummedVector, *, uses_max: bool) -> None:
     """Raise what all ranks of a sum raise. (On a GPU this would wait: there, `GlobalNorm.failed` tells the clip.)"""
-    if total[plan.n_parts + _FAILED].item():
+    if total.failed.item():
         raise ValueError(f"{_ANOTHER_RANK}: no gradient has been changed")
-    disagreeing = disagreements(total[plan.n_parts + _FLAGS :], uses_max=uses_max).tolist()
+    disagreeing = disagreements(total.slots, uses_max=uses_max).tolist()
     if any(disagreeing):
         raise disagreement(plan, asked, disagreeing)
-
-
-def _zeros(plan: NormPlan) -> Tensor:
-    """[sum or largest of each part, flags, ballot]: one vector, one collective."""
-    return torch.zeros(plan.n_parts + _FLAGS + N_SLOTS, dtype=accumulation_dtype(plan.device), device=plan.device)
 
 
 def warm_up(plan: NormPlan) -> None:
@@ -200,16 +212,16 @@ def warm_up(plan: NormPlan) -> None:
         raise ValueError("another rank cannot plan for its gradients, and its message says why")
 
 
-def _unpack(total: Tensor, order: float, n_parts: int, collected: list[Collected], *, has_peers: bool) -> GlobalNorm:
-    sums, flags, slots = total[:n_parts], total[n_parts : n_parts + _FLAGS], total[n_parts + _FLAGS :]
+def _unpack(total: SummedVector, order: float, collected: list[Collected], *, has_peers: bool) -> GlobalNorm:
+    sums = total.sums
     if math.isinf(order):
-        norm, by_part = (torch.where(flags[_IS_NAN] > 0, torch.nan, values) for values in (sums.max(), sums))
+        norm, by_part = (torch.where(total.is_nan > 0, torch.nan, values) for values in (sums.max(), sums))
     else:
         norm, by_part = sums.sum().pow(1.0 / order), sums.pow(1.0 / order)
-    failed = flags[_FAILED]
-    if has_peers and total.device.type != "cpu":  # on the CPU the ranks raise instead
-        failed = failed + disagreements(slots, uses_max=math.isinf(order)).any()
-    return GlobalNorm(norm, by_part, failed, flags[_IS_DOUBLE], collected, has_peers)
+    failed = total.failed
+    if has_peers and sums.device.type != "cpu":  # on the CPU the ranks have raised instead
+        failed = failed + disagreements(total.slots, uses_max=math.isinf(order)).any()
+    return GlobalNorm(norm, by_part, failed, total.is_double, collected, has_peers)
 
 
 def _sum_partial(plan: NormPlan, collected: list[Collected]) -> list[Collected]:
@@ -259,47 +271,3 @@ def _process_group(layout: Layout) -> dist.ProcessGroup:
 
 def _operation(order: float) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
-
-
-def _pack(
-    plan: NormPlan, collected: list[Collected], asked: Asked, order: float, unit: Tensor | None, places: SumPlaces
-) -> Tensor:
-    """What this rank adds to one sum over ranks; `_zeros` says what stands where."""
-    packed, device, uses_max = _zeros(plan), plan.device, math.isinf(order)
-    flags = packed[plan.n_parts : plan.n_parts + _FLAGS]
-    has_peers, has_stages = places.everyone.of > 1, plan.n_stages > 1
-    cast = held = None
-    if has_peers or (has_stages and not uses_max):
-        held = holdings(plan)
-        cast = ballot(plan, held, asked, places, uses_max=uses_max)
-    for gradients in collected:
-        if not gradients.locals:
-            continue
-        key = gradients.group.key
-        if key.dtype == torch.float64:
-            flags[_IS_DOUBLE] = 1.0
-        # Ranks that hold the same values each count their share, so that every element counts once in the sum.
-        weight = 1.0
-        if plan.mesh is not None:
-            layout, n_stages = gradients.group.layout, plan.n_stages_in_mesh
-            weight = share(layout, n_ranks=plan.mesh.size(), n_stages=n_stages, n_replicas=key.n_replicas)
-        if cast is not None and held is not None and has_stages and not uses_max:
-            value, gradients = add_ties(cast, held, plan, gradients, order, unit, weight=weight, places=places)
-            value = to_device(power_sum(gradients.locals, order, unit) + value, device)
-        else:
-            value = to_device(power_sum(gradients.locals, order, unit), device)
-        if uses_max:
-            packed[key.part] = torch.maximum(packed[key.part], value)
-        else:
-            packed[key.part] += weight * value
-        # A maximum over ranks cannot compare the ranks of each stage apart.
-        if cast is not None and held is not None and not (uses_max and has_stages):
-            add_copies(cast, held, key, value, only_whole=uses_max)
-    if uses_max:
-        # MAX over ranks loses NaN: it travels as a flag, and the sums without it.
-        sums = packed[: plan.n_parts]
-        flags[_IS_NAN] = sums.isnan().any()
-        packed[: plan.n_parts] = sums.nan_to_num(nan=0.0, posinf=math.inf)
-    if cast is not None:
-        packed[plan.n_parts + _FLAGS :] = cast.slots(device, packed.dtype)
-    return packed

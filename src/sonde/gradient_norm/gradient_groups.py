@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sonde.gradient_norm.held_error import HeldError
+from sonde.gradient_norm.power_sums import is_read_in_blocks
 from sonde.parallel.placements import (
     WHOLE,
     Layout,
@@ -62,11 +63,13 @@ class ParameterGroup:
         key: what the gradients have in common.
         layout: the layout of one of its gradients; the layouts of the others have the same ranks.
         indices: which parameters these are, in the plan's order.
+        in_blocks: those of them whose squares are summed in blocks.
     """
 
     key: Key
     layout: Layout
     indices: tuple[int, ...]
+    in_blocks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,7 @@ def group_gradients(
     left_out: list[int] = []
     unusable: set[int] = set()
     problem = HeldError()
+    in_blocks: set[int] = set()
     members: dict[tuple[Any, ...], list[int]] = {}
     for i, parameter in enumerate(parameters):
         if _is_left_out(parameter):
@@ -192,9 +196,11 @@ def group_gradients(
         except ValueError as error:
             problem.keep(ValueError(f"gradient of {name_of(i)}: {error}"))
             unusable.add(i)  # it stays in its group: if it is partial, its peers sum theirs, and this rank adds zeros
+        if is_read_in_blocks(parameter if parameter.grad is None else parameter.grad):
+            in_blocks.add(i)
         members.setdefault((number, devices[i], dtypes[i], parts[i], n_replicas.get(i)), []).append(i)
     return Grouping(
-        groups=_groups(members, layouts.all),
+        groups=_groups(members, layouts.all, in_blocks),
         layouts=_by_ranks(layouts.all),
         meshes=_meshes_of_this_rank(layouts.all),
         devices=devices,
@@ -239,14 +245,17 @@ def _is_left_out(parameter: Tensor) -> bool:
     return parameter.grad is None and not parameter.requires_grad
 
 
-def _groups(members: Mapping[tuple[Any, ...], list[int]], layouts: Sequence[Layout]) -> tuple[ParameterGroup, ...]:
+def _groups(
+    members: Mapping[tuple[Any, ...], list[int]], layouts: Sequence[Layout], in_blocks: set[int]
+) -> tuple[ParameterGroup, ...]:
     """Layouts on different meshes may have the same ranks: their members become one group."""
     groups: dict[Key, ParameterGroup] = {}
     for (number, device, dtype, part, n_replicas), indices in members.items():
         layout = layouts[number]
         key = Key(layout.sharding_ranks, layout.n_shards, n_replicas, part, device, dtype, bool(layout.partial))
         earlier = groups[key].indices if key in groups else ()
-        groups[key] = ParameterGroup(key, layout, tuple(sorted((*earlier, *indices))))
+        together = tuple(sorted((*earlier, *indices)))
+        groups[key] = ParameterGroup(key, layout, together, frozenset(in_blocks.intersection(together)))
     return tuple(groups[key] for key in sorted(groups, key=lambda key: key.order))
 
 

@@ -76,10 +76,12 @@ def clip_measured_(
     skip = ~is_finite if nonfinite == "skip" else None
     if fold_into is not None and fold(fold_into, plan.parameters, coefficient, skip):
         return norm
+    # To multiply by 1 changes nothing and takes as long as the norm. A GPU would have to be waited for to know.
+    is_one = max_norm == math.inf or (coefficient.device.type == "cpu" and coefficient.item() == 1.0)
     for gradients in measured.collected:
-        if gradients.locals:
+        if gradients.locals and not (is_one and skip is None):
             values = [_stored_values(g) for g in gradients.locals] if plan.allow_sparse else gradients.locals
-            _scale(values, None if max_norm == math.inf else coefficient, skip)
+            _scale(values, None if is_one else coefficient, skip)
     return norm
 
 

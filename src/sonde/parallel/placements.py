@@ -114,6 +114,21 @@ def layout_of_spec(spec: Any) -> Layout:
     return Layout(spec.mesh, tuple(sharded), tuple(partial))
 
 
+def cut_every(tensor: Tensor, dim: int) -> int:
+    """After how many elements a dim of the whole tensor is cut; 0 if it is not cut, 1 if the cuts may be anywhere."""
+    if not is_dtensor(tensor):
+        return 0
+    from torch.distributed.tensor import Shard
+
+    spec = cast(Any, tensor)._spec
+    cuts = [
+        -(-tensor.shape[dim] // spec.mesh.size(axis)) if type(placement) is Shard else 1
+        for axis, placement in enumerate(spec.placements)
+        if getattr(placement, "dim", None) == dim
+    ]
+    return 0 if not cuts else cuts[0] if len(cuts) == 1 else 1
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, without a copy; the tensor itself if it is plain."""
     if not is_dtensor(tensor):
