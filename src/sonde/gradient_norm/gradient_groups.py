@@ -170,33 +170,41 @@ def group_gradients(
     for parameter in parameters:
         if (spec := getattr(parameter, "_spec", None)) is not None and not _is_left_out(parameter):
             layouts.offer(spec)
-    devices = [local_tensor(p if p.grad is None else p.grad).device for p in parameters]
-    dtypes = [(p if p.grad is None else p.grad).dtype for p in parameters]
+    # One look for each parameter: attribute by attribute this loop is most of what a first call costs.
+    tensors = [p if p.grad is None else p.grad for p in parameters]
+    devices = [t.device if getattr(t, "_spec", None) is None else local_tensor(t).device for t in tensors]
+    dtypes = [t.dtype for t in tensors]
     left_out: list[int] = []
     unusable: set[int] = set()
     problem = HeldError()
     in_blocks: set[int] = set()
     members: dict[tuple[Any, ...], list[int]] = {}
-    for i, parameter in enumerate(parameters):
-        if _is_left_out(parameter):
+    usable: set[tuple[Any, ...]] = set()
+    for i, (parameter, tensor) in enumerate(zip(parameters, tensors, strict=True)):
+        has_gradient = tensor is not parameter
+        if not has_gradient and not parameter.requires_grad:
             left_out.append(i)
             continue
         try:
-            _check_attributes(parameter, is_declared=i in n_replicas)
+            if vars(parameter):
+                _check_attributes(parameter, is_declared=i in n_replicas)
             number = layouts.number_of(seen.look(i, parameter))
         except ValueError as error:  # no layout is known: the gradient is in no group
             problem.keep(ValueError(f"gradient of {name_of(i)}: {error}"))
             continue
         if layouts.all[number].partial:
             seen.partial[i] = seen.latest[i]
+        kind = (number, devices[i], n_replicas.get(i), dtypes[i], tensor.layout if has_gradient else None)
         try:
-            layouts.check(number, devices[i], n_replicas.get(i))
-            if parameter.grad is not None:
-                check_elements(parameter.grad, allow_sparse=allow_sparse)
+            if kind not in usable:
+                layouts.check(number, devices[i], n_replicas.get(i))
+                if has_gradient:
+                    check_elements(tensor, allow_sparse=allow_sparse)
+                usable.add(kind)
         except ValueError as error:
             problem.keep(ValueError(f"gradient of {name_of(i)}: {error}"))
             unusable.add(i)  # it stays in its group: if it is partial, its peers sum theirs, and this rank adds zeros
-        if is_read_in_blocks(parameter if parameter.grad is None else parameter.grad):
+        if is_read_in_blocks(tensor):
             in_blocks.add(i)
         members.setdefault((number, devices[i], dtypes[i], parts[i], n_replicas.get(i)), []).append(i)
     return Grouping(
@@ -279,7 +287,6 @@ class _DistinctLayouts:
         self.all: list[Layout] = []
         self._mesh, self._pp_mesh = mesh, pp_mesh
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._checked: set[tuple[int, torch.device, int | None]] = set()
 
     def offer(self, spec: Any) -> None:
         """Number a spec's layout, if it is a known one."""
@@ -305,8 +312,5 @@ class _DistinctLayouts:
         Raises:
             ValueError: as `check_layout` and `check_stages`.
         """
-        key = (number, device, n_replicas)
-        if key not in self._checked:
-            check_layout(self.all[number], device, self._mesh, n_replicas=n_replicas)
-            check_stages(self.all[number], self._pp_mesh)
-            self._checked.add(key)
+        check_layout(self.all[number], device, self._mesh, n_replicas=n_replicas)
+        check_stages(self.all[number], self._pp_mesh)
