@@ -96,11 +96,12 @@ class NormPlan:
         self._memory: dict[str, Any] = {}
         self._request_problem = HeldError(problem)
         self._n_replicas: dict[int, int] = {}
-        index_of: dict[int | str, int] = {id(p): i for i, p in enumerate(self.parameters)}
-        if names is not None:  # a tied weight goes by any of its names
-            index_of |= {name: index_of[id(p)] for name, p in zip(names, parameters, strict=True)}
-        with self._request_problem.hold():
-            self._n_replicas = _count_replicas(replicas or {}, mesh, index_of, self.name_of)
+        if replicas:
+            index_of: dict[int | str, int] = {id(p): i for i, p in enumerate(self.parameters)}
+            if names is not None:  # a tied weight goes by any of its names
+                index_of |= {name: index_of[id(p)] for name, p in zip(names, parameters, strict=True)}
+            with self._request_problem.hold():
+                self._n_replicas = _count_replicas(replicas, mesh, index_of, self.name_of)
         with self._request_problem.hold():
             self.use_stages(pp_mesh)
         if self.pp_mesh is None:
@@ -297,8 +298,6 @@ def _count_replicas(
     name_of: Callable[[int], str],
 ) -> dict[int, int]:
     """Declared replicas by parameter; `index_of` knows parameters by `id` and by name."""
-    if not replicas:
-        return {}
     if mesh is None:
         raise ValueError("replicas= counts ranks of a mesh, got mesh=None: pass the mesh of all ranks")
     counts = {}
