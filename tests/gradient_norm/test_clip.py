@@ -174,6 +174,20 @@ def test_bad_options_are_refused_and_touch_nothing(options: dict[str, Any], matc
     assert torch.equal(p.grad, before)  # type: ignore[arg-type]
 
 
+def test_the_groups_of_an_optimizer_are_refused_with_the_way_out() -> None:
+    (p,) = gradients((3,))
+    with pytest.raises(ValueError, match=r"pass \[p for group in optimizer.param_groups for p in group\['params'\]\]"):
+        sonde.clip_grad_norm_(torch.optim.SGD([p]).param_groups, 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ep_enabled", [True, False])
+def test_the_arguments_of_torchtitans_call(ep_enabled: bool) -> None:
+    ours = gradients((7, 3), (40,))
+    expected = float(torch.nn.utils.clip_grad_norm_(copies(ours), 1.0))
+    norm = sonde.clip_grad_norm_(list(ours), 1.0, foreach=True, pp_mesh=None, ep_enabled=ep_enabled)
+    assert float(norm) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("parameters", [[1.0], [None], ["weight"], [("w", 1.0)]], ids=str)
 def test_parameters_that_are_no_tensors_are_refused(parameters: Any) -> None:
     with pytest.raises(ValueError, match="parameters must be tensors"):
@@ -197,7 +211,7 @@ def test_complex_gradients_are_refused_by_name() -> None:
 def test_a_plan_groups_gradients_that_are_spread_alike() -> None:
     parameters = gradients((3,), (4, 2), dtype=torch.float32) + gradients((5,), dtype=torch.float64)
     plan = sonde.group_parameters_for_norm(parameters)
-    assert [(key.ranks, key.dtype, len(p)) for key, p in plan.by_key.items()] == [
+    assert [(key.ranks, key.dtype, len(p)) for key, p in plan.items()] == [
         ((), torch.float32, 2),
         ((), torch.float64, 1),
     ]

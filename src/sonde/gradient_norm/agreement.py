@@ -32,7 +32,7 @@ _N_TIES = 32
 
 KINDS = ("up to 6", "above 6", "inf")
 """Orders of a norm, by the collectives that they take."""
-DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "parameters", "partial")
+DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "groups", "parameters", "partial")
 _COPIES = ("plain", "sharded")
 _KIND_AT, _DIGEST_AT = 0, len(KINDS)
 _COPIES_AT = _DIGEST_AT + 2 * len(DIGESTS)
@@ -62,11 +62,13 @@ class Asked:
         order: p of the norm.
         max_norm: the threshold; None to measure alone.
         nonfinite: what happens when the norm is not finite.
+        wrongly: whether it cannot be done, for what was asked.
     """
 
     order: float
     max_norm: float | None = None
     nonfinite: str = "ignore"
+    wrongly: bool = False
 
 
 def digest(*parts: object) -> int:

@@ -125,6 +125,7 @@ def ballot(plan: NormPlan, held: Holdings, asked: Asked, places: SumPlaces, *, u
         "max_norm": asked.max_norm,
         "nonfinite": asked.nonfinite,
         "stages": plan.n_stages,
+        "groups": (plan.n_parts, plan.part_names),
     }
     for name, value in questions.items():
         cast.add_digest(name, digest(value), places.everyone)
@@ -234,6 +235,9 @@ def disagreement(plan: NormPlan, asked: Asked, disagreeing: Sequence[bool]) -> R
     elif name == "stages":
         given = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
         text = f"pp_mesh= differs between ranks, got {given} on this rank: pass it on every rank"
+    elif name == "groups":
+        groups = ", ".join(plan.part_names) or "none"
+        text = f"by_group= differs between ranks, got {groups} on this rank: pass the same groups on every rank"
     elif name == "parameters":
         text = different_parameters(plan)
     elif name == "partial":

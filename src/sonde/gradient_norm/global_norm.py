@@ -33,7 +33,8 @@ from sonde.gradient_norm.summed_vector import SummedVector, pack, pack_exact
 from sonde.parallel.placements import Layout, local_tensor
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
 
-_ANOTHER_RANK = "another rank found a gradient that cannot be counted, and its message names the gradient"
+_OTHER_GRADIENT = "another rank found a gradient that cannot be counted, and its message names the gradient"
+_OTHER_CALL = "another rank was called with something that cannot be used, and its message says what"
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,18 @@ def global_norm(
             (on the CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
     collected = plan.collect()
-    problem = problem or plan.problem
+    problem = problem or plan.request_problem
+    wrong_call = problem is not None
+    problem = problem or plan.gradient_problem
     collected = _sum_partial(plan, collected)
-    asked = Asked(order, max_norm, nonfinite)
+    asked = Asked(order, max_norm, nonfinite, wrong_call)
     if not LARGEST_PLAIN_ORDER < order < math.inf:
         return _measure(plan, collected, asked, order, problem)
     # Large powers leave the range of fp64: divide by the largest element first, multiply the norm by it at the end.
     try:
         first = _measure(plan, collected, asked, math.inf, problem)
         if first.has_peers and plan.device.type != "cpu" and bool(first.failed > 0):  # waits: see `_raise_if_failed`
-            raise ValueError(_ANOTHER_RANK)
+            raise ValueError(f"{_OTHER_GRADIENT}; or ranks disagree")
     except ValueError as error:
         if isinstance(error, RanksDisagreeError) and (plan.mesh is not None or error.other_collectives):
             raise  # every rank does; or the other ranks do not come to the second sum
@@ -126,6 +129,7 @@ def _measure(
             problem = problem or ValueError(f"gradients cannot be summed on {device}: {error}")
             packed = SummedVector(plan)
         packed.failed.fill_(problem is not None)
+        packed.wrong_call.fill_(asked.wrongly)
         work = start_reduce(packed.vector, process_group, operation)
         under_way.append(_UnderWay(process_group, gradients, packed, work))
     total = SummedVector(plan)
@@ -182,7 +186,8 @@ def _measure_again(plan: NormPlan, started: _UnderWay, order: float) -> None:
 def _raise_if_failed(plan: NormPlan, asked: Asked, total: SummedVector, *, uses_max: bool) -> None:
     """Raise what all ranks of a sum raise. (On a GPU this would wait: there, `GlobalNorm.failed` tells the clip.)"""
     if total.failed.item():
-        raise ValueError(f"{_ANOTHER_RANK}: no gradient has been changed")
+        why = _OTHER_CALL if total.wrong_call.item() else _OTHER_GRADIENT
+        raise ValueError(f"{why}: no gradient has been changed")
     disagreeing = disagreements(total.slots, uses_max=uses_max).tolist()
     if any(disagreeing):
         raise disagreement(plan, asked, disagreeing)
@@ -201,13 +206,14 @@ def warm_up(plan: NormPlan) -> None:
         process_groups.append(group_of_mesh(plan.pp_mesh))
     # Partial gradients are summed over single axes of their meshes.
     process_groups += [mesh.get_group(axis) for mesh in plan.meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    problem = plan.request_problem or plan.gradient_problem
     failed = torch.zeros(1, device=plan.device)
     for process_group in dict.fromkeys(process_groups):
-        failed = failed.clamp(max=1.0) + float(plan.problem is not None)
+        failed = failed.clamp(max=1.0) + float(problem is not None)
         if work := start_reduce(failed, process_group):
             work.wait()
-    if plan.problem is not None:
-        raise plan.problem
+    if problem is not None:
+        raise problem
     if failed.item():
         raise ValueError("another rank cannot plan for its gradients, and its message says why")
 

@@ -5,11 +5,11 @@ Each later call only collects the gradients and checks that they are still place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sonde.gradient_norm.gradient_groups import (
     Collected,
@@ -21,6 +21,7 @@ from sonde.gradient_norm.gradient_groups import (
 )
 from sonde.gradient_norm.held_error import HeldError
 from sonde.parallel.placements import Layout, check_mesh, local_tensor, ranks_of
+from sonde.parallel.wrappers import Inventory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class NormPlan:
+class NormPlan(Mapping[Key, list[Tensor]]):
     """How the gradients of some parameters are spread over ranks, for clipping at every step.
 
-    `group_parameters_for_norm` makes a plan, `clip_grad_norm_distributed_` takes it. It stays valid as long as the
-    parameters are the same: if a gradient is placed differently from its parameter (a norm weight's under sequence
-    parallelism), or differently from the last call, the next call regroups the parameters by itself.
+    `group_parameters_for_norm` makes a plan, `clip_grad_norm_distributed_` takes it. It reads as a mapping, from what
+    the gradients of a group have in common to the group's parameters. It stays valid as long as the parameters are the
+    same: if a gradient is placed differently from its parameter (a norm weight's under sequence parallelism), or
+    differently from the last call, the next call regroups the parameters by itself.
 
     Args:
         parameters: a tensor that comes twice counts once.
@@ -44,7 +46,9 @@ class NormPlan:
         replicas: how many of the mesh's ranks hold the same values, by tensor or name, where the layout cannot show it.
         parts: which part of the model each parameter belongs to, from 0; as many parts on every rank; one part for all
             by default.
+        part_names: what the parts are called; the ranks compare it.
         allow_sparse: count sparse gradients too, rather than refuse them.
+        module: where the parameters are from; one that is replaced later is then noticed.
         problem: an error that was found in the caller's request already.
 
     Attributes:
@@ -52,6 +56,7 @@ class NormPlan:
         positions: where each of them first stood in the list that was passed.
         mesh: as passed.
         pp_mesh: the pipeline stages, if they are known.
+        part_names: as passed.
         allow_sparse: as passed.
         n_parts: parts of the model.
 
@@ -77,7 +82,9 @@ class NormPlan:
         pp_mesh: DeviceMesh | None = None,
         replicas: Mapping[Any, int] | None = None,
         parts: Sequence[int] | None = None,
+        part_names: Sequence[str] = (),
         allow_sparse: bool = False,
+        module: nn.Module | None = None,
         problem: ValueError | None = None,
     ) -> None:
         if mesh is not None:
@@ -88,7 +95,9 @@ class NormPlan:
         self.mesh = mesh
         self.pp_mesh: DeviceMesh | None = None
         self.allow_sparse = allow_sparse
-        self.n_parts = max(parts or (), default=0) + 1
+        self.part_names = tuple(part_names)
+        self.n_parts = len(part_names) or max(parts or (), default=0) + 1
+        self._inventory = None if module is None else Inventory(module)
         self._names = [names[i] for i in self.positions] if names is not None else None
         self._parts = [parts[i] for i in self.positions] if parts else [0] * len(self.positions)
         self._seen = SeenSpecs(len(self.parameters))
@@ -188,10 +197,21 @@ class NormPlan:
         """The gradients' meshes that contain this rank, each once, in the same order on every rank."""
         return self._grouping.meshes
 
-    @property
-    def by_key(self) -> dict[Key, list[Tensor]]:
-        """The parameters of each group."""
-        return {group.key: [self.parameters[i] for i in group.indices] for group in self.groups}
+    def __getitem__(self, key: Key) -> list[Tensor]:
+        for group in self.groups:
+            if group.key == key:
+                return [self.parameters[i] for i in group.indices]
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[Key]:
+        return (group.key for group in self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    # A plan is itself: the equality of mappings would compare tensors.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     @property
     def device(self) -> torch.device:
@@ -206,9 +226,27 @@ class NormPlan:
         return of_kind[0] if of_kind else torch.device(kind)
 
     @property
-    def problem(self) -> ValueError | None:
-        """What is wrong on this rank: with the request, the pipeline stages, or else a gradient."""
-        return self._request_problem.first or self._missing_stages() or self._grouping.problem.first
+    def request_problem(self) -> ValueError | None:
+        """What is wrong on this rank with the request: its options, the pipeline stages, or a replaced parameter."""
+        return self._request_problem.first or self._missing_stages() or self._replaced_parameter()
+
+    @property
+    def gradient_problem(self) -> ValueError | None:
+        """What is wrong on this rank with a gradient."""
+        return self._grouping.problem.first
+
+    def _replaced_parameter(self) -> ValueError | None:
+        if self._inventory is None:
+            return None
+        known = {id(p) for p in self.parameters}
+        # Without a gradient it takes no part in this norm. (So do the gathered parameters that FSDP2 shows at times.)
+        news = [n for n, p in self._inventory.parameters().items() if id(p) not in known and p.grad is not None]
+        if not news:
+            return None
+        return ValueError(
+            f"{news[0]} came into the module, or replaced another parameter there, after the plan was made, and has a "
+            "gradient: make the plan again by group_parameters_for_norm"
+        )
 
     def _missing_stages(self) -> ValueError | None:
         if self.mesh is None or self.pp_mesh is not None:

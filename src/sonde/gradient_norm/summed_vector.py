@@ -15,7 +15,9 @@ from sonde.gradient_norm.power_sums import SMALLEST_EXACT, power_sum, square_sum
 from sonde.parallel.devices import accumulation_dtype, to_device
 from sonde.parallel.placements import share
 
-_N_FLAGS = 3
+_N_FLAGS = 4
+_PARTS_AT_ONCE = 16
+"""The vector has room for a multiple of it: ranks with other groups than their peers are refused, and do not hang."""
 
 
 class SummedVector:
@@ -30,16 +32,18 @@ class SummedVector:
         in_blocks: how many ranks read some of a part in blocks, [parts].
         is_nan: how many sums are NaN, 0-dim.
         failed: how many ranks have an error, 0-dim.
+        wrong_call: how many of them because of how they were called, 0-dim.
         is_double: how many ranks have fp64 gradients, 0-dim.
         slots: what the ranks compare; see `agreement`.
     """
 
     def __init__(self, plan: NormPlan) -> None:
-        n = plan.n_parts
+        n = -(-plan.n_parts // _PARTS_AT_ONCE) * _PARTS_AT_ONCE
         dtype = accumulation_dtype(plan.device)
         self.vector = torch.zeros(2 * n + _N_FLAGS + N_SLOTS, dtype=dtype, device=plan.device)
-        self.sums, self.in_blocks, flags, self.slots = self.vector.split([n, n, _N_FLAGS, N_SLOTS])
-        self.is_nan, self.failed, self.is_double = flags.unbind()
+        sums, in_blocks, flags, self.slots = self.vector.split([n, n, _N_FLAGS, N_SLOTS])
+        self.sums, self.in_blocks = sums[: plan.n_parts], in_blocks[: plan.n_parts]
+        self.is_nan, self.failed, self.wrong_call, self.is_double = flags.unbind()
 
     def add(self, other: SummedVector, order: float) -> None:
         """Take in the vector of another set of gradients."""
