@@ -50,6 +50,12 @@ def _different_order(*orders: float) -> Call:
     return [plain(torch.ones(3))], 1.0, {"mesh": mesh_of((2,)), "norm_type": orders[dist.get_rank()]}
 
 
+def _different_order_without_mesh() -> Call:
+    """Above p = 6 there are two sums. The rank that was asked for p = 2 does not come to the second."""
+    norm_type = 2.0 if dist.get_rank() else 8.0
+    return [placed(torch.ones(2), mesh_of((2,)), [Shard(0)], (4,))], 1.0, {"norm_type": norm_type}
+
+
 def _different_policy() -> Call:
     policy = "skip" if dist.get_rank() else "ignore"
     return [plain(torch.ones(3))], 1.0, {"mesh": mesh_of((2,)), "nonfinite": policy}
@@ -143,6 +149,7 @@ REFUSED: list[tuple[str, int, Callable[[], Call], str]] = [
     ("p = 8 and 2", 2, lambda: _different_order(8.0, 2.0), "norm_type differs between ranks"),
     ("p = 8 and 9", 2, lambda: _different_order(8.0, 9.0), "norm_type differs between ranks"),
     ("p = ∞ and 8", 2, lambda: _different_order(math.inf, 8.0), "norm_type differs between ranks"),
+    ("p = 8 and 2, no mesh", 2, _different_order_without_mesh, "norm_type differs between ranks"),
     ("nonfinite", 2, _different_policy, "nonfinite differs between ranks, got (skip|ignore) on this rank"),
     ("pp_mesh on one rank", 4, _stages_on_one_rank_only, "pp_mesh= differs between ranks"),
     ("stages, names", 4, lambda: _pipeline_axis_of_another_name(named=True), f"{PARAMETERS}.*pass pp_mesh="),

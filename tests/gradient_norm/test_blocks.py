@@ -143,10 +143,10 @@ def test_cuts_inside_a_block_are_read_in_fp64(ranks2: Ranks) -> None:
 def test_squares_beyond_fp32_are_measured_again(size: float) -> None:
     gradient = size * torch.randn(512, 512)
     exact = float(gradient.double().norm())
-    assert float(global_norm(NormPlan([with_gradient(gradient)]), 2.0).norm) == pytest.approx(exact, rel=1e-9)
+    assert float(global_norm(NormPlan([with_gradient(gradient)]), 2.0).norm) == pytest.approx(exact, rel=1e-8, abs=0)
     # A part of the model that is tiny is measured again, beside one that is not.
     plan = NormPlan([with_gradient(gradient), with_gradient(torch.randn(300, 300))], parts=[0, 1])
-    assert float(global_norm(plan, 2.0).by_part[0]) == pytest.approx(exact, rel=1e-9)
+    assert float(global_norm(plan, 2.0).by_part[0]) == pytest.approx(exact, rel=1e-8, abs=0)
 
 
 def test_what_is_not_finite_stays_so() -> None:
