@@ -13,6 +13,7 @@ from sonde.config import ProbesConfig, probes_from_config
 from sonde.deprecation import warn_deprecated
 from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
 from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.two_steps import clip_grads_with_norm_, get_total_norm
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.log import PolicyLog
@@ -71,7 +72,9 @@ __all__ = [
     "attach",
     "clip_grad_norm_",
     "clip_grad_norm_distributed_",
+    "clip_grads_with_norm_",
     "fieller_interval",
+    "get_total_norm",
     "group_parameters_for_norm",
     "judge_batch",
     "noise_scale",

@@ -31,6 +31,33 @@ def test_clip_is_torchs(max_norm: float) -> None:
         assert probe.reading().windows == 1  # measured before the clip
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_clip_takes_torchs_other_norms_and_only_measures_with_none(norm_type: float, max_norm: float | None) -> None:
+    ours, theirs = small_model(), small_model()
+    with attached(ours) as probe:
+        for _ in range(2):
+            for a, b in zip(piece_losses(ours, [4, 4]), piece_losses(theirs, [4, 4]), strict=True):
+                with probe.piece(units=4):
+                    a().backward()
+                b().backward()
+            got = probe.clip_grad_norm_(max_norm, norm_type=norm_type)
+            limit = math.inf if max_norm is None else max_norm
+            expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit, norm_type)
+            assert float(got) == pytest.approx(float(expected), rel=1e-6)
+            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
+            ours.zero_grad()
+            theirs.zero_grad()
+        assert probe.reading().windows == 2  # measured by the 2-norm all the same
+
+
+def test_clip_refuses_a_bad_order() -> None:
+    model = small_model()
+    with attached(model) as probe, pytest.raises(ValueError, match="norm_type must be > 0, got 0"):
+        probe.clip_grad_norm_(1.0, norm_type=0)
+
+
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan])
 def test_clip_refuses_a_bad_threshold_and_touches_nothing(max_norm: float) -> None:
     model = small_model()

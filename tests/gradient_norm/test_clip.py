@@ -174,6 +174,20 @@ def test_bad_options_are_refused_and_touch_nothing(options: dict[str, Any], matc
     assert torch.equal(p.grad, before)  # type: ignore[arg-type]
 
 
+def test_the_groups_of_an_optimizer_are_refused_with_the_way_out() -> None:
+    (p,) = gradients((3,))
+    with pytest.raises(ValueError, match=r"pass \[p for group in optimizer.param_groups for p in group\['params'\]\]"):
+        sonde.clip_grad_norm_(torch.optim.SGD([p]).param_groups, 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ep_enabled", [True, False])
+def test_the_arguments_of_torchtitans_call(ep_enabled: bool) -> None:
+    ours = gradients((7, 3), (40,))
+    expected = float(torch.nn.utils.clip_grad_norm_(copies(ours), 1.0))
+    norm = sonde.clip_grad_norm_(list(ours), 1.0, foreach=True, pp_mesh=None, ep_enabled=ep_enabled)
+    assert float(norm) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("parameters", [[1.0], [None], ["weight"], [("w", 1.0)]], ids=str)
 def test_parameters_that_are_no_tensors_are_refused(parameters: Any) -> None:
     with pytest.raises(ValueError, match="parameters must be tensors"):
@@ -197,7 +211,7 @@ def test_complex_gradients_are_refused_by_name() -> None:
 def test_a_plan_groups_gradients_that_are_spread_alike() -> None:
     parameters = gradients((3,), (4, 2), dtype=torch.float32) + gradients((5,), dtype=torch.float64)
     plan = sonde.group_parameters_for_norm(parameters)
-    assert [(key.ranks, key.dtype, len(p)) for key, p in plan.by_key.items()] == [
+    assert [(key.ranks, key.dtype, len(p)) for key, p in plan.items()] == [
         ((), torch.float32, 2),
         ((), torch.float64, 1),
     ]
@@ -210,7 +224,9 @@ def test_parameters_in_place_of_a_plan_are_refused() -> None:
         sonde.clip_grad_norm_distributed_(gradients((3,)), 1.0)  # type: ignore[arg-type]
 
 
-def test_nothing_is_read_on_the_host() -> None:
+def test_the_host_reads_nothing_but_what_a_cpu_has_at_hand() -> None:
+    """On a GPU each read would wait: it reads none of these."""
+
     class Items(TorchDispatchMode):
         count = 0
 
@@ -221,11 +237,30 @@ def test_nothing_is_read_on_the_host() -> None:
     parameters = gradients((3,), (400, 300))
     plan = sonde.group_parameters_for_norm(parameters)
     with Items():
-        for nonfinite in ("ignore", "skip"):
+        for n_calls, nonfinite in enumerate(("ignore", "skip"), 1):
             sonde.clip_grad_norm_distributed_(plan, 1.0, nonfinite=nonfinite)  # type: ignore[arg-type]
-        assert Items.count == 0
-        sonde.clip_grad_norm_distributed_(plan, 1.0, nonfinite="raise")
-        assert Items.count == 1
+            assert Items.count == n_calls  # the coefficient, whether it is 1
+        sonde.clip_grad_norm_distributed_(plan, None)
+        assert Items.count == 2
+        sonde.clip_grad_norm_distributed_(plan, None, nonfinite="raise")
+        assert Items.count == 3
+
+
+def test_a_cpu_multiplies_by_nothing_that_is_one() -> None:
+    class Multiplications(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Multiplications.count += func is torch.ops.aten._foreach_mul_.Tensor
+            return func(*args, **(kwargs or {}))
+
+    parameters = gradients((3,), (400, 300))
+    with Multiplications():
+        for max_norm in (1e6, math.inf, None):
+            sonde.clip_grad_norm_(parameters, max_norm)
+        assert Multiplications.count == 0
+        sonde.clip_grad_norm_(parameters, 1.0)
+        assert Multiplications.count == 1
 
 
 @pytest.mark.parametrize("order", [7.0, 12.0, 100.0])

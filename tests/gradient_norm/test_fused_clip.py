@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -250,3 +252,62 @@ def test_a_clip_that_raises_leaves_no_fold_behind() -> None:
     with pytest.raises(RuntimeError, match="not finite"):
         sonde.clip_grad_norm_([p], 1.0, nonfinite="raise", fold_into=optimizer)
     assert getattr(optimizer, "grad_scale", None) is None
+
+
+def skips_a_step(optimizer: torch.optim.Optimizer, made: list[nn.Parameter], way: str) -> None:
+    """What a loop does that leaves out a step at a loss spike, and clips nothing in the next."""
+    if way == "accumulated":
+        for p in made:
+            p.grad.add_(1.0)  # type: ignore[union-attr]
+        return
+    optimizer.zero_grad(set_to_none=way == "other objects")
+    for p in made:
+        p.grad = torch.ones_like(p) if p.grad is None else p.grad.add_(1.0)
+
+
+@pytest.mark.parametrize("way", ["other objects", "the same objects, zeroed", "accumulated"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_fold_does_not_outlive_its_gradients(kind: Any, way: str) -> None:
+    made, expected = parameters(), parameters()
+    optimizer, other_optimizer = kind(made, lr=0.1, fused=True), kind(expected, lr=0.1, fused=True)
+    sonde.clip_grad_norm_(made, 1e-3, fold_into=optimizer)
+    skips_a_step(optimizer, made, way)
+    skips_a_step(other_optimizer, expected, way)
+    with pytest.warns(UserWarning, match=rf"folded into {kind.__name__} is dropped, .* clip the gradients") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+    other_optimizer.step()
+    for p, q in zip(made, expected, strict=True):
+        assert torch.equal(p, q)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("unscales", [True, False])
+@pytest.mark.filterwarnings("ignore:the clip folded into SGD is dropped")
+def test_a_fold_that_outlived_its_gradients_leaves_a_grad_scaler_alone(unscales: bool) -> None:
+    moved = []
+    for folds in (True, False):
+        p, optimizer = one_parameter(torch.optim.SGD, 8.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        if folds:
+            sonde.clip_grad_norm_([p], 1e-3, fold_into=optimizer)
+        optimizer.zero_grad()
+        scaler.scale(p.sum()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append(p.detach().clone())
+    assert torch.equal(*moved)
+    assert moved[0].unique().tolist() == [-1.0]
+
+
+def test_a_fold_keeps_no_gradient_alive() -> None:
+    made = parameters()
+    optimizer = torch.optim.SGD(made, lr=0.1, fused=True)
+    sonde.clip_grad_norm_(made, 1.0, fold_into=optimizer)
+    gone = weakref.ref(made[0].grad)
+    made[0].grad = None
+    gc.collect()
+    assert gone() is None

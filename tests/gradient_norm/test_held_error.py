@@ -73,7 +73,10 @@ def _bad(mistake: str) -> tuple[str, list[float], list[float]]:
 )
 def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks2: Ranks, mistake: str, match: str) -> None:
     (first, *first_gradients), (second, *second_gradients) = ranks2(_bad, mistake)
-    assert "another rank found a gradient that cannot be counted" in first
+    if mistake in ("options", "replicas"):
+        assert "another rank was called with something that cannot be used, and its message says what" in first
+    else:
+        assert "another rank found a gradient that cannot be counted" in first
     assert match in second
     for before, after in (first_gradients, second_gradients):
         assert before == after
@@ -148,7 +151,8 @@ def test_a_wrong_call_of_one_rank_is_raised_on_the_others(ranks2: Ranks) -> None
     assert ["another rank" in message for message in first[:3]] == [True, True, False]
     assert "parameters must be tensors" in second[0]
     assert "pp_mesh must be a DeviceMesh" in second[1]
-    assert first[2] == second[2] == ""
+    assert "ranks of mesh= have different parameters (1 on this rank)" in first[2]
+    assert "ranks of mesh= have different parameters (0 on this rank)" in second[2]
     assert first[3] == second[3] == "[1.0, 1.0, 1.0]"
 
 
@@ -194,6 +198,28 @@ def _first_fsdp() -> str:
 def test_fsdps_first_version_is_refused(ranks2: Ranks) -> None:
     for message in ranks2(_first_fsdp):
         assert "FSDP's first version does not tell how it cuts parameters" in message
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "match"),
+    [
+        ("ds_id", 0, "gradient of w: DeepSpeed's ZeRO-3 holds it in parts.*read engine.get_global_grad_norm"),
+        ("tensor_model_parallel", True, "gradient of w: its attribute tensor_model_parallel says that it is a shard"),
+        ("tensor_model_parallel", False, None),
+    ],
+)
+def test_what_the_attributes_of_other_frameworks_tell_is_refused(
+    attribute: str, value: object, match: str | None
+) -> None:
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.ones(3)
+    setattr(p, attribute, value)
+    if match is None:
+        assert float(sonde.clip_grad_norm_([("w", p)], 1.0)) == pytest.approx(math.sqrt(3))
+        return
+    with pytest.raises(ValueError, match=match):
+        sonde.clip_grad_norm_([("w", p)], 1.0)
+    assert p.grad.tolist() == [1.0, 1.0, 1.0]
 
 
 def _unmaterialised_stage() -> str:

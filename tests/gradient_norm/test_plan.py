@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -95,3 +98,57 @@ def test_pipeline_stages_are_remembered_and_wrong_ones_refused(ranks4: Ranks) ->
             assert "of pp_mesh=, whose ranks are pipeline stages" in message
         assert "mesh must be a DeviceMesh, got 'world'" in messages[4]
         assert "pp_mesh has other ranks than the plan's pp_mesh" in messages[5]
+
+
+def with_gradients(module: nn.Module) -> nn.Module:
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    return module
+
+
+def test_a_plan_reads_as_a_mapping() -> None:
+    layer = with_gradients(nn.Linear(3, 2))
+    plan = sonde.group_parameters_for_norm(layer)
+    assert isinstance(plan, Mapping)
+    assert len(plan) == 1
+    ((key, parameters),) = plan.items()
+    assert key.dtype == torch.float32
+    assert plan[key] is not parameters
+    assert all(a is b for a, b in zip(plan[key], layer.parameters(), strict=True))
+    assert list(plan) == list(plan.keys()) == [key]
+    assert key in plan
+    with pytest.raises(KeyError):
+        plan["dense"]  # type: ignore[index]
+    other = sonde.group_parameters_for_norm(layer)
+    assert plan == plan != other  # no tensors are compared
+    assert len({plan, other}) == 2
+    assert not sonde.group_parameters_for_norm([])
+    assert float(sonde.clip_grad_norm_([], 1.0)) == 0.0  # a plan of nothing is a plan all the same
+
+
+def test_a_replaced_parameter_is_noticed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    plan = sonde.group_parameters_for_norm(with_gradients(model))
+    assert float(sonde.clip_grad_norm_distributed_(plan, None)) == 3.0
+    model[1].weight = nn.Parameter(torch.zeros(1, 2))
+    assert float(sonde.clip_grad_norm_distributed_(plan, None)) == pytest.approx(3.0)  # no gradient yet
+    with_gradients(model)
+    with pytest.raises(ValueError, match=r"1.weight came into the module, or replaced .* make the plan again"):
+        sonde.clip_grad_norm_distributed_(plan, 1.0)
+    assert model[1].weight.grad is not None
+    assert model[1].weight.grad.tolist() == [[1.0, 1.0]]
+    assert float(sonde.clip_grad_norm_(model, None)) == 3.0  # a drop-in looks each time
+
+
+def _module_of_fsdp() -> float:
+    """After an evaluation FSDP2 leaves other parameters in the outermost module: these have not replaced any."""
+    model = fully_shard(nn.Linear(4, 2), mesh=mesh_of((2,)))
+    plan = sonde.group_parameters_for_norm(model)
+    model(torch.ones(2, 4)).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    return float(sonde.clip_grad_norm_distributed_(plan, None))
+
+
+def test_gathered_parameters_of_fsdp_replace_none(ranks2: Ranks) -> None:
+    assert ranks2(_module_of_fsdp) == [pytest.approx(math.sqrt(8 * 2**2 + 2 * 2**2))] * 2

@@ -14,12 +14,11 @@ from torch.distributed.tensor import Shard
 import sonde
 from tests.gradient_norm.placed_gradients import placed
 from tests.ranks import Ranks, mesh_of
-from tests.sharded import exact_gradients, experts, norm_of
+from tests.sharded import experts
 
 
-def _undeclared_experts() -> tuple[float, str, str]:
+def _undeclared_experts() -> list[str]:
     cut = experts(as_dtensors=False)
-    norm = float(sonde.clip_grad_norm_(cut.parameters.items(), None, mesh=cut.mesh))
     messages = []
     for replicas in (None, {"back.experts.w": 4}):
         try:
@@ -27,14 +26,11 @@ def _undeclared_experts() -> tuple[float, str, str]:
             messages.append("no error")
         except ValueError as error:
             messages.append(str(error))
-    return norm, messages[0], messages[1]
+    return messages
 
 
 def test_replicas_are_verified(ranks4: Ranks) -> None:
-    for norm, undeclared, wrong in ranks4(_undeclared_experts):
-        assert norm != pytest.approx(
-            norm_of(exact_gradients(experts=True), 2.0), rel=1e-3
-        )  # without a declaration it is wrong
+    for undeclared, wrong in ranks4(_undeclared_experts):
         for message in (undeclared, wrong):
             assert "back.experts.w of rank 0 has the same values on 2 of 4 ranks" in message
             assert "replicas={'back.experts.w': 2}" in message

@@ -47,7 +47,8 @@ from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import Window, as_vector, piece_counts, read_row
 from sonde.batch_size.taps.witness import Witness
 from sonde.deprecation import with_deprecated
-from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_measured_
+from sonde.gradient_norm.global_norm import global_norm
+from sonde.gradient_norm.scaling import Nonfinite, check_options, clip_measured_
 from sonde.parallel.wrappers import Inventory, clean_name, find_wrapper, unwrap_optimizer
 from sonde.probe import Metric
 from sonde.records import RunLog, log_of
@@ -221,24 +222,28 @@ class NoiseScaleProbe:
         Raises:
             RuntimeError: inside a piece, or when the number of units is not known.
         """
-        self._end_window(max_norm=None, error_if_nonfinite=False)
+        self._end_window()
 
-    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float | None, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """End the window as `step()` does, and clip the gradients by their joint norm.
 
         Args:
-            max_norm: the largest norm allowed, ≥ 0; `math.inf` only measures.
+            max_norm: the largest norm allowed, ≥ 0; None or `math.inf` only measures.
+            norm_type: p > 0 of the p-norm, `math.inf` for the largest element. The log has the norm for p = 2 alone.
             error_if_nonfinite: raise when the norm is not finite; waits for the device.
 
         Returns:
             The norm before clipping, as `torch.nn.utils.clip_grad_norm_`, on every rank: a 0-dim tensor.
 
         Raises:
-            ValueError: when `max_norm` is negative or NaN.
+            ValueError: when `max_norm` is negative or NaN, or `norm_type` is not above 0.
             RuntimeError: as `step()`; also for a norm that is not finite, with `error_if_nonfinite`.
         """
-        max_norm = check_max_norm(max_norm)
-        norm = self._end_window(max_norm=max_norm, error_if_nonfinite=error_if_nonfinite)
+        nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
+        max_norm, order = check_options(max_norm, norm_type, nonfinite, None)
+        norm = self._end_window(max_norm=max_norm, reads_grad=True, order=order, nonfinite=nonfinite)
         assert norm is not None
         return norm
 
@@ -365,28 +370,37 @@ class NoiseScaleProbe:
     # Windows.
 
     @torch.no_grad()
-    def _end_window(self, *, max_norm: float | None, error_if_nonfinite: bool = False) -> Tensor | None:
+    def _end_window(
+        self,
+        *,
+        max_norm: float | None = None,
+        reads_grad: bool = False,
+        order: float = 2.0,
+        nonfinite: Nonfinite = "ignore",
+    ) -> Tensor | None:
         self._check_open()
         if self._in_piece:
             raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
         if self._units_unknown:
             self._known_units()
         start = time.perf_counter()
-        if max_norm is not None:
+        if reads_grad:
             self._reader.clip_also(self._unmeasured_parameters())
         self._deliver()
         self._seconds += time.perf_counter() - start
         notes = self._loop.window_ends()
-        window, global_norm = self._reader.end_window(reads_grad=max_norm is not None, problems=notes.problems)
+        window, measured = self._reader.end_window(reads_grad=reads_grad, problems=notes.problems)
         start = time.perf_counter()
         norm, failure = None, None
         clip_scalars: dict[str, float | Tensor] = {}
-        if max_norm is not None:
-            assert global_norm is not None
-            nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
+        if measured is not None:
             try:
-                norm = clip_measured_(self._reader.plan, global_norm, max_norm, nonfinite=nonfinite)
-                clip_scalars = {NORM: norm, CLIP_FRACTION: norm > max_norm}
+                if order != 2.0:
+                    measured = global_norm(self._reader.plan, order)
+                norm = clip_measured_(self._reader.plan, measured, max_norm, nonfinite=nonfinite)
+                clip_scalars = {CLIP_FRACTION: norm > (math.inf if max_norm is None else max_norm)}
+                if order == 2.0:
+                    clip_scalars[NORM] = norm
             except RuntimeError as error:  # raised below, after the window has ended
                 failure = error
         self._put(window, clip_scalars | self._scalars.take(), notes.change)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sonde.call_site import stack_level
 from sonde.gradient_norm.global_norm import global_norm, warm_up
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.plan_cache import PlanCache, PlanRequest
-from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_measured_
+from sonde.gradient_norm.scaling import Nonfinite, check_options, clip_measured_
 from sonde.gradient_norm.verify import check_replicas, check_same_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Parameters = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
-"""What may be clipped. Pairs of a name and a tensor give messages their names."""
+Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+"""What may be clipped. A module, or pairs of a name and a tensor, give messages their names."""
 
 _plan_cache = PlanCache()
 """Module-level because a function has nowhere else to cache. A cached plan behaves exactly like a new one."""
@@ -40,6 +39,7 @@ def clip_grad_norm_(
     replicas: Mapping[Any, int] | None = None,
     nonfinite: Nonfinite = "ignore",
     fold_into: torch.optim.Optimizer | None = None,
+    ep_enabled: bool | None = None,
 ) -> Tensor:
     """Scale gradients in place so that the norm of the whole model's gradient is at most `max_norm`.
 
@@ -49,8 +49,9 @@ def clip_grad_norm_(
     of `mesh`, and the norm of fp32 gradients does not depend on how the model is cut (except about once in 1e8 times).
 
     Args:
-        parameters: a tensor, tensors, or (name, tensor) pairs such as `model.named_parameters()`; messages then use the
-            names. Parameters without a gradient are skipped, a tensor that comes twice counts once.
+        parameters: a tensor, tensors, (name, tensor) pairs such as `model.named_parameters()`, or a module; messages
+            use the names of the last two. Parameters without a gradient are skipped. A tensor that comes twice counts
+            once.
         max_norm: the largest norm allowed, ≥ 0; 0 zeroes the gradients; None or `math.inf` only measures.
         norm_type: p > 0 of the p-norm, `math.inf` for the largest element; above 6 it takes twice as many collectives.
         error_if_nonfinite: the same as nonfinite="raise".
@@ -68,7 +69,10 @@ def clip_grad_norm_(
             names the parameters; it waits for the device. "assert_async" stops a GPU when it gets there.
         fold_into: a fused optimizer of all these parameters. Its next `step()`, which must follow, scales the gradients
             as it reads them, which saves a pass; `.grad` is not scaled before. If the same parameters are clipped again
-            before that step, only the last clip counts.
+            before that step, only the last clip counts. If gradients are replaced or written to before that step, the
+            clip is dropped with a warning.
+        ep_enabled: accepted so that calls written for torchtitan run unchanged; it has no effect, since the placements
+            of gradients show expert parallelism.
 
     Returns:
         The norm before clipping: 0-dim, fp32, or fp64 if a gradient of this rank is; on the mesh's device, or the
@@ -76,8 +80,10 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: for `max_norm` < 0 or NaN, `norm_type` ≤ 0, or a gradient that cannot be counted (sparse, with an
-            unknown placement, outside `mesh`), naming the gradient and the way out; gradients are unchanged. On the CPU
-            every rank that shares a sum with this rank raises: with `mesh`, all ranks.
+            unknown placement, outside `mesh`), naming the gradient and the way out; and when ranks disagree: about
+            `max_norm`, `norm_type`, `nonfinite`, `pp_mesh` or their parameters, or when plain gradients or shards that
+            should be copies differ. Gradients are unchanged. On the CPU every rank that shares a sum with this rank
+            raises: with `mesh`, all ranks.
         RuntimeError: for a norm that is not finite, with nonfinite="raise" or "assert_async"; gradients are unchanged.
 
     Example:
@@ -86,9 +92,11 @@ def clip_grad_norm_(
         >>> clip_grad_norm_(weight, 1.0), weight.grad
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    request = _plan_request(parameters, mesh, pp_mesh)
+    request = plan_request(parameters, mesh, pp_mesh)
     may_cache = replicas is None and request.problem is None
-    plan = (_plan_cache.take(request) if may_cache else None) or request.plan(replicas)
+    plan = _plan_cache.take(request) if may_cache else None
+    if plan is None:
+        plan = request.plan(replicas)
     norm = clip_grad_norm_distributed_(
         plan,
         max_norm,
@@ -115,9 +123,9 @@ def group_parameters_for_norm(
     Call it on every rank, after the model has been cut. It also opens the communicators that the norm will need.
 
     Args:
-        parameters: as for `clip_grad_norm_`.
-        mesh: as for `clip_grad_norm_`. Without `pp_mesh`, the names and shapes of the parameters on its ranks are
-            compared.
+        parameters: as for `clip_grad_norm_`. Pass the module itself, and a parameter that is replaced or added later
+            is noticed: the norm is refused as soon as that parameter has a gradient.
+        mesh: as for `clip_grad_norm_`. The names and shapes of the parameters on its ranks are compared.
         pp_mesh: as for `clip_grad_norm_`; its communicator is opened too.
         replicas: as for `clip_grad_norm_`.
         verify: compare the values of parameters over the mesh's ranks, and plain gradients where all ranks have one, to
@@ -131,7 +139,8 @@ def group_parameters_for_norm(
         ValueError: on all ranks, when `mesh` or `replicas` do not fit the parameters or, with `verify`, their values;
             or when ranks of `mesh` have different parameters, and neither `pp_mesh` nor `replicas` explains it.
     """
-    plan = _plan_request(parameters, mesh, pp_mesh).plan(replicas)
+    module = parameters if isinstance(parameters, nn.Module) else None
+    plan = plan_request(parameters, mesh, pp_mesh).plan(replicas, module=module)
     warm_up(plan)
     check_same_parameters(plan)
     if verify:
@@ -176,18 +185,15 @@ def clip_grad_norm_distributed_(
     with problem.hold():
         parameter_groups.use_stages(pp_mesh)
         max_norm, order = check_options(max_norm, norm_type, nonfinite, fold_into)
-    with torch.no_grad():
-        measured = global_norm(parameter_groups, order, problem=problem.first)
-    return clip_measured_(
-        parameter_groups,
-        measured,
-        max_norm,
-        nonfinite="raise" if error_if_nonfinite else nonfinite,
-        fold_into=fold_into,
-    )
+    nonfinite = "raise" if error_if_nonfinite else nonfinite
+    measured = global_norm(parameter_groups, order, max_norm=max_norm, nonfinite=nonfinite, problem=problem.first)
+    return clip_measured_(parameter_groups, measured, max_norm, nonfinite=nonfinite, fold_into=fold_into)
 
 
-def _plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> PlanRequest:
+def plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> PlanRequest:
+    """What a plan is to be made for, with the first thing in it that is no parameter as its problem."""
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.named_parameters()
     listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, Iterator):
         warnings.warn(
@@ -199,45 +205,18 @@ def _plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: Devi
         names, listed = [str(name) for name, _ in listed], [tensor for _, tensor in listed]
     problem = None
     if not_tensors := [item for item in listed if not isinstance(item, Tensor)]:
-        problem = ValueError(
-            f"parameters must be tensors, or pairs of a name and a tensor, got {not_tensors[0]!r:.60}: "
-            "pass model.parameters() or model.named_parameters()"
-        )
+        problem = ValueError(_not_a_tensor(not_tensors[0]))
         names, listed = None, [item for item in listed if isinstance(item, Tensor)]
     return PlanRequest(listed, names, mesh, pp_mesh, problem)
 
 
-def check_options(
-    max_norm: float | None, norm_type: float, nonfinite: str, fold_into: object
-) -> tuple[float | None, float]:
-    """Refuse options that cannot be used, before anything is read.
-
-    Args:
-        max_norm: None, or as `check_max_norm` takes it.
-        norm_type: p of the norm.
-        nonfinite: one of `Nonfinite`.
-        fold_into: an optimizer or None.
-
-    Returns:
-        The threshold and p, as floats.
-
-    Raises:
-        ValueError: naming what is wrong and what would be right.
-    """
-    if max_norm is not None:
-        max_norm = check_max_norm(max_norm)
-    try:
-        order = float(norm_type)
-    except (TypeError, ValueError, OverflowError):
-        order = math.nan
-    if not order > 0:
-        raise ValueError(f"norm_type must be > 0, got {norm_type!r}: use 2.0, or math.inf for the largest element")
-    if nonfinite not in get_args(Nonfinite):
-        raise ValueError(
-            f"nonfinite must be one of {', '.join(get_args(Nonfinite))}, got {nonfinite!r}: use one of them"
+def _not_a_tensor(got: object) -> str:
+    if isinstance(got, dict) and "params" in got:
+        return (
+            "parameters must be tensors, got the groups of an optimizer: pass "
+            "[p for group in optimizer.param_groups for p in group['params']]"
         )
-    if fold_into is not None and not isinstance(fold_into, torch.optim.Optimizer):
-        raise ValueError(
-            f"fold_into must be one optimizer, got {fold_into!r:.60}: with several, clip without fold_into"
-        )
-    return max_norm, order
+    return (
+        f"parameters must be tensors, or pairs of a name and a tensor, got {got!r:.60}: "
+        "pass model.parameters() or model.named_parameters()"
+    )

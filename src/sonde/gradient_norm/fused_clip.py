@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sonde.call_site import stack_level
 from sonde.parallel.devices import to_device
+from sonde.parallel.placements import local_tensor
 from sonde.parallel.wrappers import unwrap_optimizer
 
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -60,7 +61,7 @@ def unfold(parameters: Iterable[Tensor]) -> None:
     if not _pending:
         return
     clipped = {id(p) for p in parameters}
-    for pending in [p for p in _pending.values() if clipped & p.parameters]:
+    for pending in [p for p in _pending.values() if clipped & p.parameters.keys()]:
         pending.forget()
 
 
@@ -70,21 +71,43 @@ class _Fold:
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], coefficient: Tensor, skip: Tensor | None
     ) -> None:
-        self.parameters = {id(p) for p in parameters}
+        self.parameters = {id(p): _state_of_gradient(p) for p in parameters}
         self._optimizer = weakref.ref(optimizer)
         self._found_inf = torch.zeros((), device=coefficient.device) if skip is None else skip.float()
         # The kernel divides by `grad_scale`, as it does for a GradScaler: so it is one over the coefficient.
-        optimizer.grad_scale = coefficient.float().reciprocal()  # type: ignore[attr-defined]
+        self._grad_scale = coefficient.float().reciprocal()
+        optimizer.grad_scale = self._grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
-        self._before = optimizer.register_step_pre_hook(self._join_scaler)
+        self._before = optimizer.register_step_pre_hook(self._begin_step)
         self._after = optimizer.register_step_post_hook(lambda *_: self.forget())
 
-    def _join_scaler(self, optimizer: Any, *_: object) -> None:
+    def _begin_step(self, optimizer: Any, *_: object) -> None:
+        if self._is_stale(optimizer):
+            self._withdraw(optimizer)
+            return
         # A GradScaler that steps the optimizer replaces `found_inf` by its own flag, and later removes it. Its flag
         # only covers this rank's gradients as they were when it unscaled them. So the step is skipped if either is set.
         scalers = getattr(optimizer, "found_inf", None)
         if scalers is not None and scalers is not self._found_inf:
             optimizer.found_inf = torch.maximum(scalers, to_device(self._found_inf, scalers.device).to(scalers.dtype))
+
+    def _is_stale(self, optimizer: Any) -> bool:
+        """Whether a gradient is another one than was clipped, or was written to since."""
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        return any(self.parameters.get(id(p), now) != now for p, now in ((p, _state_of_gradient(p)) for p in held))
+
+    def _withdraw(self, optimizer: Any) -> None:
+        """Leave the step unscaled: what was clipped is gone."""
+        if getattr(optimizer, "found_inf", None) is not self._found_inf:
+            # A GradScaler set both, and removes both after the step; its scale is a product with the fold's.
+            is_own = optimizer.grad_scale is self._grad_scale
+            optimizer.grad_scale = None if is_own else optimizer.grad_scale / self._grad_scale
+        self.forget()
+        warnings.warn(
+            f"the clip folded into {type(optimizer).__name__} is dropped, since gradients were replaced or written to "
+            "after it: clip the gradients that you step with",
+            stacklevel=stack_level(),
+        )
 
     def forget(self) -> None:
         """Leave the optimizer as it was."""
@@ -118,6 +141,14 @@ def _reason_against(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: b
     if n_foreign := sum(p.grad is not None and id(p) not in held_ids for p in parameters):
         return f"it does not hold {n_foreign} of the clipped parameters"
     return ""
+
+
+def _state_of_gradient(parameter: Tensor) -> tuple[weakref.ref[Tensor], int] | None:
+    """Compares equal as long as `.grad` is the same tensor and nobody writes to it. Keeps no gradient alive."""
+    if parameter.grad is None:
+        return None
+    local = local_tensor(parameter.grad)
+    return weakref.ref(local), local._version
 
 
 def _lacks_momentum(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:

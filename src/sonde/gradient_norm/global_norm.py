@@ -15,17 +15,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.gradient_norm.agreement import Asked, disagreements
+from sonde.gradient_norm.cross_check import (
+    ALONE,
+    RanksDisagreeError,
+    SumPlaces,
+    disagreement,
+    places_among,
+    places_in_mesh,
+    places_over_stages,
+)
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER, power_sum
-from sonde.parallel.devices import accumulation_dtype, to_device
-from sonde.parallel.placements import Layout, local_tensor, ranks_of, share
-from sonde.parallel.process_groups import group_of_mesh, group_over, start_reduce
+from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
+from sonde.gradient_norm.summed_vector import SummedVector, pack, pack_exact
+from sonde.parallel.placements import Layout, local_tensor
+from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
 
-_IS_NAN, _FAILED, _IS_DOUBLE = -3, -2, -1
-"""The entries behind the parts' sums: how many sums are NaN, how many ranks have an error, how many have fp64."""
-_FLAGS = 3
+_OTHER_GRADIENT = "another rank found a gradient that cannot be counted, and its message names the gradient"
+_OTHER_CALL = "another rank was called with something that cannot be used, and its message says what"
 
 
 @dataclass(frozen=True)
@@ -35,9 +44,11 @@ class GlobalNorm:
     Attributes:
         norm: of the whole gradient, 0-dim, fp64.
         by_part: of the gradients of each part of the model, [parts], fp64.
-        failed: how many ranks have an error, 0-dim. On a GPU, the other ranks learn of the error only from this.
+        failed: how many ranks have an error, 0-dim, plus 1 if ranks disagree. On a GPU, the other ranks learn of the
+            error only from this.
         is_double: how many ranks have fp64 gradients, 0-dim.
         collected: this rank's gradients; partial ones are already summed, and not yet written back.
+        has_peers: whether other ranks took part, really.
     """
 
     norm: Tensor
@@ -45,85 +56,141 @@ class GlobalNorm:
     failed: Tensor
     is_double: Tensor
     collected: list[Collected]
+    has_peers: bool = False
 
 
-def global_norm(plan: NormPlan, order: float, *, problem: ValueError | None = None) -> GlobalNorm:
+@torch.no_grad()
+def global_norm(
+    plan: NormPlan,
+    order: float,
+    *,
+    max_norm: float | None = None,
+    nonfinite: str = "ignore",
+    problem: ValueError | None = None,
+) -> GlobalNorm:
     """The p-norm of all gradients of all ranks together; each element counts once.
 
     Args:
         plan: this rank's parameters; the same on every rank of a pipeline stage.
         order: p > 0, or `math.inf`. Above 6 it takes twice as many collectives, first for the largest element.
+        max_norm: what the gradients will be clipped to; the ranks compare it.
+        nonfinite: what will be done when the norm is not finite; the ranks compare it.
         problem: an error found on this rank before; raised once the other ranks know that there is one.
 
     Returns:
         A `GlobalNorm`.
 
     Raises:
-        ValueError: for a gradient that cannot be counted, naming the gradient and the way out. If the sum can be read
-            without waiting (on the CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
+        ValueError: for a gradient that cannot be counted, naming the gradient and the way out; and when ranks were
+            asked for different things or hold other parameters than they count. If the sum can be read without waiting
+            (on the CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
     collected = plan.collect()
-    problem = problem or plan.problem
+    problem = problem or plan.request_problem
+    wrong_call = problem is not None
+    problem = problem or plan.gradient_problem
     collected = _sum_partial(plan, collected)
+    asked = Asked(order, max_norm, nonfinite, wrong_call)
     if not LARGEST_PLAIN_ORDER < order < math.inf:
-        return _measure(plan, collected, order, problem)
+        return _measure(plan, collected, asked, order, problem)
     # Large powers leave the range of fp64: divide by the largest element first, multiply the norm by it at the end.
     try:
-        largest = _measure(plan, collected, math.inf, problem).norm
+        first = _measure(plan, collected, asked, math.inf, problem)
+        if first.has_peers and plan.device.type != "cpu" and bool(first.failed > 0):  # waits: see `_raise_if_failed`
+            raise ValueError(f"{_OTHER_GRADIENT}; or ranks disagree")
     except ValueError as error:
+        if isinstance(error, RanksDisagreeError) and (plan.mesh is not None or error.other_collectives):
+            raise  # every rank does; or the other ranks do not come to the second sum
         # Without a mesh, some ranks share no sum with the failed one: they go on, and wait for this rank's second sum.
-        _measure(plan, collected, order, error)
+        _measure(plan, collected, asked, order, error)
         raise
+    largest = first.norm
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    in_units = _measure(plan, collected, order, None, unit)
+    in_units = _measure(plan, collected, asked, order, None, unit)
     return dataclasses.replace(in_units, norm=in_units.norm * unit, by_part=in_units.by_part * unit)
 
 
 def _measure(
-    plan: NormPlan, collected: list[Collected], order: float, problem: ValueError | None, unit: Tensor | None = None
+    plan: NormPlan,
+    collected: list[Collected],
+    asked: Asked,
+    order: float,
+    problem: ValueError | None,
+    unit: Tensor | None = None,
 ) -> GlobalNorm:
     """The norm of the collected gradients, in multiples of `unit`."""
-    device = plan.device
-    n_stages = stages_inside(plan)
+    device, operation = plan.device, _operation(order)
     # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
-    under_way: list[tuple[Tensor, dist.Work | None]] = []
-    for process_group, gradients in _by_collective(plan, collected):
+    under_way: list[_UnderWay] = []
+    for process_group, places, gradients in _by_collective(plan, collected):
         try:
-            packed = _pack(plan, gradients, order, unit, n_stages)
+            packed = pack(plan, gradients, asked, order, unit, places)
         except RuntimeError as error:  # no such kernel, or no memory: this rank still has to join the sum
             problem = problem or ValueError(f"gradients cannot be summed on {device}: {error}")
-            packed = torch.zeros(plan.n_parts + _FLAGS, dtype=accumulation_dtype(device), device=device)
-        packed[_FAILED] = problem is not None
-        under_way.append((packed, start_reduce(packed, process_group, _operation(order))))
-    total = torch.zeros(plan.n_parts + _FLAGS, dtype=accumulation_dtype(device), device=device)
+            packed = SummedVector(plan)
+        packed.failed.fill_(problem is not None)
+        packed.wrong_call.fill_(asked.wrongly)
+        work = start_reduce(packed.vector, process_group, operation)
+        under_way.append(_UnderWay(process_group, gradients, packed, work))
+    total = SummedVector(plan)
     has_peers = False
-    for packed, work in under_way:
-        if work is not None:
+    for started in under_way:
+        if started.work is not None:
             has_peers = True
-            work.wait()
-        total = torch.maximum(total, packed) if math.isinf(order) else total + packed
+            started.work.wait()
+        _measure_again(plan, started, order)
+        total.add(started.packed, order)
     # If the sums above do not span the pipeline stages, the stages' totals are summed last.
-    if plan.pp_mesh is not None and n_stages == 1:
-        work = start_reduce(total, group_of_mesh(plan.pp_mesh), _operation(order))
+    if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
+        total.add(pack(plan, [], asked, order, unit, places_over_stages(plan)), order)
+        has_peers = True
+        work = start_reduce(total.vector, group_of_mesh(plan.pp_mesh), operation)
         if work is not None:
-            has_peers = True
             work.wait()
     # All sums are done and the peers have heard of the error: this rank may raise now.
     if problem is not None:
         raise problem
-    if has_peers and device.type == "cpu" and total[_FAILED].item():  # on the CPU, reading it waits for nothing
-        raise ValueError(
-            "another rank found a gradient that cannot be counted, and its message names the gradient: "
-            "no gradient has been changed"
-        )
-    return _unpack(total, order, plan.n_parts, collected)
+    has_peers = has_peers and not any(is_fake(started.process_group) for started in under_way)
+    if has_peers and device.type == "cpu":  # on the CPU, reading waits for nothing
+        _raise_if_failed(plan, asked, total, uses_max=math.isinf(order))
+    return _unpack(total, order, collected, has_peers=has_peers)
 
 
-def stages_inside(plan: NormPlan) -> int:
-    """Pipeline stages among the ranks of the plan's mesh; 1 if the stages take a collective of their own."""
-    if plan.pp_mesh is None or plan.mesh is None or not ranks_of(plan.pp_mesh) <= ranks_of(plan.mesh):
-        return 1
-    return plan.pp_mesh.size()
+@dataclass(frozen=True)
+class _UnderWay:
+    """A sum over ranks that has been started; the arguments that started it."""
+
+    process_group: dist.ProcessGroup | None
+    gradients: list[Collected]
+    packed: SummedVector
+    work: dist.Work | None
+
+
+def _measure_again(plan: NormPlan, started: _UnderWay, order: float) -> None:
+    """Read gradients again in fp64 where blocks in fp32 lost something: on every rank of a sum or on none of them.
+
+    Only the sum over ranks decides, which all its ranks have alike. (On a GPU all is read in fp64 at once.)
+    """
+    packed = started.packed
+    if order != 2.0 or plan.device.type != "cpu":
+        return
+    lost = packed.parts_to_read_again()
+    if not lost:
+        return
+    exact = pack_exact(plan, started.gradients, lost)
+    if work := start_reduce(exact, started.process_group):
+        work.wait()
+    packed.sums[lost] = exact
+
+
+def _raise_if_failed(plan: NormPlan, asked: Asked, total: SummedVector, *, uses_max: bool) -> None:
+    """Raise what all ranks of a sum raise. (On a GPU this would wait: there, `GlobalNorm.failed` tells the clip.)"""
+    if total.failed.item():
+        why = _OTHER_CALL if total.wrong_call.item() else _OTHER_GRADIENT
+        raise ValueError(f"{why}: no gradient has been changed")
+    disagreeing = disagreements(total.slots, uses_max=uses_max).tolist()
+    if any(disagreeing):
+        raise disagreement(plan, asked, disagreeing)
 
 
 def warm_up(plan: NormPlan) -> None:
@@ -134,29 +201,33 @@ def warm_up(plan: NormPlan) -> None:
     Raises:
         ValueError: when something is wrong with the plan, on this rank or on a rank that shares a sum with it.
     """
-    process_groups = [process_group for process_group, _ in _by_collective(plan, [])]
-    if plan.pp_mesh is not None and stages_inside(plan) == 1:
+    process_groups = [process_group for process_group, _, _ in _by_collective(plan, [])]
+    if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
         process_groups.append(group_of_mesh(plan.pp_mesh))
     # Partial gradients are summed over single axes of their meshes.
     process_groups += [mesh.get_group(axis) for mesh in plan.meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    problem = plan.request_problem or plan.gradient_problem
     failed = torch.zeros(1, device=plan.device)
     for process_group in dict.fromkeys(process_groups):
-        failed = failed.clamp(max=1.0) + float(plan.problem is not None)
+        failed = failed.clamp(max=1.0) + float(problem is not None)
         if work := start_reduce(failed, process_group):
             work.wait()
-    if plan.problem is not None:
-        raise plan.problem
+    if problem is not None:
+        raise problem
     if failed.item():
         raise ValueError("another rank cannot plan for its gradients, and its message says why")
 
 
-def _unpack(total: Tensor, order: float, n_parts: int, collected: list[Collected]) -> GlobalNorm:
-    sums = total[:n_parts]
+def _unpack(total: SummedVector, order: float, collected: list[Collected], *, has_peers: bool) -> GlobalNorm:
+    sums = total.sums
     if math.isinf(order):
-        norm, by_part = (torch.where(total[_IS_NAN] > 0, torch.nan, values) for values in (sums.max(), sums))
+        norm, by_part = (torch.where(total.is_nan > 0, torch.nan, values) for values in (sums.max(), sums))
     else:
         norm, by_part = sums.sum().pow(1.0 / order), sums.pow(1.0 / order)
-    return GlobalNorm(norm, by_part, total[_FAILED], total[_IS_DOUBLE], collected)
+    failed = total.failed
+    if has_peers and sums.device.type != "cpu":  # on the CPU the ranks have raised instead
+        failed = failed + disagreements(total.slots, uses_max=math.isinf(order)).any()
+    return GlobalNorm(norm, by_part, failed, total.is_double, collected, has_peers)
 
 
 def _sum_partial(plan: NormPlan, collected: list[Collected]) -> list[Collected]:
@@ -181,17 +252,22 @@ def _sum_partial(plan: NormPlan, collected: list[Collected]) -> list[Collected]:
 
 def _by_collective(
     plan: NormPlan, collected: list[Collected]
-) -> Iterable[tuple[dist.ProcessGroup | None, list[Collected]]]:
-    """Process groups, and the gradients to sum over each: in the same order on every rank, even with no gradients."""
+) -> Iterable[tuple[dist.ProcessGroup | None, SumPlaces, list[Collected]]]:
+    """Process groups, this rank's places in them, and the gradients to sum over each.
+
+    They come in the same order on every rank, even with no gradients.
+    """
     if plan.mesh is not None:
-        yield group_of_mesh(plan.mesh), collected
+        group = group_of_mesh(plan.mesh)
+        yield group, ALONE if group is None else places_in_mesh(plan), collected
         return
     by_ranks: dict[tuple[int, ...], list[Collected]] = {layout.sharding_ranks: [] for layout in plan.layouts}
     for gradients in collected:
         by_ranks.setdefault(gradients.group.key.ranks, []).append(gradients)
     for layout in plan.layouts:
-        yield _process_group(layout), by_ranks.pop(layout.sharding_ranks)
-    yield None, by_ranks.pop((), [])
+        ranks = layout.sharding_ranks
+        yield _process_group(layout), places_among(ranks), by_ranks.pop(ranks)
+    yield None, ALONE, by_ranks.pop((), [])
 
 
 def _process_group(layout: Layout) -> dist.ProcessGroup:
@@ -201,31 +277,3 @@ def _process_group(layout: Layout) -> dist.ProcessGroup:
 
 def _operation(order: float) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
-
-
-def _pack(plan: NormPlan, collected: list[Collected], order: float, unit: Tensor | None, n_stages: int) -> Tensor:
-    """[sum or largest of each part, flags]: one vector, one collective."""
-    device = plan.device
-    packed = torch.zeros(plan.n_parts + _FLAGS, dtype=accumulation_dtype(device), device=device)
-    for gradients in collected:
-        if not gradients.locals:
-            continue
-        key = gradients.group.key
-        if key.dtype == torch.float64:
-            packed[_IS_DOUBLE] = 1.0
-        value = to_device(power_sum(gradients.locals, order, unit), device)
-        if math.isinf(order):
-            packed[key.part] = torch.maximum(packed[key.part], value)
-            continue
-        # Ranks that hold the same values each count their share, so that every element counts once in the sum.
-        weight = 1.0
-        if plan.mesh is not None:
-            layout = gradients.group.layout
-            weight = share(layout, n_ranks=plan.mesh.size(), n_stages=n_stages, n_replicas=key.n_replicas)
-        packed[key.part] += weight * value
-    if math.isinf(order):
-        # MAX over ranks loses NaN: it travels as a flag, and the sums without it.
-        sums = packed[: plan.n_parts]
-        packed[_IS_NAN] = sums.isnan().any()
-        packed[: plan.n_parts] = sums.nan_to_num(nan=0.0, posinf=math.inf)
-    return packed

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sonde.gradient_norm.held_error import HeldError
+from sonde.gradient_norm.power_sums import is_read_in_blocks
 from sonde.parallel.placements import (
     WHOLE,
     Layout,
@@ -62,11 +63,13 @@ class ParameterGroup:
         key: what the gradients have in common.
         layout: the layout of one of its gradients; the layouts of the others have the same ranks.
         indices: which parameters these are, in the plan's order.
+        in_blocks: those of them whose squares are summed in blocks.
     """
 
     key: Key
     layout: Layout
     indices: tuple[int, ...]
+    in_blocks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,7 @@ class SeenSpecs:
         self.partial: dict[int, Any] = {}
 
     def look(self, index: int, parameter: Tensor) -> Any:
-        """The spec of a parameter's gradient now; if there is no gradient, the spec it had, or the parameter's own.
-
-        Raises:
-            ValueError: for a parameter of FSDP's first version.
-        """
-        if getattr(parameter, "_fsdp_flattened", False):
-            raise ValueError(
-                "FSDP's first version does not tell how it cuts parameters: use fully_shard, or FSDP's own "
-                "clip_grad_norm_"
-            )
+        """The spec of a parameter's gradient now; if there is no gradient, the spec it had, or the parameter's own."""
         if parameter.grad is not None:
             spec = getattr(parameter.grad, "_spec", None)
         else:
@@ -176,33 +170,45 @@ def group_gradients(
     for parameter in parameters:
         if (spec := getattr(parameter, "_spec", None)) is not None and not _is_left_out(parameter):
             layouts.offer(spec)
-    devices = [local_tensor(p if p.grad is None else p.grad).device for p in parameters]
-    dtypes = [(p if p.grad is None else p.grad).dtype for p in parameters]
+    # One look for each parameter: attribute by attribute this loop is most of what a first call costs.
+    tensors = [p if p.grad is None else p.grad for p in parameters]
+    devices = [t.device if getattr(t, "_spec", None) is None else local_tensor(t).device for t in tensors]
+    dtypes = [t.dtype for t in tensors]
     left_out: list[int] = []
     unusable: set[int] = set()
     problem = HeldError()
+    in_blocks: set[int] = set()
     members: dict[tuple[Any, ...], list[int]] = {}
-    for i, parameter in enumerate(parameters):
-        if _is_left_out(parameter):
+    usable: set[tuple[Any, ...]] = set()
+    for i, (parameter, tensor) in enumerate(zip(parameters, tensors, strict=True)):
+        has_gradient = tensor is not parameter
+        if not has_gradient and not parameter.requires_grad:
             left_out.append(i)
             continue
         try:
+            if vars(parameter):
+                _check_attributes(parameter, is_declared=i in n_replicas)
             number = layouts.number_of(seen.look(i, parameter))
         except ValueError as error:  # no layout is known: the gradient is in no group
             problem.keep(ValueError(f"gradient of {name_of(i)}: {error}"))
             continue
         if layouts.all[number].partial:
             seen.partial[i] = seen.latest[i]
+        kind = (number, devices[i], n_replicas.get(i), dtypes[i], tensor.layout if has_gradient else None)
         try:
-            layouts.check(number, devices[i], n_replicas.get(i))
-            if parameter.grad is not None:
-                check_elements(parameter.grad, allow_sparse=allow_sparse)
+            if kind not in usable:
+                layouts.check(number, devices[i], n_replicas.get(i))
+                if has_gradient:
+                    check_elements(tensor, allow_sparse=allow_sparse)
+                usable.add(kind)
         except ValueError as error:
             problem.keep(ValueError(f"gradient of {name_of(i)}: {error}"))
             unusable.add(i)  # it stays in its group: if it is partial, its peers sum theirs, and this rank adds zeros
+        if is_read_in_blocks(tensor):
+            in_blocks.add(i)
         members.setdefault((number, devices[i], dtypes[i], parts[i], n_replicas.get(i)), []).append(i)
     return Grouping(
-        groups=_groups(members, layouts.all),
+        groups=_groups(members, layouts.all, in_blocks),
         layouts=_by_ranks(layouts.all),
         meshes=_meshes_of_this_rank(layouts.all),
         devices=devices,
@@ -211,6 +217,28 @@ def group_gradients(
         unusable=unusable,
         problem=problem,
     )
+
+
+def _check_attributes(parameter: Tensor, *, is_declared: bool) -> None:
+    """Refuse plain tensors whose attributes say that other frameworks have cut them.
+
+    Raises:
+        ValueError: for a parameter of FSDP's first version, of DeepSpeed's ZeRO-3, or of Megatron's tensor parallelism.
+    """
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            "FSDP's first version does not tell how it cuts parameters: use fully_shard, or FSDP's own clip_grad_norm_"
+        )
+    if hasattr(parameter, "ds_id"):
+        raise ValueError(
+            "DeepSpeed's ZeRO-3 holds it in parts that it does not show: set gradient_clipping in DeepSpeed's "
+            "configuration, and read engine.get_global_grad_norm()"
+        )
+    if getattr(parameter, "tensor_model_parallel", False) and not is_declared and not hasattr(parameter, "_spec"):
+        raise ValueError(
+            "its attribute tensor_model_parallel says that it is a shard, and a plain tensor does not show over which "
+            "ranks: pass mesh= of all ranks, and replicas= (how many of them hold the same shard)"
+        )
 
 
 def same_placement(a: Any, b: Any) -> bool:
@@ -225,14 +253,17 @@ def _is_left_out(parameter: Tensor) -> bool:
     return parameter.grad is None and not parameter.requires_grad
 
 
-def _groups(members: Mapping[tuple[Any, ...], list[int]], layouts: Sequence[Layout]) -> tuple[ParameterGroup, ...]:
+def _groups(
+    members: Mapping[tuple[Any, ...], list[int]], layouts: Sequence[Layout], in_blocks: set[int]
+) -> tuple[ParameterGroup, ...]:
     """Layouts on different meshes may have the same ranks: their members become one group."""
     groups: dict[Key, ParameterGroup] = {}
     for (number, device, dtype, part, n_replicas), indices in members.items():
         layout = layouts[number]
         key = Key(layout.sharding_ranks, layout.n_shards, n_replicas, part, device, dtype, bool(layout.partial))
         earlier = groups[key].indices if key in groups else ()
-        groups[key] = ParameterGroup(key, layout, tuple(sorted((*earlier, *indices))))
+        together = tuple(sorted((*earlier, *indices)))
+        groups[key] = ParameterGroup(key, layout, together, frozenset(in_blocks.intersection(together)))
     return tuple(groups[key] for key in sorted(groups, key=lambda key: key.order))
 
 
@@ -256,7 +287,6 @@ class _DistinctLayouts:
         self.all: list[Layout] = []
         self._mesh, self._pp_mesh = mesh, pp_mesh
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._checked: set[tuple[int, torch.device, int | None]] = set()
 
     def offer(self, spec: Any) -> None:
         """Number a spec's layout, if it is a known one."""
@@ -282,8 +312,5 @@ class _DistinctLayouts:
         Raises:
             ValueError: as `check_layout` and `check_stages`.
         """
-        key = (number, device, n_replicas)
-        if key not in self._checked:
-            check_layout(self.all[number], device, self._mesh, n_replicas=n_replicas)
-            check_stages(self.all[number], self._pp_mesh)
-            self._checked.add(key)
+        check_layout(self.all[number], device, self._mesh, n_replicas=n_replicas)
+        check_stages(self.all[number], self._pp_mesh)

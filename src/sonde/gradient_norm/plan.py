@@ -5,11 +5,11 @@ Each later call only collects the gradients and checks that they are still place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sonde.gradient_norm.gradient_groups import (
     Collected,
@@ -21,17 +21,22 @@ from sonde.gradient_norm.gradient_groups import (
 )
 from sonde.gradient_norm.held_error import HeldError
 from sonde.parallel.placements import Layout, check_mesh, local_tensor, ranks_of
+from sonde.parallel.wrappers import Inventory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class NormPlan:
+T = TypeVar("T")
+
+
+class NormPlan(Mapping[Key, list[Tensor]]):
     """How the gradients of some parameters are spread over ranks, for clipping at every step.
 
-    `group_parameters_for_norm` makes a plan, `clip_grad_norm_distributed_` takes it. It stays valid as long as the
-    parameters are the same: if a gradient is placed differently from its parameter (a norm weight's under sequence
-    parallelism), or differently from the last call, the next call regroups the parameters by itself.
+    `group_parameters_for_norm` makes a plan, `clip_grad_norm_distributed_` takes it. It reads as a mapping, from what
+    the gradients of a group have in common to the group's parameters. It stays valid as long as the parameters are the
+    same: if a gradient is placed differently from its parameter (a norm weight's under sequence parallelism), or
+    differently from the last call, the next call regroups the parameters by itself.
 
     Args:
         parameters: a tensor that comes twice counts once.
@@ -41,7 +46,9 @@ class NormPlan:
         replicas: how many of the mesh's ranks hold the same values, by tensor or name, where the layout cannot show it.
         parts: which part of the model each parameter belongs to, from 0; as many parts on every rank; one part for all
             by default.
+        part_names: what the parts are called; the ranks compare it.
         allow_sparse: count sparse gradients too, rather than refuse them.
+        module: where the parameters are from; one that is replaced later is then noticed.
         problem: an error that was found in the caller's request already.
 
     Attributes:
@@ -49,6 +56,7 @@ class NormPlan:
         positions: where each of them first stood in the list that was passed.
         mesh: as passed.
         pp_mesh: the pipeline stages, if they are known.
+        part_names: as passed.
         allow_sparse: as passed.
         n_parts: parts of the model.
 
@@ -74,7 +82,9 @@ class NormPlan:
         pp_mesh: DeviceMesh | None = None,
         replicas: Mapping[Any, int] | None = None,
         parts: Sequence[int] | None = None,
+        part_names: Sequence[str] = (),
         allow_sparse: bool = False,
+        module: nn.Module | None = None,
         problem: ValueError | None = None,
     ) -> None:
         if mesh is not None:
@@ -85,17 +95,22 @@ class NormPlan:
         self.mesh = mesh
         self.pp_mesh: DeviceMesh | None = None
         self.allow_sparse = allow_sparse
-        self.n_parts = max(parts or (), default=0) + 1
+        self.part_names = tuple(part_names)
+        self.n_parts = len(part_names) or max(parts or (), default=0) + 1
+        self._inventory = None if module is None else Inventory(module)
         self._names = [names[i] for i in self.positions] if names is not None else None
         self._parts = [parts[i] for i in self.positions] if parts else [0] * len(self.positions)
         self._seen = SeenSpecs(len(self.parameters))
+        self._shapes: list[torch.Size] = []
+        self._memory: dict[str, Any] = {}
         self._request_problem = HeldError(problem)
         self._n_replicas: dict[int, int] = {}
-        index_of: dict[int | str, int] = {id(p): i for i, p in enumerate(self.parameters)}
-        if names is not None:  # a tied weight goes by any of its names
-            index_of |= {name: index_of[id(p)] for name, p in zip(names, parameters, strict=True)}
-        with self._request_problem.hold():
-            self._n_replicas = _count_replicas(replicas or {}, mesh, index_of, self.name_of)
+        if replicas:
+            index_of: dict[int | str, int] = {id(p): i for i, p in enumerate(self.parameters)}
+            if names is not None:  # a tied weight goes by any of its names
+                index_of |= {name: index_of[id(p)] for name, p in zip(names, parameters, strict=True)}
+            with self._request_problem.hold():
+                self._n_replicas = _count_replicas(replicas, mesh, index_of, self.name_of)
         with self._request_problem.hold():
             self.use_stages(pp_mesh)
         if self.pp_mesh is None:
@@ -118,6 +133,18 @@ class NormPlan:
                 "pp_mesh has other ranks than the plan's pp_mesh: pass the one that the plan was made with, or none"
             )
 
+    @property
+    def n_stages(self) -> int:
+        """Pipeline stages, as far as they are known; 1 without them."""
+        return self.pp_mesh.size() if self.pp_mesh is not None else 1
+
+    @property
+    def n_stages_in_mesh(self) -> int:
+        """Pipeline stages among the ranks of the mesh; 1 if the stages take a collective of their own."""
+        if self.pp_mesh is None or self.mesh is None or not ranks_of(self.pp_mesh) <= ranks_of(self.mesh):
+            return 1
+        return self.pp_mesh.size()
+
     def name_of(self, index: int) -> str:
         """What to call a parameter in messages."""
         if self._names is not None:
@@ -134,6 +161,28 @@ class NormPlan:
         ]
 
     @property
+    def partial_descriptions(self) -> list[str]:
+        """Name (if any) and global shape of the parameters whose gradients must still be summed, in that order."""
+        partial = sorted(i for group in self.groups if group.key.is_partial for i in group.indices)
+        return [
+            f"{self._names[i] if self._names is not None else ''}{tuple(self.parameters[i].shape)}" for i in partial
+        ]
+
+    def is_declared(self, index: int) -> bool:
+        """Whether the caller declared on how many ranks a parameter is."""
+        return index in self._n_replicas
+
+    def remembered(self, name: str, compute: Callable[[NormPlan], T]) -> T:
+        """What was computed under this name, until parameters change their shapes or are regrouped."""
+        shapes = [p.shape for p in self.parameters]
+        if shapes != self._shapes:
+            self._shapes, self._memory = shapes, {}
+        if name not in self._memory:
+            self._memory[name] = compute(self)
+        value: T = self._memory[name]
+        return value
+
+    @property
     def groups(self) -> tuple[ParameterGroup, ...]:
         """Parameters whose gradients are spread alike; groups of sharded gradients first."""
         return self._grouping.groups
@@ -148,10 +197,21 @@ class NormPlan:
         """The gradients' meshes that contain this rank, each once, in the same order on every rank."""
         return self._grouping.meshes
 
-    @property
-    def by_key(self) -> dict[Key, list[Tensor]]:
-        """The parameters of each group."""
-        return {group.key: [self.parameters[i] for i in group.indices] for group in self.groups}
+    def __getitem__(self, key: Key) -> list[Tensor]:
+        for group in self.groups:
+            if group.key == key:
+                return [self.parameters[i] for i in group.indices]
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[Key]:
+        return (group.key for group in self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    # A plan is itself: the equality of mappings would compare tensors.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     @property
     def device(self) -> torch.device:
@@ -166,9 +226,27 @@ class NormPlan:
         return of_kind[0] if of_kind else torch.device(kind)
 
     @property
-    def problem(self) -> ValueError | None:
-        """What is wrong on this rank: with the request, the pipeline stages, or else a gradient."""
-        return self._request_problem.first or self._missing_stages() or self._grouping.problem.first
+    def request_problem(self) -> ValueError | None:
+        """What is wrong on this rank with the request: its options, the pipeline stages, or a replaced parameter."""
+        return self._request_problem.first or self._missing_stages() or self._replaced_parameter()
+
+    @property
+    def gradient_problem(self) -> ValueError | None:
+        """What is wrong on this rank with a gradient."""
+        return self._grouping.problem.first
+
+    def _replaced_parameter(self) -> ValueError | None:
+        if self._inventory is None:
+            return None
+        known = {id(p) for p in self.parameters}
+        # Without a gradient it takes no part in this norm. (So do the gathered parameters that FSDP2 shows at times.)
+        news = [n for n, p in self._inventory.parameters().items() if id(p) not in known and p.grad is not None]
+        if not news:
+            return None
+        return ValueError(
+            f"{news[0]} came into the module, or replaced another parameter there, after the plan was made, and has a "
+            "gradient: make the plan again by group_parameters_for_norm"
+        )
 
     def _missing_stages(self) -> ValueError | None:
         if self.mesh is None or self.pp_mesh is not None:
@@ -238,6 +316,7 @@ class NormPlan:
         return collected
 
     def _regroup(self) -> None:
+        self._memory = {}
         self._grouping = group_gradients(
             self.parameters,
             self._seen,
@@ -257,8 +336,6 @@ def _count_replicas(
     name_of: Callable[[int], str],
 ) -> dict[int, int]:
     """Declared replicas by parameter; `index_of` knows parameters by `id` and by name."""
-    if not replicas:
-        return {}
     if mesh is None:
         raise ValueError("replicas= counts ranks of a mesh, got mesh=None: pass the mesh of all ranks")
     counts = {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sonde.gradient_norm.plan import NormPlan
 
@@ -35,14 +35,15 @@ class PlanRequest:
     pp_mesh: DeviceMesh | None
     problem: ValueError | None = None
 
-    def plan(self, replicas: Mapping[Any, int] | None = None) -> NormPlan:
-        """A new plan; see `NormPlan` for `replicas`."""
+    def plan(self, replicas: Mapping[Any, int] | None = None, *, module: nn.Module | None = None) -> NormPlan:
+        """A new plan; see `NormPlan` for `replicas` and `module`."""
         return NormPlan(
             self.parameters,
             self.names,
             mesh=self.mesh,
             pp_mesh=self.pp_mesh,
             replicas=replicas,
+            module=module,
             problem=self.problem,
         )
 

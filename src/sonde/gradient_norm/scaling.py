@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -67,9 +67,7 @@ def clip_measured_(
     if max_norm is None:
         return norm
     _write_back(plan, measured.collected)
-    coefficient = torch.clamp(max_norm / (_rounded_norm(measured) + _EPS), max=1.0).to(norm.dtype)
-    if math.isinf(max_norm):  # inf / inf would be NaN
-        coefficient = torch.ones_like(norm)
+    coefficient = clip_coefficient(max_norm, _rounded_norm(measured)).to(norm.dtype)
     if norm.device.type != "cpu":
         coefficient = torch.where(measured.failed > 0, 1.0, coefficient)
     # Whether to skip is decided on the device too: the mask is passed on, never read here.
@@ -79,8 +77,15 @@ def clip_measured_(
     for gradients in measured.collected:
         if gradients.locals:
             values = [_stored_values(g) for g in gradients.locals] if plan.allow_sparse else gradients.locals
-            _scale(values, None if max_norm == math.inf else coefficient, skip)
+            scale_(values, coefficient, max_norm, skip)
     return norm
+
+
+def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
+    """What gradients of this norm are multiplied by, so that their norm is at most `max_norm`: at most 1."""
+    if math.isinf(max_norm):  # inf / inf would be NaN
+        return torch.ones_like(norm)
+    return torch.clamp(max_norm / (norm + _EPS), max=1.0)
 
 
 def _rounded_norm(measured: GlobalNorm) -> Tensor:
@@ -90,9 +95,19 @@ def _rounded_norm(measured: GlobalNorm) -> Tensor:
     return torch.where(rounded.isinf(), exact, rounded)  # finite gradients may have a norm that fp32 cannot hold
 
 
-def _scale(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None) -> None:
+def scale_(grads: list[Tensor], coefficient: Tensor, max_norm: float, skip: Tensor | None = None) -> None:
+    """Multiply gradients of one device, or set them to 0.
+
+    Args:
+        grads: changed in place.
+        coefficient: of `clip_coefficient`.
+        max_norm: that it was made with.
+        skip: 0-dim bool; whether to set all to 0.
+    """
     device = grads[0].device
-    if coefficient is not None:
+    # To multiply by 1 changes nothing and takes as long as the norm. A GPU would have to be waited for to know.
+    is_one = max_norm == math.inf or (coefficient.device.type == "cpu" and coefficient.item() == 1.0)
+    if not is_one:
         torch._foreach_mul_(grads, to_device(coefficient, device))
     if skip is not None:
         skip = to_device(skip, device)
@@ -155,3 +170,39 @@ def check_max_norm(max_norm: object) -> float:
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"max_norm must be ≥ 0, got {max_norm}: use math.inf to measure without clipping")
     return max_norm
+
+
+def check_options(
+    max_norm: float | None, norm_type: float, nonfinite: str, fold_into: object
+) -> tuple[float | None, float]:
+    """Refuse options that cannot be used, before anything is read.
+
+    Args:
+        max_norm: None, or as `check_max_norm` takes it.
+        norm_type: p of the norm.
+        nonfinite: one of `Nonfinite`.
+        fold_into: an optimizer or None.
+
+    Returns:
+        The threshold and p, as floats.
+
+    Raises:
+        ValueError: naming what is wrong and what would be right.
+    """
+    if max_norm is not None:
+        max_norm = check_max_norm(max_norm)
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError, OverflowError):
+        order = math.nan
+    if not order > 0:
+        raise ValueError(f"norm_type must be > 0, got {norm_type!r}: use 2.0, or math.inf for the largest element")
+    if nonfinite not in get_args(Nonfinite):
+        raise ValueError(
+            f"nonfinite must be one of {', '.join(get_args(Nonfinite))}, got {nonfinite!r}: use one of them"
+        )
+    if fold_into is not None and not isinstance(fold_into, torch.optim.Optimizer):
+        raise ValueError(
+            f"fold_into must be one optimizer, got {fold_into!r:.60}: with several, clip without fold_into"
+        )
+    return max_norm, order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from typing import Any
 
@@ -10,24 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.global_norm import stages_inside
+from sonde.gradient_norm.agreement import KINDS, Asked, Ballot, disagreements
+from sonde.gradient_norm.cross_check import disagreement, holdings, places_in_mesh
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.placements import is_dtensor, layout_of, local_tensor
-from sonde.parallel.process_groups import group_of_mesh
+from sonde.parallel.process_groups import group_of_mesh, is_fake
 
 Fingerprint = tuple[tuple[int, ...], float, float]
 Held = tuple[str, tuple[Fingerprint, Fingerprint | None], int]
 """A parameter's name, the fingerprints of its values and gradient, and how many ranks it is counted on."""
 _CONSTANT = 0.0
-_DIGEST_BITS = 18  # squares of 18-bit numbers add up exactly in fp64, even over 100,000 ranks
 
 
 def check_same_parameters(plan: NormPlan) -> None:
-    """Refuse a mesh whose ranks have different parameters, if no pipeline stages were named.
+    """Refuse a mesh whose ranks have different parameters, or different ones within a pipeline stage.
 
-    Without this check, each parameter would be counted as if all ranks had it, and so count too little. One all-reduce
-    compares names, shapes and dtypes.
+    Each norm compares them too; here it is known before training. One all-reduce compares names, shapes and dtypes.
 
     Args:
         plan: on every rank of its mesh; without a mesh nothing is compared.
@@ -36,22 +34,16 @@ def check_same_parameters(plan: NormPlan) -> None:
         ValueError: on every rank, when two ranks have different parameters. Parameters without names are compared by
             shape and dtype.
     """
-    group = group_of_mesh(plan.mesh) if plan.mesh is not None and plan.pp_mesh is None else None
-    if group is None:
+    group = group_of_mesh(plan.mesh) if plan.mesh is not None else None
+    stage = places_in_mesh(plan).stage if group is not None and not is_fake(group) else None
+    if stage is None:
         return
-    # All digests are equal exactly when n·Σd² = (Σd)² (Cauchy-Schwarz), which one sum over ranks can tell.
-    descriptions = plan.descriptions
-    digest = sum(zlib.crc32(description.encode()) for description in descriptions) % 2**_DIGEST_BITS
-    has_any = bool(descriptions)  # a rank without parameters takes part, but cannot differ
-    total = torch.tensor([has_any, digest, digest**2], dtype=accumulation_dtype(plan.device), device=plan.device)
+    cast = Ballot(KINDS[0], uses_max=False)
+    cast.add_digest("parameters", holdings(plan).parameters, stage)
+    total = cast.slots(plan.device, accumulation_dtype(plan.device))
     dist.all_reduce(total, group=group)
-    n_ranks, digest_sum, square_sum = map(int, total.tolist())
-    if n_ranks * square_sum != digest_sum**2:
-        raise ValueError(
-            f"ranks of mesh= have different parameters ({len(descriptions)} on this rank): pass pp_mesh= if they are "
-            "pipeline stages, declare parameters that only some ranks have by replicas=, and pass all parameters, even "
-            "those without a gradient"
-        )
+    if any(differing := disagreements(total, uses_max=False).tolist()):
+        raise disagreement(plan, Asked(2.0), differing)
 
 
 def check_replicas(plan: NormPlan) -> None:
@@ -73,7 +65,7 @@ def check_replicas(plan: NormPlan) -> None:
     group = group_of_mesh(plan.mesh)
     if group is None:
         return
-    n_same = group.size() // stages_inside(plan)
+    n_same = group.size() // plan.n_stages_in_mesh
     plain: list[Held] = []
     sharded: list[Held] = []
     for parameter_group in plan.groups:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -113,6 +114,21 @@ def layout_of_spec(spec: Any) -> Layout:
     return Layout(spec.mesh, tuple(sharded), tuple(partial))
 
 
+def cut_every(tensor: Tensor, dim: int) -> int:
+    """After how many elements a dim of the whole tensor is cut; 0 if it is not cut, 1 if the cuts may be anywhere."""
+    if not is_dtensor(tensor):
+        return 0
+    from torch.distributed.tensor import Shard
+
+    spec = cast(Any, tensor)._spec
+    cuts = [
+        -(-tensor.shape[dim] // spec.mesh.size(axis)) if type(placement) is Shard else 1
+        for axis, placement in enumerate(spec.placements)
+        if getattr(placement, "dim", None) == dim
+    ]
+    return 0 if not cuts else cuts[0] if len(cuts) == 1 else 1
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, without a copy; the tensor itself if it is plain."""
     if not is_dtensor(tensor):
@@ -195,6 +211,34 @@ def check_layout(
             f"it is cut into {layout.n_shards} shards over {layout.mesh.size()} of {mesh.size()} ranks, so replicas= "
             f"must be a multiple of {least}, at most {most}, got {n_replicas}: pass how many ranks hold the same values"
         )
+
+
+def axes_over(mesh: DeviceMesh, ranks: Collection[int]) -> tuple[int, ...] | None:
+    """The axes of a mesh along which these ranks lie, seen from this rank; None if they are no whole axes of it."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    grid, wanted = mesh.mesh, set(ranks)
+    axes = []
+    for axis, at in enumerate(coordinate):
+        neighbour = [*coordinate]
+        neighbour[axis] = (at + 1) % grid.shape[axis]
+        if grid.shape[axis] > 1 and int(grid[tuple(neighbour)]) in wanted:
+            axes.append(axis)
+    index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
+    along = set(grid[index].reshape(-1).tolist())
+    return tuple(axes) if along == wanted or (len(wanted) < 2 and not axes) else None
+
+
+def place_along(mesh: DeviceMesh, axes: Collection[int]) -> tuple[int, int]:
+    """This rank's position among the ranks along some axes of a mesh, and how many these are."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # check_mesh refused other ranks
+    at, of = 0, 1
+    for axis in axes:
+        size = mesh.size(axis)
+        at, of = at * size + coordinate[axis], of * size
+    return at, of
 
 
 def _list_ranks(ranks: frozenset[int]) -> str:

@@ -62,6 +62,11 @@ def start_reduce(
     return cast("dist.Work | None", dist.all_reduce(packed, op=op, group=group, async_op=True))
 
 
+def is_fake(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group only pretends to reduce, as in dry runs: its results are this rank's own numbers."""
+    return group is not None and dist.get_backend(group) == "fake"
+
+
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The process group of all ranks of a mesh; None for a mesh of one rank."""
     if mesh.size() == 1:  # torch makes no group for some meshes of one rank

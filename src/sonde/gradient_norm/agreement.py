@@ -1,0 +1,208 @@
+"""Whether the ranks of a norm were asked the same and hold the same, told from the sum over ranks that is made anyway.
+
+Each rank adds d times a coefficient of its own, d a whole number that stands for what the rank holds. The coefficients
+of the ranks that should agree sum to 0. So the sum over ranks is 0 exactly when all d are equal (but for one chance in
+100,000). It stays exact in fp64: d has 20 bits, a coefficient 18, and 16,384 ranks add 15 more; with more ranks, d has
+fewer bits. The local power sums of gradients that should be copies of each other are compared in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_N_CONTRASTS = 4
+_COEFFICIENT_BITS, _DIGEST_BITS = 18, 20
+_MAX_EXACT_BITS = 53
+
+_TOLERANCE = 1e-4
+"""Largest relative difference (root mean square over ranks) of power sums that should be equal. They are equal to the
+last bit under DDP; kernels that add in a random order on GPUs stay below 1e-5. Undeclared experts differ by 3e-3, and
+one small gradient that is missing on one of 4 ranks by 4e-4."""
+_TIE_TOLERANCE = 1e-13
+"""Below it two power sums are of equal gradients: rounding alone gives 1e-15, and chance takes 1e13 steps."""
+_N_TIES = 32
+
+KINDS = ("up to 6", "above 6", "inf")
+"""Orders of a norm, by the collectives that they take."""
+DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "groups", "parameters", "partial")
+_COPIES = ("plain", "sharded")
+_KIND_AT, _DIGEST_AT = 0, len(KINDS)
+_COPIES_AT = _DIGEST_AT + 2 * len(DIGESTS)
+_TIES_AT = _COPIES_AT + (_N_CONTRASTS + 1) * len(_COPIES)
+N_SLOTS = _TIES_AT + 4 * _N_TIES
+"""Numbers that a rank adds to the vector that is summed: a fixed count, so that ranks that disagree do not hang."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands among ranks that should agree.
+
+    Attributes:
+        at: its position, from 0.
+        of: how many ranks these are.
+    """
+
+    at: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a rank was asked for.
+
+    Attributes:
+        order: p of the norm.
+        max_norm: the threshold; None to measure alone.
+        nonfinite: what happens when the norm is not finite.
+        wrongly: whether it cannot be done, for what was asked.
+    """
+
+    order: float
+    max_norm: float | None = None
+    nonfinite: str = "ignore"
+    wrongly: bool = False
+
+
+def digest(*parts: object) -> int:
+    """A whole number from 1 below 2**20 that stands for these values; others have it with a chance of 1e-6."""
+    hashed = hashlib.blake2b("\0".join(map(repr, parts)).encode(), digest_size=8).digest()
+    return 1 + int.from_bytes(hashed, "little") % int(2**_DIGEST_BITS - 1)
+
+
+class Ballot:
+    """What this rank adds to one sum over ranks: digests as numbers, and power sums that stay on the device.
+
+    Args:
+        kind: of the order, one of `KINDS`.
+        uses_max: the collective takes the maximum over ranks, not the sum.
+    """
+
+    def __init__(self, kind: str, *, uses_max: bool) -> None:
+        self._uses_max = uses_max
+        self._numbers = [0.0] * N_SLOTS
+        self._numbers[_KIND_AT + KINDS.index(kind)] = 1.0
+        self._powers: dict[int, list[tuple[Tensor, Place]]] = {}
+        self._ties: list[tuple[int, Tensor, int]] = []
+
+    def add_digest(self, name: str, value: int, place: Place) -> None:
+        """Compare a digest over the ranks of `place`; with a maximum over ranks, these must be all its ranks."""
+        at = _DIGEST_AT + 2 * DIGESTS.index(name)
+        value %= 2 ** _digest_bits(place.of)
+        if self._uses_max:  # the largest d and the largest 2^20 − d: they add up to more than 2^20 if any two differ
+            self._numbers[at], self._numbers[at + 1] = value, 2**_DIGEST_BITS - value
+        else:
+            for k in range(2):
+                self._numbers[at + k] = _coefficients(place.of)[k][place.at] * value
+
+    def add_copies(self, power: Tensor, place: Place, *, is_sharded: bool) -> None:
+        """Compare the power sum of gradients that all ranks of `place` should hold alike."""
+        self._powers.setdefault(int(is_sharded), []).append((power, place))
+
+    def add_tie(self, shape: Sequence[int], power: Tensor, *, share: float, stage: int) -> None:
+        """Look for a gradient of this shape, with this power sum, on exactly one other pipeline stage.
+
+        Args:
+            shape: of the whole gradient; no other gradient of this stage has its slot.
+            power: this rank's part of the power sum.
+            share: this rank's part of its stage.
+            stage: which stage this is.
+        """
+        slot = tie_slot(shape)
+        self._numbers[_TIES_AT + 4 * slot] += share
+        self._numbers[_TIES_AT + 4 * slot + 1] += share * stage
+        self._ties.append((slot, power, stage))
+
+    def slots(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """[N_SLOTS], for the vector that is reduced."""
+        slots = torch.tensor(self._numbers, dtype=dtype)
+        if device.type == "cuda":
+            slots = slots.pin_memory()  # only a copy from pinned memory does not wait
+        slots = slots.to(device, non_blocking=True)
+        for kind, powers in self._powers.items():
+            start = _COPIES_AT + kind * (_N_CONTRASTS + 1)
+            if self._uses_max:
+                largest = torch.stack([power for power, _ in powers]).max()
+                slots[start], slots[start + 1] = largest, largest.reciprocal()
+                continue
+            for power, place in powers:
+                for k, coefficient in enumerate(_normalised(place.of, place.at)):
+                    slots[start + k] += coefficient * power
+                slots[start + _N_CONTRASTS] += power.square()
+        for slot, power, stage in self._ties:
+            at = _TIES_AT + 4 * slot
+            slots[at + 2] += power
+            slots[at + 3] += stage * power
+        return slots
+
+
+def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
+    """What the ranks of a sum disagree in: [1 + digests + 2 + ties], true for each; names by `which`.
+
+    Args:
+        slots: after the reduction, [N_SLOTS].
+        uses_max: how they were reduced.
+    """
+    kinds = (slots[_KIND_AT:_DIGEST_AT] > 0).sum(0, keepdim=True) > 1
+    digests = slots[_DIGEST_AT:_COPIES_AT].view(-1, 2)
+    copies = slots[_COPIES_AT:_TIES_AT].view(-1, _N_CONTRASTS + 1)
+    if uses_max:
+        differ = digests.sum(1) > 2**_DIGEST_BITS
+        # The largest power sum times the largest inverse of a power sum; NaN, where all are 0, is not above anything.
+        changed = copies[:, 0] * copies[:, 1] > 1.0 + _TOLERANCE
+        tied = torch.zeros(_N_TIES, dtype=torch.bool, device=slots.device)
+    else:
+        differ = (digests != 0).any(1)
+        changed = copies[:, :_N_CONTRASTS].square().sum(1) > _N_CONTRASTS * _TOLERANCE**2 * copies[:, _N_CONTRASTS]
+        # Two stages s, each with one power sum t: 2·Σ(s·t) − Σs·Σt = (s₁ − s₂)(t₁ − t₂).
+        n_stages, stages, powers, moments = slots[_TIES_AT:].view(-1, 4).unbind(1)
+        apart = (2.0 * moments - stages * powers).abs()
+        tied = ((n_stages - 2.0).abs() < 0.5) & (powers > 0) & (apart <= _TIE_TOLERANCE * stages * powers)
+    finite = copies.isfinite().all() if not uses_max else copies[:, 0].isfinite().all()
+    return torch.cat([kinds, differ, changed & finite, tied])
+
+
+def which(disagreeing: Sequence[bool]) -> tuple[str, int]:
+    """The name of the first disagreement, and its slot if it is a tie.
+
+    Args:
+        disagreeing: as `disagreements` returns, on the host; at least one is true.
+    """
+    names = ["kind", *DIGESTS, *_COPIES]
+    first = list(disagreeing).index(True)
+    return (names[first], -1) if first < len(names) else ("tie", first - len(names))
+
+
+def tie_slot(shape: Sequence[int]) -> int:
+    """Where gradients of this shape are compared over pipeline stages."""
+    return digest("tie", tuple(shape)) % _N_TIES
+
+
+def _digest_bits(n: int) -> int:
+    # The last coefficient is minus the sum of the others: all products together are below 2·n·2^(bits of both).
+    return min(_DIGEST_BITS, _MAX_EXACT_BITS - _COEFFICIENT_BITS - 1 - n.bit_length())
+
+
+@functools.lru_cache(maxsize=64)
+def _coefficients(n: int) -> tuple[tuple[int, ...], ...]:
+    """[contrasts][n]: odd whole numbers below 2^17, the same on every rank; the last makes each row sum to 0."""
+    numbers = random.Random(n)
+    rows = []
+    for _ in range(_N_CONTRASTS):
+        row = [(numbers.getrandbits(_COEFFICIENT_BITS) - 2 ** (_COEFFICIENT_BITS - 1)) | 1 for _ in range(n - 1)]
+        rows.append((*row, -sum(row)))
+    return tuple(rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _normalised(n: int, at: int) -> tuple[float, ...]:
+    """This rank's coefficients, of mean square 1 over the ranks."""
+    scales = [math.sqrt(sum(c * c for c in row) / n) or 1.0 for row in _coefficients(n)]
+    return tuple(row[at] / scale for row, scale in zip(_coefficients(n), scales, strict=True))

@@ -1,0 +1,139 @@
+"""The one vector that ranks sum for a norm: power sums by part of the model, flags, and what the ranks compare."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sonde.gradient_norm.agreement import N_SLOTS, Asked
+from sonde.gradient_norm.cross_check import SumPlaces, add_copies, add_ties, ballot, holdings
+from sonde.gradient_norm.gradient_groups import Collected
+from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.power_sums import SMALLEST_EXACT, power_sum, square_sum_in_blocks
+from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.placements import share
+
+_N_FLAGS = 4
+_PARTS_AT_ONCE = 16
+"""The vector has room for a multiple of it: ranks with other groups than their peers are refused, and do not hang."""
+
+
+class SummedVector:
+    """The vector and its views; zeros at first.
+
+    Args:
+        plan: of this rank.
+
+    Attributes:
+        vector: all of it, on the plan's device.
+        sums: the power sum, or the largest element, of each part of the model, [parts].
+        in_blocks: how many ranks read some of a part in blocks, [parts].
+        is_nan: how many sums are NaN, 0-dim.
+        failed: how many ranks have an error, 0-dim.
+        wrong_call: how many of them because of how they were called, 0-dim.
+        is_double: how many ranks have fp64 gradients, 0-dim.
+        slots: what the ranks compare; see `agreement`.
+    """
+
+    def __init__(self, plan: NormPlan) -> None:
+        n = -(-plan.n_parts // _PARTS_AT_ONCE) * _PARTS_AT_ONCE
+        dtype = accumulation_dtype(plan.device)
+        self.vector = torch.zeros(2 * n + _N_FLAGS + N_SLOTS, dtype=dtype, device=plan.device)
+        sums, in_blocks, flags, self.slots = self.vector.split([n, n, _N_FLAGS, N_SLOTS])
+        self.sums, self.in_blocks = sums[: plan.n_parts], in_blocks[: plan.n_parts]
+        self.is_nan, self.failed, self.wrong_call, self.is_double = flags.unbind()
+
+    def add(self, other: SummedVector, order: float) -> None:
+        """Take in the vector of another set of gradients."""
+        if math.isinf(order):
+            torch.maximum(self.vector, other.vector, out=self.vector)
+        else:
+            self.vector += other.vector
+
+    def parts_to_read_again(self) -> list[int]:
+        """Parts of the model whose squares may have left the range of fp32 in blocks. Reads the vector."""
+        read = enumerate(zip(self.in_blocks.tolist(), self.sums.tolist(), strict=True))
+        return [part for part, (n_ranks, total) in read if n_ranks and not SMALLEST_EXACT <= total < math.inf]
+
+
+def pack(
+    plan: NormPlan, collected: list[Collected], asked: Asked, order: float, unit: Tensor | None, places: SumPlaces
+) -> SummedVector:
+    """What this rank adds to one sum over ranks.
+
+    Args:
+        plan: of this rank.
+        collected: the gradients that this sum is about.
+        asked: what the ranks compare.
+        order: p > 0; infinite for the first of two sums too.
+        unit: elements are divided by it.
+        places: this rank's, in this sum.
+    """
+    packed, uses_max = SummedVector(plan), math.isinf(order)
+    has_peers, has_stages = places.everyone.of > 1, plan.n_stages > 1
+    cast = held = None
+    if has_peers or (has_stages and not uses_max):
+        held = holdings(plan)
+        cast = ballot(plan, held, asked, places, uses_max=uses_max)
+    for gradients in collected:
+        if not gradients.locals:
+            continue
+        key, weight = gradients.group.key, _weight(plan, gradients)
+        part = packed.sums.select(0, key.part)
+        if key.dtype == torch.float64:
+            packed.is_double.fill_(1.0)
+        if _reads_in_blocks(gradients, order, unit):
+            packed.in_blocks.select(0, key.part).fill_(1.0)
+        looked_at: Tensor | float = 0.0
+        if cast is not None and held is not None and has_stages and not uses_max:
+            looked_at, gradients = add_ties(cast, held, plan, gradients, order, unit, weight=weight, places=places)
+        value = to_device(_read(gradients, order, unit) + looked_at, plan.device)
+        if uses_max:
+            torch.maximum(part, value, out=part)
+        else:
+            part.add_(weight * value)
+        # A maximum over ranks cannot compare the ranks of each stage apart.
+        if cast is not None and held is not None and not (uses_max and has_stages):
+            add_copies(cast, held, key, value, only_whole=uses_max)
+    if uses_max:
+        # MAX over ranks loses NaN: it travels as a flag, and the sums without it.
+        packed.is_nan.copy_(packed.sums.isnan().any())
+        packed.sums.nan_to_num_(nan=0.0, posinf=math.inf)
+    if cast is not None:
+        packed.slots.copy_(cast.slots(plan.device, packed.vector.dtype))
+    return packed
+
+
+def pack_exact(plan: NormPlan, collected: list[Collected], parts: list[int]) -> Tensor:
+    """Sums of squares of some parts of the model, read in fp64 throughout, [those parts]."""
+    sums = torch.zeros(len(parts), dtype=accumulation_dtype(plan.device), device=plan.device)
+    for gradients in collected:
+        if gradients.group.key.part in parts:
+            value = to_device(power_sum(gradients.locals, 2.0), plan.device)
+            sums[parts.index(gradients.group.key.part)] += _weight(plan, gradients) * value
+    return sums
+
+
+def _weight(plan: NormPlan, gradients: Collected) -> float:
+    """How much of its power sum this rank counts, so that every element counts once in the sum over ranks."""
+    if plan.mesh is None:
+        return 1.0
+    n_ranks, n_replicas = plan.mesh.size(), gradients.group.key.n_replicas
+    return share(gradients.group.layout, n_ranks=n_ranks, n_stages=plan.n_stages_in_mesh, n_replicas=n_replicas)
+
+
+def _reads_in_blocks(gradients: Collected, order: float, unit: Tensor | None) -> bool:
+    return bool(gradients.group.in_blocks) and order == 2.0 and unit is None
+
+
+def _read(gradients: Collected, order: float, unit: Tensor | None) -> Tensor:
+    """The power sum of a group's gradients on this rank."""
+    if not _reads_in_blocks(gradients, order, unit):
+        return power_sum(gradients.locals, order, unit)
+    in_blocks: list[Tensor] = []
+    others: list[Tensor] = []
+    for index, local in zip(gradients.indices, gradients.locals, strict=True):
+        (in_blocks if index in gradients.group.in_blocks and local.layout is torch.strided else others).append(local)
+    return square_sum_in_blocks(in_blocks) + power_sum(others, order)

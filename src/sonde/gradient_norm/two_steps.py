@@ -1,0 +1,203 @@
+"""The norm now and the clip later, as two calls: for those who look at the norm, or skip a step, before they clip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast, overload
+
+import torch
+from torch import Tensor
+
+from sonde.gradient_norm.clip import Parameters, plan_request
+from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
+from sonde.gradient_norm.held_error import HeldError
+from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.scaling import check_max_norm, check_options, clip_coefficient, scale_
+from sonde.parallel.placements import is_dtensor, local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Tensors = Parameters | NormPlan
+
+
+@overload
+def get_total_norm(
+    tensors: Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    pp_mesh: DeviceMesh | None = None,
+    replicas: Mapping[Any, int] | None = None,
+    by_group: None = None,
+) -> Tensor: ...
+@overload
+def get_total_norm(
+    tensors: Parameters,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    pp_mesh: DeviceMesh | None = None,
+    replicas: Mapping[Any, int] | None = None,
+    by_group: Sequence[str],
+) -> tuple[Tensor, dict[str, Tensor]]: ...
+def get_total_norm(
+    tensors: Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    pp_mesh: DeviceMesh | None = None,
+    replicas: Mapping[Any, int] | None = None,
+    by_group: Sequence[str] | None = None,
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    """The norm of tensors, gradients as a rule, of all ranks together, as `clip_grad_norm_` takes it.
+
+    A drop-in for `torch.nn.utils.get_total_norm` that is right however the tensors are cut over ranks. Nothing is
+    changed; `clip_grads_with_norm_` clips by the result.
+
+    Args:
+        tensors: a tensor, tensors, or (name, tensor) pairs. The norm is of these tensors themselves: pass gradients,
+            `[p.grad for p in model.parameters() if p.grad is not None]`. Or a plan that `group_parameters_for_norm`
+            returned: then it is the norm of its parameters' gradients, and nothing is planned anew.
+        norm_type: p > 0, or `math.inf`.
+        error_if_nonfinite: raise when the norm is not finite; waits for the device.
+        foreach: accepted so that calls written for torch run unchanged; it has no effect.
+        mesh: as for `clip_grad_norm_`; a plan knows its own.
+        pp_mesh: as for `clip_grad_norm_`.
+        replicas: as for `clip_grad_norm_`, by the tensors passed or their names; a plan knows its own.
+        by_group: the name of each tensor's group, [tensors]; the same names on every rank. It takes no further
+            collective.
+
+    Returns:
+        The norm: 0-dim, fp32, or fp64 if a tensor of this rank is. With `by_group`, the norm and those of the groups
+        by name; their p-th powers add up to the norm's.
+
+    Raises:
+        ValueError: as `clip_grad_norm_`; and when `by_group` has another length than `tensors`.
+        RuntimeError: for a norm that is not finite, with `error_if_nonfinite`.
+
+    Example:
+        >>> gradients = [torch.tensor([3.0, 4.0]), torch.tensor([12.0])]
+        >>> get_total_norm(gradients)
+        tensor(13.)
+        >>> get_total_norm(gradients, by_group=["embed", "blocks"])[1]
+        {'blocks': tensor(12.), 'embed': tensor(5.)}
+    """
+    problem, order = HeldError(), 2.0
+    groups = sorted(set(by_group or ()))
+    with problem.hold():
+        if isinstance(tensors, NormPlan) and (mesh is not None or replicas is not None or by_group is not None):
+            raise ValueError("a plan knows its mesh and replicas, and has no groups: pass tensors in its place")
+    if isinstance(tensors, NormPlan):
+        plan = tensors
+        with problem.hold():
+            plan.use_stages(pp_mesh)
+    else:
+        plan = _plan_of_tensors(tensors, mesh, pp_mesh, replicas, by_group, groups)
+    nonfinite = "raise" if error_if_nonfinite else "ignore"
+    with problem.hold():
+        _, order = check_options(None, norm_type, nonfinite, None)
+    measured = global_norm(plan, order, nonfinite=nonfinite, problem=problem.first)
+    norm, by_part = _rounded(measured)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the norm is {norm:g}, which is not finite: find the loss that is not, or pass error_if_nonfinite=False"
+        )
+    return norm if by_group is None else (norm, dict(zip(groups, by_part.unbind(), strict=True)))
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: Tensors, max_norm: float, total_norm: Tensor | float, foreach: bool | None = None
+) -> None:
+    """Scale gradients in place as a clip to `max_norm` does, by a norm that is known already.
+
+    A drop-in for `torch.nn.utils.clip_grads_with_norm_`. It takes no collective, and does not wait for a GPU.
+
+    Args:
+        parameters: as for `clip_grad_norm_`, or a plan; a tensor that comes twice is scaled once.
+        max_norm: the largest norm allowed, ≥ 0; 0 zeroes the gradients, `math.inf` leaves them.
+        total_norm: of the gradients of all ranks, as `get_total_norm` returns it.
+        foreach: accepted so that calls written for torch run unchanged; it has no effect.
+
+    Raises:
+        ValueError: for `max_norm` < 0 or NaN, or parameters that are no tensors.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> norm = get_total_norm(weight.grad)
+        >>> clip_grads_with_norm_(weight, 1.0, norm)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+    """
+    max_norm = check_max_norm(max_norm)
+    if isinstance(parameters, NormPlan):
+        tensors: Sequence[Tensor] = parameters.parameters
+    else:
+        request = plan_request(parameters, None, None)
+        if request.problem is not None:
+            raise request.problem
+        tensors = request.parameters
+    if isinstance(total_norm, Tensor) and is_dtensor(total_norm):
+        total_norm = cast(Any, total_norm).full_tensor()
+    alike: dict[Hashable, list[Tensor]] = {}
+    for parameter in {id(p): p for p in tensors}.values():
+        if parameter.grad is not None:
+            local = local_tensor(parameter.grad)
+            alike.setdefault((local.device, local.dtype), []).append(local)
+    for gradients in alike.values():
+        norm = torch.as_tensor(total_norm, device=gradients[0].device)
+        scale_(gradients, clip_coefficient(max_norm, norm), max_norm)
+
+
+def _plan_of_tensors(
+    tensors: Parameters,
+    mesh: DeviceMesh | None,
+    pp_mesh: DeviceMesh | None,
+    replicas: Mapping[Any, int] | None,
+    by_group: Sequence[str] | None,
+    groups: Sequence[str],
+) -> NormPlan:
+    """A plan whose gradients are the tensors: each stands in the `.grad` of a view of itself."""
+    request = plan_request(tensors, mesh, pp_mesh)
+    problem = HeldError(request.problem)
+    views = {id(t): t.detach() for t in request.parameters}
+    for tensor in request.parameters:
+        views[id(tensor)].grad = tensor.detach()
+    parts = None
+    with problem.hold():
+        if by_group is not None:
+            if len(by_group) != len(request.parameters):
+                raise ValueError(
+                    f"by_group must name the group of each tensor, got {len(by_group)} names for "
+                    f"{len(request.parameters)} tensors: pass one name each"
+                )
+            parts = [groups.index(name) for name in by_group]
+    declared = {key if isinstance(key, str) else views.get(id(key), key): n for key, n in (replicas or {}).items()}
+    return NormPlan(
+        [views[id(t)] for t in request.parameters],
+        request.names,
+        mesh=mesh,
+        pp_mesh=pp_mesh,
+        replicas=declared,
+        parts=parts,
+        part_names=groups,
+        problem=problem.first,
+    )
+
+
+def _rounded(measured: GlobalNorm) -> tuple[Tensor, Tensor]:
+    """The norm, and those of the parts, in fp64 if this rank has fp64 gradients, else in fp32."""
+    has_double = any(g.locals and g.group.key.dtype == torch.float64 for g in measured.collected)
+    dtype = torch.float64 if has_double else torch.float32
+    failed = measured.failed > 0  # on a GPU, where this rank has not raised
+    norm, by_part = (torch.where(failed, math.nan, x) for x in (measured.norm, measured.by_part))
+    return norm.to(dtype), by_part.to(dtype)

@@ -1,0 +1,188 @@
+"""Large gradients on a CPU: squared in fixed blocks, as fast as memory, and in fp64 where blocks would lose digits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sonde
+from sonde.gradient_norm.global_norm import global_norm
+from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.power_sums import is_read_in_blocks, power_sum, square_sum_in_blocks
+from tests.ranks import Ranks, mesh_of
+
+
+def with_gradient(gradient: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return parameter
+
+
+def norm_of(*gradients: Tensor, **options: Any) -> float:
+    return float(sonde.clip_grad_norm_([with_gradient(g) for g in gradients], None, **options))
+
+
+class LargestBuffer(TorchDispatchMode):
+    """The most elements that one operation returned in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        for t in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in inputs:
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.element_size())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(512, 1024), (300, 700), (8, 64, 256), (2, 40_000)], ids=str)
+def test_blocks_are_as_exact_as_fp32_needs(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    gradient = torch.randn(shape).to(dtype)
+    assert is_read_in_blocks(gradient)
+    exact = float(gradient.double().square().sum())
+    # The kernel adds half-precision elements one after the other, which rounds more.
+    assert float(square_sum_in_blocks([gradient])) == pytest.approx(exact, rel=1e-8 if dtype.itemsize == 4 else 1e-7)
+
+
+def test_large_gradients_are_not_converted() -> None:
+    """A pass in fp64 would return 128k elements of fp64 at a time."""
+    parameter = with_gradient(torch.randn(1024, 1024))
+    with LargestBuffer() as seen:
+        sonde.clip_grad_norm_(parameter, None)
+    assert seen.elements <= max(1024 * 1024 // 256, 1000)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.randn(2048, 1024).t(),
+        torch.randn(64, 512, 3, 30).to(memory_format=torch.channels_last),
+        torch.randn(1, 1024).expand(1024, 1024),
+        torch.randn(1024, 2048)[:, ::2],
+        torch.randn(1, 1, 1).expand(300, 1, 3000),
+    ],
+    ids=["transposed", "channels last", "expanded", "every second column", "one number"],
+)
+def test_gradients_of_any_strides_are_read_without_a_copy(gradient: Tensor) -> None:
+    exact, parameter = float(gradient.double().norm()), with_gradient(gradient)
+    with LargestBuffer() as seen:
+        norm = float(sonde.clip_grad_norm_(parameter, None))
+    assert norm == pytest.approx(exact, rel=1e-7)
+    assert seen.elements <= 2**17 < gradient.numel()
+
+
+def test_no_cut_on_a_block_border_changes_one_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(192, 2048, generator=generator)
+    sums = set()
+    for _ in range(200):
+        rows = torch.randint(0, 193, (5,), generator=generator).sort().values.tolist()
+        columns = (256 * torch.randint(0, 9, (3,), generator=generator)).sort().values.tolist()
+        padded = torch.zeros(192 * 2048 + 16)
+        parts = []
+        for a, b in zip([0, *rows], [*rows, 192], strict=True):
+            for c, d in zip([0, *columns], [*columns, 2048], strict=True):
+                part = whole[a:b, c:d]
+                offset = int(torch.randint(0, 16, (), generator=generator))  # shards lie anywhere in a flat buffer
+                parts.append(padded[offset : offset + part.numel()].view(part.shape).clone().copy_(part))
+        sums.add(float(square_sum_in_blocks([p for p in parts if p.numel()]).sqrt().float()))
+    assert len(sums) == 1
+
+
+def _any_cut() -> list[float]:
+    mesh = mesh_of((2, 2), ("a", "b"))
+    gradient = torch.randn(130, 1024, generator=torch.Generator().manual_seed(1))
+    cuts: list[list[Any]] = [
+        [Replicate(), Replicate()],
+        [Shard(0), Replicate()],
+        [Shard(0), Shard(0)],
+        [Shard(0), Shard(1)],
+        [Replicate(), Shard(1)],
+    ]
+    norms = [norm_of(gradient)]
+    for cut in cuts:
+        p = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, cut))
+        p.grad = distribute_tensor(gradient, mesh, cut)
+        assert is_read_in_blocks(p.grad)
+        norms.append(float(sonde.clip_grad_norm_(p, None, mesh=mesh)))
+    return norms
+
+
+def test_the_norm_does_not_depend_on_the_ranks(ranks4: Ranks) -> None:
+    assert len({norm for norms in ranks4(_any_cut) for norm in norms}) == 1
+
+
+def _cut_inside_a_block() -> list[Any]:
+    mesh = mesh_of((2,))
+    gradient = torch.randn(600, 300, generator=torch.Generator().manual_seed(1))
+    p = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(1)]))
+    p.grad = distribute_tensor(gradient, mesh, [Shard(1)])
+    ratio = float(sonde.clip_grad_norm_(p, None, mesh=mesh)) / float(gradient.double().norm())
+    return [is_read_in_blocks(p.grad), ratio]
+
+
+def test_cuts_inside_a_block_are_read_in_fp64(ranks2: Ranks) -> None:
+    for in_blocks, ratio in ranks2(_cut_inside_a_block):
+        assert not in_blocks
+        assert ratio == pytest.approx(1.0, rel=1e-7)
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-30, 1e-22, 0.0])
+def test_squares_beyond_fp32_are_measured_again(size: float) -> None:
+    gradient = size * torch.randn(512, 512)
+    exact = float(gradient.double().norm())
+    assert float(global_norm(NormPlan([with_gradient(gradient)]), 2.0).norm) == pytest.approx(exact, rel=1e-8, abs=0)
+    # A part of the model that is tiny is measured again, beside one that is not.
+    plan = NormPlan([with_gradient(gradient), with_gradient(torch.randn(300, 300))], parts=[0, 1])
+    assert float(global_norm(plan, 2.0).by_part[0]) == pytest.approx(exact, rel=1e-8, abs=0)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    for bad in (math.inf, math.nan):
+        gradient = torch.randn(512, 512)
+        gradient[3, 5] = bad
+        assert str(norm_of(gradient)) == str(bad)
+
+
+def _huge_on_one_rank(size: float) -> list[Any]:
+    """Only rank 1's shard leaves the range of fp32; both ranks measure again, and only then."""
+    mesh, rank = mesh_of((2,)), dist.get_rank()
+    local = torch.randn(256, 512, generator=torch.Generator().manual_seed(rank)) * (size if rank else 1.0)
+    whole = torch.cat([torch.randn(256, 512, generator=torch.Generator().manual_seed(r)).double() for r in range(2)])
+    whole[256:] *= size
+    p = nn.Parameter(distribute_tensor(torch.zeros(512, 512), mesh, [Shard(0)]))
+    p.grad = distribute_tensor(torch.zeros(512, 512), mesh, [Shard(0)])
+    p.grad.to_local().copy_(local)
+    results = []
+    for on in (mesh, None):
+        with CommDebugMode() as counted:
+            norm = float(sonde.clip_grad_norm_(p, None, mesh=on))
+        results += [norm / float(whole.norm()), counted.get_total_counts()]
+    return results
+
+
+@pytest.mark.parametrize(("size", "collectives"), [(1.0, 1), (1e25, 2)])
+def test_all_ranks_measure_again_or_none_does(ranks2: Ranks, size: float, collectives: int) -> None:
+    for with_mesh, n_with_mesh, without, n_without in ranks2(_huge_on_one_rank, size):
+        assert with_mesh == pytest.approx(1.0, rel=1e-6)
+        assert without == pytest.approx(1.0, rel=1e-6)
+        assert n_with_mesh == n_without == collectives
+
+
+def test_other_orders_are_read_in_fp64() -> None:
+    gradient = torch.randn(512, 512)
+    for order in (1.0, 3.0):
+        norm = global_norm(NormPlan([with_gradient(gradient)]), order).norm
+        assert float(norm**order) == pytest.approx(float(power_sum([gradient], order)), rel=1e-14)

@@ -1,0 +1,134 @@
+"""The norm now and the clip later: `get_total_norm` and `clip_grads_with_norm_`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+import sonde
+from tests.ranks import Ranks, mesh_of
+from tests.sharded import ORDERS, WAYS, exact_gradients, norm_of, whole
+
+
+def gradients(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes]
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    return parameters
+
+
+def grads_of(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+@pytest.mark.parametrize("order", [0.5, 1.0, 2.0, 3.0, 8.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_is_torchs_and_changes_nothing(order: float, dtype: torch.dtype) -> None:
+    tensors = grads_of(gradients((7, 3), (), (300, 400), dtype=dtype))
+    before = [t.clone() for t in tensors]
+    norm = sonde.get_total_norm(tensors, order)
+    assert norm.dtype == dtype
+    expected = torch.nn.utils.get_total_norm([t.double() for t in tensors], order)  # in fp32, torch is 2e-5 off
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+    assert all(torch.equal(t, b) and t.grad is None for t, b in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6, math.inf])
+def test_both_steps_are_one_clip(max_norm: float) -> None:
+    ours = gradients((7, 3), (300, 400))
+    theirs, together = gradients((7, 3), (300, 400)), gradients((7, 3), (300, 400))
+    for p, q, r in zip(ours, theirs, together, strict=True):
+        q.grad, r.grad = p.grad.clone(), p.grad.clone()  # type: ignore[union-attr]
+    norm = sonde.get_total_norm(grads_of(ours))
+    sonde.clip_grads_with_norm_([*ours, ours[0]], max_norm, norm)  # a tensor that comes twice is scaled once
+    torch.nn.utils.clip_grads_with_norm_(theirs, max_norm, norm)
+    assert torch.equal(sonde.clip_grad_norm_(together, max_norm), norm)
+    for p, q, r in zip(ours, theirs, together, strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+        assert torch.equal(p.grad, r.grad)  # type: ignore[arg-type]
+
+
+def _on_ranks(way: str) -> dict[str, Any]:
+    cut = WAYS[way][1]()
+    norms, counts = [], []
+    for order in ORDERS:
+        named = [(n, p.grad) for n, p in cut.parameters.items() if p.grad is not None]
+        groups = [name.split(".")[0] for name, _ in named]
+        with CommDebugMode() as counted:
+            norm, by_group = sonde.get_total_norm(
+                named, order, mesh=cut.mesh, pp_mesh=cut.pp_mesh, replicas=cut.replicas, by_group=groups
+            )
+        norms.append((float(norm), {name: float(value) for name, value in by_group.items()}))
+        counts.append(counted.get_total_counts())
+    plan = sonde.group_parameters_for_norm(
+        cut.parameters.items(), mesh=cut.mesh, pp_mesh=cut.pp_mesh, replicas=cut.replicas
+    )
+    norm = sonde.get_total_norm(plan)
+    sonde.clip_grads_with_norm_(plan, 0.05, norm)
+    after = {n: whole(p.grad) for n, p in cut.parameters.items() if p.grad is not None}
+    return {"norms": norms, "counts": counts, "planned": float(norm), "after": after, "partial": cut.partial}
+
+
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "TP with sequence parallelism", "FSDP2 over TP", "EP, plain experts"])
+def test_on_ranks_the_norm_and_its_groups_are_those_of_one_process(request: pytest.FixtureRequest, way: str) -> None:
+    exact = exact_gradients(experts=way.startswith("EP"))
+    if way == "TP with sequence parallelism":
+        exact = {n: g for n, g in exact.items() if n != "front.scale"}
+    results = request.getfixturevalue(f"ranks{WAYS[way][0]}")(_on_ranks, way)
+    for rank, result in enumerate(results):
+        assert result["norms"] == results[0]["norms"]
+        assert result["counts"] == [1 + result["partial"]] * len(ORDERS)
+        for order, (norm, by_group) in zip(ORDERS, result["norms"], strict=True):
+            assert norm == pytest.approx(norm_of(exact, order), rel=1e-6)
+            for group in ("front", "back"):
+                part = {n: g for n, g in exact.items() if n.startswith(group)}
+                assert by_group[group] == pytest.approx(norm_of(part, order), rel=1e-6)
+        assert result["planned"] == result["norms"][ORDERS.index(2.0)][0]
+        for name, gradient in result["after"].items():
+            reference = exact[name]
+            if way == "EP, plain experts" and name == "back.experts.w":
+                reference = reference[rank % 2 : rank % 2 + 1]
+            torch.testing.assert_close(gradient.double(), reference * 0.05 / norm_of(exact, 2.0), rtol=1e-4, atol=1e-8)
+
+
+def _different_groups() -> list[str]:
+    mesh, rank = mesh_of((2,)), dist.get_rank()
+    tensors, messages = [torch.ones(2), torch.ones(3)], []
+    for groups in (["a", "b"] if rank else ["a", "a"], ["a", "b"] if rank else ["a", "c"]):
+        try:
+            sonde.get_total_norm(tensors, mesh=mesh, by_group=groups)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_other_groups_on_other_ranks_are_refused(ranks2: Ranks) -> None:
+    for messages in ranks2(_different_groups):
+        assert all("by_group= differs between ranks" in message for message in messages)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    (p,) = gradients((3,))
+    plan = sonde.group_parameters_for_norm(p)
+    with pytest.raises(ValueError, match="by_group must name the group of each tensor, got 2 names for 1 tensors"):
+        sonde.get_total_norm([torch.ones(2)], by_group=["a", "b"])
+    with pytest.raises(ValueError, match="a plan knows its mesh and replicas, and has no groups"):
+        sonde.get_total_norm(plan, by_group=["a"])  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="norm_type must be > 0"):
+        sonde.get_total_norm([torch.ones(2)], 0.0)
+    with pytest.raises(ValueError, match="max_norm must be ≥ 0"):
+        sonde.clip_grads_with_norm_(p, -1.0, 3.0)
+    with pytest.raises(ValueError, match=r"pass \[p for group in optimizer.param_groups for p in group\['params'\]\]"):
+        sonde.clip_grads_with_norm_(torch.optim.SGD([p]).param_groups, 1.0, 3.0)  # type: ignore[arg-type]
+    bad = torch.tensor([math.nan, 1.0])
+    with pytest.raises(RuntimeError, match="the norm is nan, which is not finite"):
+        sonde.get_total_norm([bad], error_if_nonfinite=True)
+    assert math.isnan(sonde.get_total_norm([bad]))
+    assert float(sonde.get_total_norm([])) == 0.0
