@@ -33,7 +33,7 @@ class DemoOptions:
         micro_batches: Backward passes per rank and step, over which gradients accumulate.
         context: Bytes per sequence.
         learning_rate: Peak learning rate of AdamW, after a warm-up and before a cosine decay.
-        horizon: Length of the probe's running averages, in optimizer steps.
+        horizon: How many optimizer steps back the trend of the noise scale is fitted.
         seed: Seed of the weights and of the windows of text.
         device: Where to train. With auto, on GPUs if there are any, otherwise on the CPU.
         log_every: Optimizer steps between readings.
