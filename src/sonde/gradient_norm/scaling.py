@@ -74,10 +74,11 @@ def clip_measured_(
     skip = ~is_finite if nonfinite == "skip" else None
     if fold_into is not None and fold(fold_into, plan.parameters, coefficient, skip):
         return norm
+    multiplies = not is_one(coefficient, max_norm)
     for gradients in measured.collected:
         if gradients.locals:
             values = [_stored_values(g) for g in gradients.locals] if plan.allow_sparse else gradients.locals
-            scale_(values, coefficient, max_norm, skip)
+            scale_(values, coefficient if multiplies else None, skip)
     return norm
 
 
@@ -95,19 +96,21 @@ def _rounded_norm(measured: GlobalNorm) -> Tensor:
     return torch.where(rounded.isinf(), exact, rounded)  # finite gradients may have a norm that fp32 cannot hold
 
 
-def scale_(grads: list[Tensor], coefficient: Tensor, max_norm: float, skip: Tensor | None = None) -> None:
+def is_one(coefficient: Tensor, max_norm: float) -> bool:
+    """Whether a coefficient for `max_norm` is known to be 1. On a GPU it is not read, since that would wait."""
+    return max_norm == math.inf or (coefficient.device.type == "cpu" and coefficient.item() == 1.0)
+
+
+def scale_(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None = None) -> None:
     """Multiply gradients of one device, or set them to 0.
 
     Args:
         grads: changed in place.
-        coefficient: of `clip_coefficient`.
-        max_norm: that it was made with.
+        coefficient: 0-dim; None for 1: to multiply by 1 changes nothing and takes as long as the norm.
         skip: 0-dim bool; whether to set all to 0.
     """
     device = grads[0].device
-    # To multiply by 1 changes nothing and takes as long as the norm. A GPU would have to be waited for to know.
-    is_one = max_norm == math.inf or (coefficient.device.type == "cpu" and coefficient.item() == 1.0)
-    if not is_one:
+    if coefficient is not None:
         torch._foreach_mul_(grads, to_device(coefficient, device))
     if skip is not None:
         skip = to_device(skip, device)

@@ -13,7 +13,7 @@ from sonde.gradient_norm.clip import Parameters, plan_request
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.scaling import check_max_norm, check_options, clip_coefficient, scale_
+from sonde.gradient_norm.scaling import check_max_norm, check_options, clip_coefficient, is_one, scale_
 from sonde.parallel.placements import is_dtensor, local_tensor
 
 if TYPE_CHECKING:
@@ -155,7 +155,8 @@ def clip_grads_with_norm_(
             alike.setdefault((local.device, local.dtype), []).append(local)
     for gradients in alike.values():
         norm = torch.as_tensor(total_norm, device=gradients[0].device)
-        scale_(gradients, clip_coefficient(max_norm, norm), max_norm)
+        coefficient = clip_coefficient(max_norm, norm)
+        scale_(gradients, None if is_one(coefficient, max_norm) else coefficient)
 
 
 def _plan_of_tensors(
