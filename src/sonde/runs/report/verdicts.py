@@ -152,7 +152,8 @@ def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
 
 def _average_tile(last: Reading, unit: str) -> Tile:
     """The noise scale of the run so far."""
-    value, low, high = (last.metrics.get(f"gns/b_simple_average{end}") for end in ("", "_low", "_high"))
+    names = ("gns/b_simple_average", "gns/b_simple_average_low", "gns/b_simple_average_high")
+    value, low, high = (last.metrics.get(name) for name in names)
     if value is not None:
         return Tile("Average over the run", number(value), f"{unit}; between {number(low)} and {number(high)}")
     if low is not None:
