@@ -53,9 +53,10 @@ def test_averages_by_hand() -> None:
         averages.n_seen += 1
         averages.add(solved(trace_cov, grad_sq), SOUND)
     before = math.exp(-1 / 10)  # the weight of a window, one window ago
-    levels = averages.history.levels()
-    assert levels[""].trace_cov == pytest.approx((before * 30 + 34) / (1 + before))
-    assert levels["b"].grad_sq == pytest.approx(0.75 * (before * 14 + 18) / (1 + before))
+    ((names, series),) = averages.history.series()
+    assert names == ("", "a", "b")
+    assert series.mean_trace_cov[0].item() == pytest.approx((before * 30 + 34) / (1 + before))
+    assert series.mean_grad_sq[2].item() == pytest.approx(0.75 * (before * 14 + 18) / (1 + before))
     assert averages.consistency == pytest.approx(2.0)
     assert averages.pieces_differ
     last_window = (averages.effective_units, averages.u, averages.scale, averages.scale_residual)
@@ -91,7 +92,6 @@ def test_the_state_round_trips_through_json() -> None:
         each.see_units(16)
         each.add(solved(40.0, 10.0), SOUND)
     assert restored.state_dict() == averages.state_dict()
-    assert restored.history.levels() == averages.history.levels()
 
 
 # The last of them are read after others have been taken: still nothing may have changed.

@@ -50,12 +50,16 @@ class Series:
         grad_sq: |G|² over the expected |F|²; [series, entries].
         ages: of the entries, in windows, 0 for the last window; [entries].
         numbers: of the windows; the mean where several share an entry; [entries].
+        mean_trace_cov: tr Σ itself, averaged over the horizon; NaN without windows; [series].
+        mean_grad_sq: |G|² itself, likewise; [series].
     """
 
     trace_cov: Tensor
     grad_sq: Tensor
     ages: Tensor
     numbers: Tensor
+    mean_trace_cov: Tensor
+    mean_grad_sq: Tensor
 
 
 @dataclass
@@ -117,8 +121,7 @@ class WindowHistory:
         self._since = dict.fromkeys(self.groups, 0)
         """First window of each group whose parameters are those of today."""
         self._gone: set[str] = set()
-        self._average = {name: RunningNoiseScale(math.inf) for name in ("", *self.groups)}
-        """Of the total, under an empty name, and of each group."""
+        self._average = RunningNoiseScale(math.inf)
 
     def add(self, window: SolvedWindow, number: int) -> None:
         """Add a window.
@@ -182,20 +185,10 @@ class WindowHistory:
         first = max(len(self._recent) - _NEIGHBOURS, 0)
         return [self._sized(i) for i in range(first, len(self._recent)) if self._outweighing(i) is None]
 
-    def _add_to(self, average: Mapping[str, RunningNoiseScale], entry: _Entry) -> None:
-        for name, running in average.items():
-            if name not in self._gone:
-                trace_cov, grad_sq = self._of(entry, name)
-                running.update(WindowEstimate(trace_cov / entry.size, grad_sq / entry.size))
-
-    def _of(self, entry: _Entry, name: str) -> tuple[float, float]:
-        """tr Σ and |G|² of a group, or, for an empty name, of all groups that still train."""
-        if name:
-            return entry.trace_cov[self._index[name]], entry.grad_sq[self._index[name]]
-        if not self._gone:
-            return math.fsum(entry.trace_cov), math.fsum(entry.grad_sq)
-        alive = [self._index[group] for group in self.groups if group not in self._gone]
-        return math.fsum(entry.trace_cov[i] for i in alive), math.fsum(entry.grad_sq[i] for i in alive)
+    def _add_to(self, average: RunningNoiseScale, entry: _Entry) -> None:
+        alive = [self._index[name] for name in self.groups if name not in self._gone]
+        trace_cov, grad_sq = (math.fsum(values[i] for i in alive) for values in (entry.trace_cov, entry.grad_sq))
+        average.update(WindowEstimate(trace_cov / entry.size, grad_sq / entry.size))
 
     def series(self) -> list[tuple[tuple[str, ...], Series]]:
         """The windows of the total, under an empty name, and of each group that trains.
@@ -205,20 +198,30 @@ class WindowHistory:
             parameters were frozen or released on the way.
         """
         entries = [*self._settled, *self._unsettled()]
-        last = self._recent[-1].number if self._recent else 0.0
+        numbers, counts, sizes = (
+            torch.tensor(column, dtype=torch.float64, device="cpu")
+            for column in ([e.number for e in entries], [e.n_windows for e in entries], [e.size for e in entries])
+        )
+        flat = torch.tensor([[*e.trace_cov, *e.grad_sq] for e in entries], dtype=torch.float64, device="cpu")
+        table = flat.reshape(len(entries), 2, len(self.groups)).permute(2, 0, 1)  # [groups, entries, 2]
+        alive = [self._index[name] for name in self.groups if name not in self._gone]
+        rows = {"": table[alive].sum(0), **{name: table[self._index[name]] for name in self.groups}}
+        ages = (self._recent[-1].number if self._recent else 0.0) - numbers
         since = self._first_windows()
         series = []
         for first in dict.fromkeys(since.values()):
             names = tuple(name for name in since if since[name] == first)
-            kept = [entry for entry in entries if entry.number >= first]
-            values = [[self._of(entry, name) for entry in kept] for name in names]
-            numbers, sizes = (
-                torch.tensor(column, dtype=torch.float64, device="cpu")
-                for column in ([entry.number for entry in kept], [entry.size for entry in kept])
+            kept = numbers >= first
+            sums = torch.stack([rows[name][kept] for name in names])
+            weights = torch.exp(-ages[kept] / self.horizon)
+            levels = (weights @ sums) / (weights @ counts[kept])  # [series, 2]
+            per_size = sums / sizes[kept, None]
+            series.append(
+                (
+                    names,
+                    Series(per_size[..., 0], per_size[..., 1], ages[kept], numbers[kept], levels[:, 0], levels[:, 1]),
+                )
             )
-            table = torch.tensor(values, dtype=torch.float64, device="cpu").reshape(len(names), len(kept), 2)
-            table = table / sizes[:, None]
-            series.append((names, Series(table[..., 0], table[..., 1], last - numbers, numbers)))
         return series
 
     def _first_windows(self) -> dict[str, int]:
@@ -226,27 +229,9 @@ class WindowHistory:
         since = {name: first for name, first in self._since.items() if name not in self._gone}
         return {"": max(since.values(), default=0), **since}
 
-    def levels(self) -> dict[str, WindowEstimate]:
-        """tr Σ and |G|² averaged over the horizon, of the total, under an empty name, and of each group that trains."""
-        entries = [*self._settled, *self._unsettled()]
-        last = self._recent[-1].number if self._recent else 0.0
-        levels = {}
-        since = self._first_windows()
-        for name, first in since.items():
-            kept = [entry for entry in entries if entry.number >= first]
-            if not kept:
-                continue
-            weights = [math.exp((entry.number - last) / self.horizon) for entry in kept]
-            total = math.fsum(w * entry.n_windows for w, entry in zip(weights, kept, strict=True))
-            sums = [0.0, 0.0]
-            for i in (0, 1):
-                sums[i] = math.fsum(w * self._of(entry, name)[i] for w, entry in zip(weights, kept, strict=True))
-            levels[name] = WindowEstimate(sums[0] / total, sums[1] / total)
-        return levels
-
-    def run_average(self) -> dict[str, RunningNoiseScale]:
-        """The run so far: the total, under an empty name, and each group that trains."""
-        average = {name: copy.copy(running) for name, running in self._average.items() if name not in self._gone}
+    def run_average(self) -> RunningNoiseScale:
+        """tr Σ and |G|² of the whole model, each over E|F|², averaged over the run so far."""
+        average = copy.copy(self._average)
         for entry in self._unsettled():
             self._add_to(average, entry)
         return average
@@ -257,15 +242,14 @@ class WindowHistory:
         Args:
             groups: all groups that changed.
             gone: those of which no parameter is left. They leave the total's past windows too. If other groups
-                changed, the total begins anew.
+                changed, the total begins anew. The run's average begins anew in any case.
             number: the first window with the new parameters.
         """
         gone = set(gone)
         for name in groups:
             self._since[name] = number
-            self._average[name] = RunningNoiseScale(math.inf)
             (self._gone.add if name in gone else self._gone.discard)(name)
-        self._average[""] = RunningNoiseScale(math.inf)
+        self._average = RunningNoiseScale(math.inf)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs; numbers, strings and containers of them."""
@@ -278,7 +262,7 @@ class WindowHistory:
             "recent": [_as_list(entry) for entry in self._recent],
             "since": dict(self._since),
             "gone": sorted(self._gone),
-            "average": {name: running.state_dict() for name, running in self._average.items()},
+            "average": self._average.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -303,13 +287,11 @@ class WindowHistory:
             check_count(f"{label}, since", state["since"], name)
         if not set(state["gone"]) <= set(self.groups):
             raise ValueError(f"{label}: unknown groups in {state['gone']!r:.60}: is it damaged?")
-        check_keys(f"{label}, average", state["average"], {"", *self.groups})
         settled, recent = (
             [_from_list(label, row, len(self.groups)) for row in state[name]] for name in ("settled", "recent")
         )
-        average = {name: RunningNoiseScale(math.inf) for name in ("", *self.groups)}
-        for name, running in average.items():
-            running.load_state_dict(state["average"][name])
+        average = RunningNoiseScale(math.inf)
+        average.load_state_dict(state["average"])
         self.windows, self.n_set_aside = state["windows"], state["n_set_aside"]
         self._settled, self._recent, self._average = settled, recent, average
         self._since = {name: state["since"][name] for name in self.groups}

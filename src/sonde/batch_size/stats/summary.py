@@ -22,10 +22,11 @@ _CERTAINTY = 0.99
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A series with its fit."""
+    """A series with its fit, and its tr Σ and |G|² averaged over the horizon; None before the first window."""
 
     fit: TrendFit
     series: Series
+    level: WindowEstimate | None
 
 
 def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> NoiseScaleReading:
@@ -41,34 +42,21 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> Noise
     doubted = RatioInterval("unresolved", None, None, next(iter(doubts.values()))) if doubts else None
     fitted = _fit(history, level)
     total = fitted[""]
-    interval = doubted or total.fit.interval
-    levels = {} if doubted else history.levels()
-    effective, most_effective = _effective_windows(total.series, history.horizon)
-    is_resolved = interval.status == "resolved"
-    pieces = averages.u * averages.effective_units if averages.u and averages.effective_units else None
+    own = _group(total, doubted)
+    is_resolved = own.status == "resolved"
+    advice, needed = ("", None) if doubted else _advice(averages, total)
     return NoiseScaleReading(
-        b_simple=total.fit.ratio if is_resolved else None,
-        low=interval.low,
-        high=interval.high,
-        status=interval.status,
-        reason=doubted.reason if doubted else _reason(averages, interval),
-        advice=""
-        if doubted
-        else advise(
-            interval.status,
-            total.fit.log_error,
-            windows=averages.windows,
-            effective=effective,
-            most_effective=most_effective,
-            horizon=history.horizon,
-            drift=total.fit.drift,
-            n_pieces=pieces,
-        ),
+        b_simple=own.b_simple,
+        low=own.low,
+        high=own.high,
+        status=own.status,
+        reason=doubted.reason if doubted else _reason(averages, total.fit.interval),
+        advice=advice,
         drift=total.fit.drift if is_resolved else None,
         drift_error=total.fit.drift_error if is_resolved else None,
-        average=None if doubted else _run_average(history.run_average()[""], level),
-        grad_sq=levels[""].grad_sq if "" in levels else None,
-        trace_cov=levels[""].trace_cov if "" in levels else None,
+        average=None if doubted else _run_average(history.run_average(), level),
+        grad_sq=own.grad_sq,
+        trace_cov=own.trace_cov,
         units_per_window=averages.units_per_window,
         effective_units=averages.effective_units,
         u=averages.u,
@@ -77,29 +65,43 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> Noise
         last_set_aside=history.last_set_aside,
         influence=None if doubted else _influence(total),
         dropped=dict(averages.dropped),
-        windows_needed=None
-        if doubted
-        else windows_needed(
-            total.fit.log_error, windows=averages.windows, effective=effective, most_effective=most_effective
-        ),
+        windows_needed=needed,
         consistency=averages.consistency,
         doubts=doubts,
         scale=averages.scale,
         scale_residual=averages.scale_residual,
         unit=unit,
-        groups={name: _group(fitted[name].fit, levels.get(name), doubted) for name in history.groups if name in fitted},
+        groups={name: _group(fitted[name], doubted) for name in history.groups if name in fitted},
     )
 
 
 def _fit(history: WindowHistory, level: float) -> dict[str, _Fitted]:
     """The trends of the total, under an empty name, and of each group."""
-    return {
-        name: _Fitted(fit, series)
-        for names, series in history.series()
-        for name, fit in zip(
-            names, fit_trends(series.trace_cov, series.grad_sq, series.ages, history.horizon, level=level), strict=True
-        )
-    }
+    fitted = {}
+    for names, series in history.series():
+        fits = fit_trends(series.trace_cov, series.grad_sq, series.ages, history.horizon, level=level)
+        means = zip(series.mean_trace_cov.tolist(), series.mean_grad_sq.tolist(), strict=True)
+        for name, fit, mean in zip(names, fits, means, strict=True):
+            fitted[name] = _Fitted(fit, series, WindowEstimate(*mean) if len(series.ages) else None)
+    return fitted
+
+
+def _advice(averages: NoiseScaleAverages, total: _Fitted) -> tuple[str, int | None]:
+    """What would make the noise scale known better, and the windows that are still needed for ± 20 %."""
+    history, fit = averages.history, total.fit
+    effective, most_effective = _effective_windows(total.series, history.horizon)
+    advice = advise(
+        fit.interval.status,
+        fit.log_error,
+        windows=averages.windows,
+        effective=effective,
+        most_effective=most_effective,
+        horizon=history.horizon,
+        drift=fit.drift,
+        n_pieces=averages.u * averages.effective_units if averages.u and averages.effective_units else None,
+    )
+    needed = windows_needed(fit.log_error, windows=averages.windows, effective=effective, most_effective=most_effective)
+    return advice, needed
 
 
 def _effective_windows(series: Series, horizon: float) -> tuple[float, float]:
@@ -155,11 +157,12 @@ def _reason(averages: NoiseScaleAverages, interval: RatioInterval) -> str:
     return max(dropped, key=dropped.__getitem__) if dropped else "no window has ended yet"
 
 
-def _group(fit: TrendFit, level: WindowEstimate | None, doubted: RatioInterval | None) -> GroupReading:
-    interval = doubted or fit.interval
+def _group(fitted: _Fitted, doubted: RatioInterval | None) -> GroupReading:
+    interval = doubted or fitted.fit.interval
+    level = None if doubted else fitted.level
     return GroupReading(
         status=interval.status,
-        b_simple=fit.ratio if interval.status == "resolved" else None,
+        b_simple=fitted.fit.ratio if interval.status == "resolved" else None,
         low=interval.low,
         high=interval.high,
         grad_sq=level.grad_sq if level else None,

@@ -36,7 +36,7 @@ _FASTEST_FALL, _FASTEST_RISE = -1.5, 3.0
 """Range of c: B_simple may fall by a factor of e^1.5, or rise by e^3, within a horizon."""
 _SPAN = 0.8
 """The horizon is at most this part of the windows seen. Chosen by coverage, as the shapes and the range of c."""
-_N_DRIFTS, _N_DRIFTS_NEAR, _N_RATIOS, _N_RATIOS_NEAR = 33, 33, 97, 17
+_N_DRIFTS, _N_DRIFTS_NEAR, _N_RATIOS, _N_RATIOS_NEAR = 33, 17, 65, 9
 """Points of the grids: of drifts over their range and near the root; of log B likewise."""
 _HOST: Any = {"dtype": torch.float64, "device": "cpu"}
 """Of all tensors made here, whatever default device the user has set."""
@@ -125,13 +125,20 @@ class _Solver:
         self.critical = critical / (1.0 + critical / n)
         self.moments_x = (self.weights * self.x) @ self.powers[:2].T  # [series, 2]
         self.squares_x = (self.weights.square() * self.x.square()) @ self.powers.T  # [series, 3]
+        k, squares, powers = self.weights[:, None], self.weights.square()[:, None], self.powers.T
+        x, y = self.x[..., None], self.y[..., None]  # [series, windows, 1]
+        self.columns = (
+            torch.cat([k * y * powers[:, :2], squares * x * y * powers], -1),
+            squares * y.square() * powers,
+        )
+        """What a growth e, and its square, are summed with over windows; [series, windows, 5] and [.., 3]."""
 
     def fits(self) -> list[TrendFit]:
         drifts = torch.linspace(_FASTEST_FALL, _FASTEST_RISE, _N_DRIFTS, **_HOST)
         growth = self._growth(drifts.expand(1, len(_SHAPES), -1))
         sums = self._sums(growth)
         roots = _Roots(self, drifts, sums[0])
-        near = torch.linspace(-5.0, 5.0, _N_DRIFTS_NEAR, **_HOST) * roots.drift_error.clamp(max=1.0)[..., None]
+        near = torch.linspace(-4.0, 4.0, _N_DRIFTS_NEAR, **_HOST) * roots.drift_error.clamp(max=1.0)[..., None]
         near = (roots.drift[..., None] + near).clamp(_FASTEST_FALL, _FASTEST_RISE)
         sums_near = self._sums(self._growth(near))
         quartic = self._quartic(*(torch.cat(pair, 1) for pair in zip(sums, sums_near, strict=True)))
@@ -144,13 +151,14 @@ class _Solver:
 
     def _sums(self, growth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Σk e y (1, τ), Σk² e x y (1, τ, τ²) and Σk² e² y² (1, τ, τ²): [series, candidates, 2 or 3]."""
-        k, squares = self.weights, self.weights.square()
-        grown = growth * self.y[:, None]  # [series, candidates, windows]
-        return (
-            (k * grown) @ self.powers[:2].T,
-            (squares * grown * self.x[:, None]) @ self.powers.T,
-            (squares * grown.square()) @ self.powers.T,
-        )
+        linear, quadratic = self.columns
+        if len(growth) == 1:  # the same candidates for all series: one product of two matrices
+            first, second = (
+                torch.einsum("cn,sna->sca", e, c) for e, c in ((growth[0], linear), (growth[0].square(), quadratic))
+            )
+        else:
+            first, second = growth @ linear, growth.square() @ quadratic
+        return first[..., :2], first[..., 2:], second
 
     def _quartic(self, moments_y: Tensor, products: Tensor, squares_y: Tensor) -> Tensor:
         """det(V)·(mᵀV⁻¹m − critical value) as a polynomial in B, lowest power first; [series, candidates, 5]."""
@@ -280,8 +288,8 @@ def _holds(quartic: Tensor, log_ratio: Tensor) -> Tensor:
     ratio = log_ratio.exp()[:, None, :]
     value = quartic[..., 4:5]
     for i in (3, 2, 1, 0):
-        value = value * ratio + quartic[..., i : i + 1]
-    return (value <= 0).any(1)
+        value = torch.addcmul(quartic[..., i : i + 1], value, ratio)
+    return value.amin(1) <= 0
 
 
 def _refine(quartic: Tensor, grid: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
