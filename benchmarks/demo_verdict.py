@@ -28,7 +28,7 @@ from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
 from sonde.demos.byte_lm.train import MAX_GRAD_NORM, next_byte_loss, rate_at
 
 CHECKPOINTS = (25, 50, 75, 100, 125, 150, 200)
-N_BLOCKS, SEQUENCES_PER_BLOCK, SEQUENCES_PER_PIECE = 10, 256, 4
+N_BLOCKS, SEQUENCES_PER_BLOCK, SEQUENCES_PER_PIECE = 8, 128, 8
 """Fresh sequences behind an exact value, in blocks that give its error."""
 ALLOWS: dict[Kind, tuple[Kind, ...]] = {
     "about_right_or_too_small": ("about_right", "too_small"),
@@ -164,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     setup = decide(DemoOptions(device="cpu"), Path("unused"), n_gpus=0, n_cores=2)
     lines = [
         "| window | exact B_simple | reading | held | old average | verdict | by the exact value | right |",

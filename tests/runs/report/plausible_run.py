@@ -25,7 +25,7 @@ def header_record(**changes: Any) -> Record:
         "tap": "leaf hooks",
         "groups": list(GROUPS),
         "parameters": 1_234_567,
-        "horizon": 100.0,
+        "horizon": 50.0,
         "log_every": 10,
         "level": 0.95,
         "metric": "euclidean",
@@ -68,6 +68,9 @@ def reading_record(
     window = log_every * (i + 1)
     metrics = {
         **_interval("gns/b_simple", status, true, width),
+        "gns/drift": math.log(50) / (n * log_every) if status == "resolved" else None,
+        "gns/drift_error": 1e-4 if status == "resolved" else None,
+        **_interval("gns/b_simple_average", "resolved", 4 * 50 ** (done / 2), 0.1),
         "gns/grad_sq": signal,
         "gns/trace_cov": noise,
         "gns/consistency": rng.gauss(1, 0.03),
@@ -90,6 +93,7 @@ def reading_record(
         "window": window,
         "status": status,
         "reason": "" if status == "resolved" else "|G|² cannot yet be distinguished from 0",
+        "advice": "" if status == "resolved" else "measure about 120 more windows",
         "metrics": metrics,
         "groups": {name: _group(status, true, width, signal, k, len(groups)) for k, name in enumerate(groups)},
         "dropped": {"a piece was not finite": 2},
@@ -143,6 +147,8 @@ def _interval(name: str, status: str, value: float, width: float) -> dict[str, f
             return {name: value, f"{name}_low": low, f"{name}_high": high}
         case "lower_bound":
             return {name: None, f"{name}_low": low, f"{name}_high": None}
+        case "upper_bound":
+            return {name: None, f"{name}_low": 0.0, f"{name}_high": high}
         case _:
             return {name: None, f"{name}_low": None, f"{name}_high": None}
 

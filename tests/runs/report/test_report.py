@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_how_this_was_measured_is_shown_with_its_numbers(tmp_path: Path) -> None
         "DistributedDataParallel, 2 data-parallel ranks, cpu, 1,234,567 parameters",
         "8 pieces per window.",
         "All sequences of a window have the same weight.",
-        "The average reaches back about 100 windows.",
+        "A window's weight falls by a factor of e in 50 windows.",
         "at 95 % confidence",
         "60 readings, one every 10 windows, up to window 600.",
         "2 windows: a piece was not finite",
@@ -85,7 +86,7 @@ def test_the_rest_of_the_set_up_is_shown(tmp_path: Path) -> None:
     more = {"horizon": None, "grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
     header = header_record(setup=header_record()["setup"] | more)
     text = visible_text(write_report(write_run(tmp_path, 3, header=header)))
-    assert "The average is over all windows." in text
+    assert "All windows weigh the same." in text
     assert "grad scaler: yes units per piece: 8" in text
     assert "comm hook" not in text
     assert "adam: squared norms are weighted as this optimizer weights gradients." in text
@@ -94,14 +95,18 @@ def test_the_rest_of_the_set_up_is_shown(tmp_path: Path) -> None:
 def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) -> None:
     metrics = reading_record(0, 1, status="resolved")["metrics"]
     known = {"gns/b_simple": 192.0, "gns/b_simple_low": 150.0, "gns/b_simple_high": 250.0}
+    known |= {"gns/b_simple_average": 80.0, "gns/b_simple_average_low": 70.0, "gns/b_simple_average_high": 90.0}
+    known |= {"gns/drift": math.log(2) / 60, "gns/drift_error": 1e-3}
     sink = JsonlSink(tmp_path)
     for record in (header_record(), reading_record(0, 1, status="resolved", metrics=metrics | known)):
         sink.write(record)
     sink.close()
     text = visible_text(write_report(tmp_path))
-    assert "Noise scale 192 sequences; between 150 and 250" in text
-    assert "Steps 4× the fewest possible" in text  # 1 + 192/64
-    assert "Sequences used 1.3× the fewest possible" in text  # 1 + 64/192
+    assert "Noise scale now 192 sequences; between 150 and 250; doubles every 60 windows" in text
+    assert "Average over the run 80 sequences; between 70 and 90" in text
+    # 1 + 192/64, 1 + 150/64 and 1 + 250/64; 1 + 64/192, 1 + 64/250 and 1 + 64/150
+    assert "Steps 4× the fewest possible; between 3.3× and 4.9×" in text
+    assert "Sequences used 1.3× the fewest possible; between 1.3× and 1.4×" in text
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,17 @@ def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) ->
     [
         (
             "lower_bound",
-            ["the noise scale is more than", "no upper limit known", "Steps ≥", "used, E/E min : at most this"],
+            [
+                "the noise scale is more than",
+                "no upper limit known",
+                "Measure about 120 more windows.",
+                "Steps ≥",
+                "used, E/E min : at most this",
+            ],
+        ),
+        (
+            "upper_bound",
+            ["the noise scale is less than", "no lower limit known", "Steps ≤", "used, E/E min : at least this"],
         ),
         (
             "unresolved",
