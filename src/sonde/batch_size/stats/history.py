@@ -22,8 +22,9 @@ _REACH = 4.0
 """Horizons that are kept. Older windows would have less than 2 % of the present one's weight."""
 _MOST_ENTRIES = 512
 """Entries kept. If the horizon is longer, neighbouring windows share an entry."""
-_LEAST_OUTWEIGHING = 30.0
-"""Fewest times its neighbours' size at which a window is set aside, however short the history."""
+_LEAST_OUTWEIGHING = 100.0
+"""Fewest times its neighbours' size at which a window is set aside, however short the history: ten times the gradient.
+Sound training has spikes below that when the learning rate has just risen."""
 _MOST_SET_ASIDE = 0.05
 """If more windows than this part of all would be set aside, they are what training is like, and are kept."""
 

@@ -11,8 +11,9 @@ for which some drift c brings mᵀV⁻¹m below its critical value is in the con
 with one nuisance parameter. At a given c the set is where a quartic in B is not positive, so that its ends, and
 whether it reaches 0 or infinity, are found without any root having to exist.
 
-The shape g(τ) = τ is an exponential trend. g(τ) = τ − s τ² changed faster in the past than now, as noise scales do
-early in training. Both are tried, so that the set holds the present value under either.
+The shape g(τ) = τ is an exponential trend. g(τ) = τ − s τ² rose faster in the past than now, as noise scales do early
+in training. Both are tried, so that the set holds the present value under either. For a fall, the second would leave
+nearly all weight to the few oldest windows, whose scatter tells nothing, so falls are exponential.
 
 Reference:
     J. H. Stock and J. H. Wright, "GMM with weak identification", Econometrica 68 (2000) 1055–1096.
@@ -31,7 +32,7 @@ from torch import Tensor
 from sonde.stats.intervals import RatioInterval, student_t_quantile
 
 _SHAPES = (0.0, 0.5)
-"""s in g(τ) = τ − s τ²."""
+"""s in g(τ) = τ − s τ², for a rise."""
 _FASTEST_FALL, _FASTEST_RISE = -1.5, 3.0
 """Range of c: B_simple may fall by a factor of e^1.5, or rise by e^3, within a horizon."""
 _SPAN = 0.8
@@ -108,7 +109,8 @@ class _Solver:
         weights = _kernel(ages, self.horizon)
         self.weights = weights / weights.sum()
         time = -ages / self.horizon
-        self.growths = torch.stack([time - shape * time * time for shape in _SHAPES])  # [shapes, windows]
+        self.time = time
+        self.bends = torch.tensor(_SHAPES, **_HOST)[:, None] * time * time  # s τ², [shapes, windows]
         self.powers = torch.stack([torch.ones_like(time), time, time * time])  # 1, τ, τ²
         # In natural sizes the answer is near 1, whatever the units of the gradient.
         size_x = (self.weights * x).sum(1).abs()
@@ -147,7 +149,8 @@ class _Solver:
 
     def _growth(self, drifts: Tensor) -> Tensor:
         """e^(c g(τ)): [series or 1, shapes, drifts] → [series or 1, shapes · drifts, windows]."""
-        return torch.exp(drifts[..., None] * self.growths[None, :, None, :]).flatten(1, 2)
+        exponent = drifts[..., None] * self.time - drifts.clamp(min=0.0)[..., None] * self.bends[:, None, :]
+        return torch.exp(exponent).flatten(1, 2)
 
     def _sums(self, growth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Σk e y (1, τ), Σk² e x y (1, τ, τ²) and Σk² e² y² (1, τ, τ²): [series, candidates, 2 or 3]."""
@@ -241,9 +244,9 @@ class _Roots:
         level = (solver.weights * grown).sum(-1)
         self.log_ratio = (solver.moments_x[:, :1] / level).clamp(min=1e-4).log().nan_to_num(0.0, 0.0, 0.0)
         model = solver.weights * self.log_ratio.exp()[..., None] * grown  # −∂m/∂log B, before summing over windows
+        shape = solver.time - torch.where(self.drift[..., None] > 0, solver.bends, 0.0)  # g, [series, shapes, windows]
         jacobian = torch.stack(
-            [torch.stack([(model * p).sum(-1), (model * p * solver.growths).sum(-1)], -1) for p in solver.powers[:2]],
-            -2,
+            [torch.stack([(model * p).sum(-1), (model * p * shape).sum(-1)], -1) for p in solver.powers[:2]], -2
         )
         determinant = jacobian.det()
         self.exists = self.exists & (level > 0) & (determinant.abs() > 1e-12)

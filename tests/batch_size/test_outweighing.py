@@ -1,0 +1,44 @@
+"""One broken batch, end to end: an alert names its window, and the reading is as if it had not been."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.batch_size.loops import attached
+
+SPIKE = 30
+
+
+def test_a_window_with_inputs_300_times_too_large_does_not_count() -> None:
+    readings = {}
+    for name in ("broken", "sound"):
+        torch.manual_seed(1)
+        model, generator = nn.Linear(6, 1), torch.Generator().manual_seed(0)
+        with attached(model, horizon=50.0, log_every=1) as probe:
+            for window in range(1, 61):
+                for _ in range(4):
+                    inputs = torch.randn(8, 6, generator=generator)
+                    scale = 300.0 if name == "broken" and window == SPIKE else 1.0
+                    with probe.piece(units=8):
+                        (model(scale * inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+                probe.step()
+                model.zero_grad()
+                if window == SPIKE and name == "broken":
+                    assert probe.reading().b_simple is not None  # at once, before its neighbours are known
+            readings[name] = probe.reading()
+            if name == "broken":
+                assert f"window {SPIKE} had" in probe.alerts["outweighs"]
+                assert "without it" in probe.alerts["outweighs"]
+            else:
+                assert probe.alerts == {}
+    broken, sound = readings["broken"], readings["sound"]
+    assert (broken.set_aside, broken.windows, sound.set_aside) == (1, 60, 0)
+    assert broken.b_simple is not None
+    assert sound.b_simple is not None
+    assert abs(broken.b_simple / sound.b_simple - 1) < 0.1  # one window of 60 is missing
+    assert broken.average is not None
+    assert sound.average is not None
+    assert broken.average.b_simple is not None
+    assert sound.average.b_simple is not None
+    assert abs(broken.average.b_simple / sound.average.b_simple - 1) < 0.1
