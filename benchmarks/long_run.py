@@ -105,7 +105,7 @@ def write_log(log: RunLog, n_windows: int) -> float:
         loss = 2 + 8 * math.exp(-3 * number / n_windows) + rng.gauss(0, 0.1)
         scalars = {"loss": loss, "learning_rate": 3e-4 * (1 - number / n_windows), "grad/clip_fraction": 0.0}
         window = MeasuredWindow(row, number, began + 0.5 * number, 2e-4 * rng.gauss(1, 0.1), "leaf hooks", scalars)
-        noise.window(window, drop, tracker.norm)
+        noise.window(window, drop, tracker.last.norm if tracker.last is not None else None)
     noise.end("training ended")
     return time.perf_counter() - start
 

@@ -30,7 +30,8 @@ def test_a_frozen_block_leaves_the_averages() -> None:
     never = small_model()
     never[0].requires_grad_(False)
     with attached(never) as probe:
-        windows_of(never, probe, 10, seed=5)
+        for n, seed in ((20, 0), (2, 1), (10, 5)):
+            windows_of(never, probe, n, seed=seed)
         expected = probe.reading()
     model = small_model()
     with attached(model, log_every=1) as probe:
@@ -41,12 +42,11 @@ def test_a_frozen_block_leaves_the_averages() -> None:
         windows_of(model, probe, 10, seed=5)
         reading = probe.reading()
         assert "0.weight" in probe.alerts["frozen"]
-    # Two windows were frozen before the change counted: the averages start with the third.
-    assert reading.windows == 10
+    # The block leaves the windows of the past too.
+    assert reading.windows == expected.windows == 32
     assert reading.trace_cov == pytest.approx(expected.trace_cov, rel=1e-6)
     assert reading.grad_sq == pytest.approx(expected.grad_sq, rel=1e-6)
-    assert reading.groups["2"].trace_cov is not None
-    assert reading.groups["0"].trace_cov == pytest.approx(0.0, abs=1e-9)
+    assert "0" not in reading.groups
 
 
 def test_a_block_that_is_trained_again_starts_the_averages_again() -> None:
@@ -58,7 +58,10 @@ def test_a_block_that_is_trained_again_starts_the_averages_again() -> None:
         model[0].requires_grad_(True)
         windows_of(model, probe, 5)
         assert list(probe.alerts) == ["frozen", "unfrozen"]
-        assert probe.reading().windows == 3
+        assert probe.reading().windows == 15
+        by_name = {name: s.numbers.tolist() for names, s in probe._tracker._averages.history.series() for name in names}
+        assert by_name[""] == by_name["0"] == [11, 12, 13, 14, 15]  # since it was trained again
+        assert by_name["2"] == list(range(1, 16))
 
 
 def test_a_block_that_is_cut_off_leaves_the_averages() -> None:
@@ -69,7 +72,8 @@ def test_a_block_that_is_cut_off_leaves_the_averages() -> None:
         assert probe.alerts == {}
         windows_of(model, probe, 3, cut=True)
         assert "0.bias" in probe.alerts["frozen"]
-        assert probe.reading().windows == 3
+        assert probe.reading().windows == 42
+        assert "0" not in probe.reading().groups
 
 
 class TwoBranches(nn.Module):
