@@ -205,5 +205,11 @@ def test_each_window_is_logged_on_request_and_can_be_computed_with_again(tmp_pat
         group_values = [w.groups["1"][name.removeprefix("gns/")] or 0.0 for w in windows]
         own_group = getattr(reading.groups["1"], name.removeprefix("gns/"))
         assert sum(group_values) / len(values) == pytest.approx(own_group, rel=1e-7)
+    replayed = list(sonde.replay_windows(windows, horizon=math.inf))
+    assert [r.window for r in replayed] == [w.window for w in windows]
+    for fit, own in ((replayed[-1].total, reading), (replayed[-1].groups["1"], reading.groups["1"])):
+        assert fit.interval.status == own.status
+        assert (fit.interval.low, fit.interval.high) == pytest.approx((own.low, own.high), rel=1e-6)
+        assert fit.ratio == (None if own.b_simple is None else pytest.approx(own.b_simple, rel=1e-6))
     assert len(read_run(tmp_path).readings) == 3
     assert sum(line["kind"] == "columns" and line["of"] == "window" for line in _lines(tmp_path)) == 1
