@@ -74,3 +74,26 @@ def test_pieces_without_any_noise_raise_the_doubt_of_the_same_data() -> None:
     reading = summarise(averages_of(10, noise=0.0), unit="rows", level=0.95)
     assert list(reading.doubts) == ["same_data"]
     assert reading.b_simple is None
+
+
+def test_old_windows_say_nothing_about_now() -> None:
+    averages = averages_of(60)
+    for _ in range(40):
+        averages.n_seen += 1
+        averages.drop(Drop("not_finite", "a loss was NaN"), SOUND)
+    reading = summarise(averages, unit="rows", level=0.95)
+    assert (reading.status, reading.b_simple) == ("unresolved", None)
+    assert reading.reason == "the last 40 windows could not be used: a loss was NaN"
+
+
+def test_a_few_missing_windows_are_bridged() -> None:
+    averages = averages_of(60)
+    expected = summarise(averages, unit="rows", level=0.95)
+    for _ in range(5):
+        averages.n_seen += 1
+        averages.drop(Drop("not_finite", "a loss was NaN"), SOUND)
+    reading = summarise(averages, unit="rows", level=0.95)
+    assert reading.status == "resolved"
+    assert reading.low is not None
+    assert expected.low is not None
+    assert reading.low < expected.low  # the trend is carried on over them

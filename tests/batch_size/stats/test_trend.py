@@ -176,3 +176,46 @@ def test_effective_windows_of_the_kernel() -> None:
     ages = torch.arange(1000, dtype=F64)
     assert effective_windows(ages, 50.0) == pytest.approx(100, rel=0.01)  # 2 h of an exponential kernel
     assert effective_windows(ages, math.inf) < 1000  # the horizon stays within the windows seen
+
+
+@pytest.mark.parametrize("factor", [5.0, 0.2])
+def test_after_a_jump_the_past_is_given_up(factor: float) -> None:
+    """A jump 15 windows ago: one trend over all windows would be far off, and its interval narrow."""
+    n_held, n_resolved = 0, 0
+    for seed in range(20):
+        x, y, ages = series(150, noise_x=0.1, noise_y=0.1, seed=seed)
+        before = ages >= 15
+        x = torch.where(before, x / factor, x)
+        (fit,) = fit_trends(x, y, ages, 50.0)
+        low, high = fit.interval.low, fit.interval.high
+        n_held += low is None or high is None or low <= 50.0 <= high
+        n_resolved += fit.interval.status == "resolved"
+    assert n_held >= 16  # an interval that is not known holds every value
+    assert n_resolved >= 4
+
+
+def test_a_steady_series_keeps_its_horizon() -> None:
+    """The check for jumps is rarely wrong: intervals of half the horizon would be 1.4 times as wide."""
+    widths = []
+    for seed in range(100):
+        (fit,) = fit_trends(*series(200, noise_x=0.1, noise_y=0.1, seed=seed), 50.0)
+        widths.append(math.log((fit.interval.high or math.nan) / (fit.interval.low or math.nan)))
+    typical = sorted(widths)[50]
+    assert sum(width > 1.3 * typical for width in widths) <= 3
+
+
+@pytest.mark.parametrize("horizon", [3.0, 5.0, 10.0])
+def test_short_horizons_give_two_ends(horizon: float) -> None:
+    (fit,) = fit_trends(*series(60, noise_x=0.05, noise_y=0.05), horizon)
+    assert fit.interval.status == "resolved"
+
+
+def test_an_estimate_never_sits_on_the_end_of_its_interval() -> None:
+    """Series that rise faster than the range of drifts have no root."""
+    for seed in range(30):
+        (fit,) = fit_trends(*series(40, drift=0.12, seed=seed), 50.0)
+        if fit.ratio is not None:
+            assert fit.interval.low is not None
+            assert fit.interval.high is not None
+            assert fit.interval.low * 1.01 < fit.ratio < fit.interval.high * 0.99
+            assert fit.log_error is not None

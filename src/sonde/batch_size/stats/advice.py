@@ -75,18 +75,14 @@ def advise(
         if effective < 0.9 * most_effective:
             return "measure more windows; how many cannot be computed before |G|² is positive"
         return "use a longer horizon, or more units in each window; how much cannot be computed before |G|² is positive"
-    more = windows_needed(log_error, windows=windows, effective=effective, most_effective=most_effective, target=target)
-    if more is not None:
-        return f"measure about {max(more, 5)} more windows"
-    factor = effective / most_effective * (log_error / target) ** 2  # of variance, once the horizon is filled
-    longer = math.ceil(horizon * factor / 10) * 10
-    if abs(drift or 0.0) * longer <= _MOST_DRIFT:
-        return f"use a horizon of about {longer} windows"
-    if n_pieces is not None and n_pieces > 1 and (most := n_pieces / (n_pieces - 1)) > 1.05 * factor:
-        # The variance of |G|² from m equal pieces of one batch is in proportion to m/(m − 1).
-        left = most / factor
-        return f"split each batch into {math.ceil(left / (left - 1) - 1e-9)} or more pieces"
-    return (
-        f"use about {math.sqrt(factor):.1f} times as many units in each window; the noise scale drifts too fast for a "
-        "longer horizon"
-    )
+    more = None
+    if effective <= 0.9 * most_effective:
+        more = windows_needed(
+            log_error, windows=windows, effective=effective, most_effective=most_effective, target=target
+        )
+
+
+def _rounded(count: float) -> int:
+    """Two digits, upwards: the count is no better known, and a log repeats it less often."""
+    step = int(10 ** max(math.floor(math.log10(count)) - 1, 0))
+    return math.ceil(count / step - 1e-9) * step

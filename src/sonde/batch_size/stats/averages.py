@@ -37,6 +37,8 @@ class NoiseScaleAverages:
         self.changed = ChangedGradients(self._decay)
         self.neighbours = NeighbourWatch(self._decay)
         self.dropped: dict[str, int] = {}
+        self.last_drop = ""
+        """Why the last window that was dropped was; not kept in the state."""
         self.effective_units: float | None = None
         self.u: float | None = None
         self.scale: float | None = None
@@ -52,6 +54,7 @@ class NoiseScaleAverages:
 
     def drop(self, drop: Drop, scale: ScaleReading) -> None:
         """Count a window that cannot be used."""
+        self.last_drop = drop.reason
         self.changed.update(scale, why_changed=drop.reason if drop.kind == "changed" else None, averaged=False)
         self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
 

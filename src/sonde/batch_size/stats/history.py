@@ -191,8 +191,11 @@ class WindowHistory:
         trace_cov, grad_sq = (math.fsum(values[i] for i in alive) for values in (entry.trace_cov, entry.grad_sq))
         average.update(WindowEstimate(trace_cov / entry.size, grad_sq / entry.size))
 
-    def series(self) -> list[tuple[tuple[str, ...], Series]]:
+    def series(self, now: float | None = None) -> list[tuple[tuple[str, ...], Series]]:
         """The windows of the total, under an empty name, and of each group that trains.
+
+        Args:
+            now: number of the present window, from which ages are counted; by default the last window added.
 
         Returns:
             Names, and their series as rows of one `Series`; one pair for each set of windows. The sets differ only if
@@ -207,7 +210,7 @@ class WindowHistory:
         table = flat.reshape(len(entries), 2, len(self.groups)).permute(2, 0, 1)  # [groups, entries, 2]
         alive = [self._index[name] for name in self.groups if name not in self._gone]
         rows = {"": table[alive].sum(0), **{name: table[self._index[name]] for name in self.groups}}
-        ages = (self._recent[-1].number if self._recent else 0.0) - numbers
+        ages = (self.last_window if now is None else now) - numbers
         since = self._first_windows()
         series = []
         for first in dict.fromkeys(since.values()):
@@ -224,6 +227,11 @@ class WindowHistory:
                 )
             )
         return series
+
+    @property
+    def last_window(self) -> float:
+        """Number of the last window added; 0 before the first."""
+        return self._recent[-1].number if self._recent else 0.0
 
     def _first_windows(self) -> dict[str, int]:
         """The first window that counts: for the total, under an empty name, and for each group that trains."""
@@ -296,7 +304,9 @@ class WindowHistory:
         self.windows, self.n_set_aside = state["windows"], state["n_set_aside"]
         self._settled, self._recent, self._average = settled, recent, average
         self._since = {name: state["since"][name] for name in self.groups}
-        self._gone = set(state["gone"])
+        # Groups that were frozen may train now. If they do not, they are noticed again, and leave again.
+        self._since |= dict.fromkeys(state["gone"], round(self.last_window) + 1)
+        self._gone = set()
 
 
 def _as_list(entry: _Entry) -> list[float]:

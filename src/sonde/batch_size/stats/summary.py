@@ -10,12 +10,14 @@ import torch
 from sonde.batch_size.stats.advice import advise, windows_needed
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.consistency import same_data
-from sonde.batch_size.stats.history import Series, WindowHistory
+from sonde.batch_size.stats.history import Series
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.reading import GroupReading, Influence, NoiseScaleReading, RunAverage
 from sonde.batch_size.stats.trend import TrendFit, effective_windows, fit_trends
 from sonde.stats.intervals import RatioInterval
 
+_MOST_MISSING = 0.25
+"""Share of the horizon for which the last windows may be missing before nothing is known about now."""
 _CERTAINTY = 0.99
 """Confidence level of the check that pieces hold different data."""
 
@@ -39,8 +41,9 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> Noise
     """
     history = averages.history
     doubts = _doubts(averages)
-    doubted = RatioInterval("unresolved", None, None, next(iter(doubts.values()))) if doubts else None
-    fitted = _fit(history, level)
+    why = next(iter(doubts.values())) if doubts else _stale(averages)
+    doubted = RatioInterval("unresolved", None, None, why) if why else None
+    fitted = _fit(averages, level)
     total = fitted[""]
     own = _group(total, doubted)
     is_resolved = own.status == "resolved"
@@ -75,11 +78,21 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> Noise
     )
 
 
-def _fit(history: WindowHistory, level: float) -> dict[str, _Fitted]:
+def _stale(averages: NoiseScaleAverages) -> str:
+    """Why the last windows say nothing about now; empty where they do."""
+    history = averages.history
+    missing = averages.n_seen - round(history.last_window)
+    if not averages.windows or missing <= max(_MOST_MISSING * min(history.horizon, averages.windows), 5):
+        return ""
+    last = f": {averages.last_drop}" if averages.last_drop else ""
+    return f"the last {missing} windows could not be used{last}"
+
+
+def _fit(averages: NoiseScaleAverages, level: float) -> dict[str, _Fitted]:
     """The trends of the total, under an empty name, and of each group."""
-    fitted = {}
-    for names, series in history.series():
-        fits = fit_trends(series.trace_cov, series.grad_sq, series.ages, history.horizon, level=level)
+    fitted, horizon = {}, averages.history.horizon
+    for names, series in averages.history.series(averages.n_seen):
+        fits = fit_trends(series.trace_cov, series.grad_sq, series.ages, horizon, level=level)
         means = zip(series.mean_trace_cov.tolist(), series.mean_grad_sq.tolist(), strict=True)
         for name, fit, mean in zip(names, fits, means, strict=True):
             fitted[name] = _Fitted(fit, series, WindowEstimate(*mean) if len(series.ages) else None)
@@ -152,9 +165,11 @@ def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
 def _reason(averages: NoiseScaleAverages, interval: RatioInterval) -> str:
     """Why B_simple is not resolved; empty when it is resolved."""
     dropped = averages.dropped
-    if averages.windows or interval.status == "resolved":
+    if interval.status != "unresolved" or averages.windows > sum(dropped.values()):
         return interval.reason
-    return max(dropped, key=dropped.__getitem__) if dropped else "no window has ended yet"
+    if dropped:
+        return max(dropped, key=dropped.__getitem__)
+    return interval.reason if averages.windows else "no window has ended yet"
 
 
 def _group(fitted: _Fitted, doubted: RatioInterval | None) -> GroupReading:

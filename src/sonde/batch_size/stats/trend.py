@@ -23,7 +23,7 @@ Reference:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,18 @@ _SHAPES = (0.0, 0.5)
 """s in g(τ) = τ − s τ², for a rise."""
 _FASTEST_FALL, _FASTEST_RISE = -1.5, 3.0
 """Range of c: B_simple may fall by a factor of e^1.5, or rise by e^3, within a horizon."""
+_FASTEST_PER_WINDOW = 0.1
+"""Largest |c| per window, for short horizons: B_simple doubles in no less than 7 windows."""
+_WIDEST = 1000.0
+"""A two-sided interval whose ends differ by more than this factor is given as the lower bound that it is."""
+_RECENT = (7.0, 2.0)
+"""Weights e^(7 τ) and e^(2 τ) of the check that the trend fits the last windows, an eighth and a third of a horizon."""
+_MISFIT = 3.5
+"""Standard errors by which the last windows' residuals must differ from 0 before the horizon is halved."""
+_SHORTEST = 12.0
+"""Shortest horizon in windows that is checked, or that a misfit leads to."""
+_REACH = 4.0
+"""Horizons within which windows count; older ones would have less than 2 % of the present one's weight."""
 _SPAN = 0.8
 """The horizon is at most this part of the windows seen. Chosen by coverage, as the shapes and the range of c."""
 _N_DRIFTS, _N_DRIFTS_NEAR, _N_RATIOS, _N_RATIOS_NEAR = 33, 17, 65, 9
@@ -51,10 +63,12 @@ class TrendFit:
 
     Attributes:
         interval: confidence interval of the present ratio.
-        ratio: the estimate; None unless the interval is two-sided.
-        drift: change of log(ratio) per window, now; None unless the interval is two-sided.
+        ratio: the estimate; None unless the interval is two-sided. Where the moments have no root in the range of
+            drifts, it is the middle of the interval on a log scale.
+        drift: change of log(ratio) per window, now; None without roots, or unless the interval is two-sided.
         drift_error: standard error of the drift.
-        log_error: standard error of log(ratio) to first order; None where the moments have no root.
+        log_error: standard error of log(ratio), to first order, or from the interval's width; None where neither is
+            known.
         influence: change of log(ratio) that each window makes, to first order, [windows]; empty without a root.
     """
 
@@ -84,7 +98,20 @@ def fit_trends(x: Tensor, y: Tensor, ages: Tensor, horizon: float, *, level: flo
     if n_windows < _MIN_WINDOWS:
         return [TrendFit(_unresolved(f"{n_windows} windows are too few for an interval: measure more"))] * n_series
     solver = _Solver(x, y, ages, horizon, level)
-    return solver.fits()
+    fits = solver.fits()
+    # A noise scale that has jumped is no trend. Then the past is given up, half by half, until a trend fits.
+    misfits = [i for i, misfit in enumerate(solver.misfits) if misfit]
+    if misfits:
+        horizon = solver.horizon / 2
+        if horizon < _SHORTEST:
+            reason = "the noise scale has just changed by more than a trend can follow: measure more windows"
+            shorter = [TrendFit(_unresolved(reason))] * len(misfits)
+        else:
+            kept = ages <= _REACH * horizon
+            shorter = fit_trends(x[misfits][:, kept], y[misfits][:, kept], ages[kept], horizon, level=level)
+        for i, fit in zip(misfits, shorter, strict=True):
+            fits[i] = replace(fit, influence=())
+    return fits
 
 
 def effective_windows(ages: Tensor, horizon: float) -> float:
@@ -136,15 +163,18 @@ class _Solver:
         """What a growth e, and its square, are summed with over windows; [series, windows, 5] and [.., 3]."""
 
     def fits(self) -> list[TrendFit]:
-        drifts = torch.linspace(_FASTEST_FALL, _FASTEST_RISE, _N_DRIFTS, **_HOST)
+        fastest = _FASTEST_PER_WINDOW * self.horizon
+        slowest, fastest = max(_FASTEST_FALL, -fastest), min(_FASTEST_RISE, fastest)
+        drifts = torch.linspace(slowest, fastest, _N_DRIFTS, **_HOST)
         growth = self._growth(drifts.expand(1, len(_SHAPES), -1))
         sums = self._sums(growth)
         roots = _Roots(self, drifts, sums[0])
         near = torch.linspace(-4.0, 4.0, _N_DRIFTS_NEAR, **_HOST) * roots.drift_error.clamp(max=1.0)[..., None]
-        near = (roots.drift[..., None] + near).clamp(_FASTEST_FALL, _FASTEST_RISE)
+        near = (roots.drift[..., None] + near).clamp(slowest, fastest)
         sums_near = self._sums(self._growth(near))
         quartic = self._quartic(*(torch.cat(pair, 1) for pair in zip(sums, sums_near, strict=True)))
         low, high = self._ends(quartic, roots)
+        self.misfits = roots.misfits.tolist() if self.horizon >= _SHORTEST else [False] * len(self.x)
         return [self._fit(i, float(low[i]), float(high[i]), roots) for i in range(len(self.x))]
 
     def _growth(self, drifts: Tensor) -> Tensor:
@@ -201,10 +231,14 @@ class _Solver:
         influence = tuple(roots.influence[i].tolist()) if has_root else ()
         if interval.status != "resolved":
             return TrendFit(interval, log_error=log_error, influence=influence)
-        # Between the shapes, and never outside its own interval.
-        ratio = min(max(math.exp(float(roots.log_ratio[i].mean())), low), high) * unit
+        if log_error is None:  # without roots, the middle of the interval on a log scale
+            middle = math.sqrt(low * high)
+            return TrendFit(interval, middle * unit, log_error=math.log(high / low) / (2 * self.t))
+        ratio = math.exp(float(roots.log_ratio[i].mean()))  # between the shapes
         drift, drift_error = (float(v[i].mean()) / self.horizon for v in (roots.drift, roots.drift_error))
-        return TrendFit(interval, ratio, drift, drift_error if has_root else None, log_error, influence)
+        if not low <= ratio <= high:
+            ratio = math.sqrt(low * high)
+        return TrendFit(interval, ratio * unit, drift, drift_error, log_error, influence)
 
 
 class _Roots:
@@ -258,6 +292,25 @@ class _Roots:
         errors = torch.where(self.exists[..., None], errors, 0.0)
         self.log_error, self.drift_error = errors[..., 0], errors[..., 1]
         self.influence = change[..., 0, :].mean(1)
+        self.misfits = self._misfits(solver, residual, model, shape, change)
+
+    def _misfits(self, solver: _Solver, residual: Tensor, model: Tensor, shape: Tensor, change: Tensor) -> Tensor:
+        """Whether the last windows' residuals contradict every shape; [series].
+
+        Two errors of their weighted sum are tried, and the smaller one counts. After a jump up, old windows are quiet:
+        the scatter between neighbours shows it. After a jump down, the scatter of the residuals themselves does.
+        """
+        contradicted = torch.zeros_like(self.exists)
+        differences = (residual / solver.weights).diff(dim=-1).square() / 2
+        for rate in _RECENT:
+            recent = torch.exp(rate * solver.time)
+            slope = torch.stack([(model * recent).sum(-1), (model * shape * recent).sum(-1)], -1)
+            parts = residual * recent - (slope[..., None, :] @ change)[..., 0, :]  # B and c were fitted
+            between = differences * (solver.weights * recent)[1:].square()
+            error = torch.minimum(parts.square().sum(-1), between.sum(-1)).sqrt()
+            of_rounding = 1e-9 * (model * recent).abs().sum(-1)
+            contradicted |= (residual * recent).sum(-1).abs() > _MISFIT * error + of_rounding
+        return (contradicted & self.exists).all(1)
 
 
 def _interval(low: float, high: float) -> RatioInterval:
@@ -265,7 +318,7 @@ def _interval(low: float, high: float) -> RatioInterval:
         return _unresolved(
             "the noise scale changes faster than a trend over the horizon can follow: use a shorter horizon"
         )
-    if low > 0 and math.isfinite(high):
+    if low > 0 and high <= _WIDEST * low:
         return RatioInterval("resolved", low, high)
     if low > 0:
         return RatioInterval("lower_bound", low, math.inf, "|G|² cannot yet be distinguished from 0")
