@@ -80,6 +80,21 @@ def advise(
         more = windows_needed(
             log_error, windows=windows, effective=effective, most_effective=most_effective, target=target
         )
+    if more is not None:
+        return f"measure about {_rounded(max(more, 5))} more windows"
+    # Of variance, once the horizon is filled. Below 1.5, a remedy would change little.
+    factor = max(effective / most_effective * (log_error / target) ** 2, 1.5)
+    longer = _rounded(horizon * factor)
+    if abs(drift or 0.0) * longer <= _MOST_DRIFT:
+        return f"use a horizon of about {longer} windows"
+    if n_pieces is not None and n_pieces > 1 and (most := n_pieces / (n_pieces - 1)) > 1.05 * factor:
+        # The variance of |G|² from m equal pieces of one batch is in proportion to m/(m − 1).
+        left = most / factor
+        return f"split each batch into {math.ceil(left / (left - 1) - 1e-9)} or more pieces"
+    return (
+        f"use about {math.sqrt(factor):.1f} times as many units in each window; the noise scale drifts too fast for a "
+        "longer horizon"
+    )
 
 
 def _rounded(count: float) -> int:
