@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -336,3 +337,24 @@ def _end_without_a_process_group() -> list[str]:
 
 def test_only_the_first_rank_writes_even_once_its_process_group_is_gone(ranks2: Ranks) -> None:
     assert ranks2(_end_without_a_process_group) == [["header", "reading", "end"], []]
+
+
+def test_a_metric_that_no_number_can_hold_is_refused_by_name() -> None:
+    class Huge:
+        def metrics(self) -> Mapping[str, float | None]:
+            return {"my/x": 10**400}
+
+    with pytest.raises(ValueError, match="the metric 'my/x' is larger than a 64-bit number can be"):
+        sonde.RunLog([]).measure(Huge(), 1)  # type: ignore[arg-type]
+
+
+def test_a_log_that_another_thread_begins_says_that_it_hears_no_signal(caplog: pytest.LogCaptureFixture) -> None:
+    def begin() -> None:
+        sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(Recording()), verbose=False).close()
+
+    begin()
+    assert "main thread" not in caplog.text
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    assert "SIGTERM will leave no end record" in caplog.text

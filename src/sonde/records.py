@@ -212,6 +212,11 @@ class RunLog:
             self._has_begun = True
             if self._is_first_rank and self._sinks:
                 self._termination = OnTermination(self._note_termination, self._write_reports)
+                if not self._termination.in_main_thread:
+                    logger.warning(
+                        "sonde: the log was begun outside the main thread, and only that thread hears signals. SIGTERM "
+                        "will leave no end record and no report: make the first probe in the main thread"
+                    )
         self._metrics |= dict.fromkeys(metrics, writes)
 
     def write(self, kind: str, **content: object) -> None:
@@ -344,7 +349,12 @@ def _metric_value(name: str, value: object) -> float | None:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"the metric {name!r} must be a number or None, got {value!r:.60}")
-    return json_number(float(value))
+    try:
+        return json_number(float(value))
+    except OverflowError:
+        raise ValueError(
+            f"the metric {name!r} is larger than a 64-bit number can be: pass None, or its logarithm"
+        ) from None
 
 
 def json_number(value: float | None) -> float | None:

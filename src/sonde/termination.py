@@ -28,8 +28,8 @@ class OnTermination:
         self._pid = os.getpid()
         self._previous: Any = signal.getsignal(signal.SIGTERM)
         # Only the main thread can listen. A handler made in C (None) could not be called.
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._is_on = in_main_thread and self._previous not in (None, signal.SIG_IGN)
+        self.in_main_thread = threading.current_thread() is threading.main_thread()
+        self._is_on = self.in_main_thread and self._previous not in (None, signal.SIG_IGN)
         if self._is_on:
             signal.signal(signal.SIGTERM, self)
 
