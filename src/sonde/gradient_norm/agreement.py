@@ -81,14 +81,15 @@ class Ballot:
     """What this rank adds to one sum over ranks: digests as numbers, and power sums that stay on the device.
 
     Args:
-        kind: of the order, one of `KINDS`.
+        kind: of the order, one of `KINDS`; None if this rank's order is not known.
         uses_max: the collective takes the maximum over ranks, not the sum.
     """
 
-    def __init__(self, kind: str, *, uses_max: bool) -> None:
+    def __init__(self, kind: str | None, *, uses_max: bool) -> None:
         self._uses_max = uses_max
         self._numbers = [0.0] * N_SLOTS
-        self._numbers[_KIND_AT + KINDS.index(kind)] = 1.0
+        if kind is not None:
+            self._numbers[_KIND_AT + KINDS.index(kind)] = 1.0
         self._powers: dict[int, list[tuple[Tensor, Place]]] = {}
         self._ties: list[tuple[int, Tensor, int]] = []
 
@@ -178,6 +179,12 @@ def which(disagreeing: Sequence[bool]) -> tuple[str, int]:
     names = ["kind", *DIGESTS, *_COPIES]
     first = list(disagreeing).index(True)
     return (names[first], -1) if first < len(names) else ("tie", first - len(names))
+
+
+def second_sum_follows(slots: Tensor) -> bool:
+    """Whether all ranks whose order is known make a second sum. Waits for the device."""
+    voted = dict(zip(KINDS, (slots[_KIND_AT:_DIGEST_AT] > 0).tolist(), strict=True))
+    return voted.pop("above 6") and not any(voted.values())
 
 
 def tie_slot(shape: Sequence[int]) -> int:
