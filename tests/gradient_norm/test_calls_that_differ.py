@@ -136,3 +136,45 @@ def _same_threshold(first: Any, second: Any) -> str:
 )
 def test_one_threshold_written_in_two_ways_is_the_same(ranks2: Ranks, first: Any, second: Any) -> None:
     assert ranks2(_same_threshold, first, second) == ["no error: 2.0"] * 2
+
+
+def _copies_up_to_rounding(dtype: torch.dtype, n: int, n_ulps: float) -> list[str]:
+    """Independent differences of up to so many units in the last place, over gradients of a heavy tail."""
+    generator = torch.Generator().manual_seed(7)
+    messages = []
+    for trial in range(10):
+        whole = torch.randn(n, generator=generator, dtype=torch.float64).pow(3)
+        own = torch.Generator().manual_seed(100 * trial + dist.get_rank())
+        noise = 2 * torch.rand(n, generator=own, dtype=torch.float64) - 1
+        gradient = (whole * (1 + n_ulps * torch.finfo(dtype).eps * noise)).to(dtype)
+        orders = (1.0, 2.0, 3.0, math.inf)
+        messages += [_called(sonde.clip_grad_norm_, [plain(gradient)], 1.0, p, mesh=mesh_of((2,))) for p in orders]
+    return messages
+
+
+@pytest.mark.parametrize("n", [1, 30, 10_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_copies_that_differ_by_rounding_are_copies(ranks2: Ranks, dtype: torch.dtype, n: int) -> None:
+    for messages in ranks2(_copies_up_to_rounding, dtype, n, 1.5):
+        assert all("no error" in message for message in messages), messages
+
+
+def _nearly_equal_scalars() -> str:
+    return _called(
+        sonde.clip_grad_norm_, [plain(torch.tensor([1 + 1.2e-4 * dist.get_rank()]))], 1.0, mesh=mesh_of((2,))
+    )
+
+
+def test_a_scalar_that_lost_digits_is_a_copy(ranks2: Ranks) -> None:
+    assert all("no error" in message for message in ranks2(_nearly_equal_scalars))
+
+
+def _independent(dtype: torch.dtype, n: int) -> str:
+    own = torch.Generator().manual_seed(dist.get_rank())
+    return _called(sonde.clip_grad_norm_, [plain(torch.randn(n, generator=own).to(dtype))], 1.0, mesh=mesh_of((2,)))
+
+
+@pytest.mark.parametrize("n", [100, 10_000, 1_000_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_independent_gradients_are_no_copies(ranks2: Ranks, dtype: torch.dtype, n: int) -> None:
+    assert all("plain gradients" in message for message in ranks2(_independent, dtype, n))

@@ -155,7 +155,7 @@ def _tie_candidates(plan: NormPlan) -> dict[int, tuple[int, ...]]:
     return dict(by_slot.values())
 
 
-def add_copies(cast: Ballot, held: Holdings, key: Key, power: Tensor, *, only_whole: bool) -> None:
+def add_copies(cast: Ballot, held: Holdings, key: Key, power: Tensor, tolerance: float, *, only_whole: bool) -> None:
     """Compare the power sum of a group's gradients with those of the ranks that should hold the same.
 
     Args:
@@ -163,11 +163,12 @@ def add_copies(cast: Ballot, held: Holdings, key: Key, power: Tensor, *, only_wh
         held: what this rank holds.
         key: of the group.
         power: its power sum on this rank.
+        tolerance: the largest relative difference that rounding explains.
         only_whole: whether only gradients that all summed ranks hold alike can be compared.
     """
     place = held.copies.get(key)
     if place is not None and not (only_whole and key.ranks):
-        cast.add_copies(power, place, is_sharded=bool(key.ranks))
+        cast.add_copies(power, place, tolerance, is_sharded=bool(key.ranks))
 
 
 def add_ties(
