@@ -96,7 +96,7 @@ def copies_tolerance(order: float, dtype: torch.dtype, n_elements: int) -> float
     if math.isinf(order):
         return max(_MIN_TOLERANCE, 4 * eps, _ONE_ELEMENT / math.sqrt(max(n_elements, 1)))
     one_element = max(_ONE_ELEMENT, _N_ULPS * max(order, 1.0) * eps)
-    return max(_MIN_TOLERANCE, one_element / max(n_elements, 1) ** (1.0 / max(order, 2.0)))
+    return max(_MIN_TOLERANCE, one_element / math.pow(max(n_elements, 1), 1.0 / max(order, 2.0)))
 
 
 class Ballot:
