@@ -311,3 +311,19 @@ def test_a_fold_keeps_no_gradient_alive() -> None:
     made[0].grad = None
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 2)])
+def test_a_fold_tells_equal_gradients_apart_while_the_old_ones_live(shape: tuple[int, ...]) -> None:
+    """The new gradient has the same values and as many writes; only the tensor is another one."""
+    p = nn.Parameter(torch.zeros(shape))
+    p.grad = torch.full(shape, 8.0)
+    optimizer = torch.optim.SGD([p], lr=1.0, fused=True)
+    sonde.clip_grad_norm_([p], 1e-3, fold_into=optimizer)
+    alive, p.grad = p.grad, p.grad.clone()
+    with pytest.warns(UserWarning, match="folded into SGD is dropped"):
+        optimizer.step()
+    assert torch.equal(p, torch.full(shape, -8.0))
+    assert torch.equal(alive, torch.full(shape, 8.0))
+    optimizer.step()  # and the optimizer is as it was
+    assert torch.equal(p, torch.full(shape, -16.0))

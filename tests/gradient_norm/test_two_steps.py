@@ -132,3 +132,46 @@ def test_what_cannot_be_is_refused() -> None:
         sonde.get_total_norm([bad], error_if_nonfinite=True)
     assert math.isnan(sonde.get_total_norm([bad]))
     assert float(sonde.get_total_norm([])) == 0.0
+
+
+def test_no_tensors_have_no_groups() -> None:
+    norm, by_group = sonde.get_total_norm([], by_group=[])
+    assert (float(norm), by_group) == (0.0, {})
+
+
+@pytest.mark.parametrize(
+    ("by_group", "match"),
+    [
+        ("ab", "by_group must be a list with the name of each tensor's group, got a string: pass a list of names"),
+        (7, "by_group must be a list with the name of each tensor's group, got 7"),
+        (["a", 1], "by_group must hold names, got 1 among them: pass a string for each tensor"),
+        ([["a"], "b"], r"by_group must hold names, got \['a'\] among them"),
+        ([None, "b"], "by_group must hold names, got None among them"),
+    ],
+)
+def test_wrong_groups_get_a_sentence(by_group: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        sonde.get_total_norm([torch.ones(2), torch.ones(3)], by_group=by_group)
+
+
+def test_one_call_and_two_steps_give_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        grad = torch.randn(37, generator=generator)
+        threshold = float(torch.rand((), generator=generator)) + 0.1
+        together, ours, theirs = (nn.Parameter(torch.zeros(37)) for _ in range(3))
+        for p in (together, ours, theirs):
+            p.grad = grad.clone()
+        norm = sonde.clip_grad_norm_([together], threshold)
+        sonde.clip_grads_with_norm_([ours], threshold, sonde.get_total_norm([grad]))
+        torch.nn.utils.clip_grads_with_norm_([theirs], threshold, norm)
+        assert torch.equal(together.grad, ours.grad)  # type: ignore[arg-type]
+        assert torch.equal(together.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_none_among_gradients_is_named() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"gradients or parameters must be tensors, got None among them: leave out gradients that are None",
+    ):
+        sonde.get_total_norm([torch.ones(2), None])  # type: ignore[list-item]

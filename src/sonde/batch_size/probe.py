@@ -48,7 +48,7 @@ from sonde.batch_size.taps.window_sums import Window, as_vector, piece_counts, r
 from sonde.batch_size.taps.witness import Witness
 from sonde.deprecation import with_deprecated
 from sonde.gradient_norm.global_norm import global_norm
-from sonde.gradient_norm.scaling import Nonfinite, check_options, clip_measured_
+from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
 from sonde.parallel.wrappers import Inventory, clean_name, find_wrapper, unwrap_optimizer
 from sonde.probe import Metric
 from sonde.records import RunLog, log_of
@@ -242,7 +242,7 @@ class NoiseScaleProbe:
             RuntimeError: as `step()`; also for a norm that is not finite, with `error_if_nonfinite`.
         """
         nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
-        max_norm, order = check_options(max_norm, norm_type, nonfinite, None)
+        max_norm, order = check_options(max_norm, nonfinite, None), check_order(norm_type)
         norm = self._end_window(max_norm=max_norm, reads_grad=True, order=order, nonfinite=nonfinite)
         assert norm is not None
         return norm

@@ -22,10 +22,13 @@ _N_CONTRASTS = 4
 _COEFFICIENT_BITS, _DIGEST_BITS = 18, 20
 _MAX_EXACT_BITS = 53
 
-_TOLERANCE = 1e-4
-"""Largest relative difference (root mean square over ranks) of power sums that should be equal. They are equal to the
-last bit under DDP; kernels that add in a random order on GPUs stay below 1e-5. Undeclared experts differ by 3e-3, and
-one small gradient that is missing on one of 4 ranks by 4e-4."""
+_MIN_TOLERANCE = 1e-4
+"""Of a large group. Kernels that add in a random order on GPUs leave 1e-5. Undeclared experts differ by 3e-3, and one
+small gradient that is missing on one of 4 ranks by 4e-4."""
+_ONE_ELEMENT = 3e-3
+"""Of one element: a sum over a batch that nearly cancels may lose that much of itself, in any dtype."""
+_N_ULPS = 16
+"""Elements may differ by so many units in the last place, as the root mean square over ranks."""
 _TIE_TOLERANCE = 1e-13
 """Below it two power sums are of equal gradients: rounding alone gives 1e-15, and chance takes 1e13 steps."""
 _N_TIES = 32
@@ -77,19 +80,39 @@ def digest(*parts: object) -> int:
     return 1 + int.from_bytes(hashed, "little") % int(2**_DIGEST_BITS - 1)
 
 
+def copies_tolerance(order: float, dtype: torch.dtype, n_elements: int) -> float:
+    """Largest relative difference of power sums of gradients that are copies but for rounding.
+
+    It is the root mean square over ranks. Differences of elements by a relative e are independent, so those of Σ|x|^p
+    are about p·e/√n. Independent gradients differ by about p/√n, so both are told apart whatever n is. Above p = 2, few
+    large elements make most of the sum, and n counts for less: its p-th root is taken.
+
+    Args:
+        order: p of the norm. With `math.inf`, the largest elements are compared, and n does not help.
+        dtype: of the gradients.
+        n_elements: of all of them together, on this rank.
+    """
+    eps = torch.finfo(dtype).eps
+    if math.isinf(order):
+        return max(_MIN_TOLERANCE, 4 * eps, _ONE_ELEMENT / math.sqrt(max(n_elements, 1)))
+    one_element = max(_ONE_ELEMENT, _N_ULPS * max(order, 1.0) * eps)
+    return max(_MIN_TOLERANCE, one_element / math.pow(max(n_elements, 1), 1.0 / max(order, 2.0)))
+
+
 class Ballot:
     """What this rank adds to one sum over ranks: digests as numbers, and power sums that stay on the device.
 
     Args:
-        kind: of the order, one of `KINDS`.
+        kind: of the order, one of `KINDS`; None if this rank's order is not known.
         uses_max: the collective takes the maximum over ranks, not the sum.
     """
 
-    def __init__(self, kind: str, *, uses_max: bool) -> None:
+    def __init__(self, kind: str | None, *, uses_max: bool) -> None:
         self._uses_max = uses_max
         self._numbers = [0.0] * N_SLOTS
-        self._numbers[_KIND_AT + KINDS.index(kind)] = 1.0
-        self._powers: dict[int, list[tuple[Tensor, Place]]] = {}
+        if kind is not None:
+            self._numbers[_KIND_AT + KINDS.index(kind)] = 1.0
+        self._powers: dict[int, list[tuple[Tensor, Place, float]]] = {}
         self._ties: list[tuple[int, Tensor, int]] = []
 
     def add_digest(self, name: str, value: int, place: Place) -> None:
@@ -102,9 +125,9 @@ class Ballot:
             for k in range(2):
                 self._numbers[at + k] = _coefficients(place.of)[k][place.at] * value
 
-    def add_copies(self, power: Tensor, place: Place, *, is_sharded: bool) -> None:
-        """Compare the power sum of gradients that all ranks of `place` should hold alike."""
-        self._powers.setdefault(int(is_sharded), []).append((power, place))
+    def add_copies(self, power: Tensor, place: Place, tolerance: float, *, is_sharded: bool) -> None:
+        """Compare the power sum of gradients that all ranks of `place` should hold alike, up to this relative part."""
+        self._powers.setdefault(int(is_sharded), []).append((power, place, tolerance))
 
     def add_tie(self, shape: Sequence[int], power: Tensor, *, share: float, stage: int) -> None:
         """Look for a gradient of this shape, with this power sum, on exactly one other pipeline stage.
@@ -129,13 +152,14 @@ class Ballot:
         for kind, powers in self._powers.items():
             start = _COPIES_AT + kind * (_N_CONTRASTS + 1)
             if self._uses_max:
-                largest = torch.stack([power for power, _ in powers]).max()
+                largest = torch.stack([power for power, _, _ in powers]).max()
                 slots[start], slots[start + 1] = largest, largest.reciprocal()
+                slots[start + 2] = max(tolerance for _, _, tolerance in powers)
                 continue
-            for power, place in powers:
+            for power, place, tolerance in powers:
                 for k, coefficient in enumerate(_normalised(place.of, place.at)):
                     slots[start + k] += coefficient * power
-                slots[start + _N_CONTRASTS] += power.square()
+                slots[start + _N_CONTRASTS] += (tolerance * power).square()
         for slot, power, stage in self._ties:
             at = _TIES_AT + 4 * slot
             slots[at + 2] += power
@@ -156,11 +180,11 @@ def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
     if uses_max:
         differ = digests.sum(1) > 2**_DIGEST_BITS
         # The largest power sum times the largest inverse of a power sum; NaN, where all are 0, is not above anything.
-        changed = copies[:, 0] * copies[:, 1] > 1.0 + _TOLERANCE
+        changed = copies[:, 0] * copies[:, 1] > 1.0 + copies[:, 2]
         tied = torch.zeros(_N_TIES, dtype=torch.bool, device=slots.device)
     else:
         differ = (digests != 0).any(1)
-        changed = copies[:, :_N_CONTRASTS].square().sum(1) > _N_CONTRASTS * _TOLERANCE**2 * copies[:, _N_CONTRASTS]
+        changed = copies[:, :_N_CONTRASTS].square().sum(1) > _N_CONTRASTS * copies[:, _N_CONTRASTS]
         # Two stages s, each with one power sum t: 2·Σ(s·t) − Σs·Σt = (s₁ − s₂)(t₁ − t₂).
         n_stages, stages, powers, moments = slots[_TIES_AT:].view(-1, 4).unbind(1)
         apart = (2.0 * moments - stages * powers).abs()
@@ -178,6 +202,12 @@ def which(disagreeing: Sequence[bool]) -> tuple[str, int]:
     names = ["kind", *DIGESTS, *_COPIES]
     first = list(disagreeing).index(True)
     return (names[first], -1) if first < len(names) else ("tie", first - len(names))
+
+
+def second_sum_follows(slots: Tensor) -> bool:
+    """Whether all ranks whose order is known make a second sum. Waits for the device."""
+    voted = dict(zip(KINDS, (slots[_KIND_AT:_DIGEST_AT] > 0).tolist(), strict=True))
+    return voted.pop("above 6") and not any(voted.values())
 
 
 def tie_slot(shape: Sequence[int]) -> int:

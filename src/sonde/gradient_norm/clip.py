@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from sonde.gradient_norm.global_norm import global_norm, warm_up
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.plan_cache import PlanCache, PlanRequest
-from sonde.gradient_norm.scaling import Nonfinite, check_options, clip_measured_
+from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
 from sonde.gradient_norm.verify import check_replicas, check_same_parameters
 
 if TYPE_CHECKING:
@@ -181,19 +182,26 @@ def clip_grad_norm_distributed_(
             f"parameter_groups must be the plan that group_parameters_for_norm returned, got {parameter_groups!r:.60}: "
             "pass parameters to clip_grad_norm_ instead"
         )
-    problem, order = HeldError(), 2.0
+    # The order decides which collectives follow. So it is read whatever else is wrong; if it is wrong itself, this rank
+    # follows its peers.
+    problem, order, threshold = HeldError(), math.nan, None
+    with problem.hold():
+        order = check_order(norm_type)
     with problem.hold():
         parameter_groups.use_stages(pp_mesh)
-        max_norm, order = check_options(max_norm, norm_type, nonfinite, fold_into)
+    with problem.hold():
+        threshold = check_options(max_norm, nonfinite, fold_into)
     nonfinite = "raise" if error_if_nonfinite else nonfinite
-    measured = global_norm(parameter_groups, order, max_norm=max_norm, nonfinite=nonfinite, problem=problem.first)
-    return clip_measured_(parameter_groups, measured, max_norm, nonfinite=nonfinite, fold_into=fold_into)
+    measured = global_norm(parameter_groups, order, max_norm=threshold, nonfinite=nonfinite, problem=problem.first)
+    return clip_measured_(parameter_groups, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
 
 
 def plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> PlanRequest:
     """What a plan is to be made for, with the first thing in it that is no parameter as its problem."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
+    if isinstance(parameters, (Mapping, torch.optim.Optimizer)) or not isinstance(parameters, (Tensor, Iterable)):
+        return PlanRequest([], None, mesh, pp_mesh, ValueError(_not_parameters(parameters)))
     listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, Iterator):
         warnings.warn(
@@ -210,11 +218,29 @@ def plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: Devic
     return PlanRequest(listed, names, mesh, pp_mesh, problem)
 
 
+def _not_parameters(got: object) -> str:
+    if isinstance(got, torch.optim.Optimizer):
+        return (
+            f"parameters must be tensors, got the optimizer {type(got).__name__}: pass "
+            "[p for group in optimizer.param_groups for p in group['params']]"
+        )
+    if isinstance(got, Mapping) and "params" in got:
+        return "parameters must be tensors, got one group of an optimizer: pass its tensors, group['params']"
+    if isinstance(got, Mapping):
+        return f"parameters must be tensors, got a {type(got).__name__}: pass its items(), names and tensors"
+    return f"parameters must be tensors, got {got!r:.60}: pass model.parameters() or model.named_parameters()"
+
+
 def _not_a_tensor(got: object) -> str:
-    if isinstance(got, dict) and "params" in got:
+    if isinstance(got, Mapping) and "params" in got:
         return (
             "parameters must be tensors, got the groups of an optimizer: pass "
             "[p for group in optimizer.param_groups for p in group['params']]"
+        )
+    if got is None or (isinstance(got, tuple) and len(got) == 2 and got[1] is None):
+        return (
+            "gradients or parameters must be tensors, got None among them: leave out gradients that are None, "
+            "[p.grad for p in model.parameters() if p.grad is not None]"
         )
     return (
         f"parameters must be tensors, or pairs of a name and a tensor, got {got!r:.60}: "

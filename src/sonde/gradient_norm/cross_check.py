@@ -18,16 +18,6 @@ from sonde.parallel.devices import accumulation_dtype, to_device
 from sonde.parallel.placements import axes_over, place_along, ranks_of
 
 
-class RanksDisagreeError(ValueError):
-    """Ranks of one norm were asked different things, or hold other gradients than they count.
-
-    Attributes:
-        other_collectives: the orders that they were asked for take different collectives, so no further one may follow.
-    """
-
-    other_collectives = False
-
-
 @dataclass(frozen=True)
 class SumPlaces:
     """Where this rank stands in one sum over ranks.
@@ -122,7 +112,7 @@ def ballot(plan: NormPlan, held: Holdings, asked: Asked, places: SumPlaces, *, u
     cast = Ballot(kind_of(asked.order), uses_max=uses_max)
     questions = {
         "norm_type": asked.order,
-        "max_norm": asked.max_norm,
+        "max_norm": _in_fp32(asked.max_norm),
         "nonfinite": asked.nonfinite,
         "stages": plan.n_stages,
         "groups": (plan.n_parts, plan.part_names),
@@ -136,8 +126,15 @@ def ballot(plan: NormPlan, held: Holdings, asked: Asked, places: SumPlaces, *, u
     return cast
 
 
-def kind_of(order: float) -> str:
-    """Which collectives an order takes, one of `KINDS`."""
+def _in_fp32(max_norm: float | None) -> float:
+    """A threshold as ranks compare it: None and infinity only measure, and 0.1 is the same as torch.tensor(0.1)."""
+    return math.inf if max_norm is None else torch.tensor(max_norm, dtype=torch.float32, device="cpu").item()
+
+
+def kind_of(order: float) -> str | None:
+    """Which collectives an order takes, one of `KINDS`; None for NaN, an order that is not known."""
+    if math.isnan(order):
+        return None
     up_to_6, above_6, largest = KINDS
     return largest if math.isinf(order) else above_6 if order > LARGEST_PLAIN_ORDER else up_to_6
 
@@ -158,7 +155,7 @@ def _tie_candidates(plan: NormPlan) -> dict[int, tuple[int, ...]]:
     return dict(by_slot.values())
 
 
-def add_copies(cast: Ballot, held: Holdings, key: Key, power: Tensor, *, only_whole: bool) -> None:
+def add_copies(cast: Ballot, held: Holdings, key: Key, power: Tensor, tolerance: float, *, only_whole: bool) -> None:
     """Compare the power sum of a group's gradients with those of the ranks that should hold the same.
 
     Args:
@@ -166,11 +163,12 @@ def add_copies(cast: Ballot, held: Holdings, key: Key, power: Tensor, *, only_wh
         held: what this rank holds.
         key: of the group.
         power: its power sum on this rank.
+        tolerance: the largest relative difference that rounding explains.
         only_whole: whether only gradients that all summed ranks hold alike can be compared.
     """
     place = held.copies.get(key)
     if place is not None and not (only_whole and key.ranks):
-        cast.add_copies(power, place, is_sharded=bool(key.ranks))
+        cast.add_copies(power, place, tolerance, is_sharded=bool(key.ranks))
 
 
 def add_ties(
@@ -224,7 +222,7 @@ def _telling(power: Tensor, local: Tensor, order: float, unit: Tensor | None) ->
     return torch.where((power - constant).abs() <= 1e-6 * constant, 0.0, power)
 
 
-def disagreement(plan: NormPlan, asked: Asked, disagreeing: Sequence[bool]) -> RanksDisagreeError:
+def disagreement(plan: NormPlan, asked: Asked, disagreeing: Sequence[bool]) -> ValueError:
     """The error that every rank of a sum raises when they disagree."""
     name, slot = which(disagreeing)
     own = {"norm_type": f"{asked.order:g}", "max_norm": f"{asked.max_norm}", "nonfinite": asked.nonfinite}
@@ -249,9 +247,7 @@ def disagreement(plan: NormPlan, asked: Asked, disagreeing: Sequence[bool]) -> R
         text = _tied(plan, slot)
     else:
         text = _not_copies(plan, name)
-    error = RanksDisagreeError(f"{text}. No gradient has been changed")
-    error.other_collectives = name == "kind"
-    return error
+    return ValueError(f"{text}. No gradient has been changed")
 
 
 def different_parameters(plan: NormPlan) -> str:

@@ -94,7 +94,7 @@ class _Fold:
     def _is_stale(self, optimizer: Any) -> bool:
         """Whether a gradient is another one than was clipped, or was written to since."""
         held = (p for group in optimizer.param_groups for p in group["params"])
-        return any(self.parameters.get(id(p), now) != now for p, now in ((p, _state_of_gradient(p)) for p in held))
+        return any(id(p) in self.parameters and not _is_in_state(p, self.parameters[id(p)]) for p in held)
 
     def _withdraw(self, optimizer: Any) -> None:
         """Leave the step unscaled: what was clipped is gone."""
@@ -144,11 +144,20 @@ def _reason_against(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: b
 
 
 def _state_of_gradient(parameter: Tensor) -> tuple[weakref.ref[Tensor], int] | None:
-    """Compares equal as long as `.grad` is the same tensor and nobody writes to it. Keeps no gradient alive."""
+    """Which tensor `.grad` is, and how often it was written to. Keeps no gradient alive."""
     if parameter.grad is None:
         return None
     local = local_tensor(parameter.grad)
     return weakref.ref(local), local._version
+
+
+def _is_in_state(parameter: Tensor, state: tuple[weakref.ref[Tensor], int] | None) -> bool:
+    """Whether `.grad` is still the same tensor, and nobody wrote to it."""
+    if parameter.grad is None or state is None:
+        return parameter.grad is None and state is None
+    # `==` of two live weak references would compare the tensors, element by element.
+    local, (gradient, version) = local_tensor(parameter.grad), state
+    return gradient() is local and local._version == version
 
 
 def _lacks_momentum(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import Asked, disagreements
+from sonde.gradient_norm.agreement import Asked, disagreements, second_sum_follows
 from sonde.gradient_norm.cross_check import (
     ALONE,
-    RanksDisagreeError,
     SumPlaces,
     disagreement,
     places_among,
@@ -72,7 +71,8 @@ def global_norm(
 
     Args:
         plan: this rank's parameters; the same on every rank of a pipeline stage.
-        order: p > 0, or `math.inf`. Above 6 it takes twice as many collectives, first for the largest element.
+        order: p > 0, or `math.inf`. Above 6 it takes twice as many collectives, first for the largest element. NaN if
+            it is not known, with a `problem`: then this rank follows its peers.
         max_norm: what the gradients will be clipped to; the ranks compare it.
         nonfinite: what will be done when the norm is not finite; the ranks compare it.
         problem: an error found on this rank before; raised once the other ranks know that there is one.
@@ -91,34 +91,56 @@ def global_norm(
     problem = problem or plan.gradient_problem
     collected = _sum_partial(plan, collected)
     asked = Asked(order, max_norm, nonfinite, wrong_call)
-    if not LARGEST_PLAIN_ORDER < order < math.inf:
-        return _measure(plan, collected, asked, order, problem)
+    is_in_two = LARGEST_PLAIN_ORDER < order < math.inf
+    first_order = math.inf if is_in_two else 2.0 if math.isnan(order) else order
+    first = _sum_over_ranks(plan, collected, asked, first_order, problem)
+    measured = _unpack(first, first_order, collected)
+    error = first.error
+    reads_flag = error is None and is_in_two and first.has_peers and plan.device.type != "cpu"
+    if reads_flag and bool(measured.failed > 0):  # waits: see `_error_of_peers`
+        error = ValueError(f"{_OTHER_GRADIENT}; or ranks disagree")
+    if error is not None:
+        # With a mesh, all ranks have heard of the error. Without, some ranks share no sum with the failed one: they go
+        # on, and wait for this rank's second sum.
+        if plan.mesh is None and second_sum_follows(first.total.slots):
+            _sum_over_ranks(plan, collected, asked, LARGEST_PLAIN_ORDER, error)
+        raise error
+    if not is_in_two:
+        return measured
     # Large powers leave the range of fp64: divide by the largest element first, multiply the norm by it at the end.
-    try:
-        first = _measure(plan, collected, asked, math.inf, problem)
-        if first.has_peers and plan.device.type != "cpu" and bool(first.failed > 0):  # waits: see `_raise_if_failed`
-            raise ValueError(f"{_OTHER_GRADIENT}; or ranks disagree")
-    except ValueError as error:
-        if isinstance(error, RanksDisagreeError) and (plan.mesh is not None or error.other_collectives):
-            raise  # every rank does; or the other ranks do not come to the second sum
-        # Without a mesh, some ranks share no sum with the failed one: they go on, and wait for this rank's second sum.
-        _measure(plan, collected, asked, order, error)
-        raise
-    largest = first.norm
+    largest = measured.norm
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    in_units = _measure(plan, collected, asked, order, None, unit)
+    second = _sum_over_ranks(plan, collected, asked, order, None, unit)
+    if second.error is not None:
+        raise second.error
+    in_units = _unpack(second, order, collected)
     return dataclasses.replace(in_units, norm=in_units.norm * unit, by_part=in_units.by_part * unit)
 
 
-def _measure(
+@dataclass(frozen=True)
+class _Summed:
+    """What came out of the sums over ranks.
+
+    Attributes:
+        total: of all sums.
+        has_peers: whether other ranks took part, really.
+        error: what this rank has to raise: its own error or, on the CPU, that of its peers.
+    """
+
+    total: SummedVector
+    has_peers: bool
+    error: ValueError | None
+
+
+def _sum_over_ranks(
     plan: NormPlan,
     collected: list[Collected],
     asked: Asked,
     order: float,
     problem: ValueError | None,
     unit: Tensor | None = None,
-) -> GlobalNorm:
-    """The norm of the collected gradients, in multiples of `unit`."""
+) -> _Summed:
+    """The power sum of the collected gradients, in multiples of `unit`. It raises nothing."""
     device, operation = plan.device, _operation(order)
     # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
     under_way: list[_UnderWay] = []
@@ -138,7 +160,8 @@ def _measure(
         if started.work is not None:
             has_peers = True
             started.work.wait()
-        _measure_again(plan, started, order)
+        if order == 2.0 and device.type == "cpu":
+            _measure_again(plan, started)
         total.add(started.packed, order)
     # If the sums above do not span the pipeline stages, the stages' totals are summed last.
     if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
@@ -148,12 +171,10 @@ def _measure(
         if work is not None:
             work.wait()
     # All sums are done and the peers have heard of the error: this rank may raise now.
-    if problem is not None:
-        raise problem
     has_peers = has_peers and not any(is_fake(started.process_group) for started in under_way)
-    if has_peers and device.type == "cpu":  # on the CPU, reading waits for nothing
-        _raise_if_failed(plan, asked, total, uses_max=math.isinf(order))
-    return _unpack(total, order, collected, has_peers=has_peers)
+    if problem is None and has_peers and device.type == "cpu":  # on the CPU, reading waits for nothing
+        problem = _error_of_peers(plan, asked, total, uses_max=math.isinf(order))
+    return _Summed(total, has_peers, problem)
 
 
 @dataclass(frozen=True)
@@ -166,16 +187,16 @@ class _UnderWay:
     work: dist.Work | None
 
 
-def _measure_again(plan: NormPlan, started: _UnderWay, order: float) -> None:
+def _measure_again(plan: NormPlan, started: _UnderWay) -> None:
     """Read gradients again in fp64 where blocks in fp32 lost something: on every rank of a sum or on none of them.
 
-    Only the sum over ranks decides, which all its ranks have alike. (On a GPU all is read in fp64 at once.)
+    Only the sum over ranks decides, which all its ranks have alike. (On a GPU all is read in fp64 at once.) If a rank
+    has failed or the ranks disagree, nothing is read again: ranks of another order or with other parts of the model
+    would not come to the second sum. `_error_of_peers` tells later.
     """
     packed = started.packed
-    if order != 2.0 or plan.device.type != "cpu":
-        return
     lost = packed.parts_to_read_again()
-    if not lost:
+    if not lost or packed.failed.item() or disagreements(packed.slots, uses_max=False).any():
         return
     exact = pack_exact(plan, started.gradients, lost)
     if work := start_reduce(exact, started.process_group):
@@ -183,14 +204,13 @@ def _measure_again(plan: NormPlan, started: _UnderWay, order: float) -> None:
     packed.sums[lost] = exact
 
 
-def _raise_if_failed(plan: NormPlan, asked: Asked, total: SummedVector, *, uses_max: bool) -> None:
-    """Raise what all ranks of a sum raise. (On a GPU this would wait: there, `GlobalNorm.failed` tells the clip.)"""
+def _error_of_peers(plan: NormPlan, asked: Asked, total: SummedVector, *, uses_max: bool) -> ValueError | None:
+    """What all ranks of a sum raise. (On a GPU this would wait: there, `GlobalNorm.failed` tells the clip.)"""
     if total.failed.item():
         why = _OTHER_CALL if total.wrong_call.item() else _OTHER_GRADIENT
-        raise ValueError(f"{why}: no gradient has been changed")
+        return ValueError(f"{why}: no gradient has been changed")
     disagreeing = disagreements(total.slots, uses_max=uses_max).tolist()
-    if any(disagreeing):
-        raise disagreement(plan, asked, disagreeing)
+    return disagreement(plan, asked, disagreeing) if any(disagreeing) else None
 
 
 def warm_up(plan: NormPlan) -> None:
@@ -218,8 +238,8 @@ def warm_up(plan: NormPlan) -> None:
         raise ValueError("another rank cannot plan for its gradients, and its message says why")
 
 
-def _unpack(total: SummedVector, order: float, collected: list[Collected], *, has_peers: bool) -> GlobalNorm:
-    sums = total.sums
+def _unpack(summed: _Summed, order: float, collected: list[Collected]) -> GlobalNorm:
+    total, sums, has_peers = summed.total, summed.total.sums, summed.has_peers
     if math.isinf(order):
         norm, by_part = (torch.where(total.is_nan > 0, torch.nan, values) for values in (sums.max(), sums))
     else:

@@ -27,14 +27,15 @@ def reduce_partial(gradients: Sequence[Tensor]) -> list[Tensor]:
     from torch.distributed.tensor import DTensor, Replicate
 
     reduced = list(gradients)
-    # Each bin takes one all-reduce. Bins come in the order of the gradients: the same on all ranks.
+    # Each bin takes one all-reduce. Bins are sorted: ranks whose gradients come in another order are refused later, in
+    # the sum of the norm, and must get there.
     bins: dict[tuple[Any, ...], list[int]] = {}
     for i, gradient in enumerate(gradients):
         for axis, op in layout_of(gradient).partial:
             mesh = cast(DTensor, gradient).device_mesh
             ranks = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
-            bins.setdefault((axis, ranks, gradient.dtype, op), []).append(i)
-    for (axis, _ranks, _dtype, op), members in bins.items():
+            bins.setdefault((axis, ranks, str(gradient.dtype), op), []).append(i)
+    for (axis, _ranks, _dtype, op), members in sorted(bins.items()):
         mesh = cast(DTensor, gradients[members[0]]).device_mesh
         locals_ = [local_tensor(reduced[i]) for i in members]
         # A gradient that is partial on two axes is in two bins: the second reduces what the first has left.

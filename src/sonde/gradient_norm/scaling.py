@@ -67,7 +67,7 @@ def clip_measured_(
     if max_norm is None:
         return norm
     _write_back(plan, measured.collected)
-    coefficient = clip_coefficient(max_norm, _rounded_norm(measured)).to(norm.dtype)
+    coefficient = _coefficient(max_norm, measured).to(norm.dtype)
     if norm.device.type != "cpu":
         coefficient = torch.where(measured.failed > 0, 1.0, coefficient)
     # Whether to skip is decided on the device too: the mask is passed on, never read here.
@@ -89,11 +89,15 @@ def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
     return torch.clamp(max_norm / (norm + _EPS), max=1.0)
 
 
-def _rounded_norm(measured: GlobalNorm) -> Tensor:
-    """The norm that gradients are clipped by, rounded once from fp64: the same bits on every rank, for any cut."""
-    exact = measured.norm
-    rounded = torch.where(measured.is_double > 0, exact, exact.to(torch.float32).to(exact.dtype))
-    return torch.where(rounded.isinf(), exact, rounded)  # finite gradients may have a norm that fp32 cannot hold
+def _coefficient(max_norm: float, measured: GlobalNorm) -> Tensor:
+    """What torch computes from the norm that is returned: the same bits on every rank, for any cut.
+
+    In fp32, unless a rank has fp64 gradients, or the norm of finite gradients is too large for fp32.
+    """
+    exact, rounded = measured.norm, measured.norm.to(torch.float32)
+    uses_exact = (measured.is_double > 0) | rounded.isinf()
+    in_fp32 = clip_coefficient(max_norm, rounded).to(exact.dtype)
+    return torch.where(uses_exact, clip_coefficient(max_norm, exact), in_fp32)
 
 
 def is_one(coefficient: Tensor, max_norm: float) -> bool:
@@ -175,31 +179,37 @@ def check_max_norm(max_norm: object) -> float:
     return max_norm
 
 
-def check_options(
-    max_norm: float | None, norm_type: float, nonfinite: str, fold_into: object
-) -> tuple[float | None, float]:
+def check_order(norm_type: object) -> float:
+    """Refuse a p that cannot be used.
+
+    Raises:
+        ValueError: when it is not a number above 0.
+    """
+    try:
+        order = float(norm_type)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+        order = math.nan
+    if not order > 0:
+        raise ValueError(f"norm_type must be > 0, got {norm_type!r}: use 2.0, or math.inf for the largest element")
+    return order
+
+
+def check_options(max_norm: float | None, nonfinite: str, fold_into: object) -> float | None:
     """Refuse options that cannot be used, before anything is read.
 
     Args:
         max_norm: None, or as `check_max_norm` takes it.
-        norm_type: p of the norm.
         nonfinite: one of `Nonfinite`.
         fold_into: an optimizer or None.
 
     Returns:
-        The threshold and p, as floats.
+        The threshold as a float, or None.
 
     Raises:
         ValueError: naming what is wrong and what would be right.
     """
     if max_norm is not None:
         max_norm = check_max_norm(max_norm)
-    try:
-        order = float(norm_type)
-    except (TypeError, ValueError, OverflowError):
-        order = math.nan
-    if not order > 0:
-        raise ValueError(f"norm_type must be > 0, got {norm_type!r}: use 2.0, or math.inf for the largest element")
     if nonfinite not in get_args(Nonfinite):
         raise ValueError(
             f"nonfinite must be one of {', '.join(get_args(Nonfinite))}, got {nonfinite!r}: use one of them"
@@ -208,4 +218,4 @@ def check_options(
         raise ValueError(
             f"fold_into must be one optimizer, got {fold_into!r:.60}: with several, clip without fold_into"
         )
-    return max_norm, order
+    return max_norm

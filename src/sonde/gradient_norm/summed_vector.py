@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import N_SLOTS, Asked
+from sonde.gradient_norm.agreement import N_SLOTS, Asked, copies_tolerance
 from sonde.gradient_norm.cross_check import SumPlaces, add_copies, add_ties, ballot, holdings
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.plan import NormPlan
@@ -81,6 +81,7 @@ def pack(
         if not gradients.locals:
             continue
         key, weight = gradients.group.key, _weight(plan, gradients)
+        n_elements = sum(g.numel() for g in gradients.locals)
         part = packed.sums.select(0, key.part)
         if key.dtype == torch.float64:
             packed.is_double.fill_(1.0)
@@ -96,7 +97,8 @@ def pack(
             part.add_(weight * value)
         # A maximum over ranks cannot compare the ranks of each stage apart.
         if cast is not None and held is not None and not (uses_max and has_stages):
-            add_copies(cast, held, key, value, only_whole=uses_max)
+            tolerance = copies_tolerance(order, key.dtype, n_elements)
+            add_copies(cast, held, key, value, tolerance, only_whole=uses_max)
     if uses_max:
         # MAX over ranks loses NaN: it travels as a flag, and the sums without it.
         packed.is_nan.copy_(packed.sums.isnan().any())

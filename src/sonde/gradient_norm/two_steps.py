@@ -13,7 +13,7 @@ from sonde.gradient_norm.clip import Parameters, plan_request
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.scaling import check_max_norm, check_options, clip_coefficient, is_one, scale_
+from sonde.gradient_norm.scaling import check_max_norm, check_order, clip_coefficient, is_one, scale_
 from sonde.parallel.placements import is_dtensor, local_tensor
 
 if TYPE_CHECKING:
@@ -90,8 +90,10 @@ def get_total_norm(
         >>> get_total_norm(gradients, by_group=["embed", "blocks"])[1]
         {'blocks': tensor(12.), 'embed': tensor(5.)}
     """
-    problem, order = HeldError(), 2.0
-    groups = sorted(set(by_group or ()))
+    problem, order = HeldError(), math.nan
+    with problem.hold():
+        order = check_order(norm_type)
+    groups = _group_names(by_group, problem)
     with problem.hold():
         if isinstance(tensors, NormPlan) and (mesh is not None or replicas is not None or by_group is not None):
             raise ValueError("a plan knows its mesh and replicas, and has no groups: pass tensors in its place")
@@ -100,17 +102,18 @@ def get_total_norm(
         with problem.hold():
             plan.use_stages(pp_mesh)
     else:
-        plan = _plan_of_tensors(tensors, mesh, pp_mesh, replicas, by_group, groups)
+        usable = by_group if problem.first is None else None
+        plan = _plan_of_tensors(tensors, mesh, pp_mesh, replicas, usable, groups)
     nonfinite = "raise" if error_if_nonfinite else "ignore"
-    with problem.hold():
-        _, order = check_options(None, norm_type, nonfinite, None)
     measured = global_norm(plan, order, nonfinite=nonfinite, problem=problem.first)
     norm, by_part = _rounded(measured)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm is {norm:g}, which is not finite: find the loss that is not, or pass error_if_nonfinite=False"
         )
-    return norm if by_group is None else (norm, dict(zip(groups, by_part.unbind(), strict=True)))
+    if by_group is None:
+        return norm
+    return norm, dict(zip(groups, by_part.unbind() if groups else (), strict=True))
 
 
 @torch.no_grad()
@@ -157,6 +160,25 @@ def clip_grads_with_norm_(
         norm = torch.as_tensor(total_norm, device=gradients[0].device)
         coefficient = clip_coefficient(max_norm, norm)
         scale_(gradients, None if is_one(coefficient, max_norm) else coefficient)
+
+
+def _group_names(by_group: object, problem: HeldError) -> list[str]:
+    """The names of the groups in order. If they cannot be used: as many names, so that the sums have the same size."""
+    if by_group is None:
+        return []
+    if isinstance(by_group, str) or not isinstance(by_group, Sequence):
+        kind = "a string" if isinstance(by_group, str) else f"{by_group!r:.60}"
+        problem.keep(
+            ValueError(
+                f"by_group must be a list with the name of each tensor's group, got {kind}: pass a list of names"
+            )
+        )
+        return []
+    if wrong := [name for name in by_group if not isinstance(name, str)]:
+        problem.keep(
+            ValueError(f"by_group must hold names, got {wrong[0]!r:.60} among them: pass a string for each tensor")
+        )
+    return sorted({name if isinstance(name, str) else repr(name) for name in by_group})
 
 
 def _plan_of_tensors(

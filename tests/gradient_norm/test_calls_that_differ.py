@@ -1,0 +1,180 @@
+"""Ranks that make different calls: each rank takes the collectives of its peers and raises, and none waits for ever."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import sonde
+from tests.gradient_norm.placed_gradients import placed
+from tests.ranks import Ranks, mesh_of
+
+OTHER_CALL = "another rank was called with something that cannot be used, and its message says what"
+
+
+def plain(grad: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(grad))
+    parameter.grad = grad.clone()
+    return parameter
+
+
+def _called(function: Any, *args: Any, **options: Any) -> str:
+    try:
+        result = function(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return f"no error: {float(result[0] if isinstance(result, tuple) else result)}"
+
+
+def _one_bad_option(name: str, bad: Any, norm_type: Any, *, with_mesh: bool) -> list[str]:
+    """Gradients over rows and over columns of a 2 × 2 mesh. The call of rank 0 is bad; rank 3 shares no sum with it."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    parameters = [placed(torch.ones(2), mesh[axis], [Shard(0)], (4,)) for axis in ("dp", "tp")]
+    options: dict[str, Any] = {"max_norm": 1.0, "norm_type": norm_type, "mesh": mesh if with_mesh else None}
+    if with_mesh:
+        parameters = [plain(torch.ones(3))]
+    good, is_bad = dict(options), dist.get_rank() == 0
+    if is_bad:
+        options[name] = bad
+    messages = [_called(sonde.clip_grad_norm_, parameters, **options)]
+    options.pop("max_norm")
+    options.pop("nonfinite", None)
+    if name == "norm_type":
+        messages.append(_called(sonde.get_total_norm, [p.grad for p in parameters], **options))
+    return [*messages, _called(sonde.clip_grad_norm_, parameters, **good)]  # and the ranks are still in step
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 7.0, math.inf])
+@pytest.mark.parametrize("with_mesh", [True, False])
+@pytest.mark.parametrize(
+    ("name", "bad", "match"),
+    [
+        ("max_norm", -1.0, "max_norm must be ≥ 0, got -1.0"),
+        ("nonfinite", "drop", "nonfinite must be one of"),
+        ("norm_type", -1.0, "norm_type must be > 0, got -1.0"),
+        ("norm_type", "two", "norm_type must be > 0, got 'two'"),
+    ],
+)
+def test_a_bad_option_on_one_rank_leaves_no_rank_waiting(
+    ranks4: Ranks, name: str, bad: Any, match: str, norm_type: float, with_mesh: bool
+) -> None:
+    call = ranks4(_one_bad_option_with_mesh if with_mesh else _one_bad_option_without, name, bad, norm_type)
+    for rank, (*messages, after) in enumerate(call):
+        assert "no error" in after
+        for message in messages:
+            if rank == 3 and not with_mesh:
+                # It hears of the error only above p = 6, where there are two sums: by the second.
+                assert ("no error" in message) == (norm_type != 7.0), message
+            else:
+                assert re.search(match if rank == 0 else OTHER_CALL, message) or "another rank" in message
+
+
+def _one_bad_option_with_mesh(*args: Any) -> list[str]:
+    return _one_bad_option(*args, with_mesh=True)
+
+
+def _one_bad_option_without(*args: Any) -> list[str]:
+    return _one_bad_option(*args, with_mesh=False)
+
+
+def _orders_differ(scale: float, other: float) -> str:
+    """Gradients so large that they are read in blocks, whose squares leave the range of fp32."""
+    gradient = torch.full((256, 256), scale)
+    norm_type = other if dist.get_rank() else 2.0
+    return _called(sonde.clip_grad_norm_, [plain(gradient)], 1.0, norm_type, mesh=mesh_of((2,)))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-25, 1e25])
+@pytest.mark.parametrize("other", [1.0, 3.0, 8.0, math.inf])
+def test_another_order_on_one_rank_is_refused_where_gradients_are_read_again(
+    ranks2: Ranks, scale: float, other: float
+) -> None:
+    for message in ranks2(_orders_differ, scale, other):
+        assert "norm_type differs between ranks" in message
+
+
+def _groups_differ(n: int) -> str:
+    gradients = [torch.zeros(256, 256) for _ in range(3)]
+    by_group = ["a", "b", "c"] if dist.get_rank() else ["a", "a", "b"][: n + 1] + ["a"] * (2 - n)
+    return _called(sonde.get_total_norm, gradients, mesh=mesh_of((2,)), by_group=by_group)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_other_groups_on_one_rank_are_refused_where_gradients_are_read_again(ranks2: Ranks, n: int) -> None:
+    for message in ranks2(_groups_differ, n):
+        assert "by_group= differs between ranks" in message
+
+
+def _partial_of_two_dtypes_in_another_order() -> str:
+    mesh = mesh_of((2,))
+    made = [
+        (name, placed(torch.ones(n, dtype=dtype), mesh, [Partial()], (n,), [Replicate()]))
+        for name, n, dtype in (("a", 3, torch.float32), ("b", 500, torch.float64))
+    ]
+    return _called(sonde.clip_grad_norm_, made[:: -1 if dist.get_rank() else 1], 1.0, mesh=mesh)
+
+
+def test_partial_gradients_of_two_dtypes_in_another_order_are_refused(ranks2: Ranks) -> None:
+    for message in ranks2(_partial_of_two_dtypes_in_another_order):
+        assert "list the parameters in the same order on every rank" in message
+
+
+def _same_threshold(first: Any, second: Any) -> str:
+    max_norm = second if dist.get_rank() else first
+    return _called(sonde.clip_grad_norm_, [plain(torch.ones(4))], max_norm, mesh=mesh_of((2,)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(None, math.inf), (0.1, torch.tensor(0.1)), (1e300, None)], ids=["None", "fp32", "huge"]
+)
+def test_one_threshold_written_in_two_ways_is_the_same(ranks2: Ranks, first: Any, second: Any) -> None:
+    assert ranks2(_same_threshold, first, second) == ["no error: 2.0"] * 2
+
+
+def _copies_up_to_rounding(dtype: torch.dtype, n: int, n_ulps: float) -> list[str]:
+    """Independent differences of up to so many units in the last place, over gradients of a heavy tail."""
+    generator = torch.Generator().manual_seed(7)
+    messages = []
+    for trial in range(10):
+        whole = torch.randn(n, generator=generator, dtype=torch.float64).pow(3)
+        own = torch.Generator().manual_seed(100 * trial + dist.get_rank())
+        noise = 2 * torch.rand(n, generator=own, dtype=torch.float64) - 1
+        gradient = (whole * (1 + n_ulps * torch.finfo(dtype).eps * noise)).to(dtype)
+        orders = (1.0, 2.0, 3.0, math.inf)
+        messages += [_called(sonde.clip_grad_norm_, [plain(gradient)], 1.0, p, mesh=mesh_of((2,))) for p in orders]
+    return messages
+
+
+@pytest.mark.parametrize("n", [1, 30, 10_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_copies_that_differ_by_rounding_are_copies(ranks2: Ranks, dtype: torch.dtype, n: int) -> None:
+    for messages in ranks2(_copies_up_to_rounding, dtype, n, 1.5):
+        assert all("no error" in message for message in messages), messages
+
+
+def _nearly_equal_scalars() -> str:
+    return _called(
+        sonde.clip_grad_norm_, [plain(torch.tensor([1 + 1.2e-4 * dist.get_rank()]))], 1.0, mesh=mesh_of((2,))
+    )
+
+
+def test_a_scalar_that_lost_digits_is_a_copy(ranks2: Ranks) -> None:
+    assert all("no error" in message for message in ranks2(_nearly_equal_scalars))
+
+
+def _independent(dtype: torch.dtype, n: int) -> str:
+    own = torch.Generator().manual_seed(dist.get_rank())
+    return _called(sonde.clip_grad_norm_, [plain(torch.randn(n, generator=own).to(dtype))], 1.0, mesh=mesh_of((2,)))
+
+
+@pytest.mark.parametrize("n", [100, 10_000, 1_000_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_independent_gradients_are_no_copies(ranks2: Ranks, dtype: torch.dtype, n: int) -> None:
+    assert all("plain gradients" in message for message in ranks2(_independent, dtype, n))
