@@ -47,4 +47,5 @@ for step in range(60):
     if step % 20 == 19 and rank == 0:
         print(f"step {step + 1}: loss {loss:.3f}, gradient norm {norm:.3f}")  # the same norm on every rank
 
+dist.barrier()  # gloo may abort a rank whose peer has left already
 dist.destroy_process_group()
