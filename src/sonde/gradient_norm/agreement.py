@@ -1,4 +1,4 @@
-"""Whether the ranks of a norm were asked the same and hold the same, told from the sum over ranks that is made anyway.
+"""Compares what the ranks of a norm were asked and what they hold, inside the sum over ranks that is made anyway.
 
 Each rank adds d times a coefficient of its own, d a whole number that stands for what the rank holds. The coefficients
 of the ranks that should agree sum to 0. So the sum over ranks is 0 exactly when all d are equal (but for one chance in

@@ -35,7 +35,8 @@ def replay_windows(
 ) -> Iterator[ReplayedReading]:
     """Make the readings of a run again from its windows, as a probe would have made them.
 
-    Parameters that were frozen or released on the way are not told by the windows: the probe's own readings know them.
+    A log does not say which parameters were frozen or released during the run. From there on, the probe's own readings
+    differ from these.
 
     Args:
         windows: of one start of the run, in order; `sonde.read_windows` reads those of a log that was written with

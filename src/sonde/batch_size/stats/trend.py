@@ -13,7 +13,7 @@ whether it reaches 0 or infinity, are found without any root having to exist.
 
 The shape g(τ) = τ is an exponential trend. g(τ) = τ − s τ² rose faster in the past than now, as noise scales do early
 in training. Both are tried, so that the set holds the present value under either. For a fall, the second would leave
-nearly all weight to the few oldest windows, whose scatter tells nothing, so falls are exponential.
+nearly all weight to the few oldest windows, too few to measure an error, so falls are exponential.
 
 Reference:
     J. H. Stock and J. H. Wright, "GMM with weak identification", Econometrica 68 (2000) 1055–1096.
