@@ -112,6 +112,7 @@ class EntropyChangeProbe:
 
     METRICS: ClassVar[Mapping[str, Metric]] = {
         "entropy/per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
+        "entropy/per_token_se": Metric("nats a token", "standard error of this entropy, over prompts"),
         "entropy/surprise_sd": Metric("nats", "scatter of −log π around the entropy; almost 0 for a uniform policy"),
         "entropy/delta_forecast": Metric("nats", "forecast of the change of entropy by the step, to first order"),
         "entropy/delta_se": Metric("nats", "standard error of the forecast"),

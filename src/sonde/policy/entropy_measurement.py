@@ -21,8 +21,9 @@ from sonde.policy.scoring.scorer import Scored, ScoreDerivatives, Scorer
 from sonde.policy.stats.attribution import Cause, causes_by_prompt, split_gradient, split_step
 from sonde.policy.stats.entropy_change import EntropyObjective, change_by_gradients
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, Truths, entropy_forecast, unknown
-from sonde.policy.stats.entropy_gradient import Coefficients, entropy_rate
+from sonde.policy.stats.entropy_gradient import Coefficients, entropy_rate, entropy_rate_se
 from sonde.policy.stats.importance import fixed_prefix_change, importance_sampled_change, resampled_change
+from sonde.policy.stats.near_uniform import surprise_sd
 
 
 class EntropyMeasurement:
@@ -195,8 +196,15 @@ class EntropyMeasurement:
 
     def unknown(self, reason: str) -> EntropyForecast:
         """A forecast that could not be made, with the entropy at θ."""
-        rate, _ = entropy_rate(self._base.entropy, self._base.responses)
-        return unknown(reason, self._options.objective, self._options.update, rate)
+        base = self._base
+        return unknown(
+            reason,
+            self._options.objective,
+            self._options.update,
+            entropy=entropy_rate(base.entropy, base.responses)[0],
+            entropy_se=entropy_rate_se(base.entropy, base.responses),
+            surprise_sd=surprise_sd(base.log_prob, base.entropy, base.responses),
+        )
 
     def _along(self, step: Direction) -> FirstOrder:
         base = self._base

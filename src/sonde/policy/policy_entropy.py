@@ -35,6 +35,8 @@ class PolicyEntropyProbe:
 
     METRICS: ClassVar[Mapping[str, Metric]] = {
         "entropy/token_weighted": Metric("nats a token", "entropy of sampled responses, each token weighing the same"),
+        "entropy/token_weighted_se": Metric("nats a token", "standard error of this entropy, over prompts"),
+        "entropy/token_weighted_surprise_sd": Metric("nats", "scatter of −log π around it; almost 0 if uniform"),
         "entropy/sequence_weighted": Metric("nats a token", "entropy of sampled responses, each weighing the same"),
         "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),
         "entropy/advantage_correlation": Metric("ratio", "correlation of a response's mean entropy with its advantage"),
@@ -94,6 +96,8 @@ class PolicyEntropyProbe:
         correlation = latest.advantage_correlation
         return {
             "entropy/token_weighted": latest.token_weighted,
+            "entropy/token_weighted_se": latest.token_weighted_se,
+            "entropy/token_weighted_surprise_sd": latest.surprise_sd,
             "entropy/sequence_weighted": latest.sequence_weighted,
             "entropy/sequence_sum": latest.sequence_sum,
             "entropy/advantage_correlation": correlation.r if correlation else None,

@@ -16,6 +16,11 @@ def points(*changes: dict[str, object]) -> list[Point]:
     return [dataclasses.replace(GOOD, **{"step": i + 1, **change}) for i, change in enumerate(changes)]  # type: ignore[arg-type]
 
 
-def entropies(*values: float, every: int = 5, **changes: object) -> list[Point]:
-    """Points of a run, one every so many steps."""
-    return points(*({"step": 1 + every * i, "entropy": value, **changes} for i, value in enumerate(values)))
+def entropies(*values: float, every: int = 5, error: float | None = None, **changes: object) -> list[Point]:
+    """Points of a run, one every so many steps. `error` is the standard error of each entropy, as a fraction of it."""
+    return points(
+        *(
+            {"step": 1 + every * i, "entropy": value, "entropy_se": error and error * value, **changes}
+            for i, value in enumerate(values)
+        )
+    )

@@ -89,7 +89,11 @@ def test_a_policy_that_is_almost_uniform_gets_no_advice_on_the_learning_rate() -
     assert "learning rate" not in reason
     assert forecast(log_prob=uniform).is_valid  # as long as first order agrees with the truth
     far = dataclasses.replace(bent, importance=MeasuredChange(-0.5, 0.002, 0.64, 0.02))
-    assert "use a smaller learning rate" in forecast(truths=far, log_prob=uniform).reason  # this step is too large
+    for too_far in (far, dataclasses.replace(far, on_same_prefixes=TRUTHS.on_same_prefixes)):
+        reason = forecast(truths=too_far, log_prob=uniform).reason
+        assert "almost uniform" in reason
+        assert "learning rate" not in reason
+        assert "use a smaller learning rate" in forecast(truths=too_far).reason
 
 
 def test_the_first_of_several_reasons_is_given() -> None:

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from sonde.policy.stats.entropy_forecast import TOO_LARGE
 from sonde.policy.stats.entropy_verdict import judge_entropy
+from sonde.policy.stats.policy_alerts import find_policy_alerts
 from tests.policy.stats.points import entropies, points
+
+SURE = {"entropy_se": 0.01}
 
 
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
         ([], "unknown", "no entropy was measured"),
-        ([{}], "unknown", "One measurement shows no trend"),
-        ([{"entropy": 2.0}, {"entropy": 1.8}], "holds", "is 1.80 nats a token at step 2, and was 2 at step 1."),
-        ([{"entropy": 2.0}, {"entropy": 1.5}], "falling", "is falling: 1.50 at step 2, 2 at step 1 (nats"),
+        ([SURE], "unknown", "is 1 ± 0.010 nats a token at step 1. One measurement shows no trend"),
+        (
+            [{"entropy": 2.0, **SURE}, {"entropy": 1.8, **SURE}],
+            "holds",
+            "holds: 1.80 ± 0.010 nats a token at step 2, 2 ±",
+        ),
+        (
+            [{"entropy": 2.0, **SURE}, {"entropy": 1.1, **SURE}],
+            "falling",
+            "is falling: 1.10 ± 0.010 nats a token at step",
+        ),
+        (
+            [{"entropy": 2.0}, {"entropy": 1.1}],
+            "unknown",
+            "is not known yet whether the policy's entropy holds: 1.10 nats",
+        ),
         ([{"entropy": 2.0}, {"entropy": 0.1}], "collapses", "has collapsed to 0.1"),
-        ([{"is_valid": False, "reason": TOO_LARGE}] * 3, "not_linear", "Steps are too large to forecast"),
+        ([{"is_valid": False, "reason": TOO_LARGE, **SURE}] * 3, "not_linear", "steps are too large to forecast"),
     ],
 )
 def test_verdicts(changes: list[dict[str, object]], kind: str, message: str) -> None:
@@ -33,21 +50,57 @@ WENT_DOWN = [2.70, 2.41, 1.96, 1.52, 1.11, 0.86, 0.71, 0.60, 0.52, 0.47, 0.43, 0
 
 
 def test_an_entropy_that_has_become_a_seventh_does_not_hold() -> None:
-    falling = judge_entropy(entropies(*WENT_DOWN))
+    falling = judge_entropy(entropies(*WENT_DOWN, error=0.02))
     assert falling.kind == "falling"
-    assert "is falling: 0.400 at step 56, 0.520 at step 41, 2.70 at step 1 (nats a token)." in falling.headline
+    assert re.search(
+        r"is falling: 0\.39\d ± 0\.0\d+ nats a token at step 56, 2\.7\d ± 0\.0\d+ at step 1\.$", falling.headline
+    )
     assert "lower the learning rate" in falling.detail
-    fallen = judge_entropy(entropies(*WENT_DOWN, *[0.40] * 12))
+    fallen = judge_entropy(entropies(*WENT_DOWN, *[0.40] * 12, error=0.02))
     assert fallen.kind == "fallen"
-    assert "has fallen, and holds now: 0.400 at step 116, 0.400 at step 81, 2.70 at step 1" in fallen.headline
-    assert judge_entropy(entropies(*reversed(WENT_DOWN))).kind == "rising"
-    assert "becomes more random" in judge_entropy(entropies(*reversed(WENT_DOWN))).detail
+    assert "has fallen: 0.400 ± " in fallen.headline
+    assert judge_entropy(entropies(*reversed(WENT_DOWN), error=0.02)).kind == "rising"
+    assert "becomes more random" in judge_entropy(entropies(*reversed(WENT_DOWN), error=0.02)).detail
     large = {"is_valid": False, "reason": TOO_LARGE}
-    assert "Steps are too large to forecast." in judge_entropy(entropies(*WENT_DOWN, **large)).detail
+    assert "Steps are too large to forecast." in judge_entropy(entropies(*WENT_DOWN, error=0.02, **large)).detail
+
+
+def test_the_change_stands_in_nats_and_per_cent_with_its_interval_and_with_what_comes_next() -> None:
+    detail = judge_entropy(entropies(1.0, 0.9, 0.8, 0.7, 0.6, error=0.01)).detail
+    assert "It changed by −0.400 nats a token or −40\xa0% (between −42\xa0% and −38\xa0%)." in detail
+    assert "If the last 10 steps go on in a straight line, the next 10 steps change it by −0.200 nats a" in detail
+
+
+def test_noise_is_called_noise() -> None:
+    """A fall by a tenth whose error is as large: neither a fall nor "holds"."""
+    verdict = judge_entropy(entropies(1.0, 1.1, 0.95, 0.9, error=0.1))
+    assert verdict.kind == "unknown"
+    assert "too noisy to say whether it changed by more than 15\xa0%" in verdict.detail
+    assert "so its direction is not known yet" in verdict.detail
+    unknown = judge_entropy(entropies(2.0, 1.1)).detail
+    assert "The standard errors of these entropies were not logged" in unknown
+    assert "10 measurements show their scatter; this run has 2" in unknown
+
+
+def test_a_restart_is_said_and_what_it_undid_is_left_out() -> None:
+    from_checkpoint = points(*({"step": step, "entropy": 1.0, **SURE} for step in (1, 11, 21, 31, 21)))
+    assert (
+        "A restart took steps again: 2 measurements of these steps before the restart"
+        in judge_entropy(from_checkpoint).detail
+    )
+    again = judge_entropy(points(*({"step": step, "entropy": 1.0, **SURE} for step in (1, 11, 21, 1, 11))))
+    assert "at step 11, 1 ± 0.010 at step 1 before the restart." in again.headline
+    assert "counted steps from the beginning again" in again.detail
+
+
+def test_a_collapse_that_a_restart_undid_is_no_collapse() -> None:
+    run = [(1, 2.0), (11, 1.9), (21, 0.1), (11, 2.0), (21, 2.0)]
+    verdict = judge_entropy(points(*({"step": step, "entropy": value, **SURE} for step, value in run)))
+    assert verdict.kind == "holds"
 
 
 def test_a_fall_from_an_almost_uniform_policy_gets_no_advice_on_the_learning_rate() -> None:
-    run = entropies(*WENT_DOWN, surprise_sd=0.9)
+    run = entropies(*WENT_DOWN, error=0.02, surprise_sd=0.9)
     run[0] = dataclasses.replace(run[0], surprise_sd=0.1)
     verdict = judge_entropy(run)
     assert verdict.kind == "falling"
@@ -55,9 +108,24 @@ def test_a_fall_from_an_almost_uniform_policy_gets_no_advice_on_the_learning_rat
     assert "learning rate" not in verdict.detail
 
 
+@pytest.mark.parametrize("fallen_to", [0.8, 0.6, 0.4, 0.2, 0.09, 0.01])
+@pytest.mark.parametrize("pace", [{}, {"delta": -0.1, "low": -0.11, "high": -0.09}])
+def test_however_far_a_uniform_start_falls_the_learning_rate_is_not_blamed(
+    fallen_to: float, pace: dict[str, float]
+) -> None:
+    uniform = {"entropy": 2.7, "surprise_sd": 0.1, "entropy_se": 0.02}
+    now = {"entropy": 2.7 * fallen_to, "surprise_sd": 0.9, "entropy_se": 0.02, **pace}
+    run = points(uniform, {**now, "entropy": 2.7 * (1 + fallen_to) / 2}, now)
+    verdict = judge_entropy(run)
+    assert verdict.kind in ("falling", "collapses")
+    told = " ".join([verdict.headline, verdict.detail, *find_policy_alerts(run).values()])
+    assert "learning rate" not in told
+    assert "add an entropy bonus" in told
+
+
 def test_entropies_without_forecasts_are_judged_too() -> None:
     nothing = {"delta": None, "low": None, "high": None, "truth": None, "is_valid": False}
-    verdict = judge_entropy(entropies(*WENT_DOWN, **nothing))
+    verdict = judge_entropy(entropies(*WENT_DOWN, error=0.02, **nothing))
     assert (verdict.kind, "forecasts" in verdict.detail) == ("falling", False)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Responses
+from sonde.policy.stats.entropy_gradient import Responses, entropy_rate, entropy_rate_se
 from sonde.policy.stats.policy_entropy import Correlation, correlate, policy_entropy
 
 # Two prompts and three responses. One response is as long as the mask is wide.
@@ -27,6 +27,45 @@ def test_token_and_sequence_weighted_averages_by_hand() -> None:
     assert (summary.n_prompts, summary.n_responses, summary.n_tokens) == (2, 3, 6)
     assert summary.advantage_correlation is None
     assert summary.log_prob_advantage is None
+
+
+def test_the_standard_errors_are_those_of_prompts_drawn_again() -> None:
+    """Lengths and entropies differ between prompts, and long responses have less entropy. An oracle of 400 draws."""
+    generator = torch.Generator().manual_seed(0)
+    n_prompts, n_draws = 40, 400
+    rates, weighted, squares, squares_weighted = [], [], 0.0, 0.0
+    for _ in range(n_draws):
+        length = torch.randint(1, 7, (2 * n_prompts,), generator=generator)
+        mask = torch.arange(6)[None, :] < length[:, None]
+        of_prompt = torch.rand(n_prompts, 1, generator=generator, dtype=torch.float64).repeat_interleave(2, 0)
+        h = (of_prompt + 3.0 / length[:, None]).expand(-1, 6) + torch.rand(2 * n_prompts, 6, generator=generator)
+        responses = Responses(mask, torch.arange(n_prompts).repeat_interleave(2))
+        summary = policy_entropy(-h, h, responses)
+        se = entropy_rate_se(h, responses)
+        assert se is not None
+        assert summary.token_weighted_se is not None
+        rates.append(entropy_rate(h, responses)[0])
+        weighted.append(summary.token_weighted)
+        squares += se**2
+        squares_weighted += summary.token_weighted_se**2
+    n = len(rates)
+    # 400 draws know a standard deviation to 3.5 %.
+    assert (squares / n) ** 0.5 == pytest.approx(float(torch.tensor(rates).std()), rel=0.12)
+    assert (squares_weighted / n) ** 0.5 == pytest.approx(float(torch.tensor(weighted).std()), rel=0.12)
+
+
+def test_one_prompt_has_no_standard_error_and_prompts_that_agree_have_none_left() -> None:
+    alone = Responses(MASK, torch.tensor([7, 7, 7]))
+    assert policy_entropy(S, H, alone).token_weighted_se is None
+    assert entropy_rate_se(H, alone) is None
+    assert entropy_rate_se(torch.ones(3, 3), RESPONSES) == 0.0
+    # Two prompts: Σ H − R·T is 7 − 2·5 = −3 and 5 − 2·1 = 3, over 6 tokens in all.
+    assert policy_entropy(S, H, RESPONSES).token_weighted_se == pytest.approx((2 * (9 + 9)) ** 0.5 / 6)
+
+
+def test_a_uniform_policy_has_no_scatter_of_surprise() -> None:
+    assert policy_entropy(-H, H, RESPONSES).surprise_sd == 0.0
+    assert policy_entropy(S, H, RESPONSES).surprise_sd == pytest.approx((4 / 6) ** 0.5)
 
 
 def test_advantages_per_response_and_per_token_agree() -> None:

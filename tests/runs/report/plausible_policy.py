@@ -39,6 +39,7 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
     metrics: dict[str, float | None] = {
         "reward": 0.1 + 0.02 * i,
         "entropy/per_token": 2.7 * math.exp(-0.08 * i),
+        "entropy/per_token_se": 0.02 * 2.7 * math.exp(-0.08 * i),
         "entropy/token_weighted": 2.6 * math.exp(-0.08 * i),
         "entropy/delta_forecast": delta,
         "entropy/delta_se": se,

@@ -21,7 +21,8 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
     sections = [
         "Entropy of the policy adding by GRPO",
         "Entropy is falling",
-        "The policy's entropy is falling: 0.429 at step 116, 0.751 at step 81, 2.70 at step 1 (nats a token).",
+        "The policy's entropy is falling: 0.4",
+        "It changed by −2.",
         "Forecast and effect of each step",
         "Forecast against truth",
         "Coverage so far",
@@ -93,7 +94,11 @@ NOTHING = {"shares": [], "causes": None}
         ({"metrics": {"entropy/token_weighted": 1.0}, **NOTHING}, "No forecast can be compared with the truth"),
         (
             {"metrics": {"entropy/token_weighted": 1.0}, **NOTHING},
-            "Entropy holds The policy's entropy is 1 nats a token",
+            "Not known yet It is not known yet whether the policy's entropy holds: 1 nats a token at step 36",
+        ),
+        (
+            {"metrics": {"entropy/token_weighted": 1.0, "entropy/token_weighted_se": 0.02}, **NOTHING},
+            "Entropy holds The policy's entropy holds: 1 ± 0.0",
         ),
         ({"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING}, "No verdict yet: no entropy was measured."),
         ({"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING}, "No entropy was measured in this run."),

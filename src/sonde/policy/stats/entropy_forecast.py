@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
-from sonde.policy.stats.entropy_gradient import Responses, entropy_rate
+from sonde.policy.stats.entropy_gradient import Responses, entropy_rate, entropy_rate_se
 from sonde.policy.stats.importance import LEAST_ESS_FRACTION, MeasuredChange
 from sonde.policy.stats.near_uniform import is_near_uniform, surprise_sd
 
@@ -96,6 +96,7 @@ class EntropyForecast:
         objective: which entropy is meant.
         update: which update is meant.
         entropy: R before the update, in nats a token.
+        entropy_se: standard error of `entropy` over the evaluation prompts; None with fewer than 2.
         surprise_sd: scatter of −s_k around H_k before the update, in nats; almost 0 for a uniform policy.
         v_x: variance of `delta` from the evaluation prompts.
         v_y: variance of `delta` from the update prompts; 0 along a given step.
@@ -124,6 +125,7 @@ class EntropyForecast:
     objective: Objective
     update: Update
     entropy: float | None = None
+    entropy_se: float | None = None
     surprise_sd: float | None = None
     v_x: float | None = None
     v_y: float | None = None
@@ -145,6 +147,7 @@ class EntropyForecast:
         fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
         return {
             "entropy/per_token": self.entropy,
+            "entropy/per_token_se": self.entropy_se,
             "entropy/surprise_sd": self.surprise_sd,
             "entropy/delta_forecast": self.delta,
             "entropy/delta_se": self.se,
@@ -239,6 +242,7 @@ def entropy_forecast(
         objective=objective.kind,
         update=update,
         entropy=rate,
+        entropy_se=entropy_rate_se(entropy, responses),
         surprise_sd=scatter,
         v_x=change.v_x,
         v_y=change.v_y,
@@ -257,10 +261,25 @@ def entropy_forecast(
     )
 
 
-def unknown(reason: str, objective: Objective, update: Update, entropy: float | None = None) -> EntropyForecast:
+def unknown(
+    reason: str,
+    objective: Objective,
+    update: Update,
+    *,
+    entropy: float | None = None,
+    entropy_se: float | None = None,
+    surprise_sd: float | None = None,
+) -> EntropyForecast:
     """A forecast that could not be made, perhaps with the entropy before the update."""
     return EntropyForecast(
-        level=0.95, reason=reason, is_valid=False, objective=objective, update=update, entropy=entropy
+        level=0.95,
+        reason=reason,
+        is_valid=False,
+        objective=objective,
+        update=update,
+        entropy=entropy,
+        entropy_se=entropy_se,
+        surprise_sd=surprise_sd,
     )
 
 
@@ -275,11 +294,11 @@ def why_not_linear(
         se: the forecast's standard error, in nats a token. A deviation from first order below half of it is harmless.
         is_uniform: whether the policy is almost uniform. Then a smaller step is not the way out.
     """
-    too_few = ""
+    why = ""
     if importance is not None and not importance.is_known:
-        too_few = (
-            f"{TOO_LARGE}: the effective sample size of the responses after it is {importance.ess_fraction:.0%} of "
-            f"their number, and at least {LEAST_ESS_FRACTION:.0%} is needed: use a smaller learning rate"
+        why = (
+            f"the effective sample size of the responses after it is {importance.ess_fraction:.0%} of their number, "
+            f"and at least {LEAST_ESS_FRACTION:.0%} is needed"
         )
     harmless = max(_NO_CHANGE, 0.0 if se is None else _HARMLESS * se)
     if fixed is not None and abs(fixed.true - fixed.linear) > harmless:
@@ -287,7 +306,7 @@ def why_not_linear(
         ratio = fixed.linear_over_true
         if ratio is None or not low <= ratio <= high:
             numbers = f"first order gives {fixed.linear:+.2e} nats a token, and the true change is {fixed.true:+.2e}"
-            if is_uniform and not too_few:
-                return f"{NEAR_UNIFORM}: on the same prefixes, {numbers}: train on, and forecast later steps"
-            return f"{TOO_LARGE}: on the same prefixes, {numbers}: use a smaller learning rate"
-    return too_few
+            why = f"on the same prefixes, {numbers}"
+    if why and is_uniform:
+        return f"{NEAR_UNIFORM}: {why}: train on, and forecast later steps"
+    return f"{TOO_LARGE}: {why}: use a smaller learning rate" if why else ""

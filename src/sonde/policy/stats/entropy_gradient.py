@@ -139,6 +139,25 @@ def entropy_rate(entropy: Tensor, responses: Responses) -> tuple[float, float]:
     return float(responses.per_prompt(entropy.sum(1)).mean()) / length, length
 
 
+def entropy_rate_se(entropy: Tensor, responses: Responses) -> float | None:
+    """Standard error of R over prompts, of which R is a ratio of two means; None with fewer than 2 prompts.
+
+    Args:
+        entropy: H_k in nats, [responses, tokens].
+        responses: which tokens count.
+    """
+    rate, length = entropy_rate(entropy, responses)
+    # R departs from its expectation by the mean of Σ H − R·T, over E[T], to first order (the delta method).
+    departure = responses.tokens("entropy", entropy).sum(1) - rate * responses.length
+    return standard_error(responses.per_prompt(departure) / length)
+
+
+def standard_error(per_prompt: Tensor) -> float | None:
+    """Standard error of a mean over prompts whose terms have mean 0, [prompts]; None with fewer than 2 prompts."""
+    n = len(per_prompt)
+    return float((per_prompt.square().sum() / (n * (n - 1))).sqrt()) if n > 1 else None
+
+
 def per_token_coefficients(
     entropy: Tensor,
     responses: Responses,

@@ -34,6 +34,7 @@ class Point:
         reason: why the forecast is unknown or not to be trusted; empty if it is to be trusted.
         ess_fraction: effective sample size of importance sampling over the responses; None if unknown.
         surprise_sd: scatter of −log π around the entropy, in nats; None if unknown.
+        entropy_se: standard error of the entropy, over prompts; None if unknown.
     """
 
     step: int
@@ -49,6 +50,7 @@ class Point:
     reason: str = ""
     ess_fraction: float | None = None
     surprise_sd: float | None = None
+    entropy_se: float | None = None
 
     @property
     def is_near_uniform(self) -> bool:
@@ -78,16 +80,20 @@ def forecast_point(step: int, metrics: Mapping[str, float | None], per: Per = "t
     """A point from a record's metrics; their names are in `EntropyChangeProbe.METRICS`."""
 
     def metric(name: str) -> float | None:
-        return metrics.get(f"entropy/{name}")
+        value = metrics.get(f"entropy/{name}")
+        return value if value is not None and math.isfinite(value) else None
 
     is_independent, ess_fraction = metric("delta_rollouts") is not None, metric("ess_fraction")
     # Older logs hold the change by importance sampling however few responses count.
     is_known = ess_fraction is None or ess_fraction >= LEAST_ESS_FRACTION
     by_importance = metric("delta_importance") if is_known else None
-    entropy = metric("per_token")
+    entropy, entropy_se, surprise_sd = metric("per_token"), metric("per_token_se"), metric("surprise_sd")
+    if entropy is None:
+        entropy, entropy_se = metric("token_weighted"), metric("token_weighted_se")
+        surprise_sd = metric("token_weighted_surprise_sd")
     return Point(
         step=step,
-        entropy=metric("token_weighted") if entropy is None else entropy,
+        entropy=entropy,
         delta=metric("delta_forecast"),
         low=metric("delta_low"),
         high=metric("delta_high"),
@@ -98,5 +104,6 @@ def forecast_point(step: int, metrics: Mapping[str, float | None], per: Per = "t
         per=per,
         reason=reason,
         ess_fraction=ess_fraction,
-        surprise_sd=metric("surprise_sd"),
+        surprise_sd=surprise_sd,
+        entropy_se=entropy_se,
     )

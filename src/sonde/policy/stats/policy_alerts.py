@@ -50,18 +50,30 @@ def find_policy_alerts(points: Sequence[Point]) -> dict[str, str]:
     return alerts
 
 
+def remedy_for(first: Point) -> str:
+    """What to do about an entropy that falls too far.
+
+    Args:
+        first: the run's first measurement. A policy that begins almost uniform must lose most of its entropy to learn
+            anything, at any learning rate: so how far it fell says nothing of the learning rate.
+    """
+    if first.is_near_uniform:
+        return "if the reward no longer rises, add an entropy bonus, or stop here"
+    return "lower the learning rate, add an entropy bonus, or stop here"
+
+
 def _collapse(points: Sequence[Point]) -> str:
     known = [(p.entropy, p) for p in points if p.entropy is not None]
     if len(known) < 2:
         return ""
     (entropy, now), (largest, at_largest) = known[-1], max(known, key=lambda pair: pair[0])
-    remedy = "lower the learning rate, add an entropy bonus, or stop here"
+    first_entropy, first = known[0]
+    remedy = remedy_for(first)
     if entropy < COLLAPSED_BELOW * largest:
         return (
             f"the policy's entropy has collapsed to {number(entropy)} nats a token, {percent(entropy / largest)} of "
             f"its value at step {at_largest.step}, and the policy hardly explores any more: {remedy}"
         )
-    first_entropy, first = known[0]
     if first.is_near_uniform and entropy > _LEARNS_ABOVE * first_entropy:
         return ""
     if now.delta is not None and now.high is not None and now.high < 0 and now.is_valid and now.per == "token":

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Responses, covariance
+from sonde.policy.stats.entropy_gradient import Responses, covariance, standard_error
+from sonde.policy.stats.near_uniform import surprise_sd
 from sonde.stats.intervals import student_t_quantile
 
 
@@ -35,6 +36,8 @@ class PolicyEntropy:
 
     Attributes:
         token_weighted: mean entropy over all tokens, in nats. Long responses weigh more.
+        token_weighted_se: its standard error over prompts; None with fewer than 2.
+        surprise_sd: scatter of −s_k around H_k, in nats; almost 0 for a uniform policy.
         sequence_weighted: mean over responses of each response's mean over its tokens, in nats.
         sequence_sum: mean over responses of the sum over their tokens, in nats a response.
         surprise: mean over responses of −Σ s. It has the same expectation as `sequence_sum`, and is noisier.
@@ -50,6 +53,8 @@ class PolicyEntropy:
     """
 
     token_weighted: float
+    token_weighted_se: float | None
+    surprise_sd: float
     sequence_weighted: float
     sequence_sum: float
     surprise: float
@@ -84,8 +89,14 @@ def policy_entropy(
         per_response = responses.tokens("advantage", per_token).sum(1) / length
         correlation = correlate(mean_entropy, per_response, responses.index, level=level)
         log_prob_advantage = covariance(log_prob, per_token, responses)
+    token_weighted = float(h.sum() / length.sum())
+    # Σ H − R·Σ T of all responses to a prompt; see `entropy_rate_se`.
+    departure = torch.zeros(responses.n_prompts, dtype=torch.float64)
+    departure.index_add_(0, responses.index, h.sum(1) - token_weighted * length)
     return PolicyEntropy(
-        token_weighted=float(h.sum() / length.sum()),
+        token_weighted=token_weighted,
+        token_weighted_se=standard_error(departure * responses.n_prompts / length.sum()),
+        surprise_sd=surprise_sd(log_prob, entropy, responses),
         sequence_weighted=float(mean_entropy.mean()),
         sequence_sum=float(h.sum(1).mean()),
         surprise=float(-s.sum(1).mean()),

@@ -10,6 +10,7 @@ from sonde.batch_size.stats.critical_batch import Verdict, judge_batch, steps_an
 from sonde.batch_size.stats.reading import drift_in_words
 from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
+from sonde.policy.stats.steps_kept import steps_kept
 from sonde.runs.reader import Reading, Run
 from sonde.runs.report.timeline import position_text
 from sonde.wording import number, percent, plural
@@ -30,7 +31,7 @@ _ENTROPY_BADGES = {
     "risen": "Entropy has risen",
     "collapses": "Entropy collapses",
     "not_linear": "Steps too large",
-    "unknown": "No verdict yet",
+    "unknown": "Not known yet",
 }
 
 
@@ -90,7 +91,7 @@ def batch_size_panel(run: Run) -> VerdictPanel:
 def entropy_panel(run: Run) -> VerdictPanel:
     """The verdict on the entropy, for a run in which a policy was measured at least once."""
     verdict = judge_entropy([r.point for r in run.policy])
-    basis = f"Judged from {plural(len(run.policy), 'measured step')}, up to step {run.policy[-1].window}."
+    basis = f"Judged from {plural(len(run.policy), 'measured step')}; the last of them is step {run.policy[-1].window}."
     return VerdictPanel(
         verdict.kind,
         _ENTROPY_BADGES[verdict.kind],
@@ -197,12 +198,14 @@ def _policy_tiles(run: Run) -> Iterator[Tile]:
 
 def _entropy_tiles(run: Run) -> Iterator[Tile]:
     points = [r.point for r in run.policy]
-    known = [p.entropy for p in points if p.entropy is not None]
-    if not known:
+    kept = steps_kept([p for p in points if p.entropy is not None]).points
+    if not kept:
         yield Tile("Entropy", "–", "not measured")
     else:
-        share = f"; {percent(known[-1] / known[0])} of its first value" if known[0] else ""
-        yield Tile("Entropy", number(known[-1]), f"nats a token{share}")
+        first, last = kept[0], kept[-1]
+        error = "" if last.entropy_se is None else f" ± {number(last.entropy_se, 2)}"
+        share = f"; {percent((last.entropy or 0.0) / first.entropy)} of its first value" if first.entropy else ""
+        yield Tile("Last measured entropy", number(last.entropy), f"{error} nats a token{share}".strip())
     point = next((p for p in reversed(points) if p.delta is not None), None)
     if point is None:
         yield Tile("Last forecast change", "–", "no forecast was made")
