@@ -118,8 +118,42 @@ def test_until_a_run_that_goes_on_has_ended_it_has_not(tmp_path: Path) -> None:
 def test_a_handler_of_the_users_that_exits_has_its_status_and_a_report(tmp_path: Path) -> None:
     status, out, _ = _run(tmp_path, before="signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))")
     assert (status, out) == (7, "")
-    assert _ends(tmp_path)[0] == TOLD
+    assert _ends(tmp_path) == [TOLD]
     assert (tmp_path / "report.html").exists()
+
+
+RAISES = "def stop(*_): raise KeyboardInterrupt\nsignal.signal(signal.SIGTERM, stop)"
+CATCHES = "try:\n    {}\nexcept KeyboardInterrupt:\n    {}"
+EXITS = "def stop(*_):\n    {}\nsignal.signal(signal.SIGTERM, stop)"
+
+
+@pytest.mark.parametrize("last", ["sys.exit(7)", "os._exit(7)", "probe.close(); sys.exit(7)", "probe.close(); os._exit(7)"])
+def test_a_process_that_a_handler_ends_leaves_one_end_record_the_first(tmp_path: Path, last: str) -> None:
+    """Also if the handler, or what runs at exit, closes the probe: the log says why the run ended, not how."""
+    handler = EXITS.format(last)
+    send = f"try:\n    {SEND}\nfinally:\n    probe.close()"
+    status, _, _ = _run(tmp_path, before=handler, send=send)
+    assert (status, _ends(tmp_path)) == (7, [TOLD])
+    run = read_run(tmp_path)
+    assert (run.ended, [reading.window for reading in run.readings]) == (TOLD, [2, 4])
+
+
+def test_a_handler_that_raises_into_a_loop_that_goes_on_loses_no_reading(tmp_path: Path) -> None:
+    """The loop may catch it, and train on."""
+    send = CATCHES.format(SEND, "[window() for _ in range(8)]")
+    status, out, _ = _run(tmp_path, before=RAISES, send=send, end="probe.close()")
+    assert (status, out) == (0, "went on\n")
+    run = read_run(tmp_path)
+    assert (run.ended, [reading.window for reading in run.readings]) == ("closed", [2, 4, 6, 8, 10, 12, 14])
+    assert _ends(tmp_path) == [TOLD, "closed"]
+
+
+def test_a_handler_that_closes_the_probe_and_returns_leaves_one_end_record(tmp_path: Path) -> None:
+    handler = EXITS.format("probe.close()")
+    send = f"{SEND}\nprint('closed', flush=True)\nos._exit(0)"
+    status, out, _ = _run(tmp_path, before=handler, send=send)
+    assert (status, out, _ends(tmp_path)) == (0, "closed\n", [TOLD])
+    assert read_run(tmp_path).ended == TOLD
 
 
 def test_a_handler_installed_later_replaces_this_one(tmp_path: Path) -> None:

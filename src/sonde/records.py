@@ -73,7 +73,7 @@ class RunLog:
     fails gets no more records, the others go on, and training with them; `alerts` tells.
 
     If SIGTERM ends the process, an `end` record and a report are written first. A handler of your own is called as
-    before.
+    before. If it raises, or closes the probe, that `end` record stays the only one.
 
     Args:
         sinks: one sink, or several.
@@ -118,6 +118,8 @@ class RunLog:
         """Of the process in which the log began."""
         self._window = 0
         self._termination: OnTermination | None = None
+        self._held: list[dict[str, Any]] | None = None
+        """Records since the process was told to end; None unless it may be ending."""
         self._metrics: dict[str, Writes] = {}
         """The kind of record that each metric is written in."""
         self._has_begun = self._has_ended = False
@@ -211,7 +213,7 @@ class RunLog:
                 raise
             self._has_begun = True
             if self._is_first_rank and self._sinks:
-                self._termination = OnTermination(self._note_termination, self._write_reports)
+                self._termination = OnTermination(self._note_termination, self._write_reports, self._go_on)
                 if not self._termination.in_main_thread:
                     logger.warning(
                         "sonde: the log was begun outside the main thread, and only that thread hears signals. SIGTERM "
@@ -223,7 +225,15 @@ class RunLog:
         """Hand one record to the sinks. What a sink raises is logged, and does not end the run."""
         if isinstance(window := content.get("window"), int):
             self._window = window
-        self._write({"kind": kind, "time": time.time(), **content}, raises=False)
+        record = {"kind": kind, "time": time.time(), **content}
+        if self._held is None:
+            self._write(record, raises=False)
+            return
+        # A probe that is closed still writes the windows since its last reading. More windows: the run goes on.
+        self._held.append(record)
+        windows = [each["window"] for each in self._held if "window" in each]
+        if windows and max(windows) - min(windows) > 2 * self.every:
+            self._go_on()
 
     def _write(self, record: Mapping[str, object], *, raises: bool) -> None:
         if not self._may_write:
@@ -250,8 +260,16 @@ class RunLog:
         return self.is_first_rank and self._pid in (None, os.getpid())
 
     def _note_termination(self) -> None:
-        """The process was told to end. If it goes on nevertheless, readers take the records that follow."""
-        self.write("end", window=self._window, reason="the process was told to end (SIGTERM)")
+        """The process was told to end. The log has its last record, unless `_go_on` is called."""
+        if self._held is None:
+            self.write("end", window=self._window, reason="the process was told to end (SIGTERM)")
+            self._held = []
+
+    def _go_on(self) -> None:
+        """The process goes on nevertheless: readers take the records that follow an `end`."""
+        held, self._held = self._held, None
+        for record in held or ():
+            self._write(record, raises=False)
 
     def _write_reports(self) -> None:
         for sink in self._sinks:
@@ -306,8 +324,7 @@ class RunLog:
         """
         self._open.discard(writes)
         if not self._open:
-            self.write("end", window=window, reason=reason)
-            self._finish()
+            self._write_end(reason, window)
 
     def end(self, reason: str, *, window: int) -> None:
         """End a log to which only probes of your own write; with one of sonde's probes, it ends when that is closed.
@@ -322,8 +339,13 @@ class RunLog:
         if self._open:
             raise RuntimeError("one of sonde's probes still writes to this log: close that probe, and the log ends")
         if not self._has_ended:
+            self._write_end(reason, window)
+
+    def _write_end(self, reason: str, window: int) -> None:
+        if self._held is None:  # otherwise the log has ended already: the process was told to end
             self.write("end", window=window, reason=reason)
-            self._finish()
+        self._held = None
+        self._finish()
 
     def _finish(self) -> None:
         self._has_ended = True

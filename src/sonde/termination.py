@@ -12,19 +12,23 @@ from typing import Any
 
 
 class OnTermination:
-    """Calls two functions when SIGTERM arrives, then does what the signal would have done without them.
+    """Calls functions when SIGTERM arrives, then does what the signal would have done without them.
 
     It listens from now until `remove`. A handler that was installed before is called. If there is none, the process
     ends by the signal. In a child that was forked, and in a process that ignores the signal, nothing is called.
 
     Args:
-        at_once: a method that is quick; called first. It is held weakly, as is the other one.
+        at_once: a method that is quick; called first. It is held weakly, as are the others.
         before_the_end: a method that may take seconds; called when it is known that the process ends: the handler that
             was installed before has raised, or there is none.
+        if_it_goes_on: a method that is called if the handler that was installed before has returned.
     """
 
-    def __init__(self, at_once: Callable[[], None], before_the_end: Callable[[], None]) -> None:
+    def __init__(
+        self, at_once: Callable[[], None], before_the_end: Callable[[], None], if_it_goes_on: Callable[[], None]
+    ) -> None:
         self._at_once, self._before_the_end = weakref.WeakMethod(at_once), weakref.WeakMethod(before_the_end)
+        self._if_it_goes_on = weakref.WeakMethod(if_it_goes_on)
         self._pid = os.getpid()
         self._previous: Any = signal.getsignal(signal.SIGTERM)
         # Only the main thread can listen. A handler made in C (None) could not be called.
@@ -64,6 +68,8 @@ class OnTermination:
             if is_ours and not isinstance(previous, OnTermination):
                 _call(self._before_the_end)
             raise
+        if is_ours:
+            _call(self._if_it_goes_on)
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
