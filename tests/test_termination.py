@@ -127,7 +127,9 @@ CATCHES = "try:\n    {}\nexcept KeyboardInterrupt:\n    {}"
 EXITS = "def stop(*_):\n    {}\nsignal.signal(signal.SIGTERM, stop)"
 
 
-@pytest.mark.parametrize("last", ["sys.exit(7)", "os._exit(7)", "probe.close(); sys.exit(7)", "probe.close(); os._exit(7)"])
+@pytest.mark.parametrize(
+    "last", ["sys.exit(7)", "os._exit(7)", "probe.close(); sys.exit(7)", "probe.close(); os._exit(7)"]
+)
 def test_a_process_that_a_handler_ends_leaves_one_end_record_the_first(tmp_path: Path, last: str) -> None:
     """Also if the handler, or what runs at exit, closes the probe: the log says why the run ended, not how."""
     handler = EXITS.format(last)

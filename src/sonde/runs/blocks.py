@@ -6,14 +6,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.records import SCHEMA
-from sonde.runs.columns import Columns
+from sonde.runs.columns import Columns, check_length
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_status, as_time
 from sonde.runs.run import Reading, Totals
 from sonde.stats.intervals import Status
+
+if TYPE_CHECKING:
+    from sonde.runs.reading_rows import Floats
 
 LARGEST = 1e150
 """A larger number of sonde's own is no measurement, and its square overflows."""
@@ -68,8 +71,9 @@ class Block:
         times: in seconds since 1970.
         values: numbers, and None where one is not known.
         states: what else each reading knows.
-        groups: as they were written last.
+        groups: as they were written last; empty beside a matrix.
         lines: where each reading stands in the file.
+        matrix: finite numbers in place of `values`, NaN where one is not known; [readings, columns].
     """
 
     file: Path
@@ -82,6 +86,7 @@ class Block:
     states: list[State] = field(default_factory=list)
     groups: list[WrittenGroups] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
+    matrix: Floats | None = None
 
     def check(self, row: int) -> None:
         """Refuse a reading whose numbers are of another kind than they should be, or cannot be.
@@ -90,15 +95,19 @@ class Block:
             ValueError: with the file and the line.
         """
         names = self.columns.values
+        if self.matrix is not None:
+            self._check_declared(row, [None if math.isnan(v) else v for v in self.matrix[row].tolist()])
+            return
         try:
             as_count(self.windows[row])
             as_time(self.times[row])
-            values = [as_number(value) for value in as_list(self.values[row])]
+            values = [as_number(value) for value in check_length(as_list(self.values[row]), names, "values")]
         except (TypeError, OverflowError) as error:
             refuse(self.file, self.lines[row], error)
-        if len(values) > len(names):
-            refuse(self.file, self.lines[row], ValueError(f"{len(values)} values for {len(names)} columns"))
-        for name, value in zip(names, values, strict=False):
+        self._check_declared(row, values)
+
+    def _check_declared(self, row: int, values: Sequence[float | None]) -> None:
+        for name, value in zip(self.columns.values, values, strict=True):
             if value is not None and name in self.declared:
                 check_own_number(self.file, self.lines[row], name, value)
 
@@ -128,6 +137,27 @@ def refuse(file: Path, line: int, error: Exception) -> NoReturn:
         f"line {line} of {file} is not a record of schema {SCHEMA}, "
         f"got {type(error).__name__} at {error}: was it written by another program?"
     ) from error
+
+
+def add_each(
+    records: Sequence[Mapping[str, Any]], add: Callable[[Mapping[str, Any], int], None], file: Path, first_line: int
+) -> None:
+    """Add records that follow each other, one by one.
+
+    Args:
+        records: as they were written.
+        add: takes a record and the number of its line.
+        file: the log, for messages.
+        first_line: number of the line of the first record, from 1.
+
+    Raises:
+        ValueError: for a record that cannot be, with its line.
+    """
+    for line, record in enumerate(records, first_line):
+        try:
+            add(record, line)
+        except (KeyError, TypeError, OverflowError, AttributeError) as error:
+            refuse(file, line, error)
 
 
 class Readings(Protocol):
@@ -166,7 +196,7 @@ class AllReadings:
         for row, values in enumerate(block.values):
             block.check(row)
             known = [None if value is None else float(value) for value in values]
-            metrics = dict.fromkeys(names) | dict(zip(names, known, strict=False))
+            metrics = dict(zip(names, known, strict=True))
             self._totals.add(
                 list(metrics), [v is not None for v in metrics.values()], [v or 0.0 for v in metrics.values()]
             )

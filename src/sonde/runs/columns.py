@@ -14,7 +14,7 @@ The columns of a start only ever grow: a name that a later reading lacks is null
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -66,12 +66,28 @@ class Columns:
         )
 
     def by_name(self, groups: list[list[Any] | None]) -> dict[str, dict[str, Any]]:
-        """The groups of one record by their names."""
+        """The groups of one record by their names.
+
+        Raises:
+            TypeError: for more or fewer groups, or values of a group, than there are columns.
+        """
+        named = dict(zip(self.groups, check_length(groups, self.groups, "groups"), strict=True))
         return {
-            name: dict(zip(self.group_values, values, strict=False))
-            for name, values in zip(self.groups, groups, strict=False)
+            name: dict(zip(self.group_values, check_length(values, self.group_values, "values"), strict=True))
+            for name, values in named.items()
             if values is not None
         }
+
+
+def check_length(row: list[Any], columns: Sequence[str], what: str) -> list[Any]:
+    """A row that has something in each column.
+
+    Raises:
+        TypeError: if the row is shorter or longer.
+    """
+    if len(row) != len(columns):
+        raise TypeError(f"{len(row)} {what} for {len(columns)} columns")
+    return row
 
 
 class LineWriter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from sonde.runs.blocks import (
     Readings,
     State,
     WrittenGroups,
+    add_each,
     check_own_number,
     group_readings,
     no_groups,
@@ -25,6 +27,7 @@ from sonde.runs.columns import Columns
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_numbers, as_time
 from sonde.runs.own_metrics import OwnMetrics
 from sonde.runs.policy_reading import PolicyReadings
+from sonde.runs.reading_rows import read_rows
 from sonde.runs.run import Alert, Header, ProbeSetup, Reading, Run, Totals
 from sonde.runs.sinks import other_unit
 from sonde.runs.thinning import ThinnedReadings
@@ -70,25 +73,64 @@ class Contents:
         Raises:
             ValueError: for a record that cannot be, with its line.
         """
-        for line, record in enumerate(records, first_line):
-            try:
-                if "values" in record and record["kind"] == "reading":
-                    self._add_row(record, line)
-                elif record["kind"] != "reading":
-                    self._add_other(record, line)
-                else:
-                    self._add_reading_of_schema_1(record, line)
-            except (KeyError, TypeError, OverflowError, AttributeError) as error:
-                refuse(self._file, line, error)
+        add_each(records, self._add, self._file, first_line)
         self._flush()
         self._own.flush()
+
+    def _add(self, record: Mapping[str, Any], line: int) -> None:
+        if "values" in record and record["kind"] == "reading":
+            self._add_row(record, line)
+        elif record["kind"] != "reading":
+            self._add_other(record, line)
+        else:
+            self._add_reading_of_schema_1(record, line)
+
+    def add_lines(self, lines: Sequence[bytes], first_line: int) -> bool:
+        """Add lines that begin like a reading, or with `UNWANTED`, without parsing them one by one.
+
+        Args:
+            lines: lines that follow each other.
+            first_line: number of the line of the first one, from 1.
+
+        Returns:
+            False if nothing was added: then the lines must be parsed, and given to `add`.
+
+        Raises:
+            ValueError: for a reading that cannot be, with its line.
+        """
+        block, names = self._block, self._block.columns.values
+        wanted = [i for i, line in enumerate(lines) if not line.startswith(self.UNWANTED)]
+        are_whole = len(wanted) == len(lines) or all(line.endswith(b"}") for line in lines)
+        if not (self._thinned and names and wanted and are_whole):
+            return False
+        rows = read_rows([lines[i] for i in wanted], len(names))
+        if rows is None:
+            return False
+        numbers, states = [first_line + i for i in wanted], list[State]()
+        for row, record in rows.more.items():
+            states += [self._state] * (row - len(states))
+            try:
+                self._see_reading(record)
+            except (KeyError, TypeError, OverflowError, AttributeError) as error:
+                refuse(self._file, numbers[row], error)
+            if row in rows.groups:
+                self._groups_written(
+                    functools.partial(_parsed_groups, block.columns, rows.groups[row]), rows.windows[row]
+                )
+        states += [self._state] * (len(numbers) - len(states))
+        self._flush()
+        self._block = Block(
+            self._file, block.segment, block.columns, block.declared, rows.windows, rows.times, states=states,
+            lines=numbers, matrix=rows.values,
+        )  # fmt: skip
+        self._ended = None
+        self._flush()
+        return True
 
     def _add_row(self, record: Mapping[str, Any], line: int) -> None:
         block = self._block
         if len(record) != _BARE_READING:
-            if block.segment != self._state_of:  # the first reading of a start gives everything
-                self._state, self._groups, self._state_of = State(), no_groups, block.segment
-            self._see_state(record)
+            self._see_reading(record)
         block.windows.append(record["window"])
         block.times.append(record["time"])
         block.values.append(record["values"])
@@ -97,13 +139,22 @@ class Contents:
         block.lines.append(line)
         self._ended = None
 
+    def _see_reading(self, record: Mapping[str, Any]) -> None:
+        """What a reading gives beside its numbers. The first reading of a start gives everything."""
+        if self._block.segment != self._state_of:
+            self._state, self._groups, self._state_of = State(), no_groups, self._block.segment
+        self._see_state(record)
+
     def _see_state(self, record: Mapping[str, Any]) -> None:
         self._state = self._state.changed(record)
         if (tap := self._state.pieces.get("tap")) is not None:
             self._totals.taps[str(tap)] = None
         if "groups" in record:
-            self._groups = functools.partial(self._block.columns.by_name, as_list(record["groups"]))
-            self._totals.last_groups = as_count(record["window"])
+            groups = functools.partial(self._block.columns.by_name, as_list(record["groups"]))
+            self._groups_written(groups, as_count(record["window"]))
+
+    def _groups_written(self, groups: WrittenGroups, window: int) -> None:
+        self._groups, self._totals.last_groups = groups, window
 
     def _add_reading_of_schema_1(self, record: Mapping[str, Any], line: int) -> None:
         """A reading that holds everything under its own names."""
@@ -115,8 +166,7 @@ class Contents:
         state = {key: record[key] for key in ("status", "reason", "dropped", "alerts", "pieces")}
         groups = as_mapping(record["groups"])
         if groups:
-            self._groups = lambda: groups
-            self._totals.last_groups = as_count(record["window"])
+            self._groups_written(lambda: groups, as_count(record["window"]))
         self._add_row(row | state, line)
 
     def _begin_block(self, columns: Columns) -> None:
@@ -127,10 +177,10 @@ class Contents:
 
     def _flush(self) -> None:
         block = self._block
-        if not block.values:
+        if not block.states:
             return
         self._readings.add(block)
-        self._totals.n_readings += len(block.values)
+        self._totals.n_readings += len(block.states)
         for state, window in zip(block.states, block.windows, strict=True):
             if state.alerts:
                 self._totals.last_alerted |= dict.fromkeys(state.alerts, window)
@@ -232,9 +282,14 @@ class Contents:
         if self._thinned and readings:
             try:
                 readings[-1] = replace(readings[-1], groups=group_readings(self._groups()))
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"the groups of the last reading in {self._file} cannot be read: {error}") from error
         return readings
+
+
+def _parsed_groups(columns: Columns, written: bytes) -> dict[str, dict[str, Any]]:
+    """Groups that were left as JSON, by their names."""
+    return columns.by_name(as_list(json.loads(written)))
 
 
 def _probe(record: Mapping[str, Any]) -> ProbeSetup:

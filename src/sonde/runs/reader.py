@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from sonde.runs.contents import Contents
 from sonde.runs.lines import begins_header, blocks_of_lines, parse_block
+from sonde.runs.reading_rows import READING_START
 from sonde.runs.run import Alert, Header, MetricsReading, ProbeSetup, Reading, Run, Totals
 from sonde.runs.sinks import RECORDS_NAME
 from sonde.runs.windows import WindowContents, WindowReading
@@ -108,30 +111,35 @@ def _blocks_read_into(contents: Contents | WindowContents, file: Path) -> Iterat
     """Read the log a block of lines at a time. Yields for each block which lines are torn, in words."""
     number = 0
     torn: tuple[int, bytes] | None = None  # a torn line whose next line was not read yet, with its number
+    many_alike = (READING_START, contents.UNWANTED)
     with file.open("rb") as opened:
-        for lines in blocks_of_lines(opened, file, advice="give a folder that sonde wrote"):
-            # A line that nobody asked for is not worth parsing, if it is whole.
-            unwanted = contents.UNWANTED
-            lines = [_STUB if line.startswith(unwanted) and line.endswith(b"}") else line for line in lines]
-            records = parse_block(lines)
-            if torn is None and None not in records:
-                contents.add([record for record in records if record is not None], number + 1)
-                number += len(lines)
-                yield []
-                continue
+        for block in blocks_of_lines(opened, file, advice="give a folder that sonde wrote"):
             found: list[str] = []
-            for line, record in zip(lines, records, strict=True):
-                number += 1
-                if torn is not None:
-                    found.append(_torn_within(file, torn, line))
-                    torn = None
-                if record is None:
-                    torn = (number, line)
-                else:
-                    contents.add([record], number)
+            for are_alike, some in groupby(block, key=lambda line: line.startswith(many_alike)):
+                lines = list(some)
+                first, number = number + 1, number + len(lines)
+                if are_alike and torn is None and contents.add_lines(lines, first):
+                    continue
+                records = _parsed(lines, contents.UNWANTED)
+                if torn is None and None not in records:
+                    contents.add([record for record in records if record is not None], first)
+                    continue
+                for at, (line, record) in enumerate(zip(lines, records, strict=True), first):
+                    if torn is not None:
+                        found.append(_torn_within(file, torn, line))
+                        torn = None
+                    if record is None:
+                        torn = (at, line)
+                    else:
+                        contents.add([record], at)
             yield found
     if torn is not None:
         yield [f"line {torn[0]}, the last one, is cut off in the middle: the {torn[0] - 1} before it were read"]
+
+
+def _parsed(lines: list[bytes], unwanted: bytes) -> list[dict[str, Any] | None]:
+    """The record on each line; a stub for a line that is not wanted, if it is whole; None for a torn line."""
+    return parse_block([_STUB if line.startswith(unwanted) and line.endswith(b"}") else line for line in lines])
 
 
 def _torn_within(file: Path, torn: tuple[int, bytes], following: bytes) -> str:

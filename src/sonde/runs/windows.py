@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sonde.records import READABLE_SCHEMAS
-from sonde.runs.blocks import refuse
-from sonde.runs.columns import Columns
+from sonde.runs.blocks import add_each
+from sonde.runs.columns import Columns, check_length
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_numbers, as_time
 
 
@@ -58,18 +58,18 @@ class WindowContents:
         Raises:
             ValueError: for a record that cannot be, with its line.
         """
-        for line, record in enumerate(records, first_line):
-            try:
-                self._add(record)
-            except (KeyError, TypeError, OverflowError, AttributeError) as error:
-                refuse(self._file, line, error)
+        add_each(records, self._add, self._file, first_line)
+
+    def add_lines(self, lines: Sequence[bytes], first_line: int) -> bool:
+        """False: all lines are parsed. Windows are wanted with all they hold."""
+        return False
 
     def take(self) -> list[WindowReading]:
         """The windows since the last call."""
         windows, self._windows = self._windows, []
         return windows
 
-    def _add(self, record: Mapping[str, Any]) -> None:
+    def _add(self, record: Mapping[str, Any], line: int) -> None:
         match record["kind"]:
             case "header":
                 if record["schema"] not in READABLE_SCHEMAS:
@@ -79,8 +79,9 @@ class WindowContents:
             case "columns" if record["of"] == "window":
                 self._columns = Columns.read(record)
             case "window":
-                metrics = dict(zip(self._columns.values, as_list(record["values"]), strict=False))
-                groups = self._columns.by_name(as_list(record.get("groups", [])))
+                names = self._columns.values
+                metrics = dict(zip(names, check_length(as_list(record["values"]), names, "values"), strict=True))
+                groups = self._columns.by_name(as_list(record["groups"])) if "groups" in record else {}
                 self._windows.append(
                     WindowReading(
                         self._segment,
