@@ -113,7 +113,7 @@ def test_a_row_that_does_not_fit_its_columns_is_refused_with_file_and_line(
     at = 20
     assert lines[at].startswith('{"kind":"reading"')
     head, _, rest = lines[at].partition('"values":[')
-    first, comma, others = rest.partition(",")
+    _, comma, others = rest.partition(",")
     lines[at] = f'{head}"values":[{value}{comma if value else ""}{others}'
     log.write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=rf"line {at + 1} of .*records\.jsonl is not a record.*{message}"):

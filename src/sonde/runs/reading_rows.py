@@ -62,13 +62,8 @@ def read_rows(lines: Sequence[bytes], n_columns: int) -> ReadingRows | None:
     Returns:
         None if a line is not as `JsonlSink` writes it.
     """
-    places, values, ends = [], [], []
-    for line in lines:
-        place, _, rest = line.partition(_VALUES)
-        value, _, end = rest.partition(b"]")
-        places.append(place)
-        values.append(value)
-        ends.append(end)
+    places, _, rests = zip(*[line.partition(_VALUES) for line in lines], strict=True)
+    values, _, ends = zip(*[rest.partition(b"]") for rest in rests], strict=True)
     if {value.count(b",") for value in values} != {n_columns - 1}:
         return None
     more, groups = dict[int, dict[str, Any]](), dict[int, bytes]()
@@ -108,7 +103,7 @@ def _beside_numbers(end: bytes) -> tuple[dict[str, Any], bytes | None]:
     return record, end_of_groups if found else None
 
 
-def _windows_and_times(places: list[bytes]) -> tuple[list[int], list[float]]:
+def _windows_and_times(places: Sequence[bytes]) -> tuple[list[int], list[float]]:
     text = b"".join(places)
     if text.count(_TIME) != len(places):
         raise ValueError

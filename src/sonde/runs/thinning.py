@@ -161,8 +161,10 @@ class ThinnedRows:
         kept = np.zeros(len(values), dtype=bool)
         kept[starts] = True
         kept[np.append(starts[1:], len(values)) - 1] = True
+        lowest, highest = values.min(axis=0), values.max(axis=0)
         for column in self._drawn_columns():
-            kept |= extremes(values[:, column], starts)
+            if lowest[column] != highest[column]:  # otherwise the first reading of each bin has them already
+                kept |= extremes(values[:, column], starts)
         self._values, self._places = [values[kept]], [places[kept]]
         self._states = [state for state, keep in zip(self._states, kept.tolist(), strict=True) if keep]
 
