@@ -9,6 +9,7 @@ import pytest
 
 from sonde.runs.reader import read_run
 from sonde.runs.report.policy_sections import policy_sections
+from sonde.runs.report.timeline import timeline
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
@@ -123,6 +124,39 @@ def test_a_run_with_noise_scale_and_policy_shows_both(tmp_path: Path) -> None:
     assert "Batch size and gradient noise, entropy of the policy" in text
     assert text.index("Batch too small") < text.index("Entropy is falling") < text.index("Noise and signal")
     assert text.index("What the batch size costs") < text.index("Forecast against truth")
+
+
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        (range(4, 12), "A restart took steps again: 6 measurements of these steps before the restart are left out."),
+        (range(8), "A restart counted steps from the beginning again"),
+    ],
+)
+def test_steps_that_a_restart_took_again_are_drawn_apart_and_left_out_of_the_verdict(
+    tmp_path: Path, second: range, sentence: str
+) -> None:
+    for steps in (range(10), second):
+        sink = JsonlSink(tmp_path)
+        sink.write(policy_header())
+        for i in steps:
+            sink.write(policy_record(i))
+        sink.close()
+    run = read_run(tmp_path)
+    again = timeline(run.policy, "prompts").taken_again
+    assert again == [*(i >= second[0] for i in range(10)), False, *[False] * 8]
+    text = visible_text(write_report(tmp_path))
+    assert sentence in text
+    assert "before a restart that took these steps again" in text
+
+
+def test_the_error_of_the_entropy_is_drawn_where_it_is_known(tmp_path: Path) -> None:
+    assert "95 % interval of the entropy" in visible_text(write_report(write_policy_run(tmp_path / "a", 4)))
+    text = visible_text(
+        write_report(write_policy_run(tmp_path / "b", 4, metrics={"entropy/per_token": 1.0}, shares=[]))
+    )
+    assert "95 % interval of the entropy" not in text
+    assert "before a restart" not in text
 
 
 def test_a_collapse_is_a_current_alert(tmp_path: Path) -> None:

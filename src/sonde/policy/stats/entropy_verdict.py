@@ -25,12 +25,14 @@ class EntropyVerdict:
             "holds" if a larger change is excluded; "not_linear" if steps are too large to forecast; "unknown" if the
             measurements are too few or too noisy.
         headline: one sentence.
-        detail: what to do, and the measurements behind the headline.
+        detail: the change, what to do, and the last forecast.
+        basis: how the levels were made of the measurements, and what a restart did to these.
     """
 
     kind: Kind
     headline: str
     detail: str
+    basis: str = ""
 
 
 def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
@@ -47,19 +49,22 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
     course = entropy_course(points) if len(kept.points) > 1 else None
     alerts = find_policy_alerts(kept.points)
     too_large = "Steps are too large to forecast." if "steps_too_large" in alerts else ""
-    record = _joined(_last_step(now), _record(points), _restarts(kept))
+    record = _joined(_last_step(now), _record(points))
+    basis = _joined("" if course is None else _lines(course), _restarts(kept))
     if "entropy_collapse" in alerts:
         message, _, remedy = alerts["entropy_collapse"].rpartition(": ")
         change = _change(course) if course is not None else ""
-        return EntropyVerdict("collapses", _sentence(message), _joined(_sentence(remedy), change, too_large, record))
+        return EntropyVerdict(
+            "collapses", _sentence(message), _joined(_sentence(remedy), change, too_large, record), basis
+        )
     if course is None:
         state = f"The policy's entropy is {_nats(now.entropy, now.entropy_se)} nats a token at step {now.step}."
-        return EntropyVerdict("unknown", f"{state} One measurement shows no trend.", _joined(too_large, record))
+        return EntropyVerdict("unknown", f"{state} One measurement shows no trend.", _joined(too_large, record), basis)
     kind: Kind = course.trend
     if too_large and kind in ("holds", "unknown"):
         kind = "not_linear"
     detail = _joined(_change(course), _next(course), _advice(course.trend, first, course), too_large, record)
-    return EntropyVerdict(kind, _headline(course, kind), detail)
+    return EntropyVerdict(kind, _headline(course, kind), detail, basis)
 
 
 _HEADLINES = {
@@ -81,14 +86,18 @@ def _headline(course: Course, kind: Kind) -> str:
 
 
 def _change(course: Course) -> str:
-    """How far the entropy has changed, and how many measurements say so."""
-    text = f"It changed by {_amount(course.whole)}."
+    """How far the entropy has changed."""
+    return f"It changed by {_amount(course.whole, 'of its first value')}."
+
+
+def _lines(course: Course) -> str:
+    """How many measurements stand behind the levels."""
     lines = [
-        f"the {end} lies on the line through the {place} {level.n} measurements"
+        f"The level at the {end} lies on the line through the {place} {level.n} measurements."
         for end, place, level in (("start", "first", course.start), ("end", "last", course.now))
         if level.n > 1
     ]
-    return text if not lines else f"{text} Here {' and '.join(lines)}."
+    return _joined(*lines)
 
 
 def _next(course: Course) -> str:
@@ -96,22 +105,22 @@ def _next(course: Course) -> str:
     ahead, steps = course.ahead, plural(course.n_ahead, "step")
     if ahead.half is None:
         return ""
-    text = f"If the last {steps} go on in a straight line, the next {steps} change it by {_amount(ahead)}"
+    text = f"At the pace of the last {steps}, the next {steps} change it by {_amount(ahead, 'of its present value')}"
     return f"{text}." if ahead.sign or ahead.is_small else f"{text}, so its direction is not known yet."
 
 
-def _amount(change: Change) -> str:
-    """A change in nats and per cent, with its interval."""
+def _amount(change: Change, of: str) -> str:
+    """A change in nats and per cent, with its 95 % interval."""
     low, high = change.low, change.high
     nats = f"{_signed(change.nats)} nats a token"
     if change.of <= 0:
-        return nats if low is None or high is None else f"{nats} (between {_signed(low)} and {_signed(high)})"
-    amount = f"{nats} or {_signed_percent(change.nats / change.of)}"
+        return nats if low is None or high is None else f"{nats} (95 % interval: {_signed(low)} to {_signed(high)})"
+    amount = f"{nats}, {_signed_percent(change.nats / change.of)} {of}"
     if low is None or high is None:
         return amount
     # An entropy cannot fall below 0.
     low_percent, high_percent = _signed_percent(max(low / change.of, -1.0)), _signed_percent(high / change.of)
-    return f"{amount} (between {low_percent} and {high_percent})"
+    return f"{amount} (95 % interval: {low_percent} to {high_percent})"
 
 
 def _advice(trend: Trend, first: Point, course: Course) -> str:
@@ -170,7 +179,13 @@ def _record(points: Sequence[Point]) -> str:
 
 
 def _nats(value: float | None, se: float | None) -> str:
-    return number(value) if se is None else f"{number(value)} ± {number(se, 2)}"
+    """An entropy with its standard error, to the same decimals."""
+    text = number(value)
+    if se is None or value is None:
+        return text
+    _, _, decimals = text.partition(".")
+    error = f"{se:.{max(len(decimals), 2)}f}" if decimals.isdigit() or text.isdigit() else number(se, 1)
+    return f"{text}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{error if error.strip('0.') else number(se, 1)}"
 
 
 def _signed(value: float) -> str:

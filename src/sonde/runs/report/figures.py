@@ -25,6 +25,7 @@ from bokeh.plotting import figure
 from sonde.wording import number
 
 BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#c8590f", "#1b7f5c", "#8a94a0", "#26303a"
+LIGHT_GREY = "#c5ccd4"
 """Colour-blind readers can distinguish these. In a grey print, dashes and marks show the difference."""
 
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"

@@ -10,7 +10,7 @@ from bokeh.models import NumeralTickFormatter
 
 from sonde.policy.stats.coverage import Coverage
 from sonde.policy.stats.entropy_forecast import LINEAR_BETWEEN
-from sonde.policy.stats.forecast_point import Point
+from sonde.policy.stats.forecast_point import Point, Z
 from sonde.policy.stats.importance import LEAST_ESS_FRACTION
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.report.curve_style import (
@@ -26,6 +26,7 @@ from sonde.runs.report.figures import (
     BLUE,
     GREEN,
     GREY,
+    LIGHT_GREY,
     ORANGE,
     LegendEntry,
     Plot,
@@ -48,13 +49,19 @@ def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | s
     if line is None:
         return "No entropy was measured in this run."
     fresh, learned = line.metric("entropy/per_token"), line.metric("entropy/token_weighted")
-    room = scale_for([0.0, *fresh, *learned], "linear")
-    fig = new_curve(line, axis, Scale("linear", 0.0, room.end), y_label="Entropy (nats a token)", height=320)
-    add_curve(fig, line.x, learned, GREY, dash="dashed")
-    add_curve(fig, line.x, fresh, BLUE)
+    errors, again = line.metric("entropy/per_token_se"), line.taken_again
+    kept = [math.nan if is_again else 1.0 for is_again in again]
+    low, high = ([k * (h + s * Z * e) for k, h, e in zip(kept, fresh, errors, strict=True)] for s in (-1, 1))
+    y = Scale("linear", 0.0, scale_for([0.0, *fresh, *learned, *high], "linear").end)
+    fig = new_curve(line, axis, y, y_label="Entropy (nats a token)", height=320)
+    add_bands(fig, line.x, low, high, y, fill_color=BLUE, fill_alpha=0.14)
+    add_curve(fig, line.x, [k * v for k, v in zip(kept, learned, strict=True)], GREY, dash="dashed")
+    add_curve(fig, line.x, [k * v for k, v in zip(kept, fresh, strict=True)], BLUE)
+    either = [a if math.isfinite(a) else b for a, b in zip(fresh, learned, strict=True)]
+    add_curve(fig, line.x, [v if is_again else math.nan for v, is_again in zip(either, again, strict=True)], LIGHT_GREY)
     columns = {
         "x": line.x,
-        "y": [a if math.isfinite(a) else b for a, b in zip(fresh, learned, strict=True)],
+        "y": either,
         "window": line.windows,
         "fresh": line.texts(lambda r: number(r.metrics.get("entropy/per_token"))),
         "learned": line.texts(lambda r: number(r.metrics.get("entropy/token_weighted"))),
@@ -64,6 +71,10 @@ def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | s
     legend = [LegendEntry("line", BLUE, "entropy on evaluation responses")] if any(map(math.isfinite, fresh)) else []
     if any(map(math.isfinite, learned)):
         legend.append(LegendEntry("dashed", GREY, "entropy on the responses that the step learns from"))
+    if any(map(math.isfinite, low)):
+        legend.append(LegendEntry("band", BLUE, "95 % interval of the entropy, over prompts"))
+    if any(again):
+        legend.append(LegendEntry("line", LIGHT_GREY, "before a restart that took these steps again"))
     return Plot((fig,), (*legend, *restart_legend(line)))
 
 

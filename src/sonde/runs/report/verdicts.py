@@ -92,6 +92,7 @@ def entropy_panel(run: Run) -> VerdictPanel:
     """The verdict on the entropy, for a run in which a policy was measured at least once."""
     verdict = judge_entropy([r.point for r in run.policy])
     basis = f"Judged from {plural(len(run.policy), 'measured step')}; the last of them is step {run.policy[-1].window}."
+    basis = f"{basis} {verdict.basis}".strip()
     return VerdictPanel(
         verdict.kind,
         _ENTROPY_BADGES[verdict.kind],
