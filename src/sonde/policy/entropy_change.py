@@ -68,13 +68,13 @@ class AroundStep:
 
 @dataclass
 class _Before:
-    """What `around_step` knows when its block begins.
+    """The state of `around_step` when its block begins.
 
     Attributes:
         measurement: the measurement; None if the policy's scores are not finite.
         sample: fresh responses, scored; None without a sampler.
         first_order: the change along the forecast step; None if the step has no forecast, or is not finite.
-        watch: tells what step is taken.
+        watch: compares the step that is taken with its forecast, or measures this step.
     """
 
     measurement: EntropyMeasurement | None
@@ -318,7 +318,7 @@ class EntropyChangeProbe:
             yield EntropyMeasurement(self._options, self._scorer, self._parameters, base, sample, cost)
 
     def _before_step(self, measurement: EntropyMeasurement | None, update: Rollouts | None, causes: bool) -> _Before:
-        """What is known of the step before it is taken, and a watch on it."""
+        """The forecast of the step before it is taken, and a watch on this step."""
         sample = None if measurement is None else measurement.sample()
         if why_no_forecast(self._optimizer):
             return _Before(measurement, sample, None, StepMeter(self._parameters))

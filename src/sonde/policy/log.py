@@ -1,4 +1,4 @@
-"""What a policy's probes write down: a record for each measured step, and alerts."""
+"""The records of a policy's probes: a record for each measured step, and alerts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PolicyLog:
 
     Args:
         log: of the run.
-        setup: what was found, for people; JSON values.
+        setup: how the probes measure, for people; JSON values.
         **deprecated: `run` and `metadata`, which are arguments of `RunLog` now.
 
     Example:
@@ -52,7 +52,7 @@ class PolicyLog:
         if deprecated:
             raise TypeError(f"PolicyLog() has no argument {next(iter(deprecated))!r}: give it to RunLog")
         self.alerts: dict[str, str] = {}
-        """What has looked wrong so far: the first message of each name."""
+        """Alerts so far: the first message of each name."""
         self.points: list[Point] = []
         """Entropies, forecasts and truths so far."""
         self._step = 0

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from sonde.runs.reading_rows import Floats
 
 LARGEST = 1e150
-"""A larger number of sonde's own is no measurement, and its square overflows."""
+"""Largest size of a number that sonde writes. The square of a larger number overflows."""
 
 NEVER_NEGATIVE = ("gns/b_simple", "gns_prompts/b_simple")
-"""Beginnings of names."""
+"""Beginnings of the names of metrics that are never negative."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What a reading knows beside its numbers; fields as in `Reading`."""
+    """The texts and counts of a reading, beside its numbers; fields as in `Reading`."""
 
     status: Status = "unresolved"
     reason: str = ""
@@ -54,7 +54,7 @@ WrittenGroups = Callable[[], Mapping[str, Any]]
 
 
 def no_groups() -> Mapping[str, Any]:
-    """Of a reading before which no groups were written."""
+    """The groups of a reading before which no groups were written."""
     return {}
 
 
@@ -69,11 +69,11 @@ class Block:
         declared: names of the metrics that sonde wrote; the others are the user's own.
         windows: optimizer steps.
         times: in seconds since 1970.
-        values: numbers, and None where one is not known.
-        states: what else each reading knows.
+        values: numbers, and None for an unknown number.
+        states: the texts and counts of each reading.
         groups: as they were written last; empty beside a matrix.
         lines: where each reading stands in the file.
-        matrix: finite numbers in place of `values`, NaN where one is not known; [readings, columns].
+        matrix: finite numbers in place of `values`, NaN for an unknown number; [readings, columns].
     """
 
     file: Path
@@ -171,7 +171,7 @@ class Readings(Protocol):
         """
 
     def amend(self, state: State, groups: WrittenGroups) -> None:
-        """Replace what the last reading knows beside its numbers."""
+        """Replace the texts, counts and groups of the last reading."""
 
     def readings(self) -> Sequence[Reading]:
         """The readings that were kept, in order."""
@@ -181,7 +181,7 @@ class AllReadings:
     """Keeps every reading.
 
     Args:
-        totals: takes what is known of all readings.
+        totals: counts the values of all readings.
     """
 
     def __init__(self, totals: Totals) -> None:
@@ -208,7 +208,7 @@ class AllReadings:
             )  # fmt: skip
 
     def amend(self, state: State, groups: WrittenGroups) -> None:
-        """Replace what the last reading knows beside its numbers."""
+        """Replace the texts, counts and groups of the last reading."""
         last = self._readings[-1]
         self._readings[-1] = reading_of(
             last.segment, last.window, last.time, state, last.metrics, group_readings(groups())

@@ -1,4 +1,4 @@
-"""The compact form of records that come again and again: what does not change is written once.
+"""The compact form of records that come again and again: unchanged content is written once.
 
 A reading holds the same names as the reading before, and most of its texts. So a `columns` record gives the names, and
 each line after it gives `values` in their order. Any other content of a reading is written only when it has changed:
@@ -8,7 +8,8 @@ each line after it gives `values` in their order. Any other content of a reading
     {"kind":"reading","window":20,"time":1790000106.2,"values":[193.1,2.29]}
 
 The columns of a start only ever grow: a name that a later reading lacks is null there. `groups`, the numbers in
-`dropped` and the messages in `alerts` are written every tenth reading; a `details` record gives those of the last one.
+`dropped` and the messages in `alerts` are written every tenth reading. For the last reading, a `details` record gives
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Columns:
     Attributes:
         values: names of the metrics.
         groups: names of the groups of parameters.
-        group_values: names of what is known of each group.
+        group_values: names of the values of each group.
     """
 
     values: tuple[str, ...] = ()
@@ -169,7 +170,7 @@ class LineWriter:
         return encode_line(record)
 
     def _details(self) -> bytes:
-        """What the last reading knew and was not written with it."""
+        """The details of the last reading that were not written with it."""
         if self._last is None:
             return b""
         last = {key: self._last[key] for key in (*_DETAILS, "groups") if key in self._last}
@@ -186,7 +187,7 @@ class LineWriter:
 
 
 def _group_rows(columns: Columns, groups: Mapping[str, Mapping[str, Any]], digits: int) -> list[list[Any] | None]:
-    """What is known of each group, in the order of the columns; None for a group that the record lacks."""
+    """The values of each group, in the order of the columns; None for a group that the record lacks."""
     short = _shortened(groups, digits)
     return [[short[g].get(name) for name in columns.group_values] if g in short else None for g in columns.groups]
 
@@ -202,7 +203,7 @@ def encode_line(record: Mapping[str, object]) -> bytes:
         text = json.dumps(kind_first, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"a {record['kind']!r} record must hold JSON values only, with None for what is not known; {error}: "
+            f"a {record['kind']!r} record must hold JSON values only, with None for an unknown value; {error}: "
             "convert or leave out that value"
         ) from error
     # Text from file names may hold lone surrogates, which UTF-8 has no bytes for; \udcXX is their JSON escape as well.

@@ -45,7 +45,7 @@ class Contents:
     """
 
     UNWANTED: ClassVar[bytes] = b'{"kind":"window"'
-    """The beginning of lines that are not needed here."""
+    """The beginning of the lines of windows, which this class does not need."""
 
     def __init__(self, file: Path, *, thinned: bool) -> None:
         self._file, self._thinned = file, thinned
@@ -58,7 +58,7 @@ class Contents:
         self._policy = PolicyReadings(thinned=thinned)
         self._own = OwnMetrics(file, thinned=thinned)
         self._state, self._state_of = State(), -1
-        """What the last reading knew beside its numbers, and in which start it was."""
+        """The texts and counts of the last reading, and the index of its start."""
         self._groups: WrittenGroups = no_groups
         """The groups that were written last."""
         self._block = Block(file, -1, Columns(), frozenset())
@@ -140,7 +140,7 @@ class Contents:
         self._ended = None
 
     def _see_reading(self, record: Mapping[str, Any]) -> None:
-        """What a reading gives beside its numbers. The first reading of a start gives everything."""
+        """Take the texts, counts and groups of a reading. The first reading of a start gives all of them."""
         if self._block.segment != self._state_of:
             self._state, self._groups, self._state_of = State(), no_groups, self._block.segment
         self._see_state(record)
@@ -215,7 +215,7 @@ class Contents:
             self._begin_block(Columns.read(record))
 
     def _add_details(self, record: Mapping[str, Any]) -> None:
-        """What the last reading knew and was not written with it."""
+        """Take the details of the last reading that were not written with it."""
         self._flush()
         self._see_state(record)
         if self._totals.n_readings:

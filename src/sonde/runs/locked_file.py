@@ -1,4 +1,4 @@
-"""The file that a log is appended to: one process writes to it at a time, and no child of that process does."""
+"""The file of a log: a single process appends to it at a time, and the children of that process never do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ except ImportError:  # Windows has no flock
     fcntl = None  # type: ignore[assignment]
 
 SECONDS_TO_WAIT = 3.0
-"""For another writer to go: a process that was told to end may still be ending when its successor starts."""
+"""How long to wait for another writer: after SIGTERM, a process may still be ending when its successor starts."""
 
 _CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 """Errors of file systems without locks."""
@@ -29,8 +29,8 @@ _open_files: weakref.WeakSet[LockedFile] = weakref.WeakSet()
 class LockedFile:
     """A file that is locked and appended to.
 
-    The operating system holds the lock and lets go of it when the process ends, however it ends: a crash leaves nothing
-    behind that would keep a restart from going on. Nothing is buffered: what was written survives the process.
+    The operating system holds the lock and releases it when the process ends, also after a crash: so a restart can go
+    on. Nothing is buffered: lines that were written survive the process.
 
     Args:
         path: of the file; it and its folder are made if they do not exist.
@@ -93,7 +93,7 @@ class LockedFile:
                 return
             raise ValueError(
                 f"{self._path} is open in another run, or in a probe of this process that was not closed, and two "
-                "writers would mix their records: log to another folder, or close the other one first"
+                "writers would mix their records: log to another folder, or close the other run first"
             )
 
 

@@ -20,14 +20,14 @@ class OwnMetrics:
 
     Args:
         file: the log, for messages.
-        thinned: keep only those that a figure can show.
+        thinned: keep only the records that a figure can show.
     """
 
     def __init__(self, file: Path, *, thinned: bool) -> None:
         self._file, self._thinned = file, thinned
         self._all: list[MetricsReading] = []
         self._blocks: dict[tuple[int, tuple[str, ...]], Block] = {}
-        """Those that follow, by start and names: each probe has names of its own."""
+        """Records that follow each other, by start and names of metrics: each probe has its own names."""
         self._rows: dict[tuple[str, ...], ThinnedRows] = {}
 
     def add(self, record: Mapping[str, Any], segment: int, line: int) -> None:
@@ -52,7 +52,7 @@ class OwnMetrics:
         block.lines.append(line)
 
     def flush(self) -> None:
-        """Some records are complete: leave out what no figure can show.
+        """Leave out the records so far that no figure can show.
 
         Raises:
             ValueError: for a record that cannot be, with its line.
@@ -62,7 +62,7 @@ class OwnMetrics:
         self._blocks = {}
 
     def readings(self) -> list[MetricsReading]:
-        """Those that were kept, in the order in which they were written."""
+        """The records that were kept, in the order in which they were written."""
         if not self._thinned:
             return self._all
         kept = [row for rows in self._rows.values() for row in rows.rows()]

@@ -1,4 +1,4 @@
-"""What a run's log holds of a policy: a reading for each optimizer step that was measured."""
+"""The readings of a policy in a run's log: a reading for each optimizer step that was measured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CausesReading:
 
 @dataclass(frozen=True)
 class PolicyReading:
-    """What was measured of a policy around one optimizer step.
+    """The measurements of a policy around an optimizer step.
 
     Attributes:
         segment: index into `Run.headers` of the start it belongs to.
@@ -59,7 +59,7 @@ class PolicyReading:
         per: the unit of the forecast, "token" or "response".
         shares: evaluation prompts with their parts of the forecast.
         causes: where the change comes from; None if it was not asked for.
-        alerts: what looks wrong, a message by name.
+        alerts: a message for each check that failed, by its name.
     """
 
     segment: int
@@ -80,7 +80,7 @@ class PolicyReading:
 
 @dataclass
 class PromptEffect:
-    """What learning from one prompt did to the entropy, summed over steps.
+    """The effect of learning from one prompt on the entropy, summed over steps.
 
     Attributes:
         change: in nats.
@@ -99,7 +99,7 @@ class PolicyReadings:
     """Collects the readings of a policy.
 
     Args:
-        thinned: keep the parts of single prompts only of the last reading that has some: they are most of a log.
+        thinned: keep the parts of single prompts for the last reading only: these parts are most of a log.
     """
 
     def __init__(self, *, thinned: bool) -> None:
@@ -108,7 +108,7 @@ class PolicyReadings:
         """Of learning from each prompt, by its text."""
         self._thinned = thinned
         self._with_shares = self._with_causes = -1
-        """Where the last readings with shares and with causes are."""
+        """Indices of the last readings with shares and with causes."""
 
     def add(self, record: Mapping[str, Any], segment: int) -> None:
         """Add one record; see `policy_reading`."""

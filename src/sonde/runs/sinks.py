@@ -1,4 +1,4 @@
-"""The log of a run: one JSON object per line, each on disk at once: a crash costs at most the line being written."""
+"""The log of a run: one JSON object per line, each on disk at once: a crash costs at most the last line."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class JsonlSink:
 
 
 def other_unit(units: Mapping[str, str], writes: str, unit: str) -> str | None:
-    """A unit in which the same kind of record was written before, if it is another one.
+    """The unit of earlier records of the same kind, if it is another unit.
 
     Args:
         units: unit by the kind of record written in it; "" for a log of an older sonde, which does not say the kind.

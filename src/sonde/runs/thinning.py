@@ -1,8 +1,9 @@
 """Keeps of a long run what a figure can show: for each pixel its ends, and the lowest and highest value of each metric.
 
 Readings are collected until there are many. Then the horizontal axis is cut into bins of about a pixel, and only the
-first and the last reading of each bin are kept, and those in which a metric is lowest or highest. The width of a bin is
-a power of two and only ever grows, so bins nest: what was the lowest of two small bins contains that of their union.
+first and the last reading of each bin are kept, and the readings in which a metric is lowest or highest. The width of a
+bin is a power of two and only ever grows, so bins nest: the lowest value of a wide bin is the lowest value of one of
+its narrow bins.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Row:
 
 
 class ThinnedRows:
-    """Collects blocks, and leaves out what no figure can show."""
+    """Collects blocks, and leaves out readings that no figure can show."""
 
     def __init__(self) -> None:
         import numpy as np  # comes with bokeh, which draws the figures; reading a log in full needs neither
@@ -84,7 +85,7 @@ class ThinnedRows:
         """Take the readings of a block that was not checked yet.
 
         Returns:
-            Their values, NaN where one is not known; [readings, columns of the block].
+            Their values, NaN for an unknown value; [readings, columns of the block].
 
         Raises:
             ValueError: for a reading that cannot be, with its line.
@@ -106,7 +107,7 @@ class ThinnedRows:
         return values
 
     def amend(self, state: State) -> None:
-        """Replace what the last reading knows beside its numbers."""
+        """Replace the texts and counts of the last reading."""
         self._states[-1] = state
 
     def rows(self) -> list[Row]:
@@ -213,7 +214,7 @@ class ThinnedReadings:
     """Keeps the readings of the noise scale that a figure can show.
 
     Args:
-        totals: takes what is known of all readings.
+        totals: counts the values of all readings.
     """
 
     def __init__(self, totals: Totals) -> None:
@@ -230,7 +231,7 @@ class ThinnedReadings:
         self._totals.add(block.columns.values, known.sum(axis=0).tolist(), sums.tolist())
 
     def amend(self, state: State, groups: WrittenGroups) -> None:
-        """Replace what the last reading knows beside its numbers, groups excepted."""
+        """Replace the texts and counts of the last reading, without its groups."""
         self._rows.amend(state)
 
     def readings(self) -> Sequence[Reading]:

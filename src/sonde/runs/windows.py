@@ -1,4 +1,4 @@
-"""The windows of a run that logged each one: tr Σ and |G|² as that window alone gives them."""
+"""The windows of a run that logged each window: tr Σ and |G|² of that window alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WindowContents:
     """
 
     UNWANTED: ClassVar[bytes] = b'{"kind":"reading"'
-    """The beginning of lines that are not needed here."""
+    """The beginning of the lines of readings, which this class does not need."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -61,7 +61,7 @@ class WindowContents:
         add_each(records, self._add, self._file, first_line)
 
     def add_lines(self, lines: Sequence[bytes], first_line: int) -> bool:
-        """False: all lines are parsed. Windows are wanted with all they hold."""
+        """Adds nothing and returns False: each line is parsed, since windows keep all their values and groups."""
         return False
 
     def take(self) -> list[WindowReading]:

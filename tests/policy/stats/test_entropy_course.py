@@ -60,6 +60,13 @@ def test_without_standard_errors_a_few_measurements_say_nothing_and_many_show_th
     assert many.now.se == pytest.approx(2 * 0.03 / math.sqrt(many.now.n), rel=0.5)  # at the end of a line
 
 
+def test_measurements_of_the_same_prompts_hardly_scatter_and_keep_an_error() -> None:
+    smooth = entropy_course(entropies(*(2.0 - 0.05 * i for i in range(20)), error=0.1))
+    assert smooth.trend == "falling"
+    assert smooth.now.se is not None
+    assert smooth.now.se > 0.3 * 0.1 * 1.05 / 4
+
+
 def test_the_line_through_the_last_third_says_what_comes() -> None:
     """A straight fall by 0.02 a step: the last 20 steps go on for 20 more."""
     course = entropy_course(entropies(*(2.0 - 0.1 * i for i in range(13)), error=EXACT))

@@ -19,6 +19,10 @@ def test_a_collapse_is_reported_when_it_has_happened_and_when_it_is_near() -> No
         assert not find_policy_alerts(points({"entropy": 2.0}, {"entropy": 0.3, **harmless}))
 
 
+def test_an_entropy_below_0_has_nothing_to_collapse_to() -> None:
+    assert not find_policy_alerts(points({"entropy": -1.0}, {"entropy": -2.0}))
+
+
 def test_steps_that_are_too_large_and_intervals_that_miss() -> None:
     large = [{"is_valid": False, "reason": f"{TOO_LARGE}: so"}] * 3
     assert not find_policy_alerts(points(*[{"is_valid": False, "reason": "not to be trusted: lost in rounding"}] * 3))

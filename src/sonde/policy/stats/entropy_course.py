@@ -31,6 +31,9 @@ _FIRST_LINE = 4
 """Measurements in the shortest line that gives a level; the next has twice as many."""
 _AGREES = 2.5
 """Standard errors within which a line agrees with the shorter one before it."""
+_LEAST_SCALE = 0.3
+"""Fraction of its standard error that a measurement has as an error at least. If each step is measured on the same
+prompts, measurements hardly scatter, but all of them share the error of these prompts."""
 _MEDIAN_OF_CHI_SQUARED = 0.4549
 """With one degree of freedom."""
 
@@ -168,7 +171,7 @@ class _Errors:
 
 
 def _standard_errors(kept: StepsKept, values: Sequence[float]) -> _Errors | None:
-    """The error of each measurement; None if nothing says it.
+    """The error of each measurement; None if it is unknown.
 
     A few measurements have the standard errors that were measured with them. Many measurements show their errors by how
     far each lies from the line between its neighbours. The standard errors, or the entropies themselves in a log
@@ -183,6 +186,8 @@ def _standard_errors(kept: StepsKept, values: Sequence[float]) -> _Errors | None
     # The median, since the beginning of a run may bend for good reason. Neighbouring bends share measurements: about a
     # third of them is independent.
     scale = math.sqrt(median(bends) / _MEDIAN_OF_CHI_SQUARED)
+    if has_errors:
+        scale = max(scale, _LEAST_SCALE)
     return _Errors([scale * error for error in each], student_t_quantile(0.975, len(bends) / 3))
 
 

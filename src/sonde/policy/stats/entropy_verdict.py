@@ -130,7 +130,7 @@ def _advice(trend: Trend, first: Point, course: Course) -> str:
         case "unknown" if course.whole.half is None:
             n = len(course.kept.points)
             return (
-                "The standard errors of these entropies were not logged, so it is not known whether this is more than "
+                "Not all standard errors of these entropies were logged, so it is not known whether this is more than "
                 f"noise. {SCATTER_FROM} measurements show their scatter; this run has {n}."
             )
         case "unknown":

@@ -31,6 +31,6 @@ def is_near_uniform(entropy: float | None, scatter: float | None) -> bool:
 
     Args:
         entropy: in nats a token.
-        scatter: `surprise_sd`, in nats. A policy that is certain of each token has a small one too, and no entropy.
+        scatter: `surprise_sd`, in nats. A policy that is certain of each token has a small scatter too, and no entropy.
     """
     return entropy is not None and scatter is not None and scatter < _NEAR_UNIFORM * entropy

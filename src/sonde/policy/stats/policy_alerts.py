@@ -1,4 +1,4 @@
-"""What looks wrong in a policy's run: its entropy collapses, its steps are too large, its intervals miss the truth."""
+"""Alerts of a policy's run: the entropy collapses, steps are too large, or intervals miss the truth."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MISSES_BELOW = 0.7
 
 
 def find_policy_alerts(points: Sequence[Point]) -> dict[str, str]:
-    """What looks wrong at the last point, in plain words.
+    """The alerts at the last point, in plain words.
 
     Args:
         points: all points so far, in the order of steps.
@@ -51,7 +51,7 @@ def find_policy_alerts(points: Sequence[Point]) -> dict[str, str]:
 
 
 def remedy_for(first: Point) -> str:
-    """What to do about an entropy that falls too far.
+    """The advice on an entropy that falls too far.
 
     Args:
         first: the run's first measurement. A policy that begins almost uniform must lose most of its entropy to learn
@@ -67,6 +67,8 @@ def _collapse(points: Sequence[Point]) -> str:
     if len(known) < 2:
         return ""
     (entropy, now), (largest, at_largest) = known[-1], max(known, key=lambda pair: pair[0])
+    if largest <= 0:  # of a continuous distribution, whose entropy has no 0 to collapse to
+        return ""
     first_entropy, first = known[0]
     remedy = remedy_for(first)
     if entropy < COLLAPSED_BELOW * largest:

@@ -10,7 +10,7 @@ from sonde.policy.stats.forecast_point import Point
 
 @dataclass(frozen=True)
 class StepsKept:
-    """The measurements of a run, without those that a restart undid.
+    """The measurements of a run, without the measurements that a restart undid.
 
     Attributes:
         points: the measurements, in the order in which their steps were taken.
@@ -33,7 +33,7 @@ class StepsKept:
 
 
 def steps_kept(points: Sequence[Point]) -> StepsKept:
-    """Leave out what a restart undid.
+    """Leave out the measurements that a restart undid.
 
     A step number that is smaller than the one before it marks a restart. If the run already has smaller numbers, the
     restart went back to a checkpoint, and the measurements from that number on are of weights that no longer exist.

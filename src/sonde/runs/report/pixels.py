@@ -1,4 +1,4 @@
-"""What a curve of more values than pixels shows: the lowest and the highest value of each pixel, and its ends."""
+"""Curves of more values than pixels: they show the lowest and the highest value of each pixel, and their ends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PIXELS = 800
 
 
 def rows_shown(x: Sequence[float], y: Sequence[float]) -> list[int]:
-    """The rows by which a curve is drawn, in order; all rows of a short one.
+    """The rows by which a curve is drawn, in order; all rows of a short curve.
 
     Args:
         x: horizontal positions; NaN where the curve breaks.
-        y: values, NaN where one is not known.
+        y: values, NaN for an unknown value.
     """
     if len(x) <= 2 * PIXELS:
         return list(range(len(x)))
