@@ -67,6 +67,11 @@ def test_a_line_that_is_odd_in_any_way_is_left_to_the_parser(odd: bytes) -> None
     assert read_rows([line([1]), odd, line([2])], 1) is None
 
 
+def test_a_short_row_beside_a_long_row_is_odd_though_their_numbers_add_up() -> None:
+    assert read_rows([line([1, 2]), line([1, 2])], 2) is not None
+    assert read_rows([line([1]), line([1, 2, 3])], 2) is None
+
+
 def _same(a: Run, b: Run) -> bool:
     both = [
         [(r.segment, r.window, r.time, r.status, r.reason, r.advice, dict(r.metrics), dict(r.dropped), dict(r.alerts))
