@@ -38,8 +38,8 @@ def check_optimizer(optimizer: Any, parameters: Sequence[Tensor]) -> None:
     if isinstance(optimizer, torch.optim.Optimizer) and not any(id(p) in held for p in parameters):
         raise ValueError(
             f"the optimizer ({type(optimizer).__name__}) holds none of the model's {len(parameters)} trainable "
-            "parameters, so its step does not move them: pass the optimizer that trains this model, and not an optimizer "
-            "of another model or of copies of its parameters"
+            "parameters, so its step does not move them: pass the optimizer that trains this model, and not an "
+            "optimizer of another model or of copies of its parameters"
         )
 
 
