@@ -357,7 +357,7 @@ def main() -> None:
     (options.out / "present_noise_scale.json").write_text(
         json.dumps(
             {
-                "by horizon": {f"{h:g}": [asdict(cell) for cell in of] for h, of in found.items()},
+                "moving weights": [asdict(cell) for cell in found[HORIZON]],
                 "after a fall": [asdict(cell) for cell in fallen],
                 "heavy tails": [asdict(cell) for cell in tails],
             },
