@@ -17,6 +17,8 @@ from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER, power_sum
 from sonde.parallel.devices import accumulation_dtype, to_device
 from sonde.parallel.placements import axes_over, place_along, ranks_of
 
+_MAX_NAMED = 5
+
 
 @dataclass(frozen=True)
 class SumPlaces:
@@ -234,8 +236,11 @@ def disagreement(plan: NormPlan, asked: Asked, disagreeing: Sequence[bool]) -> V
         given = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
         text = f"pp_mesh= differs between ranks, got {given} on this rank: pass it on every rank"
     elif name == "groups":
-        groups = ", ".join(plan.part_names) or "none"
-        text = f"by_group= differs between ranks, got {groups} on this rank: pass the same groups on every rank"
+        groups = _first_names(plan.part_names) or "none"
+        text = (
+            f"by_group= differs between ranks, got {groups} on this rank: name the same groups on every rank; for a "
+            "group that this rank has no gradient of, pass an empty tensor, torch.empty(0)"
+        )
     elif name == "parameters":
         text = different_parameters(plan)
     elif name == "partial":
@@ -248,6 +253,11 @@ def disagreement(plan: NormPlan, asked: Asked, disagreeing: Sequence[bool]) -> V
     else:
         text = _not_copies(plan, name)
     return ValueError(f"{text}. No gradient has been changed")
+
+
+def _first_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def different_parameters(plan: NormPlan) -> str:

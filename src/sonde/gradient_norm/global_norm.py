@@ -157,19 +157,15 @@ def _sum_over_ranks(
     total = SummedVector(plan)
     has_peers = False
     for started in under_way:
-        if started.work is not None:
-            has_peers = True
-            started.work.wait()
+        has_peers |= _wait(started.packed, started.work, started.process_group, operation)
         if order == 2.0 and device.type == "cpu":
             _measure_again(plan, started)
         total.add(started.packed, order)
     # If the sums above do not span the pipeline stages, the stages' totals are summed last.
     if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
         total.add(pack(plan, [], asked, order, unit, places_over_stages(plan)), order)
-        has_peers = True
-        work = start_reduce(total.vector, group_of_mesh(plan.pp_mesh), operation)
-        if work is not None:
-            work.wait()
+        stages = group_of_mesh(plan.pp_mesh)
+        has_peers |= _wait(total, start_reduce(total.vector, stages, operation), stages, operation)
     # All sums are done and the peers have heard of the error: this rank may raise now.
     has_peers = has_peers and not any(is_fake(started.process_group) for started in under_way)
     if problem is None and has_peers and device.type == "cpu":  # on the CPU, reading waits for nothing
@@ -187,6 +183,26 @@ class _UnderWay:
     work: dist.Work | None
 
 
+def _wait(
+    packed: SummedVector,
+    work: dist.Work | None,
+    process_group: dist.ProcessGroup | None,
+    operation: dist.ReduceOp.RedOpType,
+) -> bool:
+    """Wait for a sum, and sum the overflow too; returns whether there were other ranks to wait for.
+
+    If the ranks disagree, their overflows may differ in length: then none of them is summed.
+    """
+    if work is None:
+        return False
+    work.wait()
+    if packed.overflow is not None and not packed.is_refused(uses_max=operation == dist.ReduceOp.MAX):
+        more = start_reduce(packed.overflow, process_group, operation)
+        assert more is not None  # as there was work before
+        more.wait()
+    return True
+
+
 def _measure_again(plan: NormPlan, started: _UnderWay) -> None:
     """Read gradients again in fp64 where blocks in fp32 lost something: on every rank of a sum or on none of them.
 
@@ -196,7 +212,7 @@ def _measure_again(plan: NormPlan, started: _UnderWay) -> None:
     """
     packed = started.packed
     lost = packed.parts_to_read_again()
-    if not lost or packed.failed.item() or disagreements(packed.slots, uses_max=False).any():
+    if not lost or packed.is_refused(uses_max=False):
         return
     exact = pack_exact(plan, started.gradients, lost)
     if work := start_reduce(exact, started.process_group):

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import N_SLOTS, Asked, copies_tolerance
+from sonde.gradient_norm.agreement import N_SLOTS, Asked, copies_tolerance, disagreements
 from sonde.gradient_norm.cross_check import SumPlaces, add_copies, add_ties, ballot, holdings
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.plan import NormPlan
@@ -16,8 +16,9 @@ from sonde.parallel.devices import accumulation_dtype, to_device
 from sonde.parallel.placements import share
 
 _N_FLAGS = 4
-_PARTS_AT_ONCE = 16
-"""The vector has room for a multiple of it: ranks with other groups than their peers are refused, and do not hang."""
+_MAX_PARTS = 64
+"""Parts of the model that have room in the vector. So every rank's vector has one length, whatever parts it was given:
+vectors of two lengths would hang or abort the collective."""
 
 
 class SummedVector:
@@ -27,30 +28,37 @@ class SummedVector:
         plan: of this rank.
 
     Attributes:
-        vector: all of it, on the plan's device.
+        vector: all of it but the overflow, on the plan's device; the same length on every rank.
+        overflow: `sums` and `in_blocks` of a model of too many parts, [2 · parts]; None if they have room in `vector`.
+            The ranks sum it by a collective of its own, once they know that they agree on its length.
         sums: the power sum, or the largest element, of each part of the model, [parts].
         in_blocks: how many ranks read some of a part in blocks, [parts].
         is_nan: how many sums are NaN, 0-dim.
         failed: how many ranks have an error, 0-dim.
-        wrong_call: how many of them because of how they were called, 0-dim.
+        wrong_call: how many of these ranks were called wrongly, 0-dim.
         is_double: how many ranks have fp64 gradients, 0-dim.
         slots: what the ranks compare; see `agreement`.
     """
 
     def __init__(self, plan: NormPlan) -> None:
-        n = -(-plan.n_parts // _PARTS_AT_ONCE) * _PARTS_AT_ONCE
-        dtype = accumulation_dtype(plan.device)
-        self.vector = torch.zeros(2 * n + _N_FLAGS + N_SLOTS, dtype=dtype, device=plan.device)
-        sums, in_blocks, flags, self.slots = self.vector.split([n, n, _N_FLAGS, N_SLOTS])
-        self.sums, self.in_blocks = sums[: plan.n_parts], in_blocks[: plan.n_parts]
+        dtype, n = accumulation_dtype(plan.device), plan.n_parts
+        self.vector = torch.zeros(2 * _MAX_PARTS + _N_FLAGS + N_SLOTS, dtype=dtype, device=plan.device)
+        parts, flags, self.slots = self.vector.split([2 * _MAX_PARTS, _N_FLAGS, N_SLOTS])
+        self.overflow = torch.zeros(2 * n, dtype=dtype, device=plan.device) if n > _MAX_PARTS else None
+        of_parts: Tensor = (parts if self.overflow is None else self.overflow)[: 2 * n].view(2, n)
+        self.sums, self.in_blocks = of_parts[0], of_parts[1]
         self.is_nan, self.failed, self.wrong_call, self.is_double = flags.unbind()
 
     def add(self, other: SummedVector, order: float) -> None:
         """Take in the vector of another set of gradients."""
-        if math.isinf(order):
-            torch.maximum(self.vector, other.vector, out=self.vector)
-        else:
-            self.vector += other.vector
+        combine = torch.maximum if math.isinf(order) else torch.add
+        combine(self.vector, other.vector, out=self.vector)
+        if self.overflow is not None and other.overflow is not None:
+            combine(self.overflow, other.overflow, out=self.overflow)
+
+    def is_refused(self, *, uses_max: bool) -> bool:
+        """Whether a rank has failed or the ranks disagree; after the sum, the same on all its ranks. Waits."""
+        return bool(self.failed > 0) or bool(disagreements(self.slots, uses_max=uses_max).any())
 
     def parts_to_read_again(self) -> list[int]:
         """Parts of the model whose squares may have left the range of fp32 in blocks. Reads the vector."""

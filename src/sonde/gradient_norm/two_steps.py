@@ -72,8 +72,8 @@ def get_total_norm(
         mesh: as for `clip_grad_norm_`; a plan knows its own.
         pp_mesh: as for `clip_grad_norm_`.
         replicas: as for `clip_grad_norm_`, by the tensors passed or their names; a plan knows its own.
-        by_group: the name of each tensor's group, [tensors]; the same names on every rank. It takes no further
-            collective.
+        by_group: the name of each tensor's group, [tensors]; the same names on every rank. For a group that this rank
+            has no tensor of, pass an empty tensor. Up to 64 groups take no further collective, more groups take one.
 
     Returns:
         The norm: 0-dim, fp32, or fp64 if a tensor of this rank is. With `by_group`, the norm and those of the groups
@@ -163,7 +163,7 @@ def clip_grads_with_norm_(
 
 
 def _group_names(by_group: object, problem: HeldError) -> list[str]:
-    """The names of the groups in order. If they cannot be used: as many names, so that the sums have the same size."""
+    """The names of the groups in order; none if they cannot be used."""
     if by_group is None:
         return []
     if isinstance(by_group, str) or not isinstance(by_group, Sequence):
@@ -178,7 +178,8 @@ def _group_names(by_group: object, problem: HeldError) -> list[str]:
         problem.keep(
             ValueError(f"by_group must hold names, got {wrong[0]!r:.60} among them: pass a string for each tensor")
         )
-    return sorted({name if isinstance(name, str) else repr(name) for name in by_group})
+        return []
+    return sorted(set(by_group))
 
 
 def _plan_of_tensors(
