@@ -121,6 +121,19 @@ def _no_parameters_on_one_rank() -> Call:
     return [] if dist.get_rank() else [plain(torch.ones(3))], 1.0, {"mesh": mesh_of((2,))}
 
 
+def _lists_without_missing_gradients() -> Call:
+    """The names differ too, since there are fewer of them: the number is the cause."""
+    layer = nn.Linear(2, 2)
+    layer.weight.grad = torch.ones(2, 2)
+    layer.bias.grad = None if dist.get_rank() else torch.ones(2)
+    named = [(name, p) for name, p in layer.named_parameters() if p.grad is not None]
+    return named, 1.0, {"mesh": mesh_of((2,))}
+
+
+def _other_names() -> Call:
+    return [(f"w{dist.get_rank()}", plain(torch.ones(3)))], 1.0, {"mesh": mesh_of((2,))}
+
+
 def _partial_in_another_order() -> Call:
     mesh, rank = mesh_of((2,)), dist.get_rank()
     names = ["a", "b"] if rank else ["b", "a"]
@@ -136,6 +149,15 @@ def _tied_over_stages(*, sharded: bool, with_mesh: bool) -> Call:
     weight = placed(tied.chunk(2)[dp], mesh["dp"], [Shard(0)], (8, 6)) if sharded else plain(tied)
     options = {"mesh": mesh} if with_mesh else {}
     return [(("embed.w", "head.w")[stage], weight), ("norm", plain(own))], 1.0, {"pp_mesh": mesh["pp"], **options}
+
+
+def _tied_over(stages: tuple[int, ...], *shape: int) -> Call:
+    """One gradient on some stages of a pipeline of one rank each; the other stages have their own of that shape."""
+    mesh = mesh_of((dist.get_world_size(),), ("pp",))
+    stage = mesh.get_local_rank()
+    shared = noise(5 if stage in stages else 20 + stage, *shape)
+    named = [(f"w{stage}", plain(shared)), (f"own{stage}", plain(noise(10 + stage, 3, 3)))]
+    return named, 1.0, {"mesh": mesh, "pp_mesh": mesh}
 
 
 PARAMETERS = "have different parameters"
@@ -155,17 +177,34 @@ REFUSED: list[tuple[str, int, Callable[[], Call], str]] = [
     ("stages, names", 4, lambda: _pipeline_axis_of_another_name(named=True), f"{PARAMETERS}.*pass pp_mesh="),
     ("stages, no names", 4, lambda: _pipeline_axis_of_another_name(named=False), f"{PARAMETERS}.*pass pp_mesh="),
     ("stages of equal shapes", 4, _stages_of_equal_shapes_without_names, "DTensors on a part of mesh=.*pass pp_mesh="),
-    ("towers", 4, _towers, f"{PARAMETERS}.*by mesh= and replicas="),
+    ("towers", 4, _towers, f"{PARAMETERS}.*by replicas="),
     ("towers, no mesh", 4, _towers_without_mesh, f"{PARAMETERS}.*by mesh= and replicas="),
     ("undeclared experts", 4, _undeclared_experts, "plain gradients .*differ between ranks.*declare experts"),
     ("plain shards", 2, _plain_shards, "plain gradients .*differ between ranks.*shards by replicas="),
     ("not synchronised", 2, _forgotten_synchronisation, "plain gradients .*sum the gradients over the ranks first"),
     ("one gradient missing", 4, _one_small_gradient_missing, "plain gradients .*differ between ranks"),
     ("no parameters", 2, _no_parameters_on_one_rank, PARAMETERS),
+    (
+        "filtered lists",
+        2,
+        _lists_without_missing_gradients,
+        f"{PARAMETERS} .*numbers differ: pass all parameters",
+    ),
+    ("other names", 2, _other_names, f"{PARAMETERS} .*names, shapes or dtypes differ: pass pp_mesh="),
     ("partial, other order", 2, _partial_in_another_order, "list the parameters in the same order on every rank"),
     ("tied", 4, lambda: _tied_over_stages(sharded=False, with_mesh=True), r"replicas=\{'(embed|head).w': 4\}"),
     ("tied, sharded", 4, lambda: _tied_over_stages(sharded=True, with_mesh=True), r"replicas=\{'(embed|head).w': 2\}"),
-    ("tied, no mesh", 4, lambda: _tied_over_stages(sharded=True, with_mesh=False), "would count twice.*pass mesh= of"),
+    ("tied over 3 stages", 3, lambda: _tied_over((0, 1, 2), 8, 6), r"on 3 pipeline stages .*replicas=\{'w[012]': 3\}"),
+    ("tied over 2 of 3", 3, lambda: _tied_over((0, 1), 8, 6), r"on 2 pipeline stages .*replicas=\{'.*': 2\}"),
+    ("tied over the ends", 3, lambda: _tied_over((0, 2), 8, 6), r"on 2 pipeline stages .*replicas=\{'.*': 2\}"),
+    ("tied over 3 of 4", 4, lambda: _tied_over((0, 2, 3), 8, 6), r"on 3 pipeline stages .*replicas=\{'.*': 3\}"),
+    ("a tied vector", 2, lambda: _tied_over((0, 1), 13), r"replicas=\{'w[01]': 2\} if it is tied.*'w[01]': 1\} if not"),
+    (
+        "tied, no mesh",
+        4,
+        lambda: _tied_over_stages(sharded=True, with_mesh=False),
+        "count 2 times: pass mesh= of",
+    ),
 ]
 
 
@@ -209,6 +248,19 @@ def _norm_weights_beside_tensor_parallelism() -> list[float]:
 
 def test_rounding_is_no_disagreement(ranks2: Ranks) -> None:
     assert all(norm > 0 for norms in ranks2(_norm_weights_beside_tensor_parallelism) for norm in norms)
+
+
+def _declared_tie_over_three_stages() -> list[float]:
+    named, _, options = _tied_over((0, 1, 2), 8, 6)
+    name = named[0][0]
+    exact = math.sqrt(noise(5, 8, 6).norm() ** 2 + sum(noise(10 + s, 3, 3).norm() ** 2 for s in range(3)))
+    norms = [float(sonde.clip_grad_norm_(named, None, replicas={name: n}, **options)) for n in (3, 1)]
+    return [norms[0] / exact, norms[1] / math.sqrt(exact**2 + 2 * noise(5, 8, 6).norm() ** 2)]
+
+
+def test_a_tie_that_is_declared_counts_as_declared(ranks3: Ranks) -> None:
+    for ratios in ranks3(_declared_tie_over_three_stages):
+        assert ratios == pytest.approx([1.0, 1.0])
 
 
 def _zeros_infinities_and_ties() -> list[float]:

@@ -31,16 +31,18 @@ _N_ULPS = 16
 """Elements may differ by so many units in the last place, as the root mean square over ranks."""
 _TIE_TOLERANCE = 1e-13
 """Below it two power sums are of equal gradients: rounding alone gives 1e-15, and chance takes 1e13 steps."""
-_N_TIES = 32
+_N_TIES, _N_TIE_STAGES = 16, 16
+"""Shapes and pipeline stages that have a number of their own; further ones share it."""
 
 KINDS = ("up to 6", "above 6", "inf")
 """Orders of a norm, by the collectives that they take."""
-DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "groups", "parameters", "partial")
+DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "number", "groups", "parameters", "partial")
+"""Compared in this order: the first that differs is the cause that ranks are told."""
 _COPIES = ("plain", "sharded")
 _KIND_AT, _DIGEST_AT = 0, len(KINDS)
 _COPIES_AT = _DIGEST_AT + 2 * len(DIGESTS)
 _TIES_AT = _COPIES_AT + (_N_CONTRASTS + 1) * len(_COPIES)
-N_SLOTS = _TIES_AT + 4 * _N_TIES
+N_SLOTS = _TIES_AT + _N_TIES * _N_TIE_STAGES
 """Numbers that a rank adds to the vector that is summed: a fixed count, so that ranks that disagree do not hang."""
 
 
@@ -113,7 +115,7 @@ class Ballot:
         if kind is not None:
             self._numbers[_KIND_AT + KINDS.index(kind)] = 1.0
         self._powers: dict[int, list[tuple[Tensor, Place, float]]] = {}
-        self._ties: list[tuple[int, Tensor, int]] = []
+        self._ties: list[tuple[int, Tensor]] = []
 
     def add_digest(self, name: str, value: int, place: Place) -> None:
         """Compare a digest over the ranks of `place`; with a maximum over ranks, these must be all its ranks."""
@@ -129,19 +131,15 @@ class Ballot:
         """Compare the power sum of gradients that all ranks of `place` should hold alike, up to this relative part."""
         self._powers.setdefault(int(is_sharded), []).append((power, place, tolerance))
 
-    def add_tie(self, shape: Sequence[int], power: Tensor, *, share: float, stage: int) -> None:
-        """Look for a gradient of this shape, with this power sum, on exactly one other pipeline stage.
+    def add_tie(self, shape: Sequence[int], power: Tensor, *, stage: int) -> None:
+        """Look for a gradient of this shape, with this power sum, on other pipeline stages.
 
         Args:
             shape: of the whole gradient; no other gradient of this stage has its slot.
             power: this rank's part of the power sum.
-            share: this rank's part of its stage.
             stage: which stage this is.
         """
-        slot = tie_slot(shape)
-        self._numbers[_TIES_AT + 4 * slot] += share
-        self._numbers[_TIES_AT + 4 * slot + 1] += share * stage
-        self._ties.append((slot, power, stage))
+        self._ties.append((_TIES_AT + tie_slot(shape) * _N_TIE_STAGES + stage % _N_TIE_STAGES, power))
 
     def slots(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """[N_SLOTS], for the vector that is reduced."""
@@ -160,10 +158,8 @@ class Ballot:
                 for k, coefficient in enumerate(_normalised(place.of, place.at)):
                     slots[start + k] += coefficient * power
                 slots[start + _N_CONTRASTS] += (tolerance * power).square()
-        for slot, power, stage in self._ties:
-            at = _TIES_AT + 4 * slot
-            slots[at + 2] += power
-            slots[at + 3] += stage * power
+        for at, power in self._ties:
+            slots[at] += power
         return slots
 
 
@@ -185,10 +181,7 @@ def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
     else:
         differ = (digests != 0).any(1)
         changed = copies[:, :_N_CONTRASTS].square().sum(1) > _N_CONTRASTS * copies[:, _N_CONTRASTS]
-        # Two stages s, each with one power sum t: 2·Σ(s·t) − Σs·Σt = (s₁ − s₂)(t₁ − t₂).
-        n_stages, stages, powers, moments = slots[_TIES_AT:].view(-1, 4).unbind(1)
-        apart = (2.0 * moments - stages * powers).abs()
-        tied = ((n_stages - 2.0).abs() < 0.5) & (powers > 0) & (apart <= _TIE_TOLERANCE * stages * powers)
+        tied = _neighbours_are_equal(slots).any(1)
     finite = copies.isfinite().all() if not uses_max else copies[:, 0].isfinite().all()
     return torch.cat([kinds, differ, changed & finite, tied])
 
@@ -202,6 +195,22 @@ def which(disagreeing: Sequence[bool]) -> tuple[str, int]:
     names = ["kind", *DIGESTS, *_COPIES]
     first = list(disagreeing).index(True)
     return (names[first], -1) if first < len(names) else ("tie", first - len(names))
+
+
+def n_tied_stages(slots: Tensor, tie: int) -> int:
+    """On how many pipeline stages the gradient of a tie is. Waits for the device."""
+    longest = length = 1
+    for is_equal in _neighbours_are_equal(slots)[tie].tolist():
+        length = length + 1 if is_equal else 1
+        longest = max(longest, length)
+    return longest
+
+
+def _neighbours_are_equal(slots: Tensor) -> Tensor:
+    """Whether each power sum of a shape is the next larger one's equal, [shapes, stages - 1]."""
+    powers = slots[_TIES_AT:].view(_N_TIES, _N_TIE_STAGES).sort(dim=1).values
+    smaller, larger = powers[:, :-1], powers[:, 1:]
+    return (smaller > 0) & (larger - smaller <= _TIE_TOLERANCE * larger)
 
 
 def second_sum_follows(slots: Tensor) -> bool:

@@ -10,7 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import KINDS, Asked, Ballot, Place, digest, tie_slot, which
+from sonde.gradient_norm.agreement import (
+    KINDS,
+    Asked,
+    Ballot,
+    Place,
+    digest,
+    disagreements,
+    n_tied_stages,
+    tie_slot,
+    which,
+)
 from sonde.gradient_norm.gradient_groups import Collected, Key
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER, power_sum
@@ -77,6 +87,7 @@ class Holdings:
     """What a rank holds, as the other ranks of its stage should; worked out once for a plan.
 
     Attributes:
+        number: how many parameters these are.
         parameters: digest of names, shapes and dtypes, in any order.
         partial: digest of the parameters whose gradients must still be summed, in their order.
         ties: by index, the shapes of parameters that may be tied over pipeline stages.
@@ -84,6 +95,7 @@ class Holdings:
             are none, or the mesh does not show it.
     """
 
+    number: int
     parameters: int
     partial: int
     ties: dict[int, tuple[int, ...]]
@@ -102,6 +114,7 @@ def _holdings(plan: NormPlan) -> Holdings:
         is_compared = place is not None and place.of > 1 and group.key.n_replicas is None
         copies[group.key] = place if is_compared else None
     return Holdings(
+        number=len(plan.descriptions),
         parameters=digest(sorted(plan.descriptions)),
         partial=digest(plan.partial_descriptions),
         ties=_tie_candidates(plan),
@@ -123,6 +136,7 @@ def ballot(plan: NormPlan, held: Holdings, asked: Asked, places: SumPlaces, *, u
         cast.add_digest(name, digest(value), places.everyone)
     # A maximum over ranks cannot compare the ranks of each stage apart.
     if places.stage is not None and not (uses_max and plan.n_stages > 1):
+        cast.add_digest("number", held.number, places.stage)
         cast.add_digest("parameters", held.parameters, places.stage)
         cast.add_digest("partial", held.partial, places.stage)
     return cast
@@ -142,14 +156,14 @@ def kind_of(order: float) -> str | None:
 
 
 def _tie_candidates(plan: NormPlan) -> dict[int, tuple[int, ...]]:
-    """Parameters that may be tied over pipeline stages, and their shapes: matrices of a shape of their own."""
+    """Parameters that may be tied over pipeline stages, and their shapes: those whose shape no other one here has."""
     if plan.n_stages == 1:
         return {}
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for i, parameter in enumerate(plan.parameters):
-        if parameter.dim() > 1:
+        if parameter.dim() > 0:
             by_shape.setdefault(tuple(parameter.shape), []).append(i)
-    # One for each slot, the largest: two of one stage in a slot would look like one of each of two stages.
+    # One for each slot, the largest: the power sums of two would be added up.
     by_slot: dict[int, tuple[int, tuple[int, ...]]] = {}
     for shape, indices in sorted(by_shape.items(), key=lambda item: math.prod(item[0])):
         if len(indices) == 1 and not plan.is_declared(indices[0]):
@@ -182,7 +196,6 @@ def add_ties(
     unit: Tensor | None,
     *,
     weight: float,
-    places: SumPlaces,
 ) -> tuple[Tensor, Collected]:
     """Look for those of a group's gradients that another pipeline stage has too.
 
@@ -194,7 +207,6 @@ def add_ties(
         order: p of the norm, finite.
         unit: elements are divided by it.
         weight: how much of its power sum this rank counts.
-        places: in the sum over ranks.
 
     Returns:
         The power sum of the gradients that were looked at, and the others.
@@ -211,7 +223,7 @@ def add_ties(
         power = power_sum([local], order, unit)
         total += power
         told = to_device(weight * _telling(power, local, order, unit), plan.device)
-        cast.add_tie(ties[index], told, share=plan.n_stages_in_mesh / places.everyone.of, stage=stage)
+        cast.add_tie(ties[index], told, stage=stage)
     return total, rest
 
 
@@ -224,8 +236,18 @@ def _telling(power: Tensor, local: Tensor, order: float, unit: Tensor | None) ->
     return torch.where((power - constant).abs() <= 1e-6 * constant, 0.0, power)
 
 
-def disagreement(plan: NormPlan, asked: Asked, disagreeing: Sequence[bool]) -> ValueError:
-    """The error that every rank of a sum raises when they disagree."""
+def disagreement(plan: NormPlan, asked: Asked, slots: Tensor, *, uses_max: bool) -> ValueError | None:
+    """The error that every rank of a sum raises if they disagree.
+
+    Args:
+        plan: of this rank.
+        asked: of this rank.
+        slots: after the sum. It is read, which waits for the device.
+        uses_max: how they were reduced.
+    """
+    disagreeing = disagreements(slots, uses_max=uses_max).tolist()
+    if not any(disagreeing):
+        return None
     name, slot = which(disagreeing)
     own = {"norm_type": f"{asked.order:g}", "max_norm": f"{asked.max_norm}", "nonfinite": asked.nonfinite}
     if name in ("kind", "norm_type"):
@@ -241,15 +263,17 @@ def disagreement(plan: NormPlan, asked: Asked, disagreeing: Sequence[bool]) -> V
             f"by_group= differs between ranks, got {groups} on this rank: name the same groups on every rank; for a "
             "group that this rank has no gradient of, pass an empty tensor, torch.empty(0)"
         )
+    elif name == "number":
+        text = _different_parameters(plan, same_number=False)
     elif name == "parameters":
-        text = different_parameters(plan)
+        text = _different_parameters(plan, same_number=True)
     elif name == "partial":
         text = (
             "gradients that must still be summed come in another order on other ranks, so that each would be added to "
             "another one: list the parameters in the same order on every rank"
         )
     elif name == "tie":
-        text = _tied(plan, slot)
+        text = _tied(plan, slot, n_tied_stages(slots, slot))
     else:
         text = _not_copies(plan, name)
     return ValueError(f"{text}. No gradient has been changed")
@@ -260,18 +284,22 @@ def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + more
 
 
-def different_parameters(plan: NormPlan) -> str:
-    """The message for ranks that hold different parameters."""
-    n, ranks = len(plan.descriptions), "of mesh=" if plan.mesh is not None else "that hold shards of one gradient"
+def _different_parameters(plan: NormPlan, *, same_number: bool) -> str:
+    n, ranks, declare, stages = len(plan.descriptions), "ranks of mesh=", "replicas=", "pass pp_mesh= if they are"
     if plan.pp_mesh is not None:
-        return (
-            f"ranks of one pipeline stage have different parameters ({n} on this rank): check that pp_mesh= is the "
-            "axis of the stages, and declare parameters that only some ranks have by replicas="
+        ranks, stages = "ranks of one pipeline stage", "check that pp_mesh= is the axis of the"
+    elif plan.mesh is None:
+        ranks, declare = "ranks that hold shards of one gradient", "mesh= and replicas="
+    if same_number:
+        how = "since their names, shapes or dtypes differ:"
+    else:
+        how = (
+            "since their numbers differ: pass all parameters on every rank, even those without a gradient (in place of a "
+            "list of gradients, pass a plan),"
         )
     return (
-        f"ranks {ranks} have different parameters ({n} on this rank): pass pp_mesh= if they are pipeline stages, "
-        "declare parameters that only some ranks have by mesh= and replicas=, and pass all parameters, even those "
-        "without a gradient"
+        f"{ranks} have different parameters ({n} on this rank), {how} {stages} pipeline stages, and declare parameters "
+        f"that only some ranks have by {declare}"
     )
 
 
@@ -296,15 +324,18 @@ def _not_copies(plan: NormPlan, kind: str) -> str:
     )
 
 
-def _tied(plan: NormPlan, slot: int) -> str:
+def _tied(plan: NormPlan, slot: int, n_stages: int) -> str:
     here = [plan.name_of(i) for i, shape in holdings(plan).ties.items() if tie_slot(shape) == slot]
     name = here[0] if here else "a parameter"
+    text = f"{name} has the same gradient on {n_stages} pipeline stages and would count {n_stages} times: pass "
     if plan.mesh is None:
-        count, need = "how many ranks hold it, both stages together", "mesh= of all ranks, and "
-    else:
-        shards = [g.key.n_shards for g in plan.groups for i in g.indices if plan.name_of(i) == name]
-        count, need = str(2 * plan.mesh.size() // plan.n_stages // max(shards, default=1)), ""
+        return (
+            f"{text}mesh= of all ranks and, if it is tied over these stages, replicas={{{name!r}: how many of their "
+            "ranks hold it}, on each stage by its name there"
+        )
+    shards = [g.key.n_shards for g in plan.groups for i in g.indices if plan.name_of(i) == name]
+    n_copies = plan.mesh.size() // plan.n_stages // max(shards, default=1)
     return (
-        f"{name} has the same gradient on two pipeline stages and would count twice: if it is tied over them, pass "
-        f"{need}replicas={{{name!r}: {count}}}, on both stages by its name there"
+        f"{text}replicas={{{name!r}: {n_stages * n_copies}}} if it is tied over them, on each stage by its name there, "
+        f"and replicas={{{name!r}: {n_copies}}} if not"
     )

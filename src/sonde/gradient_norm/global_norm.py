@@ -225,8 +225,7 @@ def _error_of_peers(plan: NormPlan, asked: Asked, total: SummedVector, *, uses_m
     if total.failed.item():
         why = _OTHER_CALL if total.wrong_call.item() else _OTHER_GRADIENT
         return ValueError(f"{why}: no gradient has been changed")
-    disagreeing = disagreements(total.slots, uses_max=uses_max).tolist()
-    return disagreement(plan, asked, disagreeing) if any(disagreeing) else None
+    return disagreement(plan, asked, total.slots, uses_max=uses_max)
 
 
 def warm_up(plan: NormPlan) -> None:

@@ -97,7 +97,7 @@ def pack(
             packed.in_blocks.select(0, key.part).fill_(1.0)
         looked_at: Tensor | float = 0.0
         if cast is not None and held is not None and has_stages and not uses_max:
-            looked_at, gradients = add_ties(cast, held, plan, gradients, order, unit, weight=weight, places=places)
+            looked_at, gradients = add_ties(cast, held, plan, gradients, order, unit, weight=weight)
         value = to_device(_read(gradients, order, unit) + looked_at, plan.device)
         if uses_max:
             torch.maximum(part, value, out=part)
