@@ -50,9 +50,9 @@ def _different_order(*orders: float) -> Call:
     return [plain(torch.ones(3))], 1.0, {"mesh": mesh_of((2,)), "norm_type": orders[dist.get_rank()]}
 
 
-def _different_order_without_mesh() -> Call:
-    """Above p = 6 there are two sums. The rank that was asked for p = 2 does not come to the second."""
-    norm_type = 2.0 if dist.get_rank() else 8.0
+def _different_order_without_mesh(*orders: float) -> Call:
+    """Above p = 6 there are two sums. A rank that was asked for p = 2 does not come to the second."""
+    norm_type = orders[dist.get_rank()]
     return [placed(torch.ones(2), mesh_of((2,)), [Shard(0)], (4,))], 1.0, {"norm_type": norm_type}
 
 
@@ -171,7 +171,9 @@ REFUSED: list[tuple[str, int, Callable[[], Call], str]] = [
     ("p = 8 and 2", 2, lambda: _different_order(8.0, 2.0), "norm_type differs between ranks"),
     ("p = 8 and 9", 2, lambda: _different_order(8.0, 9.0), "norm_type differs between ranks"),
     ("p = ∞ and 8", 2, lambda: _different_order(math.inf, 8.0), "norm_type differs between ranks"),
-    ("p = 8 and 2, no mesh", 2, _different_order_without_mesh, "norm_type differs between ranks"),
+    ("p = 2 and 3, no mesh", 2, lambda: _different_order_without_mesh(2.0, 3.0), "norm_type differs between ranks"),
+    ("p = 8 and 2, no mesh", 2, lambda: _different_order_without_mesh(8.0, 2.0), "norm_type differs between ranks"),
+    ("p = 8 and 9, no mesh", 2, lambda: _different_order_without_mesh(8.0, 9.0), "norm_type differs between ranks"),
     ("nonfinite", 2, _different_policy, "nonfinite differs between ranks, got (skip|ignore) on this rank"),
     ("pp_mesh on one rank", 4, _stages_on_one_rank_only, "pp_mesh= differs between ranks"),
     ("stages, names", 4, lambda: _pipeline_axis_of_another_name(named=True), f"{PARAMETERS}.*pass pp_mesh="),
@@ -208,8 +210,17 @@ REFUSED: list[tuple[str, int, Callable[[], Call], str]] = [
 ]
 
 
+TWO_COLLECTIVES = {
+    "partial, other order": "partial gradients are summed first",
+    "towers, no mesh": "two sets of ranks share shards",
+    "tied, no mesh": "the stages are summed last",
+    "p = 8 and 9, no mesh": "other ranks may wait for the second sum",
+}
+"""Why these take two; all others take one."""
+
+
 def _outcome(index: int) -> tuple[str, int, bool]:
-    """The message; how many collectives it took, reductions of partial gradients aside; whether gradients are whole."""
+    """The message; how many collectives it took; whether gradients are unchanged."""
     parameters, max_norm, options = REFUSED[index][2]()
     tensors = [p[1] if isinstance(p, tuple) else p for p in parameters]
     before = [None if t.grad is None else getattr(t.grad, "_local_tensor", t.grad).clone() for t in tensors]
@@ -229,8 +240,7 @@ def test_ranks_that_disagree_are_refused_on_every_rank(request: pytest.FixtureRe
     for message, n_collectives, unharmed in request.getfixturevalue(f"ranks{n_ranks}")(_outcome, index):
         assert re.search(match, message), message
         assert unharmed
-        # One more where partial gradients are summed, where there is no mesh, or for the largest element above p = 6.
-        assert n_collectives <= (2 if "no mesh" in name or "partial" in name else 1)
+        assert n_collectives == (2 if name in TWO_COLLECTIVES else 1)
 
 
 def _norm_weights_beside_tensor_parallelism() -> list[float]:

@@ -294,8 +294,8 @@ def _different_parameters(plan: NormPlan, *, same_number: bool) -> str:
         how = "since their names, shapes or dtypes differ:"
     else:
         how = (
-            "since their numbers differ: pass all parameters on every rank, even those without a gradient (in place of a "
-            "list of gradients, pass a plan),"
+            "since their numbers differ: pass all parameters on every rank, even those without a gradient (a plan in "
+            "place of a list of gradients),"
         )
     return (
         f"{ranks} have different parameters ({n} on this rank), {how} {stages} pipeline stages, and declare parameters "
