@@ -313,4 +313,4 @@ def test_digests_survive_the_sum_over_ranks_exactly(n: int, uses_max: bool) -> N
 
     assert not any(reduced(None))
     for odd in (0, n // 2, n - 1):
-        assert agreement.which(reduced(odd)) == ("parameters", -1)
+        assert agreement.first_disagreement(reduced(odd)) == ("parameters", -1)

@@ -1,4 +1,4 @@
-"""The norm now and the clip later, as two calls: for those who look at the norm, or skip a step, before they clip."""
+"""The norm now and the clip later, as two calls: for training loops that use the norm before they clip."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def get_total_norm(
             has no tensor of, pass an empty tensor. Up to 64 groups take no further collective, more groups take one.
 
     Returns:
-        The norm: 0-dim, fp32, or fp64 if a tensor of this rank is. With `by_group`, the norm and those of the groups
-        by name; their p-th powers add up to the norm's.
+        The norm: 0-dim, fp32, or fp64 if a tensor of this rank is. With `by_group`, the norm, and the norms of the
+        groups by name; the p-th powers of the groups' norms add up to the norm's.
 
     Raises:
         ValueError: as `clip_grad_norm_`; and when `by_group` has another length than `tensors`.
@@ -190,7 +190,7 @@ def _plan_of_tensors(
     by_group: Sequence[str] | None,
     groups: Sequence[str],
 ) -> NormPlan:
-    """A plan whose gradients are the tensors: each stands in the `.grad` of a view of itself."""
+    """A plan whose gradients are these tensors: each tensor is the `.grad` of a view of itself."""
     request = plan_request(tensors, mesh, pp_mesh)
     problem = HeldError(request.problem)
     views = {id(t): t.detach() for t in request.parameters}
@@ -219,7 +219,7 @@ def _plan_of_tensors(
 
 
 def _rounded(measured: GlobalNorm) -> tuple[Tensor, Tensor]:
-    """The norm, and those of the parts, in fp64 if this rank has fp64 gradients, else in fp32."""
+    """The norm and the norms of the parts, in fp64 if this rank has fp64 gradients, else in fp32."""
     has_double = any(g.locals and g.group.key.dtype == torch.float64 for g in measured.collected)
     dtype = torch.float64 if has_double else torch.float32
     failed = measured.failed > 0  # on a GPU, where this rank has not raised

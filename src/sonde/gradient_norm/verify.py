@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import KINDS, Asked, Ballot
+from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest
 from sonde.gradient_norm.cross_check import disagreement, holdings, places_in_mesh
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import accumulation_dtype
@@ -44,7 +44,7 @@ def check_same_parameters(plan: NormPlan) -> None:
     cast.add_digest("parameters", held.parameters, stage)
     total = cast.slots(plan.device, accumulation_dtype(plan.device))
     dist.all_reduce(total, group=group)
-    if problem := disagreement(plan, Asked(2.0), total, uses_max=False):
+    if problem := disagreement(plan, NormRequest(2.0), total, uses_max=False):
         raise problem
 
 
