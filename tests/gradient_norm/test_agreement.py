@@ -314,3 +314,24 @@ def test_digests_survive_the_sum_over_ranks_exactly(n: int, uses_max: bool) -> N
     assert not any(reduced(None))
     for odd in (0, n // 2, n - 1):
         assert agreement.first_disagreement(reduced(odd)) == ("parameters", -1)
+
+
+@pytest.mark.parametrize("n_stages", [2, 5, 16, 33])
+def test_ties_are_found_among_many_stages_and_nowhere_else(n_stages: int) -> None:
+    def tied(powers: Tensor) -> tuple[bool, int]:
+        total = torch.zeros(agreement.N_SLOTS, dtype=torch.float64)
+        for stage, power in enumerate(powers):
+            ballot = agreement.Ballot("up to 6", uses_max=False)
+            for part in (0.25, 0.75):  # shards
+                ballot.add_tie((8, 6), part * power, stage=agreement.Place(stage, n_stages))
+            total += ballot.slots(torch.device("cpu"), torch.float64)
+        return bool(agreement.disagreements(total, uses_max=False).any()), agreement.n_tied_stages(
+            total, agreement.tie_slot((8, 6))
+        )
+
+    powers = torch.rand(n_stages, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.1
+    assert tied(powers) == (False, 1)
+    one_of_its_own = 0.0 * powers  # only the first and the last stage have this shape, as an embedding and a head
+    one_of_its_own[[0, -1]] = 0.3
+    assert tied(one_of_its_own) == (True, 2)
+    assert tied(torch.full((n_stages,), math.nan)) == (False, 1)

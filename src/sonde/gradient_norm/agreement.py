@@ -133,15 +133,17 @@ class Ballot:
         """Compare the power sum of gradients that all ranks of `place` should have, up to this relative difference."""
         self._powers.setdefault(int(is_sharded), []).append((power, place, tolerance))
 
-    def add_tie(self, shape: Sequence[int], power: Tensor, *, stage: int) -> None:
+    def add_tie(self, shape: Sequence[int], power: Tensor, *, stage: Place) -> None:
         """Look for an equal gradient on other pipeline stages.
 
         Args:
             shape: the shape of the whole gradient. No other gradient of this stage uses its slot.
             power: this rank's part of the gradient's power sum.
-            stage: the number of this stage.
+            stage: the position of this stage among all stages.
         """
-        self._ties.append((_TIES_AT + tie_slot(shape) * _N_TIE_STAGES + stage % _N_TIE_STAGES, power))
+        # Of more stages than slots, neighbours share a slot: the first and the last, which may tie embeddings, do not.
+        of_stage = stage.index * _N_TIE_STAGES // max(stage.n_ranks, _N_TIE_STAGES)
+        self._ties.append((_TIES_AT + tie_slot(shape) * _N_TIE_STAGES + of_stage, power))
 
     def slots(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The numbers, [N_SLOTS], for the vector that is reduced."""

@@ -212,7 +212,7 @@ def add_ties(
     Returns:
         The power sum of the gradients that may be tied, and the other gradients of the group.
     """
-    ties, stage = held.ties, places_over_stages(plan).everyone.index
+    ties, stage = held.ties, places_over_stages(plan).everyone
     rest = Collected(gradients.group)
     total = torch.zeros((), dtype=accumulation_dtype(gradients.group.key.device), device=gradients.group.key.device)
     for index, gradient, local in zip(gradients.indices, gradients.gradients, gradients.locals, strict=True):

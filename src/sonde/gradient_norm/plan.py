@@ -218,7 +218,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     @property
     def device(self) -> torch.device:
         """Where sums over ranks are made: on the meshes' device, since gradients may be offloaded from it."""
-        meshes = [self.mesh, *(group.layout.mesh for group in self.groups)]
+        meshes = [self.mesh, self.pp_mesh, *(group.layout.mesh for group in self.groups)]
         kind = next((mesh.device_type for mesh in meshes if mesh is not None), None)
         devices = [group.key.device for group in self.groups if group.key.device.type != "meta"]
         devices = devices or [torch.device("cpu")]
