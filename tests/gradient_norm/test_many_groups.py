@@ -120,6 +120,25 @@ def test_norms_of_any_number_of_groups_are_right(
         assert norms == results[0][0]
 
 
+def _nan_in_one_group(order: float, n: int) -> tuple[float, list[float]]:
+    """One shard of one group is NaN."""
+    mesh, rank = mesh_of((2,)), dist.get_rank()
+    gradients = [placed(torch.full((2,), 1.0 + k), mesh, [Shard(0)], (4,)).grad for k in range(n)]
+    if rank == 1:
+        gradients[0].to_local()[1] = math.nan  # type: ignore[union-attr]
+    norm, by_group = sonde.get_total_norm(gradients, order, mesh=mesh, by_group=[f"{k:03}" for k in range(n)])  # type: ignore[arg-type]
+    return float(norm), [float(x) for x in by_group.values()]
+
+
+@pytest.mark.parametrize("n", [3, 100])
+@pytest.mark.parametrize("order", [1.0, 2.0, 8.0, math.inf])
+def test_a_group_that_is_nan_leaves_the_others_as_they_are(ranks2: Ranks, order: float, n: int) -> None:
+    for norm, by_group in ranks2(_nan_in_one_group, order, n):
+        assert math.isnan(norm)
+        assert math.isnan(by_group[0])
+        assert by_group[1:] == pytest.approx([(2.0 + k) * 4 ** (1 / order) for k in range(n - 1)], rel=1e-6)
+
+
 def _groups_of_stages(order: float, *, with_mesh: bool) -> list[Any]:
     """Two stages with a group of their own each, and a group on both; each stage's gradients are cut over its ranks."""
     mesh = mesh_of((2, 2), ("stage", "dp"))

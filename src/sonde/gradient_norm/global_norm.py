@@ -256,7 +256,8 @@ def warm_up(plan: NormPlan) -> None:
 def _unpack(summed: _Summed, order: float, collected: list[Collected]) -> GlobalNorm:
     total, sums, has_peers = summed.total, summed.total.sums, summed.has_peers
     if math.isinf(order):
-        norm, by_part = (torch.where(total.is_nan > 0, torch.nan, values) for values in (sums.max(), sums))
+        by_part = torch.where(total.is_nan > 0, torch.nan, sums)
+        norm = by_part.max()  # of NaN and numbers, it is NaN
     else:
         norm, by_part = sums.sum().pow(1.0 / order), sums.pow(1.0 / order)
     failed = total.failed

@@ -15,7 +15,7 @@ from sonde.gradient_norm.power_sums import SMALLEST_EXACT, power_sum, square_sum
 from sonde.parallel.devices import accumulation_dtype, to_device
 from sonde.parallel.placements import share
 
-_N_FLAGS = 4
+_N_FLAGS = 3
 _MAX_PARTS = 64
 """How many parts of the model have room in the vector. The vector has the same length on every rank, even if ranks were
 given different parts: vectors of different lengths hang or abort the collective."""
@@ -32,8 +32,8 @@ class SummedVector:
         overflow: `sums` and `in_blocks` if there is no room for them in `vector`, [2 · parts]; else None. It takes a
             collective of its own, after the ranks have agreed on its length.
         sums: the power sum, or the largest element, of each part of the model, [parts].
-        in_blocks: how many ranks read some gradients of a part in blocks, [parts].
-        is_nan: how many sums are NaN, 0-dim.
+        in_blocks: how many ranks read some gradients of a part in blocks, [parts]. Only p = 2 uses it.
+        is_nan: whether a part is NaN, [parts]. Only p = ∞ uses it, and so it has the memory of `in_blocks`.
         failed: how many ranks have an error, 0-dim.
         wrong_call: how many ranks have an error in their call, 0-dim.
         is_double: how many ranks have fp64 gradients, 0-dim.
@@ -47,7 +47,8 @@ class SummedVector:
         self.overflow = torch.zeros(2 * n, dtype=dtype, device=plan.device) if n > _MAX_PARTS else None
         of_parts: Tensor = (parts if self.overflow is None else self.overflow)[: 2 * n].view(2, n)
         self.sums, self.in_blocks = of_parts[0], of_parts[1]
-        self.is_nan, self.failed, self.wrong_call, self.is_double = flags.unbind()
+        self.is_nan = self.in_blocks
+        self.failed, self.wrong_call, self.is_double = flags.unbind()
 
     def add(self, other: SummedVector, order: float) -> None:
         """Add the vector of another set of gradients."""
@@ -113,8 +114,8 @@ def pack(
             tolerance = copies_tolerance(order, key.dtype, n_elements)
             add_copies(cast, held, key, value, tolerance, only_whole=uses_max)
     if uses_max:
-        # A maximum over ranks loses NaN. So a flag carries NaN, and the sums are sent without it.
-        packed.is_nan.copy_(packed.sums.isnan().any())
+        # A maximum over ranks loses NaN. So flags carry NaN, and the sums are sent without it.
+        packed.is_nan.copy_(packed.sums.isnan())
         packed.sums.nan_to_num_(nan=0.0, posinf=math.inf)
     if cast is not None:
         packed.slots.copy_(cast.slots(plan.device, packed.vector.dtype))
