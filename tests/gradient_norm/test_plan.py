@@ -145,6 +145,29 @@ def test_a_replaced_parameter_is_noticed(listed: Callable[[nn.Module], Any]) -> 
     assert float(sonde.clip_grad_norm_(model, None)) == 3.0  # a drop-in looks each time
 
 
+def _added_parameter(model: nn.Sequential) -> None:
+    model[1].register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+
+def _added_module(model: nn.Sequential) -> None:
+    model.append(nn.Linear(1, 1))
+
+
+def _replaced_module(model: nn.Sequential) -> None:
+    model[0] = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("change", [_added_parameter, _added_module, _replaced_module])
+def test_parameters_that_come_later_are_noticed(change: Callable[[nn.Sequential], None]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    plan = sonde.group_parameters_for_norm(with_gradients(model).parameters())
+    assert float(sonde.clip_grad_norm_distributed_(plan, None)) == 3.0
+    change(model)
+    with_gradients(model)
+    with pytest.raises(ValueError, match=r" came into the module, or replaced .* make the plan again"):
+        sonde.clip_grad_norm_distributed_(plan, 1.0)
+
+
 def test_parameters_that_were_left_out_are_not_taken_for_replacements() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model.register_parameter("scale", nn.Parameter(torch.ones(1)))
