@@ -19,11 +19,11 @@ from sonde.gradient_norm.agreement import NormRequest, disagreements, second_sum
 from sonde.gradient_norm.cross_check import (
     ALONE,
     SumPlaces,
-    disagreement,
     places_among,
     places_in_mesh,
     places_over_stages,
 )
+from sonde.gradient_norm.disagreement import disagreement
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest
-from sonde.gradient_norm.cross_check import disagreement, holdings, places_in_mesh
+from sonde.gradient_norm.cross_check import holdings, places_in_mesh
+from sonde.gradient_norm.disagreement import disagreement
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.placements import is_dtensor, layout_of, local_tensor
