@@ -191,11 +191,12 @@ class WindowHistory:
         trace_cov, grad_sq = (math.fsum(values[i] for i in alive) for values in (entry.trace_cov, entry.grad_sq))
         average.update(WindowEstimate(trace_cov / entry.size, grad_sq / entry.size))
 
-    def series(self, now: float | None = None) -> list[tuple[tuple[str, ...], Series]]:
+    def series(self, now: float | None = None, *, with_groups: bool = True) -> list[tuple[tuple[str, ...], Series]]:
         """The windows of the total, under an empty name, and of each group that trains.
 
         Args:
             now: number of the present window, from which ages are counted; by default the last window added.
+            with_groups: also give those of the groups.
 
         Returns:
             Names, and their series as rows of one `Series`; one pair for each set of windows. The sets differ only if
@@ -212,6 +213,8 @@ class WindowHistory:
         rows = {"": table[alive].sum(0), **{name: table[self._index[name]] for name in self.groups}}
         ages = (self.last_window if now is None else now) - numbers
         since = self._first_windows()
+        if not with_groups:
+            since = {"": since[""]}
         series = []
         for first in dict.fromkeys(since.values()):
             names = tuple(name for name in since if since[name] == first)
