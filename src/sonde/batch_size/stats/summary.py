@@ -151,15 +151,19 @@ def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
     doubts = {}
     if (changed := averages.changed.doubt()) is not None:
         doubts["changed"] = changed
-    if (dependent := averages.neighbours.doubt()) is not None:
-        doubts["dependent_pieces"] = dependent
     same = same_data(
         averages.windows,
         pieces_differ=averages.pieces_differ,
         consistency=averages.consistency,
         interval=averages.within_between.interval(_CERTAINTY),
     )
-    return doubts | ({"same_data": same} if same else {})
+    # If all data are the same, pieces repeat too.
+    repeated = None if same else averages.repeats.pieces_doubt()
+    if (dependent := repeated or averages.neighbours.doubt()) is not None:
+        doubts["dependent_pieces"] = dependent
+    if (same := same or averages.repeats.ranks_doubt()) is not None:
+        doubts["same_data"] = same
+    return doubts
 
 
 def _reason(averages: NoiseScaleAverages, interval: RatioInterval) -> str:
