@@ -36,10 +36,12 @@ class SetAside:
     Attributes:
         window: its number.
         times: how many times its neighbours' squared gradient norm, or their noise, it had.
+        group: the parameter group that alone had so much; empty for the whole model.
     """
 
     window: int
     times: float
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class _Entry:
         size: expected |F|², or the mean; of a recent window its own |F|².
         trace_cov: sum over the windows of tr Σ; [groups].
         grad_sq: sum over the windows of |G|²; [groups].
+        aside: groups for which the entry does not count, by index.
     """
 
     number: float
@@ -80,16 +83,41 @@ class _Entry:
     size: float
     trace_cov: list[float]
     grad_sq: list[float]
+    aside: frozenset[int] = frozenset()
 
     def sum_with(self, other: _Entry) -> _Entry:
         n = self.n_windows + other.n_windows
+        # In a group for which one of the two does not count, the other stands in for it.
+        weights = [
+            (n / self.n_windows, 0.0)
+            if i in other.aside - self.aside
+            else (0.0, n / other.n_windows)
+            if i in self.aside - other.aside
+            else (1.0, 1.0)
+            for i in range(len(self.trace_cov))
+        ]
+        trace_cov, grad_sq = (
+            [w * a + v * b for (w, v), a, b in zip(weights, *pair, strict=True)]
+            for pair in ((self.trace_cov, other.trace_cov), (self.grad_sq, other.grad_sq))
+        )
         return _Entry(
             (self.number * self.n_windows + other.number * other.n_windows) / n,
             n,
             (self.size * self.n_windows + other.size * other.n_windows) / n,
-            [a + b for a, b in zip(self.trace_cov, other.trace_cov, strict=True)],
-            [a + b for a, b in zip(self.grad_sq, other.grad_sq, strict=True)],
+            trace_cov,
+            grad_sq,
+            self.aside & other.aside,
         )
+
+    @property
+    def v(self) -> float:
+        """v in |F|² = |G|² + v tr Σ, of a single window that still has its own size."""
+        noise = sum(self.trace_cov)
+        return (self.size - sum(self.grad_sq)) / noise if noise > 0 else 0.0
+
+    def sq_norms(self) -> list[float]:
+        """|F|² of each group, likewise; [groups]."""
+        return [y + self.v * x for x, y in zip(self.trace_cov, self.grad_sq, strict=True)]
 
 
 class WindowHistory:
@@ -116,6 +144,9 @@ class WindowHistory:
         """Windows added, those set aside included."""
         self.last_set_aside: SetAside | None = None
         self.n_set_aside = 0
+        self.last_group_set_aside: SetAside | None = None
+        self.group_set_aside = dict.fromkeys(self.groups, 0)
+        """Windows that were left out of one group only."""
         self._settled: list[_Entry] = []
         self._recent: list[_Entry] = []
         """Raw, up to _NEIGHBOURS before and _NEIGHBOURS after the window that is settled next."""
@@ -159,6 +190,9 @@ class WindowHistory:
             self.last_set_aside = aside
             return
         entry = self._sized(index)
+        for group_aside in self._outweighing_in(index).values():
+            self.group_set_aside[group_aside.group] += 1
+            self.last_group_set_aside = group_aside
         self._settled.append(entry)
         self._add_to(self._average, entry)
 
@@ -167,20 +201,55 @@ class WindowHistory:
         return [entry for entry in near if entry is not self._recent[index]] or near
 
     def _sized(self, index: int) -> _Entry:
-        """A recent window with the squared norm that its neighbours let expect."""
-        return replace(self._recent[index], size=median(other.size for other in self._neighbours(index)))
+        """A recent window with the squared norm that its neighbours let expect, and groups it does not count in."""
+        size = median(other.size for other in self._neighbours(index))
+        return replace(self._recent[index], size=size, aside=frozenset(self._outweighing_in(index)))
 
     def _outweighing(self, index: int) -> SetAside | None:
         """Whether a recent window outweighs all others of its horizon together, each taken at its neighbours' size."""
         entry, others = self._recent[index], self._neighbours(index)
-        if len(others) < _NEIGHBOURS or self.n_set_aside + 1 > max(1.0, _MOST_SET_ASIDE * self.windows):
+        if not self._may_set_aside(others, self.n_set_aside):
             return None
-        times = entry.size / median(other.size for other in others)
-        noise, usual = sum(entry.trace_cov), median(sum(other.trace_cov) for other in others)
-        if usual > 0:
-            times = max(times, noise / usual)
+        sizes, noises = [other.size for other in others], [sum(other.trace_cov) for other in others]
+        times = max(_times(entry.size, sizes), _times(sum(entry.trace_cov), noises))
+        return SetAside(round(entry.number), times) if times > self._most_times() else None
+
+    def _outweighing_in(self, index: int) -> dict[int, SetAside]:
+        """The same for each group alone, by index: a small group hardly moves the whole."""
+        entry, others = self._recent[index], self._neighbours(index)
+        sizes, other_sizes = entry.sq_norms(), [other.sq_norms() for other in others]
+        aside: dict[int, SetAside] = {}
+        if len(self.groups) == 1:
+            return aside
+        for i, name in enumerate(self.groups):
+            n_set_aside = self.n_set_aside + self.group_set_aside[name]
+            if name in self._gone or not self._may_set_aside(others, n_set_aside):
+                continue
+            noises = [other.trace_cov[i] for other in others]
+            times = max(_times(sizes[i], [size[i] for size in other_sizes]), _times(entry.trace_cov[i], noises))
+            if times > self._most_times() and self._outweighs_all_in(i, entry):
+                aside[i] = SetAside(round(entry.number), times, name)
+        return aside
+
+    def _outweighs_all_in(self, i: int, entry: _Entry) -> bool:
+        """Whether a window has more noise, or a larger gradient, in a group than all others of its horizon together.
+
+        Unlike the whole model, small groups (rare tokens, experts) can have windows of any size: here no window is
+        taken at its neighbours' size.
+        """
+        settled = [e for e in self._settled if e.number > entry.number - self.horizon and i not in e.aside]
+        settled_up_to = self._settled[-1].number if self._settled else -math.inf
+        others = settled + [e for e in self._recent if e is not entry and e.number > settled_up_to]
+        noise = math.fsum(e.trace_cov[i] for e in others)
+        size = math.fsum(e.grad_sq[i] for e in others) + entry.v * noise
+        return entry.trace_cov[i] > noise or entry.grad_sq[i] + entry.v * entry.trace_cov[i] > size
+
+    def _may_set_aside(self, others: Sequence[_Entry], n_set_aside: int) -> bool:
+        return len(others) >= _NEIGHBOURS and n_set_aside + 1 <= max(1.0, _MOST_SET_ASIDE * self.windows)
+
+    def _most_times(self) -> float:
         n_others = self.windows if math.isinf(self.horizon) else min(self.horizon, self.windows)
-        return SetAside(round(entry.number), times) if times > max(n_others, _LEAST_OUTWEIGHING) else None
+        return max(n_others, _LEAST_OUTWEIGHING)
 
     def _unsettled(self) -> list[_Entry]:
         first = max(len(self._recent) - _NEIGHBOURS, 0)
@@ -199,7 +268,7 @@ class WindowHistory:
 
         Returns:
             Names, and their series as rows of one `Series`; one pair for each set of windows. The sets differ only if
-            parameters were frozen or released on the way.
+            parameters were frozen or released on the way, or a window was set aside for a group.
         """
         entries = [*self._settled, *self._unsettled()]
         numbers, counts, sizes = (
@@ -211,11 +280,12 @@ class WindowHistory:
         alive = [self._index[name] for name in self.groups if name not in self._gone]
         rows = {"": table[alive].sum(0), **{name: table[self._index[name]] for name in self.groups}}
         ages = (self.last_window if now is None else now) - numbers
-        since = self._first_windows()
+        sets = {name: (first, self._aside(entries, name)) for name, first in self._first_windows().items()}
         series = []
-        for first in dict.fromkeys(since.values()):
-            names = tuple(name for name in since if since[name] == first)
+        for first, aside in dict.fromkeys(sets.values()):
+            names = tuple(name for name in sets if sets[name] == (first, aside))
             kept = numbers >= first
+            kept[list(aside)] = False
             sums = torch.stack([rows[name][kept] for name in names])
             weights = torch.exp(-ages[kept] / self.horizon)
             levels = (weights @ sums) / (weights @ counts[kept])  # [series, 2]
@@ -227,6 +297,11 @@ class WindowHistory:
                 )
             )
         return series
+
+    def _aside(self, entries: Sequence[_Entry], name: str) -> tuple[int, ...]:
+        """Places of the entries that do not count for a group."""
+        index = self._index.get(name)
+        return tuple(i for i, entry in enumerate(entries) if index in entry.aside)
 
     @property
     def last_window(self) -> float:
@@ -267,6 +342,7 @@ class WindowHistory:
             "horizon": 0.0 if math.isinf(self.horizon) else self.horizon,  # JSON has no infinity
             "windows": self.windows,
             "n_set_aside": self.n_set_aside,
+            "group_set_aside": dict(self.group_set_aside),
             "settled": [_as_list(entry) for entry in self._settled],
             "recent": [_as_list(entry) for entry in self._recent],
             "since": dict(self._since),
@@ -291,9 +367,10 @@ class WindowHistory:
             )
         for name in ("windows", "n_set_aside"):
             check_count(label, state, name)
-        check_keys(f"{label}, since", state["since"], set(self.groups))
-        for name in self.groups:
-            check_count(f"{label}, since", state["since"], name)
+        for per_group in ("since", "group_set_aside"):
+            check_keys(f"{label}, {per_group}", state[per_group], set(self.groups))
+            for name in self.groups:
+                check_count(f"{label}, {per_group}", state[per_group], name)
         if not set(state["gone"]) <= set(self.groups):
             raise ValueError(f"{label}: unknown groups in {state['gone']!r:.60}: is it damaged?")
         settled, recent = (
@@ -303,23 +380,33 @@ class WindowHistory:
         average.load_state_dict(state["average"])
         self.windows, self.n_set_aside = state["windows"], state["n_set_aside"]
         self._settled, self._recent, self._average = settled, recent, average
+        self.group_set_aside = {name: state["group_set_aside"][name] for name in self.groups}
         self._since = {name: state["since"][name] for name in self.groups}
         # Groups that were frozen may train now. If they do not, they are noticed again, and leave again.
         self._since |= dict.fromkeys(state["gone"], round(self.last_window) + 1)
         self._gone = set()
 
 
+def _times(value: float, others: Sequence[float]) -> float:
+    """The value over the median of others; 0 where that is no size."""
+    usual = median(others)
+    return value / usual if usual > 0 else 0.0
+
+
 def _as_list(entry: _Entry) -> list[float]:
-    return [entry.number, entry.n_windows, entry.size, *entry.trace_cov, *entry.grad_sq]
+    return [entry.number, entry.n_windows, entry.size, *entry.trace_cov, *entry.grad_sq, *sorted(entry.aside)]
 
 
 def _from_list(label: str, row: object, n_groups: int) -> _Entry:
-    if not isinstance(row, Sequence) or len(row) != 3 + 2 * n_groups:
-        raise ValueError(f"{label}: a window must be {3 + 2 * n_groups} numbers, got {row!r:.60}: is it damaged?")
+    n = 3 + 2 * n_groups  # the groups that are set aside follow
+    if not isinstance(row, Sequence) or not n <= len(row) <= n + n_groups:
+        raise ValueError(f"{label}: a window must be {n} numbers or more, got {row!r:.60}: is it damaged?")
     numbers = dict(enumerate(row))
     for i in numbers:
         check_number(label, numbers, i)  # type: ignore[arg-type]
-    values = [float(value) for value in row]
+    values, aside = [float(value) for value in row[:n]], frozenset(row[n:])
     if values[1] < 1 or values[2] <= 0:
         raise ValueError(f"{label}: a window must have a count and a size above 0, got {row[:3]!r:.60}: is it damaged?")
-    return _Entry(values[0], int(values[1]), values[2], values[3 : 3 + n_groups], values[3 + n_groups :])
+    if not aside <= set(range(n_groups)):
+        raise ValueError(f"{label}: a window is set aside for unknown groups, got {row[n:]!r:.60}: is it damaged?")
+    return _Entry(values[0], int(values[1]), values[2], values[3 : 3 + n_groups], values[3 + n_groups :], aside)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,6 +66,7 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> Noise
         windows=averages.windows,
         set_aside=history.n_set_aside,
         last_set_aside=history.last_set_aside,
+        last_group_set_aside=history.last_group_set_aside,
         influence=None if doubted else _influence(total),
         dropped=dict(averages.dropped),
         windows_needed=needed,
@@ -74,7 +75,11 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> Noise
         scale=averages.scale,
         scale_residual=averages.scale_residual,
         unit=unit,
-        groups={name: _group(fitted[name], doubted) for name in history.groups if name in fitted},
+        groups={
+            name: replace(_group(fitted[name], doubted), set_aside=history.group_set_aside[name])
+            for name in history.groups
+            if name in fitted
+        },
     )
 
 

@@ -58,6 +58,7 @@ class WindowReader:
             device=self.device,
             rank=dist.get_rank(wrapper.group) if wrapper.group is not None else 0,
             n_ranks=wrapper.n_ranks,
+            has_loss_scale=grad_scaler is not None,
         )
         self._unmeasured: list[int] | None = None
         self.clip_also({})

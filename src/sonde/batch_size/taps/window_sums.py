@@ -128,6 +128,7 @@ class WindowSums:
         device: where the sums live.
         rank: this rank's number.
         n_ranks: data-parallel ranks.
+        has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
     """
 
     def __init__(
@@ -139,17 +140,19 @@ class WindowSums:
         device: torch.device,
         rank: int = 0,
         n_ranks: int = 1,
+        has_loss_scale: bool = False,
     ) -> None:
         self.dtype = accumulation_dtype(device)
         self._device = device
         self._group_index = torch.tensor(group_index, device=device)
-        self._n_groups, self._n_witness = n_groups, n_witness
+        self._n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
         self._rank, self._n_marked = rank, min(n_ranks, _MOST_MARKED) if n_ranks > 1 else 0
         self._small = torch.zeros(len(group_index), dtype=self.dtype, device=device)
         self._witness = torch.zeros(n_witness, dtype=self.dtype, device=device)
         self._witness_squares = torch.zeros(n_witness, dtype=self.dtype, device=device)
         self._witness_small = torch.zeros((), dtype=self.dtype, device=device)
-        self._not_finite = torch.zeros((), dtype=self.dtype, device=device)
+        self._squares = torch.zeros((), dtype=self.dtype, device=device)
+        self._bad_counts = torch.zeros((), dtype=self.dtype, device=device)
         self._reset_counts()
 
     def _reset_counts(self) -> None:
@@ -177,7 +180,7 @@ class WindowSums:
         for number in (counts.weight, counts.effective_units, counts.units):
             # `piece_counts` has checked Python numbers. Tensors cannot be checked without waiting for the device.
             if isinstance(number, Tensor):
-                self._not_finite += ~(torch.isfinite(number) & (number > 0))
+                self._bad_counts += ~(torch.isfinite(number) & (number > 0))
 
     def merge(self, gradient: GradientSummary) -> None:
         """Turn the pieces counted so far into one piece, with the sum of their gradients."""
@@ -192,7 +195,7 @@ class WindowSums:
         self._witness += gradient.witness
         self._witness_squares += squares
         self._witness_small += squares.sum() / weight
-        self._not_finite += ~torch.isfinite(gradient.sq_norms.sum())
+        self._squares += gradient.sq_norms.sum()
 
     def per_group(self, sq_norms: Tensor) -> Tensor:
         """Sums of [parameters] over parameter groups: [groups]."""
@@ -219,7 +222,7 @@ class WindowSums:
             float(may_compare),
         ]
         numbers = as_vector([*counts, *problems], self._device)
-        numbers[_N_COUNTS + Problem.NOT_FINITE] += self._not_finite
+        self._add_not_finite(numbers[_N_COUNTS:])
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
         compared = self._compare_pieces() if may_compare else rank_sum.new_zeros(_N_COMPARISONS)
         # `read_row` splits the vector in this order.
@@ -235,11 +238,23 @@ class WindowSums:
             ]
         )
         # `packed` is a copy, so the accumulators can be zeroed in place for the next window.
-        accumulators = (self._small, self._witness, self._witness_squares, self._witness_small, self._not_finite)
-        for accumulator in accumulators:
+        sums = (self._small, self._witness, self._witness_squares, self._witness_small, self._squares, self._bad_counts)
+        for accumulator in sums:
             accumulator.zero_()
         self._reset_counts()
         return packed
+
+    def _add_not_finite(self, problems: Tensor) -> None:
+        """Add to the problems, [problems], what is known about sums that are not finite."""
+        problems[Problem.BAD_COUNTS] += self._bad_counts
+        not_finite = ~torch.isfinite(self._squares)  # a sum of squares: once it is not finite, it stays so
+        if self._has_loss_scale:
+            problems[Problem.LOSS_SCALE] += not_finite
+            return
+        # Finite elements can have an infinite square, but no square that is NaN.
+        held_by_elements = torch.isnan(self._squares) | ~torch.isfinite(self._witness.sum())
+        problems[Problem.NOT_FINITE] += not_finite & held_by_elements
+        problems[Problem.OVERFLOW] += not_finite & ~held_by_elements
 
     def _compare_pieces(self) -> Tensor:
         """The comparison of this rank's pieces with each other; [_N_COMPARISONS]."""
