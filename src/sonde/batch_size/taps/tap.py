@@ -90,17 +90,18 @@ class Problem(IntEnum):
     INTERRUPTED = 6
     NOT_ZEROED = 7
     STEPPED_IN_BACKWARD = 8
-    EMPTY_PIECE = 9
-    REENTRANT = 10
-    MORE_BACKWARDS = 11
-    SEVERAL_BACKWARDS = 12
-    TOO_LARGE_TO_SUM = 13
-    SPARSE_ON_GPU = 14
-    SPARSE_IN_BUCKETS = 15
-    SEVERAL_REDUCTIONS = 16
-    LEFT_OVER = 17
-    OUTSIDE_PIECES = 18
-    INTERRUPTED_IN_BUCKETS = 19
+    TAKEN_IN_BACKWARD = 9
+    EMPTY_PIECE = 10
+    REENTRANT = 11
+    MORE_BACKWARDS = 12
+    SEVERAL_BACKWARDS = 13
+    TOO_LARGE_TO_SUM = 14
+    SPARSE_ON_GPU = 15
+    SPARSE_IN_BUCKETS = 16
+    SEVERAL_REDUCTIONS = 17
+    LEFT_OVER = 18
+    OUTSIDE_PIECES = 19
+    INTERRUPTED_IN_BUCKETS = 20
 
     @property
     def only_explains(self) -> bool:
@@ -141,6 +142,10 @@ _MESSAGES = {
     Problem.STEPPED_IN_BACKWARD: (
         "the optimizer stepped inside backward, so a window's pieces saw different weights and its gradient was gone "
         "before it ended: step after the last backward while you measure"
+    ),
+    Problem.TAKEN_IN_BACKWARD: (
+        "no parameter had a gradient at the end of the window, and parameters have post-accumulate-grad hooks: if they "
+        "step inside backward, step after the last backward while you measure"
     ),
     Problem.EMPTY_PIECE: (
         "no backward reached the parameters in a piece: leave out skipped micro-batches, and run each backward inside "
