@@ -114,6 +114,31 @@ def test_a_window_that_outweighs_the_rest_is_set_aside_for_ever() -> None:
     assert history.run_average().windows == 59
 
 
+def test_two_broken_windows_side_by_side_are_both_set_aside() -> None:
+    windows = noisy(100)
+    windows[59], windows[60] = noisy(2, level=300.0**2, seed=1)
+    history = filled(windows)
+    assert history.n_set_aside == 2
+    assert not {60, 61} & set(numbers_of(history))
+
+
+@pytest.mark.parametrize("n_groups", [1, 6])
+def test_windows_of_single_parameters_are_no_outliers(n_groups: int) -> None:
+    """Squares of single numbers: many are 100 times the median of ten neighbours, whose own median may be tiny."""
+    generator = torch.Generator().manual_seed(0)
+    pieces = torch.randn(2000, n_groups, 3, generator=generator, dtype=torch.float64)
+    means, variances = pieces.mean(2), pieces.var(2)
+    history = filled(
+        [
+            window(*((4 * v, m * m - v / 3) for m, v in zip(*row, strict=True)), units=12.0)
+            for row in zip(means.tolist(), variances.tolist(), strict=True)
+        ],
+        groups=tuple(map(str, range(n_groups))),
+    )
+    assert history.n_set_aside == 0
+    assert sum(history.group_set_aside.values()) <= 1
+
+
 def test_a_lasting_change_of_size_sets_no_window_aside() -> None:
     history = filled(noisy(30) + noisy(30, level=1e4, seed=1))
     assert history.n_set_aside == 0

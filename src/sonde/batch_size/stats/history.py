@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -109,15 +110,16 @@ class _Entry:
             self.aside & other.aside,
         )
 
-    @property
+    @functools.cached_property
     def v(self) -> float:
         """v in |F|² = |G|² + v tr Σ, of a single window that still has its own size."""
         noise = sum(self.trace_cov)
         return (self.size - sum(self.grad_sq)) / noise if noise > 0 else 0.0
 
-    def sq_norms(self) -> list[float]:
-        """|F|² of each group, likewise; [groups]."""
-        return [y + self.v * x for x, y in zip(self.trace_cov, self.grad_sq, strict=True)]
+    def noise_and_square(self, groups: Sequence[int], v: float) -> tuple[float, float]:
+        """tr Σ and |F|² of some groups together, summed over the windows."""
+        noise, grad_sq = (math.fsum(values[i] for i in groups) for values in (self.trace_cov, self.grad_sq))
+        return noise, grad_sq + v * noise
 
 
 class WindowHistory:
@@ -202,54 +204,61 @@ class WindowHistory:
 
     def _sized(self, index: int) -> _Entry:
         """A recent window with the squared norm that its neighbours let expect, and groups it does not count in."""
-        size = median(other.size for other in self._neighbours(index))
-        return replace(self._recent[index], size=size, aside=frozenset(self._outweighing_in(index)))
+        size, aside = self._expected_size(index), frozenset(self._outweighing_in(index))
+        return replace(self._recent[index], size=size, aside=aside)
+
+    def _expected_size(self, index: int) -> float:
+        return median(other.size for other in self._neighbours(index))
 
     def _outweighing(self, index: int) -> SetAside | None:
-        """Whether a recent window outweighs all others of its horizon together, each taken at its neighbours' size."""
-        entry, others = self._recent[index], self._neighbours(index)
-        if not self._may_set_aside(others, self.n_set_aside):
+        """Whether a recent window outweighs all others of its horizon."""
+        groups = range(len(self.groups))
+        if not self._may_set_aside(index, self.n_set_aside) or not self._outweighs(index, groups):
             return None
-        sizes, noises = [other.size for other in others], [sum(other.trace_cov) for other in others]
-        times = max(_times(entry.size, sizes), _times(sum(entry.trace_cov), noises))
-        return SetAside(round(entry.number), times) if times > self._most_times() else None
+        return SetAside(round(self._recent[index].number), self._times(index, groups))
 
     def _outweighing_in(self, index: int) -> dict[int, SetAside]:
         """The same for each group alone, by index: a small group hardly moves the whole."""
-        entry, others = self._recent[index], self._neighbours(index)
-        sizes, other_sizes = entry.sq_norms(), [other.sq_norms() for other in others]
         aside: dict[int, SetAside] = {}
         if len(self.groups) == 1:
             return aside
         for i, name in enumerate(self.groups):
             n_set_aside = self.n_set_aside + self.group_set_aside[name]
-            if name in self._gone or not self._may_set_aside(others, n_set_aside):
-                continue
-            noises = [other.trace_cov[i] for other in others]
-            times = max(_times(sizes[i], [size[i] for size in other_sizes]), _times(entry.trace_cov[i], noises))
-            if times > self._most_times() and self._outweighs_all_in(i, entry):
-                aside[i] = SetAside(round(entry.number), times, name)
+            if name not in self._gone and self._may_set_aside(index, n_set_aside) and self._outweighs(index, [i]):
+                aside[i] = SetAside(round(self._recent[index].number), self._times(index, [i]), name)
         return aside
 
-    def _outweighs_all_in(self, i: int, entry: _Entry) -> bool:
-        """Whether a window has more noise, or a larger gradient, in a group than all others of its horizon together.
+    def _outweighs(self, index: int, groups: Sequence[int]) -> bool:
+        """Whether a window has more noise, or a larger gradient, in some groups than all others of its horizon.
 
-        Unlike the whole model, small groups (rare tokens, experts) can have windows of any size: here no window is
-        taken at its neighbours' size.
+        It must have many times the median of its neighbours, more than the sum of all others, and many times their
+        mean, each in units of its expected size. Where gradients have few dimensions, or rest in most windows (a single
+        parameter, rare tokens, experts), many windows are a hundred times the median, and outweigh nothing.
         """
-        settled = [e for e in self._settled if e.number > entry.number - self.horizon and i not in e.aside]
-        settled_up_to = self._settled[-1].number if self._settled else -math.inf
-        others = settled + [e for e in self._recent if e is not entry and e.number > settled_up_to]
-        noise = math.fsum(e.trace_cov[i] for e in others)
-        size = math.fsum(e.grad_sq[i] for e in others) + entry.v * noise
-        return entry.trace_cov[i] > noise or entry.grad_sq[i] + entry.v * entry.trace_cov[i] > size
-
-    def _may_set_aside(self, others: Sequence[_Entry], n_set_aside: int) -> bool:
-        return len(others) >= _NEIGHBOURS and n_set_aside + 1 <= max(1.0, _MOST_SET_ASIDE * self.windows)
-
-    def _most_times(self) -> float:
         n_others = self.windows if math.isinf(self.horizon) else min(self.horizon, self.windows)
-        return max(n_others, _LEAST_OUTWEIGHING)
+        most_times = max(n_others, _LEAST_OUTWEIGHING)
+        if self._times(index, groups) <= most_times:
+            return False
+        entry = self._recent[index]
+        others = [e for e in self._settled if e.number > entry.number - self.horizon and not e.aside.issuperset(groups)]
+        settled_up_to = self._settled[-1].number if self._settled else -math.inf
+        for i, recent in enumerate(self._recent):  # without others that may be set aside themselves
+            if recent.number > settled_up_to and self._times(i, groups) <= most_times:
+                others.append(replace(recent, size=self._expected_size(i)))
+        noise, square = (value / self._expected_size(index) for value in entry.noise_and_square(groups, entry.v))
+        shares = [[value / e.size for value in e.noise_and_square(groups, entry.v)] for e in others]
+        factor = max(1.0, _LEAST_OUTWEIGHING / max(len(others), 1))
+        return noise > factor * math.fsum(x for x, _ in shares) or square > factor * math.fsum(y for _, y in shares)
+
+    def _times(self, index: int, groups: Sequence[int]) -> float:
+        """How many times its neighbours' median a window's noise or squared norm is, in some groups."""
+        own, *others = (e.noise_and_square(groups, e.v) for e in (self._recent[index], *self._neighbours(index)))
+        usual = [median(column) for column in zip(*others, strict=True)]
+        return max(value / size if size > 0 else 0.0 for value, size in zip(own, usual, strict=True))
+
+    def _may_set_aside(self, index: int, n_set_aside: int) -> bool:
+        has_neighbours = len(self._neighbours(index)) >= _NEIGHBOURS
+        return has_neighbours and n_set_aside + 1 <= max(1.0, _MOST_SET_ASIDE * self.windows)
 
     def _unsettled(self) -> list[_Entry]:
         first = max(len(self._recent) - _NEIGHBOURS, 0)
@@ -385,12 +394,6 @@ class WindowHistory:
         # Groups that were frozen may train now. If they do not, they are noticed again, and leave again.
         self._since |= dict.fromkeys(state["gone"], round(self.last_window) + 1)
         self._gone = set()
-
-
-def _times(value: float, others: Sequence[float]) -> float:
-    """The value over the median of others; 0 where that is no size."""
-    usual = median(others)
-    return value / usual if usual > 0 else 0.0
 
 
 def _as_list(entry: _Entry) -> list[float]:
