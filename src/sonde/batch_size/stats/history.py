@@ -116,6 +116,13 @@ class _Entry:
         noise = sum(self.trace_cov)
         return (self.size - sum(self.grad_sq)) / noise if noise > 0 else 0.0
 
+    @functools.cached_property
+    def noises_and_squares(self) -> Tensor:
+        """tr Σ and |F|² of each group and, last, of all together, likewise; [2, groups + 1]."""
+        table = torch.tensor([self.trace_cov, self.grad_sq], dtype=torch.float64, device="cpu")
+        noises, grad_sq = torch.cat([table, table.sum(1, keepdim=True)], 1)
+        return torch.stack([noises, grad_sq + self.v * noises])
+
     def noise_and_square(self, groups: Sequence[int], v: float) -> tuple[float, float]:
         """tr Σ and |F|² of some groups together, summed over the windows."""
         noise, grad_sq = (math.fsum(values[i] for i in groups) for values in (self.trace_cov, self.grad_sq))
@@ -192,7 +199,7 @@ class WindowHistory:
             self.last_set_aside = aside
             return
         entry = self._sized(index)
-        for group_aside in self._outweighing_in(index).values():
+        for group_aside in self._outweighing_in(index).values() if entry.aside else ():
             self.group_set_aside[group_aside.group] += 1
             self.last_group_set_aside = group_aside
         self._settled.append(entry)
@@ -212,49 +219,63 @@ class WindowHistory:
 
     def _outweighing(self, index: int) -> SetAside | None:
         """Whether a recent window outweighs all others of its horizon."""
-        groups = range(len(self.groups))
-        if not self._may_set_aside(index, self.n_set_aside) or not self._outweighs(index, groups):
+        if not self._may_set_aside(index, self.n_set_aside):
             return None
-        return SetAside(round(self._recent[index].number), self._times(index, groups))
+        times = self._times(index)[-1]
+        if times <= self._most_times() or not self._outweighs(index, range(len(self.groups)), column=-1):
+            return None
+        return SetAside(round(self._recent[index].number), times)
 
     def _outweighing_in(self, index: int) -> dict[int, SetAside]:
         """The same for each group alone, by index: a small group hardly moves the whole."""
         aside: dict[int, SetAside] = {}
         if len(self.groups) == 1:
             return aside
-        for i, name in enumerate(self.groups):
-            n_set_aside = self.n_set_aside + self.group_set_aside[name]
-            if name not in self._gone and self._may_set_aside(index, n_set_aside) and self._outweighs(index, [i]):
-                aside[i] = SetAside(round(self._recent[index].number), self._times(index, [i]), name)
+        times, number = self._times(index), round(self._recent[index].number)
+        for i in (i for i in range(len(self.groups)) if times[i] > self._most_times()):
+            name = self.groups[i]
+            may_set_aside = self._may_set_aside(index, self.n_set_aside + self.group_set_aside[name])
+            if name not in self._gone and may_set_aside and self._outweighs(index, [i], column=i):
+                aside[i] = SetAside(number, times[i], name)
         return aside
 
-    def _outweighs(self, index: int, groups: Sequence[int]) -> bool:
+    def _times(self, index: int) -> list[float]:
+        """How many times its neighbours' median a window's noise or squared norm is.
+
+        Returns:
+            For each group and, last, for all together; 0 where the median is 0.
+        """
+        near = torch.stack([other.noises_and_squares for other in self._neighbours(index)]).sort(dim=0).values
+        usual = (near[(len(near) - 1) // 2] + near[len(near) // 2]) / 2
+        times = torch.where(usual > 0, self._recent[index].noises_and_squares / usual, 0.0)
+        return times.amax(0).tolist()
+
+    def _most_times(self) -> float:
+        n_others = self.windows if math.isinf(self.horizon) else min(self.horizon, self.windows)
+        return max(n_others, _LEAST_OUTWEIGHING)
+
+    def _outweighs(self, index: int, groups: Sequence[int], *, column: int) -> bool:
         """Whether a window has more noise, or a larger gradient, in some groups than all others of its horizon.
 
-        It must have many times the median of its neighbours, more than the sum of all others, and many times their
-        mean, each in units of its expected size. Where gradients have few dimensions, or rest in most windows (a single
-        parameter, rare tokens, experts), many windows are a hundred times the median, and outweigh nothing.
+        It must have more than their sum, and many times their mean, each in units of its expected size. Where gradients
+        have few dimensions, or rest in most windows (a single parameter, rare tokens, experts), many windows are a
+        hundred times the median of their neighbours, and outweigh nothing.
+
+        Args:
+            index: of a recent window.
+            groups: which, by index.
+            column: where `_times` has these groups.
         """
-        n_others = self.windows if math.isinf(self.horizon) else min(self.horizon, self.windows)
-        most_times = max(n_others, _LEAST_OUTWEIGHING)
-        if self._times(index, groups) <= most_times:
-            return False
         entry = self._recent[index]
         others = [e for e in self._settled if e.number > entry.number - self.horizon and not e.aside.issuperset(groups)]
         settled_up_to = self._settled[-1].number if self._settled else -math.inf
         for i, recent in enumerate(self._recent):  # without others that may be set aside themselves
-            if recent.number > settled_up_to and self._times(i, groups) <= most_times:
+            if recent.number > settled_up_to and self._times(i)[column] <= self._most_times():
                 others.append(replace(recent, size=self._expected_size(i)))
         noise, square = (value / self._expected_size(index) for value in entry.noise_and_square(groups, entry.v))
         shares = [[value / e.size for value in e.noise_and_square(groups, entry.v)] for e in others]
         factor = max(1.0, _LEAST_OUTWEIGHING / max(len(others), 1))
         return noise > factor * math.fsum(x for x, _ in shares) or square > factor * math.fsum(y for _, y in shares)
-
-    def _times(self, index: int, groups: Sequence[int]) -> float:
-        """How many times its neighbours' median a window's noise or squared norm is, in some groups."""
-        own, *others = (e.noise_and_square(groups, e.v) for e in (self._recent[index], *self._neighbours(index)))
-        usual = [median(column) for column in zip(*others, strict=True)]
-        return max(value / size if size > 0 else 0.0 for value, size in zip(own, usual, strict=True))
 
     def _may_set_aside(self, index: int, n_set_aside: int) -> bool:
         has_neighbours = len(self._neighbours(index)) >= _NEIGHBOURS
@@ -289,7 +310,11 @@ class WindowHistory:
         alive = [self._index[name] for name in self.groups if name not in self._gone]
         rows = {"": table[alive].sum(0), **{name: table[self._index[name]] for name in self.groups}}
         ages = (self.last_window if now is None else now) - numbers
-        sets = {name: (first, self._aside(entries, name)) for name, first in self._first_windows().items()}
+        aside_of = {i: entry.aside for i, entry in enumerate(entries) if entry.aside}
+        sets = {
+            name: (first, tuple(i for i, aside in aside_of.items() if self._index.get(name) in aside))
+            for name, first in self._first_windows().items()
+        }
         series = []
         for first, aside in dict.fromkeys(sets.values()):
             names = tuple(name for name in sets if sets[name] == (first, aside))
@@ -306,11 +331,6 @@ class WindowHistory:
                 )
             )
         return series
-
-    def _aside(self, entries: Sequence[_Entry], name: str) -> tuple[int, ...]:
-        """Places of the entries that do not count for a group."""
-        index = self._index.get(name)
-        return tuple(i for i, entry in enumerate(entries) if index in entry.aside)
 
     @property
     def last_window(self) -> float:
