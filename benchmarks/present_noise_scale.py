@@ -6,7 +6,8 @@ A small network trains on a fixed population of 128 examples, so that tr Σ and 
 known exactly at each step. Many runs train side by side, each on its own samples, with SGD, momentum and AdamW at three
 speeds. Each window has four pieces of 16 examples. Its unbiased estimates go through the same history and trend as a
 probe's. The table has one row for each setting and part of the model, and one column for each length of the run. Beside
-the trend stands the ratio of averages over 100 windows, which sonde reported before.
+the trend stands the ratio of averages over 100 windows, which sonde reported before. More tables compare horizons, show
+the windows after a learning rate has suddenly fallen to a tenth, and have noise with heavy tails.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,8 +36,13 @@ SETTINGS = (
     *(("adamw", lr) for lr in (0.001, 0.003, 0.01)),
 )
 CHECKPOINTS = (20, 50, 100, 200, 400)
+FALLS = (("sgd", 0.2), ("momentum", 0.02), ("adamw", 0.003))
+FALL_AFTER = 100
+FALL_CHECKPOINTS = (102, 105, 110, 120, 150, 200, 300)
 PARTS = ("total", "first layer", "second layer")
+TAILS = (3, 5, 10)
 HORIZON = 50.0
+HORIZONS = (20.0, 35.0, 50.0, 70.0, 100.0)
 N_EXAMPLES, N_INPUTS, N_HIDDEN, N_CLASSES = 128, 8, 8, 5
 N_PIECES, UNITS_PER_PIECE = 4, 16
 BATCH = N_PIECES * UNITS_PER_PIECE
@@ -88,8 +94,13 @@ class Cell:
     average_covered: float
 
 
-def simulate(optimizer: str, lr: float, *, n_runs: int, n_windows: int, seed: int = 1) -> Windows:
-    """Train many runs side by side, and measure each window both from its pieces and exactly."""
+def simulate(
+    optimizer: str, lr: float, *, n_runs: int, n_windows: int, fall_after: int | None = None, seed: int = 1
+) -> Windows:
+    """Train many runs side by side, and measure each window both from its pieces and exactly.
+
+    After the step `fall_after`, the learning rate is a tenth of `lr`.
+    """
     population = torch.Generator().manual_seed(0)
     inputs = torch.randn(N_EXAMPLES, N_INPUTS, generator=population, dtype=torch.float64)
     rule = torch.randn(N_INPUTS, N_CLASSES, generator=population, dtype=torch.float64)
@@ -134,9 +145,28 @@ def simulate(optimizer: str, lr: float, *, n_runs: int, n_windows: int, seed: in
         for weight, m, v2 in zip(weights, first, second, strict=True):
             grad = big[:, offset : offset + weight[0].numel()].reshape(weight.shape)
             offset += weight[0].numel()
-            move(optimizer, lr, step, weight, grad, m, v2)
+            move(optimizer, lr / 10 if fall_after and step > fall_after else lr, step, weight, grad, m, v2)
     table = torch.stack(found, 1)  # [runs, windows, layers, 4]
     return Windows(*table.unbind(-1))
+
+
+def heavy_tailed(dof: int, *, n_runs: int, n_windows: int, seed: int = 1, n_elements: int = 30) -> Windows:
+    """A constant gradient with B_simple equal to the batch, where Student's t of few degrees of freedom scales a piece.
+
+    With the square of such a scale, tr Σ of single windows has an infinite variance up to 4 degrees of freedom.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (n_runs, n_windows, N_PIECES)
+    chi_square = torch.randn(*shape, dof, generator=generator, dtype=torch.float64).square().sum(-1)
+    lengths = ((dof - 2) / chi_square).sqrt()  # mean square 1
+    noise = torch.randn(*shape, n_elements, generator=generator, dtype=torch.float64)
+    grad = torch.full((n_elements,), (1 / (n_elements * BATCH)) ** 0.5, dtype=torch.float64)  # tr Σ = 1
+    pieces = grad + noise * lengths[..., None] / (n_elements * UNITS_PER_PIECE) ** 0.5
+    small_sq, big_sq = pieces.square().sum(-1).mean(-1), pieces.mean(2).square().sum(-1)
+    u, v = 1 / UNITS_PER_PIECE, 1 / BATCH
+    trace_cov, grad_sq = (small_sq - big_sq) / (u - v), (u * big_sq - v * small_sq) / (u - v)
+    exact = torch.ones(n_runs, n_windows, 1, dtype=torch.float64)
+    return Windows(trace_cov[..., None], grad_sq[..., None], exact, exact / BATCH)
 
 
 def per_example_gradients(weights: list[Tensor], inputs: Tensor, targets: Tensor) -> list[Tensor]:
@@ -160,12 +190,19 @@ def move(optimizer: str, lr: float, step: int, weight: Tensor, grad: Tensor, m: 
         weight.sub_(lr * m)
 
 
-def cells(optimizer: str, lr: float, windows: Windows, *, horizon: float = HORIZON) -> Iterator[Cell]:
+def cells(
+    optimizer: str,
+    lr: float,
+    windows: Windows,
+    *,
+    horizon: float = HORIZON,
+    checkpoints: tuple[int, ...] = CHECKPOINTS,
+) -> Iterator[Cell]:
     """Judge the intervals at every checkpoint, for the total and both layers."""
     n_runs, n_windows, n_layers = windows.trace_cov.shape
     layers = [f"layer {i}" for i in range(n_layers)]
     histories = [WindowHistory(layers, horizon) for _ in range(n_runs)]
-    averages = [[RunningNoiseScale(100.0) for _ in PARTS] for _ in range(n_runs)]
+    averages = [[RunningNoiseScale(100.0) for _ in range(n_layers + 1)] for _ in range(n_runs)]
     x, y = windows.trace_cov.tolist(), windows.grad_sq.tolist()
     for t in range(n_windows):
         for run in range(n_runs):
@@ -174,10 +211,10 @@ def cells(optimizer: str, lr: float, windows: Windows, *, horizon: float = HORIZ
             for average, part in zip(averages[run], parts, strict=True):
                 average.update(WindowEstimate(*part))
             histories[run].add(as_window(layers_now), t + 1)
-        if t + 1 not in CHECKPOINTS:
+        if t + 1 not in checkpoints:
             continue
         series = [history.series()[0][1] for history in histories]
-        for part, name in enumerate(PARTS):
+        for part, name in enumerate(PARTS[: n_layers + 1]):
             fits = fit_alike(series, part, horizon)
             of = slice(None) if part == 0 else slice(part - 1, part)
             exact_x, exact_y = (e[:, t, of].sum(1) for e in (windows.exact_trace_cov, windows.exact_grad_sq))
@@ -225,10 +262,11 @@ def holds(interval: RatioInterval, value: float) -> bool:
 
 def as_table(found: list[Cell]) -> str:
     """One row for each setting and part; a cell has coverage, of the average in brackets, share resolved and width."""
-    head = "| optimizer | lr | part | " + " | ".join(f"window {t}" for t in CHECKPOINTS) + " |"
-    lines = [head, "|" + "---|" * (3 + len(CHECKPOINTS))]
+    checkpoints = list(dict.fromkeys(c.window for c in found))
+    head = "| optimizer | lr | part | " + " | ".join(f"window {t}" for t in checkpoints) + " |"
+    lines = [head, "|" + "---|" * (3 + len(checkpoints))]
     for optimizer, lr in dict.fromkeys((c.optimizer, c.lr) for c in found):
-        for part in PARTS:
+        for part in dict.fromkeys(c.part for c in found):
             row = [c for c in found if (c.optimizer, c.lr, c.part) == (optimizer, lr, part)]
             texts = [
                 f"B {c.present:.0f}: {100 * c.covered:.1f} % ({100 * c.average_covered:.0f} %), "
@@ -258,6 +296,24 @@ def summary(found: list[Cell]) -> str:
     )
 
 
+def compare_horizons(found: Mapping[float, list[Cell]]) -> str:
+    """One row for each horizon: coverage, and the width where B_simple is below 4 × batch."""
+    lines = [
+        "| horizon | coverage, mean | lowest | highest | cells below 90 % | two-sided at least | width, median cell |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for horizon, of_horizon in found.items():
+        covered = [c.covered for c in of_horizon]
+        near = [c for c in of_horizon if c.present < 4 * BATCH]
+        widths = [c.width for c in near if c.width is not None]
+        lines.append(
+            f"| {horizon:g} | {100 * statistics.mean(covered):.1f} % | {100 * min(covered):.1f} % | "
+            f"{100 * max(covered):.1f} % | {sum(c < 0.9 for c in covered)} of {len(covered)} | "
+            f"{100 * min(c.resolved for c in near):.1f} % | {statistics.median(widths):.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run all settings and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -265,23 +321,49 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: list[Cell] = []
+    found: dict[float, list[Cell]] = {horizon: [] for horizon in HORIZONS}
     for optimizer, lr in SETTINGS:
         windows = simulate(optimizer, lr, n_runs=options.runs, n_windows=max(CHECKPOINTS))
-        found += cells(optimizer, lr, windows)
+        for horizon, of_horizon in found.items():
+            of_horizon += cells(optimizer, lr, windows, horizon=horizon)
         print(f"{optimizer} {lr}: done", flush=True)
+    fallen: list[Cell] = []
+    for optimizer, lr in FALLS:
+        windows = simulate(optimizer, lr, n_runs=options.runs, n_windows=max(FALL_CHECKPOINTS), fall_after=FALL_AFTER)
+        fallen += cells(optimizer, lr, windows, checkpoints=FALL_CHECKPOINTS)
+    tails = [
+        cell
+        for dof in TAILS
+        for cell in cells(f"t, {dof} degrees of freedom", 0.0, heavy_tailed(dof, n_runs=options.runs, n_windows=400))
+        if cell.part == "total"
+    ]
     machine = ", ".join(f"{name}: {value}" for name, value in describe("cpu", ()).items())
     text = (
         "# Does the interval hold the present noise scale?\n\n"
         f"`python -m benchmarks.present_noise_scale --runs {options.runs}`, {machine}.\n\n"
         f"Batch {BATCH}, horizon {HORIZON:g}. A cell: the exact B_simple (median), coverage of the present value by "
         "the trend (in brackets: by the ratio of averages over 100 windows), the share of two-sided intervals, and "
-        f"their width, upper over lower end (median).\n\n{summary(found)}\n\n{as_table(found)}\n"
+        f"their width, upper over lower end (median).\n\n{summary(found[HORIZON])}\n\n{as_table(found[HORIZON])}\n\n"
+        "## Which horizon?\n\n"
+        "The same windows. The last two columns are of cells with B_simple below 4 × batch.\n\n"
+        f"{compare_horizons(found)}\n\n"
+        f"## The learning rate falls to a tenth after window {FALL_AFTER}\n\n{as_table(fallen)}\n\n"
+        "## Heavy tails\n\nA constant gradient, B_simple equal to the batch. The length of each piece's noise follows "
+        f"Student's t.\n\n{as_table(tails)}\n"
     )
     print(text)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "present_noise_scale.md").write_text(text)
-    (options.out / "present_noise_scale.json").write_text(json.dumps([asdict(cell) for cell in found], indent=1))
+    (options.out / "present_noise_scale.json").write_text(
+        json.dumps(
+            {
+                "moving weights": [asdict(cell) for cell in found[HORIZON]],
+                "after a fall": [asdict(cell) for cell in fallen],
+                "heavy tails": [asdict(cell) for cell in tails],
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import sonde
+from sonde.runs.reader import read_run
 from tests.batch_size.loops import (
     Recording,
     attached,
@@ -198,3 +199,31 @@ def test_a_script_that_ends_without_close_leaves_a_whole_log(tmp_path: Path) -> 
     run = sonde.read_run(tmp_path / "run")
     assert run.readings[-1].window == 8
     assert run.ended == "the process ended without probe.close()"
+
+
+@pytest.mark.parametrize("n_windows", [23, 25, 30])
+def test_groups_are_read_seldom_and_the_log_ends_with_those_of_the_last_window(n_windows: int, tmp_path: Path) -> None:
+    model, sink = small_model(), Recording()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(model, optimizer, log=sonde.RunLog([sink, sonde.JsonlSink(tmp_path)], every=1)) as probe:
+        train(model, probe, optimizer, windows=n_windows)
+        last = probe.reading()
+    with_groups = [r["window"] for r in sink.of_kind("reading") if "groups" in r]
+    assert with_groups == [*range(1, 11), *range(20, n_windows + 1, 10)]
+    details = sink.of_kind("details")
+    assert [r["window"] for r in details] == ([] if n_windows == 30 else [n_windows])
+    written = (details or sink.of_kind("reading"))[-1]["groups"]
+    assert written["4"]["b_simple"] == last.groups["4"].b_simple
+    for thinned in (False, True):
+        read = read_run(tmp_path, thinned=thinned).readings[-1].groups
+        assert read["4"].grad_sq == pytest.approx(last.groups["4"].grad_sq, rel=1e-6)
+
+
+def test_a_last_reading_whose_turn_has_not_come_has_groups() -> None:
+    model, sink = small_model(), Recording()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(model, optimizer, log=sonde.RunLog(sink, every=2)) as probe:
+        train(model, probe, optimizer, windows=25)  # 12 readings, and a thirteenth at the end
+    with_groups = [r["window"] for r in sink.of_kind("reading") if "groups" in r]
+    assert with_groups == [*range(2, 21, 2), 25]
+    assert not sink.of_kind("details")

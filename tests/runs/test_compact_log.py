@@ -16,7 +16,7 @@ import sonde
 from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
 from tests.batch_size.loops import Recording
-from tests.runs.report.plausible_run import GROUPS, end_record, header_record, known, reading_record, write_run
+from tests.runs.report.plausible_run import GROUPS, end_record, header_record, known, reading_record, without, write_run
 from tests.runs.report.visible_text import visible_text
 
 LOGS = Path(__file__).parent / "logs"
@@ -110,8 +110,10 @@ def test_the_last_reading_has_its_groups_and_texts_though_its_turn_had_not_come(
     sink = JsonlSink(tmp_path)
     sink.write(header_record())
     for i in range(25):
-        sink.write(reading_record(i, 25, alerts={"unresolved": f"seen at reading {i}"}, dropped={"why": i}))
+        record = reading_record(i, 25, alerts={"unresolved": f"seen at reading {i}"}, dropped={"why": i})
+        sink.write(record if i < 10 or i == 19 else without(record, "groups"))
     assert read_run(tmp_path).readings[-1].alerts == {"unresolved": "seen at reading 19"}  # if it were cut off here
+    sink.write({"kind": "details", "time": 0.0, "window": 250, "groups": reading_record(24, 25)["groups"]})
     sink.write(end_record(250))
     sink.close()
     for thinned in (False, True):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sonde.batch_size.frozen_watch import TrainedChange
-from sonde.batch_size.stats.reading import GroupReading, find_alerts
+from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, find_alerts
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
@@ -47,6 +47,9 @@ METRICS: dict[str, Metric] = {
 
 NORM, CLIP_FRACTION = "grad/norm", "grad/clip_fraction"
 """Metrics that reach the log as scalars of a window, and are averaged as the user's own."""
+
+_GROUPS_EVERY = 10
+"""Readings between two with groups, which take most of a reading's time. The first ten have groups too."""
 
 _EXPECTED = {"no_second_moment"}
 """Reasons to drop a window that are no cause for alarm."""
@@ -116,6 +119,9 @@ class NoiseScaleLog:
         self._units_seen = 0.0
         self._pieces: dict[str, object] = {}
         self._window = 0
+        self._n_readings = 0
+        self._lacks_groups = False
+        """Whether the last reading was written without its groups."""
         self._interval = _Interval(start=time.time())
         log.begin("reading", unit=tracker.unit, setup=setup, metrics=METRICS)
 
@@ -157,11 +163,22 @@ class NoiseScaleLog:
             logger.warning("sonde: %s", message)
         self._write("alert", window=self._window, name=name, message=message)
 
-    def reading(self, now: float) -> None:
-        """Write the present reading with the means since the last one."""
-        reading, interval = self._tracker.reading(), self._interval
+    def reading(self, now: float, *, is_last: bool = False) -> None:
+        """Write the present reading with the means since the last one.
+
+        Args:
+            now: seconds since the epoch.
+            is_last: whether none follows, so that it has groups.
+        """
+        interval = self._interval
         if interval.windows == 0:
             return
+        self._n_readings += 1
+        is_due = is_last or self._n_readings <= _GROUPS_EVERY or self._n_readings % _GROUPS_EVERY == 0
+        self._lacks_groups = not is_due
+        # Ranks that write nothing need the total alone, for its alerts.
+        with_groups = is_due and self._log.is_first_rank
+        reading = self._tracker.reading(with_groups=with_groups)
         for name, message in find_alerts(reading).items():
             self.alert(name, message)
         elapsed = now - interval.start
@@ -181,7 +198,7 @@ class NoiseScaleLog:
             reason=reading.reason,
             advice=reading.advice,
             metrics=metrics,
-            groups={name: _group_record(group) for name, group in reading.groups.items()},
+            **({"groups": _groups_record(reading)} if with_groups else {}),
             dropped=dict(reading.dropped),
             alerts=interval.alerts,
             pieces=self._pieces,
@@ -194,7 +211,9 @@ class NoiseScaleLog:
 
     def end(self, reason: str) -> None:
         """Write the last reading, and end this probe's part of the log."""
-        self.reading(time.time())
+        self.reading(time.time(), is_last=True)
+        if self._lacks_groups and self._log.is_first_rank:
+            self._write("details", window=self._window, groups=_groups_record(self._tracker.reading()))
         self._log.leave("reading", reason, window=self._window)
 
     def state_dict(self) -> dict[str, float | int]:
@@ -222,6 +241,10 @@ def _window_record(window: MeasuredWindow, solved: SolvedWindow, groups: Sequenc
             for name, group in zip(groups, solved.per_group, strict=True)
         },
     }
+
+
+def _groups_record(reading: NoiseScaleReading) -> dict[str, object]:
+    return {name: _group_record(group) for name, group in reading.groups.items()}
 
 
 def _group_record(group: GroupReading) -> dict[str, object]:

@@ -266,18 +266,18 @@ class NoiseScaleProbe:
 
     def reading(self) -> NoiseScaleReading:
         """The present reading, including the window that ended last. Waits for the device."""
-        self._readback.send()
-        self._receive(wait=True)
+        self._take_all()
         return self._tracker.reading()
 
     def window(self) -> SolvedWindow | None:
         """The last window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits for the device."""
-        self.reading()
+        self._take_all()
         return self._tracker.last
 
     def metrics(self) -> Mapping[str, float | None]:
         """The reading by metric name; None where a number is not known or not bounded. Waits for the device."""
-        return self.reading().metrics()
+        self._take_all()
+        return self._tracker.reading(with_groups=False).metrics()
 
     @property
     def alerts(self) -> Mapping[str, str]:
@@ -286,7 +286,7 @@ class NoiseScaleProbe:
 
     def state_dict(self) -> dict[str, Any]:
         """The averages so far, from which a restart continues, as JSON values. Waits for the device."""
-        self.reading()
+        self._take_all()
         return {
             "version": VERSION,
             "what": self._identity(),
@@ -302,10 +302,15 @@ class NoiseScaleProbe:
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
         check_state(state, self._identity())
-        self.reading()  # windows still in the readback belong to the time before
+        self._take_all()  # windows still in the readback belong to the time before
         self._tracker.load_state_dict(state["averages"])
         self._log.load_state_dict(state["run"])
         self._n_windows = state["run"]["window"]
+
+    def _take_all(self) -> None:
+        """Wait for the numbers of every window that has ended."""
+        self._readback.send()
+        self._receive(wait=True)
 
     def _identity(self) -> dict[str, str]:
         return identity(self._tracker.unit, self._metric.name, self._wrapper.parameters.items())

@@ -1,9 +1,10 @@
-"""Compares what the ranks of a norm were asked and what they hold, inside the sum over ranks that is made anyway.
+"""Compares the options and gradients of the ranks of a norm, inside the sum over ranks that the norm needs anyway.
 
-Each rank adds d times a coefficient of its own, d a whole number that stands for what the rank holds. The coefficients
-of the ranks that should agree sum to 0. So the sum over ranks is 0 exactly when all d are equal (but for one chance in
-100,000). It stays exact in fp64: d has 20 bits, a coefficient 18, and 16,384 ranks add 15 more; with more ranks, d has
-fewer bits. The local power sums of gradients that should be copies of each other are compared in the same way.
+Each rank has a digest d, a whole number that stands for its options or its parameters. It adds d times a coefficient of
+its own, and the coefficients of the ranks that should agree sum to 0. So the sum over ranks is 0 if all digests are
+equal. If some differ, the sum is 0 by chance about once in 100,000 cases. Sums are exact in fp64: a digest has 20 bits,
+a coefficient 18, and 16,384 ranks add 15. With more ranks, digests have fewer bits. The local power sums of gradients
+that should be copies are compared in the same way.
 """
 
 from __future__ import annotations
@@ -23,74 +24,77 @@ _COEFFICIENT_BITS, _DIGEST_BITS = 18, 20
 _MAX_EXACT_BITS = 53
 
 _MIN_TOLERANCE = 1e-4
-"""Of a large group. Kernels that add in a random order on GPUs leave 1e-5. Undeclared experts differ by 3e-3, and one
-small gradient that is missing on one of 4 ranks by 4e-4."""
+"""For a large group. Kernels on GPUs that add in a random order leave differences of 1e-5. Undeclared experts differ by
+3e-3. A small gradient that is missing on one of 4 ranks makes a difference of 4e-4."""
 _ONE_ELEMENT = 3e-3
-"""Of one element: a sum over a batch that nearly cancels may lose that much of itself, in any dtype."""
+"""For one element: a sum over a batch that nearly cancels may lose this part of itself to rounding, in any dtype."""
 _N_ULPS = 16
-"""Elements may differ by so many units in the last place, as the root mean square over ranks."""
+"""Largest difference of elements, in units in the last place: a root mean square over ranks."""
 _TIE_TOLERANCE = 1e-13
-"""Below it two power sums are of equal gradients: rounding alone gives 1e-15, and chance takes 1e13 steps."""
-_N_TIES = 32
+"""Largest relative difference of the power sums of equal gradients. Rounding leaves 1e-15. Different gradients come
+this close about once in 1e13 steps."""
+_N_TIES, _N_TIE_STAGES = 16, 16
+"""Slots for shapes and for pipeline stages. With more shapes or more stages, some of them share a slot."""
 
 KINDS = ("up to 6", "above 6", "inf")
-"""Orders of a norm, by the collectives that they take."""
-DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "groups", "parameters", "partial")
+"""Kinds of norm_type. Each kind takes other collectives."""
+DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "number", "groups", "parameters", "partial")
+"""What digests stand for. The error message names the first difference in this order."""
 _COPIES = ("plain", "sharded")
 _KIND_AT, _DIGEST_AT = 0, len(KINDS)
 _COPIES_AT = _DIGEST_AT + 2 * len(DIGESTS)
 _TIES_AT = _COPIES_AT + (_N_CONTRASTS + 1) * len(_COPIES)
-N_SLOTS = _TIES_AT + 4 * _N_TIES
-"""Numbers that a rank adds to the vector that is summed: a fixed count, so that ranks that disagree do not hang."""
+N_SLOTS = _TIES_AT + _N_TIES * _N_TIE_STAGES
+"""How many numbers a rank adds to the summed vector. The number is fixed, so that ranks that disagree do not hang."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands among ranks that should agree.
+    """The position of this rank among the ranks that should agree.
 
     Attributes:
-        at: its position, from 0.
-        of: how many ranks these are.
+        index: the position, from 0.
+        n_ranks: the number of these ranks.
     """
 
-    at: int
-    of: int
+    index: int
+    n_ranks: int
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a rank was asked for.
+class NormRequest:
+    """The options of a rank's call.
 
     Attributes:
         order: p of the norm.
-        max_norm: the threshold; None to measure alone.
-        nonfinite: what happens when the norm is not finite.
-        wrongly: whether it cannot be done, for what was asked.
+        max_norm: the threshold; None only measures.
+        nonfinite: how a norm that is not finite is treated.
+        is_wrong: whether the call cannot be served, because of its options or parameters.
     """
 
     order: float
     max_norm: float | None = None
     nonfinite: str = "ignore"
-    wrongly: bool = False
+    is_wrong: bool = False
 
 
 def digest(*parts: object) -> int:
-    """A whole number from 1 below 2**20 that stands for these values; others have it with a chance of 1e-6."""
+    """A whole number from 1 to 2**20 - 1 that stands for these values. Other values share it in 1e-6 of cases."""
     hashed = hashlib.blake2b("\0".join(map(repr, parts)).encode(), digest_size=8).digest()
     return 1 + int.from_bytes(hashed, "little") % int(2**_DIGEST_BITS - 1)
 
 
 def copies_tolerance(order: float, dtype: torch.dtype, n_elements: int) -> float:
-    """Largest relative difference of power sums of gradients that are copies but for rounding.
+    """Largest relative difference of power sums of gradients that are copies up to rounding.
 
-    It is the root mean square over ranks. Differences of elements by a relative e are independent, so those of Σ|x|^p
-    are about p·e/√n. Independent gradients differ by about p/√n, so both are told apart whatever n is. Above p = 2, few
-    large elements make most of the sum, and n counts for less: its p-th root is taken.
+    The difference is a root mean square over ranks. If rounding changes each of n elements by a relative e,
+    independently, Σ|x|^p changes by about p·e/√n. Independent gradients differ by about p/√n. So the two can be
+    distinguished for any n. Above p = 2, a few large elements make most of the sum: there, n^(1/p) stands for √n.
 
     Args:
         order: p of the norm. With `math.inf`, the largest elements are compared, and n does not help.
-        dtype: of the gradients.
-        n_elements: of all of them together, on this rank.
+        dtype: the gradients' dtype.
+        n_elements: elements of all gradients together, on this rank.
     """
     eps = torch.finfo(dtype).eps
     if math.isinf(order):
@@ -100,10 +104,10 @@ def copies_tolerance(order: float, dtype: torch.dtype, n_elements: int) -> float
 
 
 class Ballot:
-    """What this rank adds to one sum over ranks: digests as numbers, and power sums that stay on the device.
+    """The numbers that this rank adds to one sum over ranks, to be compared: digests, and power sums on the device.
 
     Args:
-        kind: of the order, one of `KINDS`; None if this rank's order is not known.
+        kind: the kind of this rank's norm_type, one of `KINDS`; None if norm_type cannot be used.
         uses_max: the collective takes the maximum over ranks, not the sum.
     """
 
@@ -113,38 +117,36 @@ class Ballot:
         if kind is not None:
             self._numbers[_KIND_AT + KINDS.index(kind)] = 1.0
         self._powers: dict[int, list[tuple[Tensor, Place, float]]] = {}
-        self._ties: list[tuple[int, Tensor, int]] = []
+        self._ties: list[tuple[int, Tensor]] = []
 
     def add_digest(self, name: str, value: int, place: Place) -> None:
-        """Compare a digest over the ranks of `place`; with a maximum over ranks, these must be all its ranks."""
+        """Compare a digest over the ranks of `place`; with a maximum, these must be all ranks of the collective."""
         at = _DIGEST_AT + 2 * DIGESTS.index(name)
-        value %= 2 ** _digest_bits(place.of)
+        value %= 2 ** _digest_bits(place.n_ranks)
         if self._uses_max:  # the largest d and the largest 2^20 − d: they add up to more than 2^20 if any two differ
             self._numbers[at], self._numbers[at + 1] = value, 2**_DIGEST_BITS - value
         else:
             for k in range(2):
-                self._numbers[at + k] = _coefficients(place.of)[k][place.at] * value
+                self._numbers[at + k] = _coefficients(place.n_ranks)[k][place.index] * value
 
     def add_copies(self, power: Tensor, place: Place, tolerance: float, *, is_sharded: bool) -> None:
-        """Compare the power sum of gradients that all ranks of `place` should hold alike, up to this relative part."""
+        """Compare the power sum of gradients that all ranks of `place` should have, up to this relative difference."""
         self._powers.setdefault(int(is_sharded), []).append((power, place, tolerance))
 
-    def add_tie(self, shape: Sequence[int], power: Tensor, *, share: float, stage: int) -> None:
-        """Look for a gradient of this shape, with this power sum, on exactly one other pipeline stage.
+    def add_tie(self, shape: Sequence[int], power: Tensor, *, stage: Place) -> None:
+        """Look for an equal gradient on other pipeline stages.
 
         Args:
-            shape: of the whole gradient; no other gradient of this stage has its slot.
-            power: this rank's part of the power sum.
-            share: this rank's part of its stage.
-            stage: which stage this is.
+            shape: the shape of the whole gradient. No other gradient of this stage uses its slot.
+            power: this rank's part of the gradient's power sum.
+            stage: the position of this stage among all stages.
         """
-        slot = tie_slot(shape)
-        self._numbers[_TIES_AT + 4 * slot] += share
-        self._numbers[_TIES_AT + 4 * slot + 1] += share * stage
-        self._ties.append((slot, power, stage))
+        # Of more stages than slots, neighbours share a slot: the first and the last, which may tie embeddings, do not.
+        of_stage = stage.index * _N_TIE_STAGES // max(stage.n_ranks, _N_TIE_STAGES)
+        self._ties.append((_TIES_AT + tie_slot(shape) * _N_TIE_STAGES + of_stage, power))
 
     def slots(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """[N_SLOTS], for the vector that is reduced."""
+        """The numbers, [N_SLOTS], for the vector that is reduced."""
         slots = torch.tensor(self._numbers, dtype=dtype)
         if device.type == "cuda":
             slots = slots.pin_memory()  # only a copy from pinned memory does not wait
@@ -157,22 +159,20 @@ class Ballot:
                 slots[start + 2] = max(tolerance for _, _, tolerance in powers)
                 continue
             for power, place, tolerance in powers:
-                for k, coefficient in enumerate(_normalised(place.of, place.at)):
+                for k, coefficient in enumerate(_normalised(place.n_ranks, place.index)):
                     slots[start + k] += coefficient * power
                 slots[start + _N_CONTRASTS] += (tolerance * power).square()
-        for slot, power, stage in self._ties:
-            at = _TIES_AT + 4 * slot
-            slots[at + 2] += power
-            slots[at + 3] += stage * power
+        for at, power in self._ties:
+            slots[at] += power
         return slots
 
 
 def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
-    """What the ranks of a sum disagree in: [1 + digests + 2 + ties], true for each; names by `which`.
+    """The comparisons that failed, [1 + digests + 2 + ties]; `first_disagreement` has their names.
 
     Args:
-        slots: after the reduction, [N_SLOTS].
-        uses_max: how they were reduced.
+        slots: the numbers after the reduction, [N_SLOTS].
+        uses_max: the reduction was a maximum, not a sum.
     """
     kinds = (slots[_KIND_AT:_DIGEST_AT] > 0).sum(0, keepdim=True) > 1
     digests = slots[_DIGEST_AT:_COPIES_AT].view(-1, 2)
@@ -185,44 +185,57 @@ def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
     else:
         differ = (digests != 0).any(1)
         changed = copies[:, :_N_CONTRASTS].square().sum(1) > _N_CONTRASTS * copies[:, _N_CONTRASTS]
-        # Two stages s, each with one power sum t: 2·Σ(s·t) − Σs·Σt = (s₁ − s₂)(t₁ − t₂).
-        n_stages, stages, powers, moments = slots[_TIES_AT:].view(-1, 4).unbind(1)
-        apart = (2.0 * moments - stages * powers).abs()
-        tied = ((n_stages - 2.0).abs() < 0.5) & (powers > 0) & (apart <= _TIE_TOLERANCE * stages * powers)
+        tied = _neighbours_are_equal(slots).any(1)
     finite = copies.isfinite().all() if not uses_max else copies[:, 0].isfinite().all()
     return torch.cat([kinds, differ, changed & finite, tied])
 
 
-def which(disagreeing: Sequence[bool]) -> tuple[str, int]:
-    """The name of the first disagreement, and its slot if it is a tie.
+def first_disagreement(disagreeing: Sequence[bool]) -> tuple[str, int]:
+    """The name of the first comparison that failed, and its slot if it is a tie.
 
     Args:
-        disagreeing: as `disagreements` returns, on the host; at least one is true.
+        disagreeing: the result of `disagreements`, on the host; at least one entry is true.
     """
     names = ["kind", *DIGESTS, *_COPIES]
     first = list(disagreeing).index(True)
     return (names[first], -1) if first < len(names) else ("tie", first - len(names))
 
 
+def n_tied_stages(slots: Tensor, tie: int) -> int:
+    """How many pipeline stages have the gradient of a tie. Waits for the device."""
+    longest = length = 1
+    for is_equal in _neighbours_are_equal(slots)[tie].tolist():
+        length = length + 1 if is_equal else 1
+        longest = max(longest, length)
+    return longest
+
+
+def _neighbours_are_equal(slots: Tensor) -> Tensor:
+    """Whether each power sum of a shape equals the next larger power sum, [shapes, stages - 1]."""
+    powers = slots[_TIES_AT:].view(_N_TIES, _N_TIE_STAGES).sort(dim=1).values
+    smaller, larger = powers[:, :-1], powers[:, 1:]
+    return (smaller > 0) & (larger - smaller <= _TIE_TOLERANCE * larger)
+
+
 def second_sum_follows(slots: Tensor) -> bool:
-    """Whether all ranks whose order is known make a second sum. Waits for the device."""
+    """Whether all ranks with a usable norm_type make a second sum. Waits for the device."""
     voted = dict(zip(KINDS, (slots[_KIND_AT:_DIGEST_AT] > 0).tolist(), strict=True))
     return voted.pop("above 6") and not any(voted.values())
 
 
 def tie_slot(shape: Sequence[int]) -> int:
-    """Where gradients of this shape are compared over pipeline stages."""
+    """The slot in which gradients of this shape are compared over pipeline stages."""
     return digest("tie", tuple(shape)) % _N_TIES
 
 
 def _digest_bits(n: int) -> int:
-    # The last coefficient is minus the sum of the others: all products together are below 2·n·2^(bits of both).
+    # The last coefficient is minus the sum of the others. So all products together are below 2·n·2^(bits of both).
     return min(_DIGEST_BITS, _MAX_EXACT_BITS - _COEFFICIENT_BITS - 1 - n.bit_length())
 
 
 @functools.lru_cache(maxsize=64)
 def _coefficients(n: int) -> tuple[tuple[int, ...], ...]:
-    """[contrasts][n]: odd whole numbers below 2^17, the same on every rank; the last makes each row sum to 0."""
+    """[contrasts][n]: odd whole numbers below 2^17, the same on every rank. The last number makes its row sum to 0."""
     numbers = random.Random(n)
     rows = []
     for _ in range(_N_CONTRASTS):
@@ -233,6 +246,6 @@ def _coefficients(n: int) -> tuple[tuple[int, ...], ...]:
 
 @functools.lru_cache(maxsize=256)
 def _normalised(n: int, at: int) -> tuple[float, ...]:
-    """This rank's coefficients, of mean square 1 over the ranks."""
+    """This rank's coefficients, scaled to a mean square of 1 over the ranks."""
     scales = [math.sqrt(sum(c * c for c in row) / n) or 1.0 for row in _coefficients(n)]
     return tuple(row[at] / scale for row, scale in zip(_coefficients(n), scales, strict=True))

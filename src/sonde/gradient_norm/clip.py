@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,9 @@ Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]
 
 _plan_cache = PlanCache()
 """Module-level because a function has nowhere else to cache. A cached plan behaves exactly like a new one."""
+
+
+_GENERATORS_OF_A_MODULE = (nn.Module.parameters.__code__, nn.Module.named_parameters.__code__)
 
 
 def clip_grad_norm_(
@@ -124,8 +129,9 @@ def group_parameters_for_norm(
     Call it on every rank, after the model has been cut. It also opens the communicators that the norm will need.
 
     Args:
-        parameters: as for `clip_grad_norm_`. Pass the module itself, and a parameter that is replaced or added later
-            is noticed: the norm is refused as soon as that parameter has a gradient.
+        parameters: as for `clip_grad_norm_`. Pass the module, `model.parameters()` or `model.named_parameters()`, and
+            a parameter that is replaced or added later is noticed: the norm is refused as soon as that parameter has a
+            gradient. A list does not show its module, so nothing is noticed there.
         mesh: as for `clip_grad_norm_`. The names and shapes of the parameters on its ranks are compared.
         pp_mesh: as for `clip_grad_norm_`; its communicator is opened too.
         replicas: as for `clip_grad_norm_`.
@@ -140,7 +146,7 @@ def group_parameters_for_norm(
         ValueError: on all ranks, when `mesh` or `replicas` do not fit the parameters or, with `verify`, their values;
             or when ranks of `mesh` have different parameters, and neither `pp_mesh` nor `replicas` explains it.
     """
-    module = parameters if isinstance(parameters, nn.Module) else None
+    module = _module_of(parameters)
     plan = plan_request(parameters, mesh, pp_mesh).plan(replicas, module=module)
     warm_up(plan)
     check_same_parameters(plan)
@@ -216,6 +222,21 @@ def plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: Devic
         problem = ValueError(_not_a_tensor(not_tensors[0]))
         names, listed = None, [item for item in listed if isinstance(item, Tensor)]
     return PlanRequest(listed, names, mesh, pp_mesh, problem)
+
+
+def _module_of(parameters: Parameters) -> nn.Module | None:
+    """The module whose parameters these all are; None where that cannot be known."""
+    if isinstance(parameters, nn.Module):
+        return parameters
+    # The generators of torch hold their module. A generator that has begun, or that does not descend into children,
+    # leaves parameters out.
+    if not isinstance(parameters, GeneratorType) or parameters.gi_code not in _GENERATORS_OF_A_MODULE:
+        return None
+    if inspect.getgeneratorstate(parameters) != inspect.GEN_CREATED:
+        return None
+    arguments = inspect.getgeneratorlocals(parameters)
+    module = arguments.get("self")
+    return module if isinstance(module, nn.Module) and arguments.get("recurse") is True else None
 
 
 def _not_parameters(got: object) -> str:

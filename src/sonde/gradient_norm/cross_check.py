@@ -1,16 +1,16 @@
-"""What a plan adds to a sum over ranks so that ranks that disagree are told, and the messages they then raise."""
+"""Turns a plan into the numbers that `agreement` compares over ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import KINDS, Asked, Ballot, Place, digest, tie_slot, which
+from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest, Place, digest, tie_slot
 from sonde.gradient_norm.gradient_groups import Collected, Key
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER, power_sum
@@ -20,11 +20,12 @@ from sonde.parallel.placements import axes_over, place_along, ranks_of
 
 @dataclass(frozen=True)
 class SumPlaces:
-    """Where this rank stands in one sum over ranks.
+    """The positions of this rank in one sum over ranks.
 
     Attributes:
-        everyone: among all its ranks.
-        stage: among those of its pipeline stage, which hold the same parameters; None where that cannot be known.
+        everyone: the position among all ranks of the sum.
+        stage: the position among the ranks of its pipeline stage, which hold the same parameters; None if these ranks
+            are not known.
     """
 
     everyone: Place
@@ -35,31 +36,31 @@ ALONE = SumPlaces(Place(0, 1), Place(0, 1))
 
 
 def places_in_mesh(plan: NormPlan) -> SumPlaces:
-    """In the sum over all ranks of the plan's mesh."""
+    """This rank's positions in the sum over all ranks of the plan's mesh."""
     assert plan.mesh is not None
     everyone = Place(*place_along(plan.mesh, range(plan.mesh.ndim)))
     return SumPlaces(everyone, everyone if plan.n_stages_in_mesh == 1 else _copies_place(plan, ()))
 
 
 def places_among(ranks: Iterable[int]) -> SumPlaces:
-    """In the sum over ranks that hold shards of the same gradients, and so the same parameters."""
+    """This rank's positions in a sum over ranks that hold shards of the same gradients, and so the same parameters."""
     ranks = sorted(ranks)
     place = Place(ranks.index(dist.get_rank()), len(ranks))
     return SumPlaces(place, place)
 
 
 def places_over_stages(plan: NormPlan) -> SumPlaces:
-    """In a sum over pipeline stages alone, which hold different parameters."""
+    """This rank's positions in a sum over pipeline stages, which hold different parameters."""
     assert plan.pp_mesh is not None
     return SumPlaces(Place(plan.pp_mesh.get_local_rank(), plan.pp_mesh.size()), None)
 
 
 def _copies_place(plan: NormPlan, sharding_ranks: tuple[int, ...]) -> Place | None:
-    """This rank's place among those of the mesh that should hold the same values; None if the mesh does not show it.
+    """This rank's position among the ranks that should hold the same values; None if the mesh does not show them.
 
     Args:
-        plan: with a mesh.
-        sharding_ranks: those that hold the other shards of the same gradient.
+        plan: a plan with a mesh.
+        sharding_ranks: the ranks that hold the shards of one gradient, with this rank; empty for a whole gradient.
     """
     assert plan.mesh is not None
     shards, stages = axes_over(plan.mesh, sharding_ranks), axes_over(plan.mesh, ())
@@ -72,16 +73,18 @@ def _copies_place(plan: NormPlan, sharding_ranks: tuple[int, ...]) -> Place | No
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a rank holds, as the other ranks of its stage should; worked out once for a plan.
+    """The parameters of a rank, for comparison with other ranks; computed once for a plan.
 
     Attributes:
+        number: the number of parameters.
         parameters: digest of names, shapes and dtypes, in any order.
         partial: digest of the parameters whose gradients must still be summed, in their order.
-        ties: by index, the shapes of parameters that may be tied over pipeline stages.
-        copies: for each group, this rank's place among the ranks that should hold the same values; None where there
-            are none, or the mesh does not show it.
+        ties: the shapes of parameters that may be tied over pipeline stages, by index.
+        copies: for each group, this rank's position among the ranks that should hold the same values. None if no other
+            rank should, or if the mesh does not show these ranks.
     """
 
+    number: int
     parameters: int
     partial: int
     ties: dict[int, tuple[int, ...]]
@@ -89,7 +92,7 @@ class Holdings:
 
 
 def holdings(plan: NormPlan) -> Holdings:
-    """What this rank holds."""
+    """The parameters of this rank, for comparison."""
     return plan.remembered("holdings", _holdings)
 
 
@@ -97,9 +100,10 @@ def _holdings(plan: NormPlan) -> Holdings:
     copies: dict[Key, Place | None] = {}
     for group in plan.groups:
         place = _copies_place(plan, group.key.ranks) if plan.mesh is not None else None
-        is_compared = place is not None and place.of > 1 and group.key.n_replicas is None
+        is_compared = place is not None and place.n_ranks > 1 and group.key.n_replicas is None
         copies[group.key] = place if is_compared else None
     return Holdings(
+        number=len(plan.descriptions),
         parameters=digest(sorted(plan.descriptions)),
         partial=digest(plan.partial_descriptions),
         ties=_tie_candidates(plan),
@@ -107,13 +111,13 @@ def _holdings(plan: NormPlan) -> Holdings:
     )
 
 
-def ballot(plan: NormPlan, held: Holdings, asked: Asked, places: SumPlaces, *, uses_max: bool) -> Ballot:
-    """What this rank was asked and which parameters it holds."""
-    cast = Ballot(kind_of(asked.order), uses_max=uses_max)
+def ballot(plan: NormPlan, held: Holdings, request: NormRequest, places: SumPlaces, *, uses_max: bool) -> Ballot:
+    """The digests of this rank's options and parameters, for one sum over ranks."""
+    cast = Ballot(kind_of(request.order), uses_max=uses_max)
     questions = {
-        "norm_type": asked.order,
-        "max_norm": _in_fp32(asked.max_norm),
-        "nonfinite": asked.nonfinite,
+        "norm_type": request.order,
+        "max_norm": _in_fp32(request.max_norm),
+        "nonfinite": request.nonfinite,
         "stages": plan.n_stages,
         "groups": (plan.n_parts, plan.part_names),
     }
@@ -121,18 +125,19 @@ def ballot(plan: NormPlan, held: Holdings, asked: Asked, places: SumPlaces, *, u
         cast.add_digest(name, digest(value), places.everyone)
     # A maximum over ranks cannot compare the ranks of each stage apart.
     if places.stage is not None and not (uses_max and plan.n_stages > 1):
+        cast.add_digest("number", held.number, places.stage)
         cast.add_digest("parameters", held.parameters, places.stage)
         cast.add_digest("partial", held.partial, places.stage)
     return cast
 
 
 def _in_fp32(max_norm: float | None) -> float:
-    """A threshold as ranks compare it: None and infinity only measure, and 0.1 is the same as torch.tensor(0.1)."""
+    """A threshold for comparison: None and infinity both only measure, and 0.1 is the same as torch.tensor(0.1)."""
     return math.inf if max_norm is None else torch.tensor(max_norm, dtype=torch.float32, device="cpu").item()
 
 
 def kind_of(order: float) -> str | None:
-    """Which collectives an order takes, one of `KINDS`; None for NaN, an order that is not known."""
+    """The kind of a norm_type, one of `KINDS`; None for NaN, which stands for a norm_type that cannot be used."""
     if math.isnan(order):
         return None
     up_to_6, above_6, largest = KINDS
@@ -140,14 +145,14 @@ def kind_of(order: float) -> str | None:
 
 
 def _tie_candidates(plan: NormPlan) -> dict[int, tuple[int, ...]]:
-    """Parameters that may be tied over pipeline stages, and their shapes: matrices of a shape of their own."""
+    """Parameters that may be tied over pipeline stages, by index, and their shapes: each shape occurs once here."""
     if plan.n_stages == 1:
         return {}
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for i, parameter in enumerate(plan.parameters):
-        if parameter.dim() > 1:
+        if parameter.dim() > 0:
             by_shape.setdefault(tuple(parameter.shape), []).append(i)
-    # One for each slot, the largest: two of one stage in a slot would look like one of each of two stages.
+    # A slot takes the largest of its parameters alone: the power sums of two parameters would be added up.
     by_slot: dict[int, tuple[int, tuple[int, ...]]] = {}
     for shape, indices in sorted(by_shape.items(), key=lambda item: math.prod(item[0])):
         if len(indices) == 1 and not plan.is_declared(indices[0]):
@@ -156,15 +161,15 @@ def _tie_candidates(plan: NormPlan) -> dict[int, tuple[int, ...]]:
 
 
 def add_copies(cast: Ballot, held: Holdings, key: Key, power: Tensor, tolerance: float, *, only_whole: bool) -> None:
-    """Compare the power sum of a group's gradients with those of the ranks that should hold the same.
+    """Compare the power sum of a group's gradients over the ranks that should hold the same gradients.
 
     Args:
-        cast: to add it to.
-        held: what this rank holds.
-        key: of the group.
-        power: its power sum on this rank.
+        cast: the ballot of this rank; changed.
+        held: the parameters of this rank.
+        key: the group's key.
+        power: the group's power sum on this rank.
         tolerance: the largest relative difference that rounding explains.
-        only_whole: whether only gradients that all summed ranks hold alike can be compared.
+        only_whole: compare only gradients that all summed ranks should hold.
     """
     place = held.copies.get(key)
     if place is not None and not (only_whole and key.ranks):
@@ -180,24 +185,22 @@ def add_ties(
     unit: Tensor | None,
     *,
     weight: float,
-    places: SumPlaces,
 ) -> tuple[Tensor, Collected]:
-    """Look for those of a group's gradients that another pipeline stage has too.
+    """Look for gradients of a group that another pipeline stage has too.
 
     Args:
-        cast: to add them to.
-        held: what this rank holds.
-        plan: with stages.
-        gradients: of one group.
+        cast: the ballot of this rank; changed.
+        held: the parameters of this rank.
+        plan: a plan with stages.
+        gradients: the gradients of one group.
         order: p of the norm, finite.
         unit: elements are divided by it.
-        weight: how much of its power sum this rank counts.
-        places: in the sum over ranks.
+        weight: the part of its power sum that this rank counts.
 
     Returns:
-        The power sum of the gradients that were looked at, and the others.
+        The power sum of the gradients that may be tied, and the other gradients of the group.
     """
-    ties, stage = held.ties, places_over_stages(plan).everyone.at
+    ties, stage = held.ties, places_over_stages(plan).everyone
     rest = Collected(gradients.group)
     total = torch.zeros((), dtype=accumulation_dtype(gradients.group.key.device), device=gradients.group.key.device)
     for index, gradient, local in zip(gradients.indices, gradients.gradients, gradients.locals, strict=True):
@@ -208,93 +211,15 @@ def add_ties(
             continue
         power = power_sum([local], order, unit)
         total += power
-        told = to_device(weight * _telling(power, local, order, unit), plan.device)
-        cast.add_tie(ties[index], told, share=plan.n_stages_in_mesh / places.everyone.of, stage=stage)
+        distinctive = _zero_if_constant(power, local, order, unit)
+        cast.add_tie(ties[index], to_device(weight * distinctive, plan.device), stage=stage)
     return total, rest
 
 
-def _telling(power: Tensor, local: Tensor, order: float, unit: Tensor | None) -> Tensor:
-    """The power sum, or 0 for a gradient whose elements are all equal: it proves nothing."""
+def _zero_if_constant(power: Tensor, local: Tensor, order: float, unit: Tensor | None) -> Tensor:
+    """The power sum; 0 if all elements are equal, since untied gradients may then be equal too (all of them 1, say)."""
     if not local.numel():
         return power
     first = local.reshape(-1)[0].to(power.dtype).abs()
     constant = (first if unit is None else first / to_device(unit, local.device)).pow(order) * local.numel()
     return torch.where((power - constant).abs() <= 1e-6 * constant, 0.0, power)
-
-
-def disagreement(plan: NormPlan, asked: Asked, disagreeing: Sequence[bool]) -> ValueError:
-    """The error that every rank of a sum raises when they disagree."""
-    name, slot = which(disagreeing)
-    own = {"norm_type": f"{asked.order:g}", "max_norm": f"{asked.max_norm}", "nonfinite": asked.nonfinite}
-    if name in ("kind", "norm_type"):
-        text = f"norm_type differs between ranks, got {own['norm_type']} on this rank: pass the same on every rank"
-    elif name in own:
-        text = f"{name} differs between ranks, got {own[name]} on this rank: pass the same on every rank"
-    elif name == "stages":
-        given = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
-        text = f"pp_mesh= differs between ranks, got {given} on this rank: pass it on every rank"
-    elif name == "groups":
-        groups = ", ".join(plan.part_names) or "none"
-        text = f"by_group= differs between ranks, got {groups} on this rank: pass the same groups on every rank"
-    elif name == "parameters":
-        text = different_parameters(plan)
-    elif name == "partial":
-        text = (
-            "gradients that must still be summed come in another order on other ranks, so that each would be added to "
-            "another one: list the parameters in the same order on every rank"
-        )
-    elif name == "tie":
-        text = _tied(plan, slot)
-    else:
-        text = _not_copies(plan, name)
-    return ValueError(f"{text}. No gradient has been changed")
-
-
-def different_parameters(plan: NormPlan) -> str:
-    """The message for ranks that hold different parameters."""
-    n, ranks = len(plan.descriptions), "of mesh=" if plan.mesh is not None else "that hold shards of one gradient"
-    if plan.pp_mesh is not None:
-        return (
-            f"ranks of one pipeline stage have different parameters ({n} on this rank): check that pp_mesh= is the "
-            "axis of the stages, and declare parameters that only some ranks have by replicas="
-        )
-    return (
-        f"ranks {ranks} have different parameters ({n} on this rank): pass pp_mesh= if they are pipeline stages, "
-        "declare parameters that only some ranks have by mesh= and replicas=, and pass all parameters, even those "
-        "without a gradient"
-    )
-
-
-def _not_copies(plan: NormPlan, kind: str) -> str:
-    indices = [
-        i
-        for group in plan.groups
-        if bool(group.key.ranks) == (kind == "sharded") and group.key.n_replicas is None
-        for i in group.indices
-    ]
-    first = f" (here {len(indices)}, the first is {plan.name_of(indices[0])})" if indices else ""
-    if kind == "sharded":
-        return (
-            f"DTensors on a part of mesh={first} have gradients that differ between ranks that should hold the same: "
-            "pass pp_mesh= if these are pipeline stages, declare experts by replicas=, or sum the gradients over the "
-            "ranks first"
-        )
-    return (
-        f"plain gradients{first} differ between ranks that should hold the same: declare experts and shards by "
-        "replicas= (how many ranks hold the same values), pass pp_mesh= if these are pipeline stages, or sum the "
-        "gradients over the ranks first; group_parameters_for_norm(..., verify=True) names the parameter"
-    )
-
-
-def _tied(plan: NormPlan, slot: int) -> str:
-    here = [plan.name_of(i) for i, shape in holdings(plan).ties.items() if tie_slot(shape) == slot]
-    name = here[0] if here else "a parameter"
-    if plan.mesh is None:
-        count, need = "how many ranks hold it, both stages together", "mesh= of all ranks, and "
-    else:
-        shards = [g.key.n_shards for g in plan.groups for i in g.indices if plan.name_of(i) == name]
-        count, need = str(2 * plan.mesh.size() // plan.n_stages // max(shards, default=1)), ""
-    return (
-        f"{name} has the same gradient on two pipeline stages and would count twice: if it is tied over them, pass "
-        f"{need}replicas={{{name!r}: {count}}}, on both stages by its name there"
-    )

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import Asked, disagreements, second_sum_follows
+from sonde.gradient_norm.agreement import NormRequest, disagreements, second_sum_follows
 from sonde.gradient_norm.cross_check import (
     ALONE,
     SumPlaces,
-    disagreement,
     places_among,
     places_in_mesh,
     places_over_stages,
 )
+from sonde.gradient_norm.disagreement import disagreement
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
@@ -81,19 +81,19 @@ def global_norm(
         A `GlobalNorm`.
 
     Raises:
-        ValueError: for a gradient that cannot be counted, naming the gradient and the way out; and when ranks were
-            asked for different things or hold other parameters than they count. If the sum can be read without waiting
-            (on the CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
+        ValueError: for a gradient that cannot be counted, naming the gradient and the way out; and when ranks differ in
+            their options, or hold other parameters than they count. If the sum can be read without waiting (on the
+            CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
     collected = plan.collect()
     problem = problem or plan.request_problem
     wrong_call = problem is not None
     problem = problem or plan.gradient_problem
     collected = _sum_partial(plan, collected)
-    asked = Asked(order, max_norm, nonfinite, wrong_call)
+    request = NormRequest(order, max_norm, nonfinite, wrong_call)
     is_in_two = LARGEST_PLAIN_ORDER < order < math.inf
     first_order = math.inf if is_in_two else 2.0 if math.isnan(order) else order
-    first = _sum_over_ranks(plan, collected, asked, first_order, problem)
+    first = _sum_over_ranks(plan, collected, request, first_order, problem)
     measured = _unpack(first, first_order, collected)
     error = first.error
     reads_flag = error is None and is_in_two and first.has_peers and plan.device.type != "cpu"
@@ -103,14 +103,14 @@ def global_norm(
         # With a mesh, all ranks have heard of the error. Without, some ranks share no sum with the failed one: they go
         # on, and wait for this rank's second sum.
         if plan.mesh is None and second_sum_follows(first.total.slots):
-            _sum_over_ranks(plan, collected, asked, LARGEST_PLAIN_ORDER, error)
+            _sum_over_ranks(plan, collected, request, LARGEST_PLAIN_ORDER, error)
         raise error
     if not is_in_two:
         return measured
     # Large powers leave the range of fp64: divide by the largest element first, multiply the norm by it at the end.
     largest = measured.norm
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    second = _sum_over_ranks(plan, collected, asked, order, None, unit)
+    second = _sum_over_ranks(plan, collected, request, order, None, unit)
     if second.error is not None:
         raise second.error
     in_units = _unpack(second, order, collected)
@@ -135,7 +135,7 @@ class _Summed:
 def _sum_over_ranks(
     plan: NormPlan,
     collected: list[Collected],
-    asked: Asked,
+    request: NormRequest,
     order: float,
     problem: ValueError | None,
     unit: Tensor | None = None,
@@ -146,34 +146,30 @@ def _sum_over_ranks(
     under_way: list[_UnderWay] = []
     for process_group, places, gradients in _by_collective(plan, collected):
         try:
-            packed = pack(plan, gradients, asked, order, unit, places)
+            packed = pack(plan, gradients, request, order, unit, places)
         except RuntimeError as error:  # no such kernel, or no memory: this rank still has to join the sum
             problem = problem or ValueError(f"gradients cannot be summed on {device}: {error}")
             packed = SummedVector(plan)
         packed.failed.fill_(problem is not None)
-        packed.wrong_call.fill_(asked.wrongly)
+        packed.wrong_call.fill_(request.is_wrong)
         work = start_reduce(packed.vector, process_group, operation)
         under_way.append(_UnderWay(process_group, gradients, packed, work))
     total = SummedVector(plan)
     has_peers = False
     for started in under_way:
-        if started.work is not None:
-            has_peers = True
-            started.work.wait()
+        has_peers |= _wait(started.packed, started.work, started.process_group, operation)
         if order == 2.0 and device.type == "cpu":
             _measure_again(plan, started)
         total.add(started.packed, order)
     # If the sums above do not span the pipeline stages, the stages' totals are summed last.
     if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
-        total.add(pack(plan, [], asked, order, unit, places_over_stages(plan)), order)
-        has_peers = True
-        work = start_reduce(total.vector, group_of_mesh(plan.pp_mesh), operation)
-        if work is not None:
-            work.wait()
+        total.add(pack(plan, [], request, order, unit, places_over_stages(plan)), order)
+        stages = group_of_mesh(plan.pp_mesh)
+        has_peers |= _wait(total, start_reduce(total.vector, stages, operation), stages, operation)
     # All sums are done and the peers have heard of the error: this rank may raise now.
     has_peers = has_peers and not any(is_fake(started.process_group) for started in under_way)
     if problem is None and has_peers and device.type == "cpu":  # on the CPU, reading waits for nothing
-        problem = _error_of_peers(plan, asked, total, uses_max=math.isinf(order))
+        problem = _error_of_peers(plan, request, total, uses_max=math.isinf(order))
     return _Summed(total, has_peers, problem)
 
 
@@ -187,16 +183,36 @@ class _UnderWay:
     work: dist.Work | None
 
 
+def _wait(
+    packed: SummedVector,
+    work: dist.Work | None,
+    process_group: dist.ProcessGroup | None,
+    operation: dist.ReduceOp.RedOpType,
+) -> bool:
+    """Wait for a sum, and sum the overflow too; returns whether there were other ranks to wait for.
+
+    If the ranks disagree, their overflows may differ in length: then none of them is summed.
+    """
+    if work is None:
+        return False
+    work.wait()
+    if packed.overflow is not None and not packed.is_refused(uses_max=operation == dist.ReduceOp.MAX):
+        more = start_reduce(packed.overflow, process_group, operation)
+        assert more is not None  # as there was work before
+        more.wait()
+    return True
+
+
 def _measure_again(plan: NormPlan, started: _UnderWay) -> None:
     """Read gradients again in fp64 where blocks in fp32 lost something: on every rank of a sum or on none of them.
 
     Only the sum over ranks decides, which all its ranks have alike. (On a GPU all is read in fp64 at once.) If a rank
     has failed or the ranks disagree, nothing is read again: ranks of another order or with other parts of the model
-    would not come to the second sum. `_error_of_peers` tells later.
+    would not come to the second sum. `_error_of_peers` finds the error later.
     """
     packed = started.packed
     lost = packed.parts_to_read_again()
-    if not lost or packed.failed.item() or disagreements(packed.slots, uses_max=False).any():
+    if not lost or packed.is_refused(uses_max=False):
         return
     exact = pack_exact(plan, started.gradients, lost)
     if work := start_reduce(exact, started.process_group):
@@ -204,13 +220,12 @@ def _measure_again(plan: NormPlan, started: _UnderWay) -> None:
     packed.sums[lost] = exact
 
 
-def _error_of_peers(plan: NormPlan, asked: Asked, total: SummedVector, *, uses_max: bool) -> ValueError | None:
-    """What all ranks of a sum raise. (On a GPU this would wait: there, `GlobalNorm.failed` tells the clip.)"""
+def _error_of_peers(plan: NormPlan, request: NormRequest, total: SummedVector, *, uses_max: bool) -> ValueError | None:
+    """The error that all ranks of a sum raise. (On a GPU it would wait: there, the clip uses `GlobalNorm.failed`.)"""
     if total.failed.item():
         why = _OTHER_CALL if total.wrong_call.item() else _OTHER_GRADIENT
         return ValueError(f"{why}: no gradient has been changed")
-    disagreeing = disagreements(total.slots, uses_max=uses_max).tolist()
-    return disagreement(plan, asked, disagreeing) if any(disagreeing) else None
+    return disagreement(plan, request, total.slots, uses_max=uses_max)
 
 
 def warm_up(plan: NormPlan) -> None:
@@ -241,7 +256,8 @@ def warm_up(plan: NormPlan) -> None:
 def _unpack(summed: _Summed, order: float, collected: list[Collected]) -> GlobalNorm:
     total, sums, has_peers = summed.total, summed.total.sums, summed.has_peers
     if math.isinf(order):
-        norm, by_part = (torch.where(total.is_nan > 0, torch.nan, values) for values in (sums.max(), sums))
+        by_part = torch.where(total.is_nan > 0, torch.nan, sums)
+        norm = by_part.max()  # of NaN and numbers, it is NaN
     else:
         norm, by_part = sums.sum().pow(1.0 / order), sums.pow(1.0 / order)
     failed = total.failed

@@ -98,6 +98,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         self.part_names = tuple(part_names)
         self.n_parts = len(part_names) or max(parts or (), default=0) + 1
         self._inventory = None if module is None else Inventory(module)
+        self._module_parameters: Mapping[str, Tensor] = {}
+        self._unplanned: dict[str, Tensor] = {}
         self._names = [names[i] for i in self.positions] if names is not None else None
         self._parts = [parts[i] for i in self.positions] if parts else [0] * len(self.positions)
         self._seen = SeenSpecs(len(self.parameters))
@@ -216,7 +218,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     @property
     def device(self) -> torch.device:
         """Where sums over ranks are made: on the meshes' device, since gradients may be offloaded from it."""
-        meshes = [self.mesh, *(group.layout.mesh for group in self.groups)]
+        meshes = [self.mesh, self.pp_mesh, *(group.layout.mesh for group in self.groups)]
         kind = next((mesh.device_type for mesh in meshes if mesh is not None), None)
         devices = [group.key.device for group in self.groups if group.key.device.type != "meta"]
         devices = devices or [torch.device("cpu")]
@@ -238,13 +240,16 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     def _replaced_parameter(self) -> ValueError | None:
         if self._inventory is None:
             return None
-        known = {id(p) for p in self.parameters}
+        now = self._inventory.parameters()
+        if now is not self._module_parameters:
+            known = {id(p) for p in self.parameters}
+            self._module_parameters, self._unplanned = now, {n: p for n, p in now.items() if id(p) not in known}
         # Without a gradient it takes no part in this norm. (So do the gathered parameters that FSDP2 shows at times.)
-        news = [n for n, p in self._inventory.parameters().items() if id(p) not in known and p.grad is not None]
-        if not news:
+        name = next((name for name, p in self._unplanned.items() if p.grad is not None), None)
+        if name is None:
             return None
         return ValueError(
-            f"{news[0]} came into the module, or replaced another parameter there, after the plan was made, and has a "
+            f"{name} came into the module, or replaced another parameter there, after the plan was made, and has a "
             "gradient: make the plan again by group_parameters_for_norm"
         )
 

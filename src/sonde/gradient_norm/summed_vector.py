@@ -1,4 +1,4 @@
-"""The one vector that ranks sum for a norm: power sums by part of the model, flags, and what the ranks compare."""
+"""The vector that the ranks of a norm sum: power sums by part of the model, flags, and numbers that are compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import N_SLOTS, Asked, copies_tolerance
+from sonde.gradient_norm.agreement import N_SLOTS, NormRequest, copies_tolerance, disagreements
 from sonde.gradient_norm.cross_check import SumPlaces, add_copies, add_ties, ballot, holdings
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.plan import NormPlan
@@ -15,68 +15,82 @@ from sonde.gradient_norm.power_sums import SMALLEST_EXACT, power_sum, square_sum
 from sonde.parallel.devices import accumulation_dtype, to_device
 from sonde.parallel.placements import share
 
-_N_FLAGS = 4
-_PARTS_AT_ONCE = 16
-"""The vector has room for a multiple of it: ranks with other groups than their peers are refused, and do not hang."""
+_N_FLAGS = 3
+_MAX_PARTS = 64
+"""How many parts of the model have room in the vector. The vector has the same length on every rank, even if ranks were
+given different parts: vectors of different lengths hang or abort the collective."""
 
 
 class SummedVector:
     """The vector and its views; zeros at first.
 
     Args:
-        plan: of this rank.
+        plan: the plan of this rank.
 
     Attributes:
-        vector: all of it, on the plan's device.
+        vector: everything except `overflow`, on the plan's device; the same length on every rank.
+        overflow: `sums` and `in_blocks` if there is no room for them in `vector`, [2 · parts]; else None. It takes a
+            collective of its own, after the ranks have agreed on its length.
         sums: the power sum, or the largest element, of each part of the model, [parts].
-        in_blocks: how many ranks read some of a part in blocks, [parts].
-        is_nan: how many sums are NaN, 0-dim.
+        in_blocks: how many ranks read some gradients of a part in blocks, [parts]. Only p = 2 uses it.
+        is_nan: whether a part is NaN, [parts]. Only p = ∞ uses it, and so it has the memory of `in_blocks`.
         failed: how many ranks have an error, 0-dim.
-        wrong_call: how many of them because of how they were called, 0-dim.
+        wrong_call: how many ranks have an error in their call, 0-dim.
         is_double: how many ranks have fp64 gradients, 0-dim.
-        slots: what the ranks compare; see `agreement`.
+        slots: the numbers that are compared; see `agreement`.
     """
 
     def __init__(self, plan: NormPlan) -> None:
-        n = -(-plan.n_parts // _PARTS_AT_ONCE) * _PARTS_AT_ONCE
-        dtype = accumulation_dtype(plan.device)
-        self.vector = torch.zeros(2 * n + _N_FLAGS + N_SLOTS, dtype=dtype, device=plan.device)
-        sums, in_blocks, flags, self.slots = self.vector.split([n, n, _N_FLAGS, N_SLOTS])
-        self.sums, self.in_blocks = sums[: plan.n_parts], in_blocks[: plan.n_parts]
-        self.is_nan, self.failed, self.wrong_call, self.is_double = flags.unbind()
+        dtype, n = accumulation_dtype(plan.device), plan.n_parts
+        self.vector = torch.zeros(2 * _MAX_PARTS + _N_FLAGS + N_SLOTS, dtype=dtype, device=plan.device)
+        parts, flags, self.slots = self.vector.split([2 * _MAX_PARTS, _N_FLAGS, N_SLOTS])
+        self.overflow = torch.zeros(2 * n, dtype=dtype, device=plan.device) if n > _MAX_PARTS else None
+        of_parts: Tensor = (parts if self.overflow is None else self.overflow)[: 2 * n].view(2, n)
+        self.sums, self.in_blocks = of_parts[0], of_parts[1]
+        self.is_nan = self.in_blocks
+        self.failed, self.wrong_call, self.is_double = flags.unbind()
 
     def add(self, other: SummedVector, order: float) -> None:
-        """Take in the vector of another set of gradients."""
-        if math.isinf(order):
-            torch.maximum(self.vector, other.vector, out=self.vector)
-        else:
-            self.vector += other.vector
+        """Add the vector of another set of gradients."""
+        combine = torch.maximum if math.isinf(order) else torch.add
+        combine(self.vector, other.vector, out=self.vector)
+        if self.overflow is not None and other.overflow is not None:
+            combine(self.overflow, other.overflow, out=self.overflow)
+
+    def is_refused(self, *, uses_max: bool) -> bool:
+        """Whether a rank has failed or the ranks disagree; after the sum, the same on all its ranks. Waits."""
+        return bool(self.failed > 0) or bool(disagreements(self.slots, uses_max=uses_max).any())
 
     def parts_to_read_again(self) -> list[int]:
-        """Parts of the model whose squares may have left the range of fp32 in blocks. Reads the vector."""
+        """Parts of the model whose squares may have left the range of fp32 in blocks. Waits for the device."""
         read = enumerate(zip(self.in_blocks.tolist(), self.sums.tolist(), strict=True))
         return [part for part, (n_ranks, total) in read if n_ranks and not SMALLEST_EXACT <= total < math.inf]
 
 
 def pack(
-    plan: NormPlan, collected: list[Collected], asked: Asked, order: float, unit: Tensor | None, places: SumPlaces
+    plan: NormPlan,
+    collected: list[Collected],
+    request: NormRequest,
+    order: float,
+    unit: Tensor | None,
+    places: SumPlaces,
 ) -> SummedVector:
-    """What this rank adds to one sum over ranks.
+    """The vector that this rank adds to one sum over ranks.
 
     Args:
-        plan: of this rank.
-        collected: the gradients that this sum is about.
-        asked: what the ranks compare.
+        plan: the plan of this rank.
+        collected: the gradients of this sum.
+        request: the options of this rank, which are compared.
         order: p > 0; infinite for the first of two sums too.
         unit: elements are divided by it.
-        places: this rank's, in this sum.
+        places: the positions of this rank in this sum.
     """
     packed, uses_max = SummedVector(plan), math.isinf(order)
-    has_peers, has_stages = places.everyone.of > 1, plan.n_stages > 1
+    has_peers, has_stages = places.everyone.n_ranks > 1, plan.n_stages > 1
     cast = held = None
     if has_peers or (has_stages and not uses_max):
         held = holdings(plan)
-        cast = ballot(plan, held, asked, places, uses_max=uses_max)
+        cast = ballot(plan, held, request, places, uses_max=uses_max)
     for gradients in collected:
         if not gradients.locals:
             continue
@@ -89,7 +103,7 @@ def pack(
             packed.in_blocks.select(0, key.part).fill_(1.0)
         looked_at: Tensor | float = 0.0
         if cast is not None and held is not None and has_stages and not uses_max:
-            looked_at, gradients = add_ties(cast, held, plan, gradients, order, unit, weight=weight, places=places)
+            looked_at, gradients = add_ties(cast, held, plan, gradients, order, unit, weight=weight)
         value = to_device(_read(gradients, order, unit) + looked_at, plan.device)
         if uses_max:
             torch.maximum(part, value, out=part)
@@ -100,8 +114,8 @@ def pack(
             tolerance = copies_tolerance(order, key.dtype, n_elements)
             add_copies(cast, held, key, value, tolerance, only_whole=uses_max)
     if uses_max:
-        # MAX over ranks loses NaN: it travels as a flag, and the sums without it.
-        packed.is_nan.copy_(packed.sums.isnan().any())
+        # A maximum over ranks loses NaN. So flags carry NaN, and the sums are sent without it.
+        packed.is_nan.copy_(packed.sums.isnan())
         packed.sums.nan_to_num_(nan=0.0, posinf=math.inf)
     if cast is not None:
         packed.slots.copy_(cast.slots(plan.device, packed.vector.dtype))
@@ -109,7 +123,7 @@ def pack(
 
 
 def pack_exact(plan: NormPlan, collected: list[Collected], parts: list[int]) -> Tensor:
-    """Sums of squares of some parts of the model, read in fp64 throughout, [those parts]."""
+    """Sums of squares of some parts of the model, all read in fp64, [parts]."""
     sums = torch.zeros(len(parts), dtype=accumulation_dtype(plan.device), device=plan.device)
     for gradients in collected:
         if gradients.group.key.part in parts:
@@ -119,7 +133,7 @@ def pack_exact(plan: NormPlan, collected: list[Collected], parts: list[int]) -> 
 
 
 def _weight(plan: NormPlan, gradients: Collected) -> float:
-    """How much of its power sum this rank counts, so that every element counts once in the sum over ranks."""
+    """The part of its power sum that this rank counts, so that every element counts once in the sum over ranks."""
     if plan.mesh is None:
         return 1.0
     n_ranks, n_replicas = plan.mesh.size(), gradients.group.key.n_replicas

@@ -1,4 +1,4 @@
-"""The norm now and the clip later, as two calls: for those who look at the norm, or skip a step, before they clip."""
+"""The norm now and the clip later, as two calls: for training loops that use the norm before they clip."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def get_total_norm(
         mesh: as for `clip_grad_norm_`; a plan knows its own.
         pp_mesh: as for `clip_grad_norm_`.
         replicas: as for `clip_grad_norm_`, by the tensors passed or their names; a plan knows its own.
-        by_group: the name of each tensor's group, [tensors]; the same names on every rank. It takes no further
-            collective.
+        by_group: the name of each tensor's group, [tensors]; the same names on every rank. For a group that this rank
+            has no tensor of, pass an empty tensor. Up to 64 groups take no further collective, more groups take one.
 
     Returns:
-        The norm: 0-dim, fp32, or fp64 if a tensor of this rank is. With `by_group`, the norm and those of the groups
-        by name; their p-th powers add up to the norm's.
+        The norm: 0-dim, fp32, or fp64 if a tensor of this rank is. With `by_group`, the norm, and the norms of the
+        groups by name; the p-th powers of the groups' norms add up to the norm's.
 
     Raises:
         ValueError: as `clip_grad_norm_`; and when `by_group` has another length than `tensors`.
@@ -163,7 +163,7 @@ def clip_grads_with_norm_(
 
 
 def _group_names(by_group: object, problem: HeldError) -> list[str]:
-    """The names of the groups in order. If they cannot be used: as many names, so that the sums have the same size."""
+    """The names of the groups in order; none if they cannot be used."""
     if by_group is None:
         return []
     if isinstance(by_group, str) or not isinstance(by_group, Sequence):
@@ -178,7 +178,8 @@ def _group_names(by_group: object, problem: HeldError) -> list[str]:
         problem.keep(
             ValueError(f"by_group must hold names, got {wrong[0]!r:.60} among them: pass a string for each tensor")
         )
-    return sorted({name if isinstance(name, str) else repr(name) for name in by_group})
+        return []
+    return sorted(set(by_group))
 
 
 def _plan_of_tensors(
@@ -189,7 +190,7 @@ def _plan_of_tensors(
     by_group: Sequence[str] | None,
     groups: Sequence[str],
 ) -> NormPlan:
-    """A plan whose gradients are the tensors: each stands in the `.grad` of a view of itself."""
+    """A plan whose gradients are these tensors: each tensor is the `.grad` of a view of itself."""
     request = plan_request(tensors, mesh, pp_mesh)
     problem = HeldError(request.problem)
     views = {id(t): t.detach() for t in request.parameters}
@@ -218,7 +219,7 @@ def _plan_of_tensors(
 
 
 def _rounded(measured: GlobalNorm) -> tuple[Tensor, Tensor]:
-    """The norm, and those of the parts, in fp64 if this rank has fp64 gradients, else in fp32."""
+    """The norm and the norms of the parts, in fp64 if this rank has fp64 gradients, else in fp32."""
     has_double = any(g.locals and g.group.key.dtype == torch.float64 for g in measured.collected)
     dtype = torch.float64 if has_double else torch.float32
     failed = measured.failed > 0  # on a GPU, where this rank has not raised

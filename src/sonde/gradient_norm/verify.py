@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import KINDS, Asked, Ballot, disagreements
-from sonde.gradient_norm.cross_check import disagreement, holdings, places_in_mesh
+from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest
+from sonde.gradient_norm.cross_check import holdings, places_in_mesh
+from sonde.gradient_norm.disagreement import disagreement
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.placements import is_dtensor, layout_of, local_tensor
@@ -39,11 +40,13 @@ def check_same_parameters(plan: NormPlan) -> None:
     if stage is None:
         return
     cast = Ballot(KINDS[0], uses_max=False)
-    cast.add_digest("parameters", holdings(plan).parameters, stage)
+    held = holdings(plan)
+    cast.add_digest("number", held.number, stage)
+    cast.add_digest("parameters", held.parameters, stage)
     total = cast.slots(plan.device, accumulation_dtype(plan.device))
     dist.all_reduce(total, group=group)
-    if any(differing := disagreements(total, uses_max=False).tolist()):
-        raise disagreement(plan, Asked(2.0), differing)
+    if problem := disagreement(plan, NormRequest(2.0), total, uses_max=False):
+        raise problem
 
 
 def check_replicas(plan: NormPlan) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,19 +103,31 @@ class Inventory:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._seen: list[tuple[nn.Module, list[int], list[int]]] = []
+        self._named: dict[str, nn.Parameter] = {}
+        self._seen: list[nn.Module] = []
+        self._held_then: tuple[list[int], list[object]] = ([], [])
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters that the model has now."""
-        if not self._seen or any(_held(module) != (own, children) for module, own, children in self._seen):
-            self._parameters = dict(self._model.named_parameters())
-            self._seen = [(module, *_held(module)) for module in self._model.modules()]
-        return self._parameters
+        """All parameters that the model has now; the same dictionary until they change."""
+        if not self._seen or not self._is_unchanged():
+            self._named = dict(self._model.named_parameters())
+            self._seen = list(self._model.modules())
+            sizes, held = _held(self._seen)
+            self._held_then = sizes, list(held)
+        return self._named
+
+    def _is_unchanged(self) -> bool:
+        sizes, held = _held(self._seen)
+        return sizes == self._held_then[0] and all(map(operator.is_, held, self._held_then[1]))
 
 
-def _held(module: nn.Module) -> tuple[list[int], list[int]]:
-    return list(map(id, module._parameters.values())), list(map(id, module._modules.values()))
+def _held(modules: Sequence[nn.Module]) -> tuple[list[int], Iterator[object]]:
+    """How many parameters and children each module holds, and these: without Python code for each of them."""
+    dictionaries = [m._parameters for m in modules] + [m._modules for m in modules]
+    return list(map(len, dictionaries)), itertools.chain.from_iterable(map(_VALUES, dictionaries))
+
+
+_VALUES = operator.methodcaller("values")
 
 
 def n_collectives(group: dist.ProcessGroup | None) -> int:

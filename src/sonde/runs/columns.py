@@ -7,8 +7,9 @@ each line after it gives `values` in their order. Any other content of a reading
     {"kind":"reading","window":10,"time":1790000053.1,"values":[192.5,2.31],"status":"resolved","groups":[[150]]}
     {"kind":"reading","window":20,"time":1790000106.2,"values":[193.1,2.29]}
 
-The columns of a start only ever grow: a name that a later reading lacks is null there. `groups`, the numbers in
-`dropped` and the messages in `alerts` are written every tenth reading; a `details` record gives those of the last one.
+The columns of a start only ever grow: a name that a later reading lacks is null there. The numbers in `dropped` and
+the messages in `alerts` are written every tenth reading; a `details` record gives those of the last one. The probe
+reads its groups as seldom, and gives those of the last reading in a `details` record too.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ class LineWriter:
                 return self._row(record, WINDOW_DIGITS, with_groups=True, more={})
             case "policy" | "metrics":
                 return encode_line({**_shortened(record, READING_DIGITS), "time": _rounded_time(record)})
+            case "details":
+                return self._groups_of_last_reading(record)
             case "end":
                 return self._details() + encode_line(record)
             case _:
@@ -123,8 +126,8 @@ class LineWriter:
                 continue
             if key not in _DETAILS or is_due or written.get(key, {}).keys() != content.keys():  # type: ignore[attr-defined]
                 written[key] = content
-        if is_due:
-            written["groups"] = record.get("groups")
+        if "groups" in record:
+            written["groups"] = record["groups"]
         changed = {key: content for key, content in written.items() if self._written.get(key, ...) != content}
         with_groups = bool(changed.pop("groups", None))
         line = self._row(record, READING_DIGITS, with_groups=with_groups, more=changed)
@@ -156,17 +159,17 @@ class LineWriter:
         """What the last reading knew and was not written with it."""
         if self._last is None:
             return b""
-        last = {key: self._last[key] for key in (*_DETAILS, "groups") if key in self._last}
+        last = {key: self._last[key] for key in _DETAILS if key in self._last}
         changed: dict[str, Any] = {key: value for key, value in last.items() if self._written.get(key) != value}
-        if not changed:
-            return b""
-        columns = self._columns["reading"]
-        lines = b""
-        if "groups" in changed:
-            grown = columns.grown(self._last)
-            lines = b"" if grown == columns else self._encode_columns("reading", grown)
-            changed["groups"] = _group_rows(grown, changed["groups"], READING_DIGITS)
-        return lines + encode_line({"kind": "details", "window": self._last["window"], **changed})
+        return encode_line({"kind": "details", "window": self._last["window"], **changed}) if changed else b""
+
+    def _groups_of_last_reading(self, record: Mapping[str, Any]) -> bytes:
+        known = self._columns.get("reading", Columns())
+        columns = known.grown({"metrics": {}, "groups": record["groups"]})
+        lines = b"" if columns == known else self._encode_columns("reading", columns)
+        self._next = ({**self._columns, "reading": columns}, self._written, self._last, self._n_readings)
+        row = {"groups": _group_rows(columns, record["groups"], READING_DIGITS)}
+        return lines + encode_line({"kind": "details", "window": record["window"], **row})
 
 
 def _group_rows(columns: Columns, groups: Mapping[str, Mapping[str, Any]], digits: int) -> list[list[Any] | None]:

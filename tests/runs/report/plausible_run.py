@@ -130,14 +130,22 @@ def write_run(
     """Write a whole run into `folder` and return the folder. Options are those of `reading_record`."""
     sink = JsonlSink(folder)
     sink.write(header or header_record())
-    for i in range(n_readings):
-        sink.write(reading_record(i, n_readings, **options))
+    for i in range(n_readings):  # groups as the probe gives them: with the first ten readings and every tenth
+        record = reading_record(i, n_readings, **options)
+        sink.write(record if i < 10 or i % 10 == 9 else without(record, "groups"))
     for alert in alerts:
         sink.write(alert)
     if end:
+        if n_readings > 10 and n_readings % 10:
+            sink.write({key: record[key] for key in ("time", "window", "groups")} | {"kind": "details"})
         sink.write(end_record(10 * n_readings))
     sink.close()
     return folder
+
+
+def without(record: Record, name: str) -> Record:
+    """A record that lacks one name."""
+    return {key: value for key, value in record.items() if key != name}
 
 
 def _interval(name: str, status: str, value: float, width: float) -> dict[str, float | None]:

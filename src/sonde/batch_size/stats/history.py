@@ -290,11 +290,12 @@ class WindowHistory:
         trace_cov, grad_sq = (math.fsum(values[i] for i in alive) for values in (entry.trace_cov, entry.grad_sq))
         average.update(WindowEstimate(trace_cov / entry.size, grad_sq / entry.size))
 
-    def series(self, now: float | None = None) -> list[tuple[tuple[str, ...], Series]]:
+    def series(self, now: float | None = None, *, with_groups: bool = True) -> list[tuple[tuple[str, ...], Series]]:
         """The windows of the total, under an empty name, and of each group that trains.
 
         Args:
             now: number of the present window, from which ages are counted; by default the last window added.
+            with_groups: also give those of the groups.
 
         Returns:
             Names, and their series as rows of one `Series`; one pair for each set of windows. The sets differ only if
@@ -310,10 +311,13 @@ class WindowHistory:
         alive = [self._index[name] for name in self.groups if name not in self._gone]
         rows = {"": table[alive].sum(0), **{name: table[self._index[name]] for name in self.groups}}
         ages = (self.last_window if now is None else now) - numbers
+        since = self._first_windows()
+        if not with_groups:
+            since = {"": since[""]}
         aside_of = {i: entry.aside for i, entry in enumerate(entries) if entry.aside}
         sets = {
             name: (first, tuple(i for i, aside in aside_of.items() if self._index.get(name) in aside))
-            for name, first in self._first_windows().items()
+            for name, first in since.items()
         }
         series = []
         for first, aside in dict.fromkeys(sets.values()):

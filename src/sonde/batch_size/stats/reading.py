@@ -98,7 +98,7 @@ class NoiseScaleReading:
         scale: κ of the last sound window, the optimizer's gradient over the sum of the pieces' gradients.
         scale_residual: the part of the last window's gradient that κ does not explain.
         unit: plural name of the unit.
-        groups: by parameter group, in the model's order.
+        groups: by parameter group, in the model's order; empty where groups were not read.
     """
 
     b_simple: float | None

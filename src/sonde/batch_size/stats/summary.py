@@ -31,19 +31,20 @@ class _Fitted:
     level: WindowEstimate | None
 
 
-def summarise(averages: NoiseScaleAverages, *, unit: str, level: float) -> NoiseScaleReading:
+def summarise(averages: NoiseScaleAverages, *, unit: str, level: float, with_groups: bool = True) -> NoiseScaleReading:
     """Make a reading.
 
     Args:
         averages: of all windows so far.
         unit: plural name of the unit.
         level: confidence level of the intervals.
+        with_groups: also read each group of parameters.
     """
     history = averages.history
     doubts = _doubts(averages)
     why = next(iter(doubts.values())) if doubts else _stale(averages)
     doubted = RatioInterval("unresolved", None, None, why) if why else None
-    fitted = _fit(averages, level)
+    fitted = _fit(averages, level, with_groups=with_groups)
     total = fitted[""]
     own = _group(total, doubted)
     is_resolved = own.status == "resolved"
@@ -93,10 +94,10 @@ def _stale(averages: NoiseScaleAverages) -> str:
     return f"the last {missing} windows could not be used{last}"
 
 
-def _fit(averages: NoiseScaleAverages, level: float) -> dict[str, _Fitted]:
+def _fit(averages: NoiseScaleAverages, level: float, *, with_groups: bool) -> dict[str, _Fitted]:
     """The trends of the total, under an empty name, and of each group."""
     fitted, horizon = {}, averages.history.horizon
-    for names, series in averages.history.series(averages.n_seen):
+    for names, series in averages.history.series(averages.n_seen, with_groups=with_groups):
         fits = fit_trends(series.trace_cov, series.grad_sq, series.ages, horizon, level=level)
         means = zip(series.mean_trace_cov.tolist(), series.mean_grad_sq.tolist(), strict=True)
         for name, fit, mean in zip(names, fits, means, strict=True):

@@ -89,9 +89,13 @@ class NoiseScaleTracker:
         first = max(self._averages.n_seen - n_windows + 1, 0)
         self._averages.history.parameters_changed(groups, gone=gone, number=first)
 
-    def reading(self) -> NoiseScaleReading:
-        """The present reading."""
-        return summarise(self._averages, unit=self.unit, level=self.level)
+    def reading(self, *, with_groups: bool = True) -> NoiseScaleReading:
+        """The present reading.
+
+        Args:
+            with_groups: also read each group of parameters, which costs as much time for eight of them as the total.
+        """
+        return summarise(self._averages, unit=self.unit, level=self.level, with_groups=with_groups)
 
     @property
     def windows(self) -> int:
