@@ -113,6 +113,35 @@ def test_a_first_forward_that_comes_before_attach_or_early_is_no_proof() -> None
         assert probe.reading().windows == 5
 
 
+def own_l1(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    (model(x) - y).abs().sum(-1).mean().backward()
+
+
+def own_smoothness(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    (model(x + 0.1) - model(x)).square().sum().backward()
+
+
+@pytest.mark.parametrize("second", [own_l1, own_smoothness])
+@pytest.mark.parametrize(("n_batches", "is_noticed"), [(1, False), (4, True)])
+def test_two_forwards_of_one_batch_are_noticed_from_several_batches_on(
+    second: Micro, n_batches: int, is_noticed: bool
+) -> None:
+    """Each has its own backward, so no count shows it: docs/limits.md says when it is noticed."""
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, units_per_piece=4, log_every=10) as probe:
+        for _ in range(100):
+            for _ in range(n_batches):
+                x, y = batch(4, generator)
+                once(model, x, y)
+                second(model, x, y)
+            probe.step()
+            model.zero_grad()
+        probe.reading()
+        assert ("dependent_pieces" in probe.alerts) == is_noticed
+        assert "'with probe.piece():'" in probe.alerts.get("dependent_pieces", "'with probe.piece():'")
+
+
 def _copies(probe: NoiseScaleProbe, model: nn.Module) -> list[nn.Module]:
     return [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
 

@@ -42,3 +42,32 @@ def test_a_window_with_inputs_300_times_too_large_does_not_count() -> None:
     assert broken.average.b_simple is not None
     assert sound.average.b_simple is not None
     assert abs(broken.average.b_simple / sound.average.b_simple - 1) < 0.1
+
+
+def test_a_spike_of_one_small_group_does_not_count_for_that_group() -> None:
+    """The second layer's gradient is small beside the first's, and 1,000 times as large in one window."""
+    readings, alerts = {}, {}
+    for name in ("broken", "sound"):
+        torch.manual_seed(1)
+        model, generator = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)]), torch.Generator().manual_seed(0)
+        with attached(model, horizon=50.0, log_every=1) as probe:
+            for window in range(1, 61):
+                for _ in range(4):
+                    inputs = torch.randn(8, 6, generator=generator)
+                    scale = 1e-3 * (1000.0 if name == "broken" and window == SPIKE else 1.0)
+                    large, small = (model_(inputs) - inputs.sum(1, keepdim=True) for model_ in model)
+                    with probe.piece(units=8):
+                        (large.square().mean() + scale * small.square().mean()).backward()
+                probe.step()
+                model.zero_grad()
+            readings[name], alerts[name] = probe.reading(), dict(probe.alerts)
+    broken, sound = readings["broken"], readings["sound"]
+    assert alerts["sound"] == {}
+    assert list(alerts["broken"]) == ["group_outweighs"]
+    assert f"window {SPIKE} " in alerts["broken"]["group_outweighs"]
+    assert "'1'" in alerts["broken"]["group_outweighs"]
+    assert (broken.set_aside, broken.groups["1"].set_aside, broken.groups["0"].set_aside) == (0, 1, 0)
+    small, expected = broken.groups["1"].b_simple, sound.groups["1"].b_simple
+    assert small is not None
+    assert expected is not None
+    assert abs(small / expected - 1) < 0.1  # one window of 60 is missing

@@ -163,3 +163,52 @@ def test_one_process_with_independent_micro_batches_is_not_accused(weights: tupl
                 optimizer.zero_grad()
         probe.reading()
         assert "dependent_pieces" not in probe.alerts
+
+
+def _at_random(repeats: bool, masked: bool = False) -> tuple[dict[str, str], float | None]:
+    """Four micro-batches in a random order, two of them with the same data."""
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, log_every=10, horizon=50.0) as probe:
+        for _ in range(80):
+            data = [batch(4, generator) for _ in range(4)]
+            if repeats:
+                data[3] = data[0]
+            for i in torch.randperm(4, generator=generator).tolist():
+                x, y = data[i]
+                with probe.piece(units=4):
+                    mean_loss(model, nn.functional.dropout(x, 0.1) if masked else x, y).backward()
+            probe.step()
+            model.zero_grad()
+        return dict(probe.alerts), probe.reading().b_simple
+
+
+def test_two_micro_batches_with_the_same_data_at_a_random_place_are_named() -> None:
+    alerts, b_simple = _at_random(repeats=True)
+    assert "two pieces of a rank had the same gradient in 100 % of the windows" in alerts["dependent_pieces"]
+    assert b_simple is None
+    alerts, b_simple = _at_random(repeats=False)
+    assert (alerts, b_simple is not None) == ({}, True)
+    alerts, b_simple = _at_random(repeats=True, masked=True)  # docs/batch-size.md names this limit
+    assert alerts == {}
+
+
+def _some_ranks_alike(n_micro: int, tap: str, alike: bool) -> dict[str, str]:
+    _, model = wrap({})
+    seen_by = [0, 1, 1][dist.get_rank()] if alike else dist.get_rank()
+    with attached(model, log_every=1, tap=tap) as probe:
+        for window in range(12):
+            for x, y in batches(seen_by, n_micro, window):
+                with probe.piece(units=len(x)):
+                    mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+        return dict(probe.alerts)
+
+
+@pytest.mark.parametrize(("n_micro", "tap"), [(1, "leaf"), (3, "leaf"), (1, "comm_hook")])
+def test_two_of_three_ranks_with_the_same_data_are_named(ranks3: Ranks, n_micro: int, tap: str) -> None:
+    for alerts in ranks3(_some_ranks_alike, n_micro, tap, True):
+        assert "two ranks (1 and 2) had the same gradient" in alerts["same_data"]
+    for alerts in ranks3(_some_ranks_alike, n_micro, tap, False):
+        assert alerts == {}

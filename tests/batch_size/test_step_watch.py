@@ -147,12 +147,26 @@ def test_a_check_without_any_step_to_see_says_so() -> None:
         assert "cannot be checked" in probe.alerts["steps_unwatched"]
 
 
-def test_several_optimizers_need_one_to_be_given() -> None:
+@pytest.mark.parametrize("given", [None, 0, 1])
+def test_optimizers_that_share_the_parameters_out_are_the_models_together(given: int | None) -> None:
+    """As Muon for matrices and AdamW for the rest."""
     model = small_model()
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (model[:2], model[2:])]
+    with attached(model, None if given is None else optimizers[given], log_every=1) as probe:
+        windows_of(model, probe, 30, *optimizers)
+        assert probe.alerts == {}
+        windows_of(model, probe, 6, optimizers[1])  # the other rests
+        assert probe.alerts == {}
+        windows_of(model, probe, 2, *optimizers, ended=False)
+    assert list(probe.alerts) == ["never_called"]
+
+
+def test_several_optimizers_of_the_same_parameters_need_one_to_be_given() -> None:
+    model = small_model()
+    optimizers = [sgd(model), sgd(model)]
     with attached(model, log_every=1) as probe:
         windows_of(model, probe, 6, *optimizers)
-        assert "2 optimizers step these parameters" in probe.alerts["steps_unwatched"]
+        assert "2 optimizers step the same parameters" in probe.alerts["steps_unwatched"]
     with attached(model, optimizers[1], log_every=1) as probe:
         windows_of(model, probe, 30, *optimizers)
         assert probe.alerts == {}
@@ -209,6 +223,44 @@ def test_steps_inside_backward_are_named(capsys: pytest.CaptureFixture[str]) -> 
         assert probe.reading().windows == 0
         assert "stepped inside backward" in probe.reading().reason
         assert list(probe.alerts) == ["stepped_in_backward"]
+
+
+def step_by_hand(parameter: torch.Tensor) -> None:
+    parameter.data.sub_(parameter.grad, alpha=0.0)  # type: ignore[arg-type]
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_steps_inside_backward_by_hooks_that_come_after_attach_are_named(
+    by_hand: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model()
+    optimizers = {p: torch.optim.SGD([p], lr=0.0) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    with attached(model, log_every=1, verbose=True) as probe:
+        windows_of(model, probe, 2)
+        assert "post-accumulate" not in capsys.readouterr().err
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step_by_hand if by_hand else step)
+        windows_of(model, probe, 3)
+        assert capsys.readouterr().err.count("8 parameters have post-accumulate-grad hooks since attach") == 1
+        assert probe.reading().windows == 2
+        assert list(probe.alerts) == ["taken_in_backward" if by_hand else "stepped_in_backward"]
+        assert "step after the last backward" in next(iter(probe.alerts.values()))
+
+
+def test_hooks_that_leave_the_gradient_alone_are_no_cause_for_alarm() -> None:
+    model = small_model()
+    with attached(model, log_every=1) as probe:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: None)
+        windows_of(model, probe, 3)
+        assert probe.reading().windows == 3
+        assert probe.alerts == {}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")  # the import compiles a function

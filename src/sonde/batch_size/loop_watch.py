@@ -10,6 +10,7 @@ from torch import nn
 
 from sonde.batch_size.forward_watch import ForwardWatch
 from sonde.batch_size.frozen_watch import FrozenWatch, TrainedChange
+from sonde.batch_size.model_checks import STEPS_IN_BACKWARD, n_post_accumulate_hooks
 from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
@@ -55,6 +56,8 @@ class LoopWatch:
         self._steps = StepWatch(optimizer, parameters, reader, alert=alert)
         self._forwards = ForwardWatch(model)
         self._trained = FrozenWatch(parameters, list(wrapper.parameters), group_names)
+        self._parameters, self._reader = parameters, reader
+        self._n_hooks = n_post_accumulate_hooks(parameters)
 
     def backward_ended(self) -> None:
         """Count a backward outside `piece()`."""
@@ -65,9 +68,24 @@ class LoopWatch:
         found = {
             Problem.ENDED_LATE: self._steps.window_ends(),
             Problem.STEPPED_IN_BACKWARD: self._steps.take_stepped_in_backward(),
+            Problem.TAKEN_IN_BACKWARD: self._gradients_were_taken(),
             Problem.MORE_BACKWARDS: self._forwards.window_ends(),
         }
         return LoopNotes(tuple(p for p, is_found in found.items() if is_found), self._trained.window_ends())
+
+    def _gradients_were_taken(self) -> bool:
+        """Whether hooks may have taken the gradients that the window's pieces had."""
+        if not self._reader.n_pieces or any(p.grad is not None for p in self._parameters):
+            return False
+        return n_post_accumulate_hooks(self._parameters) > 0
+
+    def hooks_in_words(self) -> str:
+        """A sentence about post-accumulate-grad hooks that were added since the last call, or since attach."""
+        n_before, self._n_hooks = self._n_hooks, n_post_accumulate_hooks(self._parameters)
+        if self._n_hooks <= n_before:
+            return ""
+        n_new = self._n_hooks - n_before
+        return f"{n_new} parameters have post-accumulate-grad hooks since attach: {STEPS_IN_BACKWARD}"
 
     def alert_if_due(self) -> None:
         """Report a window that was not ended, once it can no longer be ended late."""

@@ -17,6 +17,9 @@ BATCH_NORM = (
     "compare runs at the same piece size only"
 )
 
+STEPS_IN_BACKWARD = "if these step an optimizer inside backward, no window can be measured"
+"""What follows from post-accumulate-grad hooks."""
+
 
 def n_batch_norms(model: nn.Module) -> int:
     """Batch-normalisation layers that use the statistics of their batch now."""
@@ -46,9 +49,12 @@ def n_post_accumulate_hooks(parameters: Iterable[Tensor]) -> int:
 def optimizer_in_words(optimizer: torch.optim.Optimizer | None, parameters: Iterable[Tensor]) -> str:
     """The optimizer whose steps are watched, for people."""
     if optimizer is None:
-        return "none given: the only one that steps these parameters, once it is seen"
+        return "none given: what steps these parameters, once it is seen"
     inner: Any = unwrap_optimizer(optimizer)
     held = {id(p) for group in inner.param_groups for p in group["params"]}
-    if held.isdisjoint(id(p) for p in parameters):
+    is_held = [id(p) in held for p in parameters]
+    if not any(is_held):
         return f"{type(inner).__name__}, which holds none of these parameters: is it another model's?"
+    if not all(is_held):
+        return f"{type(inner).__name__}, which holds {sum(is_held)} of these {len(is_held)} parameters"
     return type(inner).__name__

@@ -439,6 +439,8 @@ class NoiseScaleProbe:
         if self._n_put == 1 or self._n_windows % min(self._log_every, _WINDOWS_HELD) == 0:
             self._readback.send()
             self._alert_unmeasured()
+            if hooks := self._loop.hooks_in_words():
+                self._say(hooks)
         self._receive(wait=False)
 
     def _alert_unmeasured(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import TypeIs
 
-from sonde.batch_size.model_checks import BATCH_NORM
+from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.parallel.wrappers import GroupOf, block_of, unwrap_optimizer
 from sonde.records import RunLog
@@ -125,10 +125,8 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
     if setup["batch_norms"]:
         rows["note"] = f"{setup['batch_norms']} layers: {BATCH_NORM}"
     if setup["post_accumulate_hooks"]:
-        rows["hooks"] = (
-            f"{setup['post_accumulate_hooks']} parameters have post-accumulate-grad hooks: if these step an optimizer "
-            "inside backward, no window can be measured"
-        )
+        n_hooks = setup["post_accumulate_hooks"]
+        rows["hooks"] = f"{n_hooks} parameters have post-accumulate-grad hooks: {STEPS_IN_BACKWARD}"
     return "noise scale attached\n" + "\n".join(f"  {name:<8}{text}" for name, text in rows.items())
 
 

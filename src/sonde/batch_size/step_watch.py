@@ -23,11 +23,11 @@ _UNSEEN_AFTER = 20
 
 
 class StepWatch:
-    """Listens to the steps of the model's optimizer: every window must be ended before its step.
+    """Listens to the steps of the model's optimizers: every window must be ended before the first of its steps.
 
-    The optimizer is the given one. Where none was given, or the given one no longer steps, it is the only optimizer
-    that steps the measured parameters. The check says so if it finds no such optimizer, or several. Steps with a
-    closure are not judged.
+    The optimizer is the given one. Where none was given, or the given one no longer steps, it is the one that steps the
+    measured parameters, or those that share them out. The check says so if it finds no such optimizer, or several of
+    the same parameters. Steps with a closure are not judged.
 
     Args:
         optimizer: the optimizer of the loop; None to find it by its steps.
@@ -39,12 +39,12 @@ class StepWatch:
 
     def __init__(self, optimizer: Any, parameters: Collection[Tensor], reader: WindowReader, *, alert: Alert) -> None:
         self._reader, self._alert = reader, alert
-        self._parameters = {id(p) for p in parameters}
-        self._holds_measured: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._parameters = frozenset(id(p) for p in parameters)
+        self._held: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
         self._given = unwrap_optimizer(optimizer) if optimizer is not None else None
-        self._watched = self._given
+        self._watched = [self._given] if self._given is not None else []
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Other optimizers of these parameters that have stepped since the watched one did."""
+        """Other optimizers of these parameters that have stepped since one of the watched did."""
         self._windows_unstepped = 0
         self._stepped_unended = self._ended_since_step = self._stepped_in_backward = False
         self._handles: list[Any] = []
@@ -89,21 +89,38 @@ class StepWatch:
 
     def _find_optimizer(self) -> None:
         """Follow another optimizer if the present one does not step; say it if there is none to follow."""
-        others = list(self._others)
-        if self._windows_unstepped > _PASSED_OVER_AFTER and len(others) == 1:
+        others = sorted(self._others, key=lambda optimizer: type(optimizer).__name__)
+        if self._windows_unstepped > _PASSED_OVER_AFTER and others:
+            if self._share_out(others):
+                self._follow(others)
+            else:
+                self._say_blind(
+                    f"{len(others)} optimizers step the same parameters, and none of them was given to attach"
+                )
+        elif self._windows_unstepped > _UNSEEN_AFTER and self._watched:
+            self._say_blind(f"the optimizer has not stepped in {_UNSEEN_AFTER} windows")
+
+    def _follow(self, others: list[Any]) -> None:
+        """Watch other optimizers beside those whose parameters they leave alone, or in their place."""
+        is_of_these = any(map(self._held_by, self._watched))
+        if is_of_these and self._share_out([*self._watched, *others]):
+            self._watched += others
+        else:
             if self._given is not None:
                 self._alert(
                     "optimizer_replaced",
-                    f"another optimizer ({type(others[0]).__name__}) than the one given to attach steps these "
-                    "parameters, and windows are checked against its steps from now on: attach again with it if "
-                    "metric='adam'",
+                    f"another optimizer ({', '.join(type(o).__name__ for o in others)}) than the one given to attach "
+                    "steps these parameters, and windows are checked against its steps from now on: attach again with "
+                    "it if metric='adam'",
                 )
-            self._watched, self._windows_unstepped = others[0], 0
-            self._others.clear()
-        elif self._windows_unstepped > _PASSED_OVER_AFTER and others:
-            self._say_blind(f"{len(others)} optimizers step these parameters, and none of them was given to attach")
-        elif self._windows_unstepped > _UNSEEN_AFTER and self._watched is not None:
-            self._say_blind(f"the optimizer has not stepped in {_UNSEEN_AFTER} windows")
+            self._watched = others
+        self._windows_unstepped = 0
+        self._others.clear()
+
+    def _share_out(self, optimizers: Sequence[Any]) -> bool:
+        """Whether no measured parameter is in two of the optimizers."""
+        held = [self._held_by(optimizer) for optimizer in optimizers]
+        return len(frozenset().union(*held)) == sum(map(len, held))
 
     def _say_blind(self, why: str) -> None:
         self._alert(
@@ -113,24 +130,24 @@ class StepWatch:
         )
 
     def _before_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if optimizer is not self._given and self._is_of_these(optimizer):
+        if optimizer is not self._given and self._held_by(optimizer):
             self._before_step(optimizer, args, kwargs)
 
-    def _is_of_these(self, optimizer: Any) -> bool:
-        """Whether the optimizer holds measured parameters."""
-        if optimizer not in self._holds_measured:
+    def _held_by(self, optimizer: Any) -> frozenset[int]:
+        """The measured parameters that an optimizer holds, by id."""
+        if optimizer not in self._held:
             held = (id(p) for group in optimizer.param_groups for p in group["params"])
-            self._holds_measured[optimizer] = not self._parameters.isdisjoint(held)
-        return self._holds_measured[optimizer]
+            self._held[optimizer] = self._parameters.intersection(held)
+        return self._held[optimizer]
 
     def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # With a closure, backward runs inside the step, and the window may be ended there: it cannot be judged here.
         has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
         if in_backward():
             self._stepped_in_backward = True
-        elif optimizer is not self._watched:
+        elif not any(optimizer is watched for watched in self._watched):
             self._others.add(optimizer)
-        elif self._is_of_these(optimizer) or not self._others:  # another model's gives way to one of this model
+        elif self._held_by(optimizer) or not self._others:  # another model's gives way to one of this model
             self._windows_unstepped = 0
             self._others.clear()
             if self._reader.n_pieces and not self._ended_since_step and not has_closure:

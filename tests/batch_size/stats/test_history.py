@@ -114,6 +114,31 @@ def test_a_window_that_outweighs_the_rest_is_set_aside_for_ever() -> None:
     assert history.run_average().windows == 59
 
 
+def test_two_broken_windows_side_by_side_are_both_set_aside() -> None:
+    windows = noisy(100)
+    windows[59], windows[60] = noisy(2, level=300.0**2, seed=1)
+    history = filled(windows)
+    assert history.n_set_aside == 2
+    assert not {60, 61} & set(numbers_of(history))
+
+
+@pytest.mark.parametrize("n_groups", [1, 6])
+def test_windows_of_single_parameters_are_no_outliers(n_groups: int) -> None:
+    """Squares of single numbers: many are 100 times the median of ten neighbours, whose own median may be tiny."""
+    generator = torch.Generator().manual_seed(0)
+    pieces = torch.randn(2000, n_groups, 3, generator=generator, dtype=torch.float64)
+    means, variances = pieces.mean(2), pieces.var(2)
+    history = filled(
+        [
+            window(*((4 * v, m * m - v / 3) for m, v in zip(*row, strict=True)), units=12.0)
+            for row in zip(means.tolist(), variances.tolist(), strict=True)
+        ],
+        groups=tuple(map(str, range(n_groups))),
+    )
+    assert history.n_set_aside == 0
+    assert sum(history.group_set_aside.values()) <= 1
+
+
 def test_a_lasting_change_of_size_sets_no_window_aside() -> None:
     history = filled(noisy(30) + noisy(30, level=1e4, seed=1))
     assert history.n_set_aside == 0
@@ -158,3 +183,75 @@ def test_the_state_round_trips_through_json_and_goes_on_alike() -> None:
 def test_a_state_of_another_horizon_is_refused() -> None:
     with pytest.raises(ValueError, match="horizon of 20 windows, this probe uses 30"):
         WindowHistory(("a",), 30.0).load_state_dict(filled(noisy(3)).state_dict())
+
+
+def two_groups(n: int, *, spike_at: int | None = None) -> list[SolvedWindow]:
+    """A large group, and one of a millionth of its size whose window `spike_at` is 1,000² times as large."""
+    generator = torch.Generator().manual_seed(3)
+    windows = []
+    for number, (a, b, c, d) in enumerate(torch.rand(n, 4, generator=generator, dtype=torch.float64).tolist(), 1):
+        small = 1e-6 * (1e6 if number == spike_at else 1.0)
+        windows.append(window((30 + 4 * a, 1 + b), (small * (5 + c), small * (1 + d))))
+    return windows
+
+
+def test_a_window_that_outweighs_the_rest_in_one_group_is_set_aside_for_that_group() -> None:
+    history = filled(two_groups(60, spike_at=40), groups=("large", "small"))
+    assert 40 not in numbers_of(history, "small")
+    assert 40 in numbers_of(history, "large")
+    assert 40 in numbers_of(history)
+    assert history.n_set_aside == 0
+    assert history.group_set_aside == {"large": 0, "small": 1}
+    aside = history.last_group_set_aside
+    assert aside is not None
+    assert (aside.window, aside.group) == (40, "small")
+    assert aside.times == pytest.approx(1e6, rel=0.5)
+    restored = WindowHistory(("large", "small"), 20.0)
+    restored.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    assert numbers_of(restored, "small") == numbers_of(history, "small")
+    assert restored.group_set_aside == history.group_set_aside
+    sound = filled(two_groups(60), groups=("large", "small"))
+    assert sound.group_set_aside == {"large": 0, "small": 0}
+    assert len(sound.series()) == 1
+
+
+def test_at_once_and_when_entries_are_shared_the_group_is_as_if_its_spike_had_not_been() -> None:
+    ratios = []
+    for spike_at in (None, 2500):
+        history = WindowHistory(("large", "small"), math.inf)
+        for number, each in enumerate(two_groups(3000, spike_at=spike_at), start=1):
+            history.add(each, number)
+            if number == spike_at:
+                assert number not in numbers_of(history, "small")  # at once
+        assert len(numbers_of(history, "small")) <= 512 + 5
+        ((series, row),) = [(s, names.index("small")) for names, s in history.series() if "small" in names]
+        ratios.append((series.trace_cov[row].sum() / series.grad_sq[row].sum()).item())
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-3)
+
+
+def test_a_group_that_often_has_large_windows_keeps_them() -> None:
+    windows = two_groups(200)
+    for i in range(20, 200, 10):
+        windows[i] = two_groups(i + 1, spike_at=i + 1)[i]
+    history = filled(windows, groups=("large", "small"))
+    assert 1 <= history.group_set_aside["small"] <= 0.05 * 200
+
+
+def test_a_group_whose_windows_have_any_size_keeps_almost_all_of_them() -> None:
+    """Rare tokens and experts: one window in 20 has 100 times its neighbours', but few outweigh a whole horizon."""
+    sizes = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(2.5).exp().tolist()
+    windows = [window((30.0, 1.0), (5e-6 * size, 1e-6 * size)) for size in sizes]
+    history = filled(windows, groups=("large", "small"))
+    assert history.group_set_aside["small"] <= 0.02 * 400
+
+
+def test_a_group_that_rests_in_most_windows_is_left_alone() -> None:
+    windows = [window((30.0, 1.0), (5.0, 1.0) if i % 4 == 0 else (0.0, 0.0)) for i in range(60)]
+    assert filled(windows, groups=("large", "small")).group_set_aside == {"large": 0, "small": 0}
+
+
+def test_a_state_with_a_window_set_aside_for_an_unknown_group_is_refused() -> None:
+    state = filled(noisy(20)).state_dict()
+    state["settled"][0].append(7)
+    with pytest.raises(ValueError, match="unknown groups"):
+        WindowHistory(("a",), 20.0).load_state_dict(state)

@@ -10,6 +10,7 @@ from sonde.batch_size.stats.changed_gradients import ChangedGradients
 from sonde.batch_size.stats.history import WindowHistory
 from sonde.batch_size.stats.neighbours import NeighbourWatch
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale
+from sonde.batch_size.stats.repeats import RepeatWatch
 from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.window_row import Drop
@@ -36,6 +37,7 @@ class NoiseScaleAverages:
         """tr Σ within ranks (as its trace) and between ranks (as its signal): the ratio is the consistency."""
         self.changed = ChangedGradients(self._decay)
         self.neighbours = NeighbourWatch(self._decay)
+        self.repeats = RepeatWatch(self._decay)
         self.dropped: dict[str, int] = {}
         self.last_drop = ""
         """Why the last window that was dropped was; not kept in the state."""
@@ -114,6 +116,7 @@ class NoiseScaleAverages:
             "scale_residual": self.scale_residual,
             "changed_gradients": self.changed.state_dict(),
             "neighbours": self.neighbours.state_dict(),
+            "repeats": self.repeats.state_dict(),
             "dropped": dict(self.dropped),
         }
 
@@ -132,7 +135,7 @@ class NoiseScaleAverages:
         label = "noise-scale probe state"
         numbers = ("units", "units_weight", "squares")
         last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
-        running = {"history", "consistency", "changed_gradients", "neighbours"}
+        running = {"history", "consistency", "changed_gradients", "neighbours", "repeats"}
         check_keys(label, state, {*running, *numbers, *last, "n_seen", "differences", "dropped"})
         check_count(label, state, "n_seen")
         for name in numbers:
@@ -148,6 +151,7 @@ class NoiseScaleAverages:
         self.within_between.load_state_dict(state["consistency"])
         self.changed.load_state_dict(state["changed_gradients"])
         self.neighbours.load_state_dict(state["neighbours"])
+        self.repeats.load_state_dict(state["repeats"])
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
         self._squares, self._differences = float(state["squares"]), float(state["differences"])
         self.effective_units, self.u, self.scale, self.scale_residual = (state[name] for name in last)

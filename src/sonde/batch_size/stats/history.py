@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,10 +37,12 @@ class SetAside:
     Attributes:
         window: its number.
         times: how many times its neighbours' squared gradient norm, or their noise, it had.
+        group: the parameter group that alone had so much; empty for the whole model.
     """
 
     window: int
     times: float
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class _Entry:
         size: expected |F|², or the mean; of a recent window its own |F|².
         trace_cov: sum over the windows of tr Σ; [groups].
         grad_sq: sum over the windows of |G|²; [groups].
+        aside: groups for which the entry does not count, by index.
     """
 
     number: float
@@ -80,16 +84,49 @@ class _Entry:
     size: float
     trace_cov: list[float]
     grad_sq: list[float]
+    aside: frozenset[int] = frozenset()
 
     def sum_with(self, other: _Entry) -> _Entry:
         n = self.n_windows + other.n_windows
+        # In a group for which one of the two does not count, the other stands in for it.
+        weights = [
+            (n / self.n_windows, 0.0)
+            if i in other.aside - self.aside
+            else (0.0, n / other.n_windows)
+            if i in self.aside - other.aside
+            else (1.0, 1.0)
+            for i in range(len(self.trace_cov))
+        ]
+        trace_cov, grad_sq = (
+            [w * a + v * b for (w, v), a, b in zip(weights, *pair, strict=True)]
+            for pair in ((self.trace_cov, other.trace_cov), (self.grad_sq, other.grad_sq))
+        )
         return _Entry(
             (self.number * self.n_windows + other.number * other.n_windows) / n,
             n,
             (self.size * self.n_windows + other.size * other.n_windows) / n,
-            [a + b for a, b in zip(self.trace_cov, other.trace_cov, strict=True)],
-            [a + b for a, b in zip(self.grad_sq, other.grad_sq, strict=True)],
+            trace_cov,
+            grad_sq,
+            self.aside & other.aside,
         )
+
+    @functools.cached_property
+    def v(self) -> float:
+        """v in |F|² = |G|² + v tr Σ, of a single window that still has its own size."""
+        noise = sum(self.trace_cov)
+        return (self.size - sum(self.grad_sq)) / noise if noise > 0 else 0.0
+
+    @functools.cached_property
+    def noises_and_squares(self) -> Tensor:
+        """tr Σ and |F|² of each group and, last, of all together, likewise; [2, groups + 1]."""
+        table = torch.tensor([self.trace_cov, self.grad_sq], dtype=torch.float64, device="cpu")
+        noises, grad_sq = torch.cat([table, table.sum(1, keepdim=True)], 1)
+        return torch.stack([noises, grad_sq + self.v * noises])
+
+    def noise_and_square(self, groups: Sequence[int], v: float) -> tuple[float, float]:
+        """tr Σ and |F|² of some groups together, summed over the windows."""
+        noise, grad_sq = (math.fsum(values[i] for i in groups) for values in (self.trace_cov, self.grad_sq))
+        return noise, grad_sq + v * noise
 
 
 class WindowHistory:
@@ -116,6 +153,9 @@ class WindowHistory:
         """Windows added, those set aside included."""
         self.last_set_aside: SetAside | None = None
         self.n_set_aside = 0
+        self.last_group_set_aside: SetAside | None = None
+        self.group_set_aside = dict.fromkeys(self.groups, 0)
+        """Windows that were left out of one group only."""
         self._settled: list[_Entry] = []
         self._recent: list[_Entry] = []
         """Raw, up to _NEIGHBOURS before and _NEIGHBOURS after the window that is settled next."""
@@ -159,6 +199,9 @@ class WindowHistory:
             self.last_set_aside = aside
             return
         entry = self._sized(index)
+        for group_aside in self._outweighing_in(index).values() if entry.aside else ():
+            self.group_set_aside[group_aside.group] += 1
+            self.last_group_set_aside = group_aside
         self._settled.append(entry)
         self._add_to(self._average, entry)
 
@@ -167,20 +210,76 @@ class WindowHistory:
         return [entry for entry in near if entry is not self._recent[index]] or near
 
     def _sized(self, index: int) -> _Entry:
-        """A recent window with the squared norm that its neighbours let expect."""
-        return replace(self._recent[index], size=median(other.size for other in self._neighbours(index)))
+        """A recent window with the squared norm that its neighbours let expect, and groups it does not count in."""
+        size, aside = self._expected_size(index), frozenset(self._outweighing_in(index))
+        return replace(self._recent[index], size=size, aside=aside)
+
+    def _expected_size(self, index: int) -> float:
+        return median(other.size for other in self._neighbours(index))
 
     def _outweighing(self, index: int) -> SetAside | None:
-        """Whether a recent window outweighs all others of its horizon together, each taken at its neighbours' size."""
-        entry, others = self._recent[index], self._neighbours(index)
-        if len(others) < _NEIGHBOURS or self.n_set_aside + 1 > max(1.0, _MOST_SET_ASIDE * self.windows):
+        """Whether a recent window outweighs all others of its horizon."""
+        if not self._may_set_aside(index, self.n_set_aside):
             return None
-        times = entry.size / median(other.size for other in others)
-        noise, usual = sum(entry.trace_cov), median(sum(other.trace_cov) for other in others)
-        if usual > 0:
-            times = max(times, noise / usual)
+        times = self._times(index)[-1]
+        if times <= self._most_times() or not self._outweighs(index, range(len(self.groups)), column=-1):
+            return None
+        return SetAside(round(self._recent[index].number), times)
+
+    def _outweighing_in(self, index: int) -> dict[int, SetAside]:
+        """The same for each group alone, by index: a small group hardly moves the whole."""
+        aside: dict[int, SetAside] = {}
+        if len(self.groups) == 1:
+            return aside
+        times, number = self._times(index), round(self._recent[index].number)
+        for i in (i for i in range(len(self.groups)) if times[i] > self._most_times()):
+            name = self.groups[i]
+            may_set_aside = self._may_set_aside(index, self.n_set_aside + self.group_set_aside[name])
+            if name not in self._gone and may_set_aside and self._outweighs(index, [i], column=i):
+                aside[i] = SetAside(number, times[i], name)
+        return aside
+
+    def _times(self, index: int) -> list[float]:
+        """How many times its neighbours' median a window's noise or squared norm is.
+
+        Returns:
+            For each group and, last, for all together; 0 where the median is 0.
+        """
+        near = torch.stack([other.noises_and_squares for other in self._neighbours(index)]).sort(dim=0).values
+        usual = (near[(len(near) - 1) // 2] + near[len(near) // 2]) / 2
+        times = torch.where(usual > 0, self._recent[index].noises_and_squares / usual, 0.0)
+        return times.amax(0).tolist()
+
+    def _most_times(self) -> float:
         n_others = self.windows if math.isinf(self.horizon) else min(self.horizon, self.windows)
-        return SetAside(round(entry.number), times) if times > max(n_others, _LEAST_OUTWEIGHING) else None
+        return max(n_others, _LEAST_OUTWEIGHING)
+
+    def _outweighs(self, index: int, groups: Sequence[int], *, column: int) -> bool:
+        """Whether a window has more noise, or a larger gradient, in some groups than all others of its horizon.
+
+        It must have more than their sum, and many times their mean, each in units of its expected size. Where gradients
+        have few dimensions, or rest in most windows (a single parameter, rare tokens, experts), many windows are a
+        hundred times the median of their neighbours, and outweigh nothing.
+
+        Args:
+            index: of a recent window.
+            groups: which, by index.
+            column: where `_times` has these groups.
+        """
+        entry = self._recent[index]
+        others = [e for e in self._settled if e.number > entry.number - self.horizon and not e.aside.issuperset(groups)]
+        settled_up_to = self._settled[-1].number if self._settled else -math.inf
+        for i, recent in enumerate(self._recent):  # without others that may be set aside themselves
+            if recent.number > settled_up_to and self._times(i)[column] <= self._most_times():
+                others.append(replace(recent, size=self._expected_size(i)))
+        noise, square = (value / self._expected_size(index) for value in entry.noise_and_square(groups, entry.v))
+        shares = [[value / e.size for value in e.noise_and_square(groups, entry.v)] for e in others]
+        factor = max(1.0, _LEAST_OUTWEIGHING / max(len(others), 1))
+        return noise > factor * math.fsum(x for x, _ in shares) or square > factor * math.fsum(y for _, y in shares)
+
+    def _may_set_aside(self, index: int, n_set_aside: int) -> bool:
+        has_neighbours = len(self._neighbours(index)) >= _NEIGHBOURS
+        return has_neighbours and n_set_aside + 1 <= max(1.0, _MOST_SET_ASIDE * self.windows)
 
     def _unsettled(self) -> list[_Entry]:
         first = max(len(self._recent) - _NEIGHBOURS, 0)
@@ -200,7 +299,7 @@ class WindowHistory:
 
         Returns:
             Names, and their series as rows of one `Series`; one pair for each set of windows. The sets differ only if
-            parameters were frozen or released on the way.
+            parameters were frozen or released on the way, or a window was set aside for a group.
         """
         entries = [*self._settled, *self._unsettled()]
         numbers, counts, sizes = (
@@ -215,10 +314,16 @@ class WindowHistory:
         since = self._first_windows()
         if not with_groups:
             since = {"": since[""]}
+        aside_of = {i: entry.aside for i, entry in enumerate(entries) if entry.aside}
+        sets = {
+            name: (first, tuple(i for i, aside in aside_of.items() if self._index.get(name) in aside))
+            for name, first in since.items()
+        }
         series = []
-        for first in dict.fromkeys(since.values()):
-            names = tuple(name for name in since if since[name] == first)
+        for first, aside in dict.fromkeys(sets.values()):
+            names = tuple(name for name in sets if sets[name] == (first, aside))
             kept = numbers >= first
+            kept[list(aside)] = False
             sums = torch.stack([rows[name][kept] for name in names])
             weights = torch.exp(-ages[kept] / self.horizon)
             levels = (weights @ sums) / (weights @ counts[kept])  # [series, 2]
@@ -270,6 +375,7 @@ class WindowHistory:
             "horizon": 0.0 if math.isinf(self.horizon) else self.horizon,  # JSON has no infinity
             "windows": self.windows,
             "n_set_aside": self.n_set_aside,
+            "group_set_aside": dict(self.group_set_aside),
             "settled": [_as_list(entry) for entry in self._settled],
             "recent": [_as_list(entry) for entry in self._recent],
             "since": dict(self._since),
@@ -294,9 +400,10 @@ class WindowHistory:
             )
         for name in ("windows", "n_set_aside"):
             check_count(label, state, name)
-        check_keys(f"{label}, since", state["since"], set(self.groups))
-        for name in self.groups:
-            check_count(f"{label}, since", state["since"], name)
+        for per_group in ("since", "group_set_aside"):
+            check_keys(f"{label}, {per_group}", state[per_group], set(self.groups))
+            for name in self.groups:
+                check_count(f"{label}, {per_group}", state[per_group], name)
         if not set(state["gone"]) <= set(self.groups):
             raise ValueError(f"{label}: unknown groups in {state['gone']!r:.60}: is it damaged?")
         settled, recent = (
@@ -306,6 +413,7 @@ class WindowHistory:
         average.load_state_dict(state["average"])
         self.windows, self.n_set_aside = state["windows"], state["n_set_aside"]
         self._settled, self._recent, self._average = settled, recent, average
+        self.group_set_aside = {name: state["group_set_aside"][name] for name in self.groups}
         self._since = {name: state["since"][name] for name in self.groups}
         # Groups that were frozen may train now. If they do not, they are noticed again, and leave again.
         self._since |= dict.fromkeys(state["gone"], round(self.last_window) + 1)
@@ -313,16 +421,19 @@ class WindowHistory:
 
 
 def _as_list(entry: _Entry) -> list[float]:
-    return [entry.number, entry.n_windows, entry.size, *entry.trace_cov, *entry.grad_sq]
+    return [entry.number, entry.n_windows, entry.size, *entry.trace_cov, *entry.grad_sq, *sorted(entry.aside)]
 
 
 def _from_list(label: str, row: object, n_groups: int) -> _Entry:
-    if not isinstance(row, Sequence) or len(row) != 3 + 2 * n_groups:
-        raise ValueError(f"{label}: a window must be {3 + 2 * n_groups} numbers, got {row!r:.60}: is it damaged?")
+    n = 3 + 2 * n_groups  # the groups that are set aside follow
+    if not isinstance(row, Sequence) or not n <= len(row) <= n + n_groups:
+        raise ValueError(f"{label}: a window must be {n} numbers or more, got {row!r:.60}: is it damaged?")
     numbers = dict(enumerate(row))
     for i in numbers:
         check_number(label, numbers, i)  # type: ignore[arg-type]
-    values = [float(value) for value in row]
+    values, aside = [float(value) for value in row[:n]], frozenset(row[n:])
     if values[1] < 1 or values[2] <= 0:
         raise ValueError(f"{label}: a window must have a count and a size above 0, got {row[:3]!r:.60}: is it damaged?")
-    return _Entry(values[0], int(values[1]), values[2], values[3 : 3 + n_groups], values[3 + n_groups :])
+    if not aside <= set(range(n_groups)):
+        raise ValueError(f"{label}: a window is set aside for unknown groups, got {row[n:]!r:.60}: is it damaged?")
+    return _Entry(values[0], int(values[1]), values[2], values[3 : 3 + n_groups], values[3 + n_groups :], aside)

@@ -123,8 +123,9 @@ class NeighbourWatch:
             )
         return (
             "pieces further apart are more alike than pieces that follow each other, so they are not independent "
-            "samples: do data repeat within a window, or do micro-batches alternate between kinds of data? Check the "
-            "sampler, or put one micro-batch of each kind into one 'with probe.piece():'"
+            "samples: do data repeat within a window, do micro-batches alternate between kinds of data, or does one "
+            "batch have several losses, each with its own backward? Check the sampler, or put one micro-batch of each "
+            "kind, or all losses of one batch, into one 'with probe.piece():'"
         )
 
     def state_dict(self) -> dict[str, float]:

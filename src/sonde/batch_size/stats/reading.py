@@ -50,7 +50,11 @@ class Influence:
 
 @dataclass(frozen=True)
 class GroupReading:
-    """The noise scale of one group of parameters; fields as in `NoiseScaleReading`."""
+    """The noise scale of one group of parameters; fields as in `NoiseScaleReading`.
+
+    Attributes:
+        set_aside: how many windows were left out of this group alone; 0 in a reading from a log.
+    """
 
     status: Status
     b_simple: float | None
@@ -58,6 +62,7 @@ class GroupReading:
     high: float | None
     grad_sq: float | None
     trace_cov: float | None
+    set_aside: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class NoiseScaleReading:
         windows: windows measured, those set aside included.
         set_aside: how many of them were left out because each would have outweighed all others of its horizon together.
         last_set_aside: the last of them since this probe was attached.
+        last_group_set_aside: the last window that was left out of one group alone.
         influence: the window that moves B_simple most; None where that is not known.
         dropped: windows left out because they could not be used, by reason.
         windows_needed: windows still needed for ± 20 %; None when their number cannot be estimated.
@@ -112,6 +118,7 @@ class NoiseScaleReading:
     windows: int
     set_aside: int
     last_set_aside: SetAside | None
+    last_group_set_aside: SetAside | None
     influence: Influence | None
     dropped: Mapping[str, int]
     windows_needed: int | None
@@ -197,7 +204,7 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
         reading: any reading.
 
     Returns:
-        Messages by name: "changed", "same_data", "outweighs"; empty when nothing looks wrong.
+        Messages by name: those of the doubts, "outweighs", "group_outweighs"; empty when nothing looks wrong.
     """
     alerts = dict(reading.doubts)
     aside = reading.last_set_aside
@@ -206,5 +213,12 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
             f"window {aside.window} had {number(aside.times)} times the squared gradient of its neighbours, more than "
             "all other windows of the horizon together. The noise scale is given without it. Check the data of that "
             "window"
+        )
+    aside = reading.last_group_set_aside
+    if aside is not None and aside.window > _QUIET_WINDOWS:
+        alerts["group_outweighs"] = (
+            f"window {aside.window} had {number(aside.times)} times the squared gradient of its neighbours in group "
+            f"{aside.group!r}, more than all other windows of the horizon together. The noise scale of this group is "
+            "given without it. Check the data of that window"
         )
     return alerts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -67,6 +67,7 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float, with_gro
         windows=averages.windows,
         set_aside=history.n_set_aside,
         last_set_aside=history.last_set_aside,
+        last_group_set_aside=history.last_group_set_aside,
         influence=None if doubted else _influence(total),
         dropped=dict(averages.dropped),
         windows_needed=needed,
@@ -75,7 +76,11 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float, with_gro
         scale=averages.scale,
         scale_residual=averages.scale_residual,
         unit=unit,
-        groups={name: _group(fitted[name], doubted) for name in history.groups if name in fitted},
+        groups={
+            name: replace(_group(fitted[name], doubted), set_aside=history.group_set_aside[name])
+            for name in history.groups
+            if name in fitted
+        },
     )
 
 
@@ -152,15 +157,19 @@ def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
     doubts = {}
     if (changed := averages.changed.doubt()) is not None:
         doubts["changed"] = changed
-    if (dependent := averages.neighbours.doubt()) is not None:
-        doubts["dependent_pieces"] = dependent
     same = same_data(
         averages.windows,
         pieces_differ=averages.pieces_differ,
         consistency=averages.consistency,
         interval=averages.within_between.interval(_CERTAINTY),
     )
-    return doubts | ({"same_data": same} if same else {})
+    # If all data are the same, pieces repeat too.
+    repeated = None if same else averages.repeats.pieces_doubt()
+    if (dependent := repeated or averages.neighbours.doubt()) is not None:
+        doubts["dependent_pieces"] = dependent
+    if (same := same or averages.repeats.ranks_doubt()) is not None:
+        doubts["same_data"] = same
+    return doubts
 
 
 def _reason(averages: NoiseScaleAverages, interval: RatioInterval) -> str:

@@ -74,6 +74,7 @@ class NoiseScaleTracker:
         solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks)
         self._averages.add(solved, scale)
         self._averages.neighbours.update(row.neighbours)
+        self._averages.repeats.update(row.repeats)
         self.last = solved
         return None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sonde.batch_size.stats.neighbours import NeighbourSums
 from sonde.batch_size.stats.noise_scale import PieceSums
+from sonde.batch_size.stats.repeats import Repeats
 from sonde.batch_size.stats.scale_witness import ScaleReading
 
 _ROUNDING_OF_SQUARES = 1e-2
@@ -49,6 +50,7 @@ class WindowRow:
         sq_norm_big: |F|² per parameter group, [groups].
         witness_final: F, the witness's elements, float64; [witness].
         neighbours: neighbouring pieces compared with distant ones.
+        repeats: pieces and ranks with the same gradient.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -68,6 +70,7 @@ class WindowRow:
     sq_norm_big: Sequence[float]
     witness_final: Tensor
     neighbours: NeighbourSums = field(default_factory=NeighbourSums)
+    repeats: Repeats = field(default_factory=Repeats)
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""

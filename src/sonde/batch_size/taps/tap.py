@@ -83,21 +83,25 @@ class Problem(IntEnum):
 
     ENDED_LATE = 0
     NO_SECOND_MOMENT = 1
-    NOT_FINITE = 2
-    INTERRUPTED = 3
-    NOT_ZEROED = 4
-    STEPPED_IN_BACKWARD = 5
-    EMPTY_PIECE = 6
-    REENTRANT = 7
-    MORE_BACKWARDS = 8
-    SEVERAL_BACKWARDS = 9
-    TOO_LARGE_TO_SUM = 10
-    SPARSE_ON_GPU = 11
-    SPARSE_IN_BUCKETS = 12
-    SEVERAL_REDUCTIONS = 13
-    LEFT_OVER = 14
-    OUTSIDE_PIECES = 15
-    INTERRUPTED_IN_BUCKETS = 16
+    BAD_COUNTS = 2
+    LOSS_SCALE = 3
+    NOT_FINITE = 4
+    OVERFLOW = 5
+    INTERRUPTED = 6
+    NOT_ZEROED = 7
+    STEPPED_IN_BACKWARD = 8
+    TAKEN_IN_BACKWARD = 9
+    EMPTY_PIECE = 10
+    REENTRANT = 11
+    MORE_BACKWARDS = 12
+    SEVERAL_BACKWARDS = 13
+    TOO_LARGE_TO_SUM = 14
+    SPARSE_ON_GPU = 15
+    SPARSE_IN_BUCKETS = 16
+    SEVERAL_REDUCTIONS = 17
+    LEFT_OVER = 18
+    OUTSIDE_PIECES = 19
+    INTERRUPTED_IN_BUCKETS = 20
 
     @property
     def only_explains(self) -> bool:
@@ -117,9 +121,14 @@ _MESSAGES = {
     Problem.NO_SECOND_MOMENT: (
         "metric='adam' weighs gradients by the optimizer's second moment, which exists only after its first step"
     ),
-    Problem.NOT_FINITE: (
-        "a piece had a gradient that is not finite, a weight or number of units that is not finite and positive, or a "
-        "loss scale so large that squares of the scaled gradient overflow"
+    Problem.BAD_COUNTS: "a piece had a weight or a number of units that was not finite and positive",
+    Problem.LOSS_SCALE: (
+        "a piece's gradient, multiplied by the loss scale, was not finite or its squares overflow fp32: the GradScaler "
+        "lowers its scale after an overflow. If that does not help, the gradient itself is not finite"
+    ),
+    Problem.NOT_FINITE: "a piece had a gradient that was not finite: it held NaN or infinity",
+    Problem.OVERFLOW: (
+        "a piece's gradient was so large (above 1e19) that its squares overflow fp32, or infinite: scale the loss down"
     ),
     Problem.INTERRUPTED: (
         "a piece was interrupted in or after its backward, and part of its gradient may still be in .grad: "
@@ -133,6 +142,10 @@ _MESSAGES = {
     Problem.STEPPED_IN_BACKWARD: (
         "the optimizer stepped inside backward, so a window's pieces saw different weights and its gradient was gone "
         "before it ended: step after the last backward while you measure"
+    ),
+    Problem.TAKEN_IN_BACKWARD: (
+        "no parameter had a gradient at the end of the window, and parameters have post-accumulate-grad hooks: if they "
+        "step inside backward, step after the last backward while you measure"
     ),
     Problem.EMPTY_PIECE: (
         "no backward reached the parameters in a piece: leave out skipped micro-batches, and run each backward inside "

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.taps.metric import GradientMetric
@@ -51,7 +52,13 @@ class WindowReader:
         self._seconds = 0.0
         self._group_index = [self.groups.index(name) for name in group_names]
         self._sums = WindowSums(
-            self._group_index, n_groups=len(self.groups), n_witness=witness.size, device=self.device
+            self._group_index,
+            n_groups=len(self.groups),
+            n_witness=witness.size,
+            device=self.device,
+            rank=dist.get_rank(wrapper.group) if wrapper.group is not None else 0,
+            n_ranks=wrapper.n_ranks,
+            has_loss_scale=grad_scaler is not None,
         )
         self._unmeasured: list[int] | None = None
         self.clip_also({})

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neighbour_products
 from sonde.batch_size.stats.noise_scale import effective_units
+from sonde.batch_size.stats.repeats import Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.parallel.devices import accumulation_dtype, to_device
@@ -92,6 +93,10 @@ _N_COUNTS = 7
 """Length of the counts in `WindowSums.pack`."""
 _MOST_COMPARED = 32
 """Pieces of a rank and window, from the first on, that are compared with each other; bounds their memory."""
+_N_COMPARISONS = 3
+"""Length of the comparison of a rank's pieces in `WindowSums.pack`."""
+_MOST_MARKED = 256
+"""Ranks, from the first on, that are compared with each other; bounds the vector that is summed."""
 
 
 @dataclass(frozen=True)
@@ -121,18 +126,33 @@ class WindowSums:
         n_groups: number of groups.
         n_witness: elements of the witness.
         device: where the sums live.
+        rank: this rank's number.
+        n_ranks: data-parallel ranks.
+        has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
     """
 
-    def __init__(self, group_index: Sequence[int], *, n_groups: int, n_witness: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group_index: Sequence[int],
+        *,
+        n_groups: int,
+        n_witness: int,
+        device: torch.device,
+        rank: int = 0,
+        n_ranks: int = 1,
+        has_loss_scale: bool = False,
+    ) -> None:
         self.dtype = accumulation_dtype(device)
         self._device = device
         self._group_index = torch.tensor(group_index, device=device)
-        self._n_groups, self._n_witness = n_groups, n_witness
+        self._n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
+        self._rank, self._n_marked = rank, min(n_ranks, _MOST_MARKED) if n_ranks > 1 else 0
         self._small = torch.zeros(len(group_index), dtype=self.dtype, device=device)
         self._witness = torch.zeros(n_witness, dtype=self.dtype, device=device)
         self._witness_squares = torch.zeros(n_witness, dtype=self.dtype, device=device)
         self._witness_small = torch.zeros((), dtype=self.dtype, device=device)
-        self._not_finite = torch.zeros((), dtype=self.dtype, device=device)
+        self._squares = torch.zeros((), dtype=self.dtype, device=device)
+        self._bad_counts = torch.zeros((), dtype=self.dtype, device=device)
         self._reset_counts()
 
     def _reset_counts(self) -> None:
@@ -160,7 +180,7 @@ class WindowSums:
         for number in (counts.weight, counts.effective_units, counts.units):
             # `piece_counts` has checked Python numbers. Tensors cannot be checked without waiting for the device.
             if isinstance(number, Tensor):
-                self._not_finite += ~(torch.isfinite(number) & (number > 0))
+                self._bad_counts += ~(torch.isfinite(number) & (number > 0))
 
     def merge(self, gradient: GradientSummary) -> None:
         """Turn the pieces counted so far into one piece, with the sum of their gradients."""
@@ -175,7 +195,7 @@ class WindowSums:
         self._witness += gradient.witness
         self._witness_squares += squares
         self._witness_small += squares.sum() / weight
-        self._not_finite += ~torch.isfinite(gradient.sq_norms.sum())
+        self._squares += gradient.sq_norms.sum()
 
     def per_group(self, sq_norms: Tensor) -> Tensor:
         """Sums of [parameters] over parameter groups: [groups]."""
@@ -202,26 +222,51 @@ class WindowSums:
             float(may_compare),
         ]
         numbers = as_vector([*counts, *problems], self._device)
-        numbers[_N_COUNTS + Problem.NOT_FINITE] += self._not_finite
+        self._add_not_finite(numbers[_N_COUNTS:])
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
-        neighbours = neighbour_products(torch.stack(self._compared)) if may_compare else rank_sum.new_zeros(2)
+        compared = self._compare_pieces() if may_compare else rank_sum.new_zeros(_N_COMPARISONS)
         # `read_row` splits the vector in this order.
         packed = torch.cat(
             [
                 self.per_group(self._small),
                 numbers,
                 torch.stack([self._witness_small, rank_sum]),
-                neighbours,
+                compared,
                 self._witness,
                 self._witness_squares,
+                self._mark(),
             ]
         )
         # `packed` is a copy, so the accumulators can be zeroed in place for the next window.
-        accumulators = (self._small, self._witness, self._witness_squares, self._witness_small, self._not_finite)
-        for accumulator in accumulators:
+        sums = (self._small, self._witness, self._witness_squares, self._witness_small, self._squares, self._bad_counts)
+        for accumulator in sums:
             accumulator.zero_()
         self._reset_counts()
         return packed
+
+    def _add_not_finite(self, problems: Tensor) -> None:
+        """Add to the problems, [problems], what is known about sums that are not finite."""
+        problems[Problem.BAD_COUNTS] += self._bad_counts
+        not_finite = ~torch.isfinite(self._squares)  # a sum of squares: once it is not finite, it stays so
+        if self._has_loss_scale:
+            problems[Problem.LOSS_SCALE] += not_finite
+            return
+        # Finite elements can have an infinite square, but no square that is NaN.
+        held_by_elements = torch.isnan(self._squares) | ~torch.isfinite(self._witness.sum())
+        problems[Problem.NOT_FINITE] += not_finite & held_by_elements
+        problems[Problem.OVERFLOW] += not_finite & ~held_by_elements
+
+    def _compare_pieces(self) -> Tensor:
+        """The comparison of this rank's pieces with each other; [_N_COMPARISONS]."""
+        pieces = torch.stack(self._compared)
+        return torch.cat([neighbour_products(pieces), repeats_piece(pieces).view(1)])
+
+    def _mark(self) -> Tensor:
+        """This rank's mark in its own place, so that the sum over ranks holds the marks of all; [2 · marked ranks]."""
+        marks = self._witness.new_zeros(self._n_marked, 2)
+        if self._rank < self._n_marked:
+            marks[self._rank] = rank_mark(self._witness)
+        return marks.view(-1)
 
 
 def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Mapping[int, int]) -> WindowRow:
@@ -234,8 +279,9 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         witness_sizes: as in `Window`.
     """
     n_groups, n_witness = len(sq_norm_big), len(witness_final)
-    small, counts, problems, (witness_small, witness_ranks), neighbours, witness, squares = packed.split(
-        [n_groups, _N_COUNTS, len(Problem), 2, 2, n_witness, n_witness]
+    lengths = [n_groups, _N_COUNTS, len(Problem), 2, _N_COMPARISONS, n_witness, n_witness]
+    small, counts, problems, (witness_small, witness_ranks), compared, witness, squares, marks = packed.split(
+        [*lengths, len(packed) - sum(lengths)]
     )
     weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units, n_comparing = (
         counts.tolist()
@@ -259,12 +305,24 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         sq_norm_big=sq_norm_big.tolist(),
         witness_final=witness_final.double(),
         neighbours=NeighbourSums(
-            products=float(neighbours[0]),
-            variance=float(neighbours[1]),
+            products=float(compared[0]),
+            variance=float(compared[1]),
             n_ranks=round(n_comparing),
             mean_square=float(witness_small) / weight if weight else 0.0,
         ),
+        repeats=Repeats(
+            n_ranks=round(n_comparing),
+            n_repeating=round(float(compared[2])),
+            same_ranks=same_ranks(marks.double().view(-1, 2), spread=_spread(weight * float(witness_ranks), witness)),
+            compares_ranks=len(marks) >= 2 * FEWEST_PIECES,
+        ),
     )
+
+
+def _spread(mean_square: float, rank_total: Tensor) -> float:
+    """The variance of the ranks' gradients over their mean square; 0 where they are 0 or not finite."""
+    difference = mean_square - float(rank_total.double().square().sum())
+    return difference / mean_square if 0 < mean_square < math.inf else 0.0
 
 
 def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
