@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe
-from sonde.batch_size.stats.history import Series, WindowHistory
+from sonde.batch_size.stats.history import WindowHistory
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.trend import TrendFit, fit_trends
+from sonde.batch_size.stats.window_entry import Series
 from sonde.stats.intervals import RatioInterval
 
 SETTINGS = (

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.window_entry import Series, SetAside, WindowEntry, entry_from_list
 from sonde.stats.state import check_count, check_keys, check_number
 
 _NEIGHBOURS = 5
@@ -28,105 +27,6 @@ _LEAST_OUTWEIGHING = 100.0
 Sound training has spikes below that when the learning rate has just risen."""
 _MOST_SET_ASIDE = 0.05
 """If more windows than this part of all would be set aside, they are what training is like, and are kept."""
-
-
-@dataclass(frozen=True)
-class SetAside:
-    """A window that would have outweighed all others of its horizon together.
-
-    Attributes:
-        window: its number.
-        times: how many times its neighbours' squared gradient norm, or their noise, it had.
-        group: the parameter group that alone had so much; empty for the whole model.
-    """
-
-    window: int
-    times: float
-    group: str = ""
-
-
-@dataclass(frozen=True)
-class Series:
-    """Windows as the trend takes them. A window counts in units of its expected squared gradient norm.
-
-    Attributes:
-        trace_cov: tr Σ over the expected |F|²; [series, entries].
-        grad_sq: |G|² over the expected |F|²; [series, entries].
-        ages: of the entries, in windows, 0 for the last window; [entries].
-        numbers: of the windows; the mean where several share an entry; [entries].
-        mean_trace_cov: tr Σ itself, averaged over the horizon; NaN without windows; [series].
-        mean_grad_sq: |G|² itself, likewise; [series].
-    """
-
-    trace_cov: Tensor
-    grad_sq: Tensor
-    ages: Tensor
-    numbers: Tensor
-    mean_trace_cov: Tensor
-    mean_grad_sq: Tensor
-
-
-@dataclass
-class _Entry:
-    """One window, or several neighbouring ones.
-
-    Attributes:
-        number: of the window, or the mean.
-        n_windows: how many they are.
-        size: expected |F|², or the mean; of a recent window its own |F|².
-        trace_cov: sum over the windows of tr Σ; [groups].
-        grad_sq: sum over the windows of |G|²; [groups].
-        aside: groups for which the entry does not count, by index.
-    """
-
-    number: float
-    n_windows: int
-    size: float
-    trace_cov: list[float]
-    grad_sq: list[float]
-    aside: frozenset[int] = frozenset()
-
-    def sum_with(self, other: _Entry) -> _Entry:
-        n = self.n_windows + other.n_windows
-        # In a group for which one of the two does not count, the other stands in for it.
-        weights = [
-            (n / self.n_windows, 0.0)
-            if i in other.aside - self.aside
-            else (0.0, n / other.n_windows)
-            if i in self.aside - other.aside
-            else (1.0, 1.0)
-            for i in range(len(self.trace_cov))
-        ]
-        trace_cov, grad_sq = (
-            [w * a + v * b for (w, v), a, b in zip(weights, *pair, strict=True)]
-            for pair in ((self.trace_cov, other.trace_cov), (self.grad_sq, other.grad_sq))
-        )
-        return _Entry(
-            (self.number * self.n_windows + other.number * other.n_windows) / n,
-            n,
-            (self.size * self.n_windows + other.size * other.n_windows) / n,
-            trace_cov,
-            grad_sq,
-            self.aside & other.aside,
-        )
-
-    @functools.cached_property
-    def v(self) -> float:
-        """v in |F|² = |G|² + v tr Σ, of a single window that still has its own size."""
-        noise = sum(self.trace_cov)
-        return (self.size - sum(self.grad_sq)) / noise if noise > 0 else 0.0
-
-    @functools.cached_property
-    def noises_and_squares(self) -> Tensor:
-        """tr Σ and |F|² of each group and, last, of all together, likewise; [2, groups + 1]."""
-        table = torch.tensor([self.trace_cov, self.grad_sq], dtype=torch.float64, device="cpu")
-        noises, grad_sq = torch.cat([table, table.sum(1, keepdim=True)], 1)
-        return torch.stack([noises, grad_sq + self.v * noises])
-
-    def noise_and_square(self, groups: Sequence[int], v: float) -> tuple[float, float]:
-        """tr Σ and |F|² of some groups together, summed over the windows."""
-        noise, grad_sq = (math.fsum(values[i] for i in groups) for values in (self.trace_cov, self.grad_sq))
-        return noise, grad_sq + v * noise
 
 
 class WindowHistory:
@@ -156,8 +56,8 @@ class WindowHistory:
         self.last_group_set_aside: SetAside | None = None
         self.group_set_aside = dict.fromkeys(self.groups, 0)
         """Windows that were left out of one group only."""
-        self._settled: list[_Entry] = []
-        self._recent: list[_Entry] = []
+        self._settled: list[WindowEntry] = []
+        self._recent: list[WindowEntry] = []
         """Raw, up to _NEIGHBOURS before and _NEIGHBOURS after the window that is settled next."""
         self._since = dict.fromkeys(self.groups, 0)
         """First window of each group whose parameters are those of today."""
@@ -173,7 +73,7 @@ class WindowHistory:
         """
         self.windows += 1
         self._recent.append(
-            _Entry(
+            WindowEntry(
                 float(number),
                 1,
                 window.norm**2,
@@ -205,11 +105,11 @@ class WindowHistory:
         self._settled.append(entry)
         self._add_to(self._average, entry)
 
-    def _neighbours(self, index: int) -> list[_Entry]:
+    def _neighbours(self, index: int) -> list[WindowEntry]:
         near = self._recent[max(index - _NEIGHBOURS, 0) : index + _NEIGHBOURS + 1]
         return [entry for entry in near if entry is not self._recent[index]] or near
 
-    def _sized(self, index: int) -> _Entry:
+    def _sized(self, index: int) -> WindowEntry:
         """A recent window with the squared norm that its neighbours let expect, and groups it does not count in."""
         size, aside = self._expected_size(index), frozenset(self._outweighing_in(index))
         return replace(self._recent[index], size=size, aside=aside)
@@ -281,11 +181,11 @@ class WindowHistory:
         has_neighbours = len(self._neighbours(index)) >= _NEIGHBOURS
         return has_neighbours and n_set_aside + 1 <= max(1.0, _MOST_SET_ASIDE * self.windows)
 
-    def _unsettled(self) -> list[_Entry]:
+    def _unsettled(self) -> list[WindowEntry]:
         first = max(len(self._recent) - _NEIGHBOURS, 0)
         return [self._sized(i) for i in range(first, len(self._recent)) if self._outweighing(i) is None]
 
-    def _add_to(self, average: RunningNoiseScale, entry: _Entry) -> None:
+    def _add_to(self, average: RunningNoiseScale, entry: WindowEntry) -> None:
         alive = [self._index[name] for name in self.groups if name not in self._gone]
         trace_cov, grad_sq = (math.fsum(values[i] for i in alive) for values in (entry.trace_cov, entry.grad_sq))
         average.update(WindowEstimate(trace_cov / entry.size, grad_sq / entry.size))
@@ -376,8 +276,8 @@ class WindowHistory:
             "windows": self.windows,
             "n_set_aside": self.n_set_aside,
             "group_set_aside": dict(self.group_set_aside),
-            "settled": [_as_list(entry) for entry in self._settled],
-            "recent": [_as_list(entry) for entry in self._recent],
+            "settled": [entry.as_list() for entry in self._settled],
+            "recent": [entry.as_list() for entry in self._recent],
             "since": dict(self._since),
             "gone": sorted(self._gone),
             "average": self._average.state_dict(),
@@ -407,7 +307,7 @@ class WindowHistory:
         if not set(state["gone"]) <= set(self.groups):
             raise ValueError(f"{label}: unknown groups in {state['gone']!r:.60}: is it damaged?")
         settled, recent = (
-            [_from_list(label, row, len(self.groups)) for row in state[name]] for name in ("settled", "recent")
+            [entry_from_list(label, row, len(self.groups)) for row in state[name]] for name in ("settled", "recent")
         )
         average = RunningNoiseScale(math.inf)
         average.load_state_dict(state["average"])
@@ -418,22 +318,3 @@ class WindowHistory:
         # Groups that were frozen may train now. If they do not, they are noticed again, and leave again.
         self._since |= dict.fromkeys(state["gone"], round(self.last_window) + 1)
         self._gone = set()
-
-
-def _as_list(entry: _Entry) -> list[float]:
-    return [entry.number, entry.n_windows, entry.size, *entry.trace_cov, *entry.grad_sq, *sorted(entry.aside)]
-
-
-def _from_list(label: str, row: object, n_groups: int) -> _Entry:
-    n = 3 + 2 * n_groups  # the groups that are set aside follow
-    if not isinstance(row, Sequence) or not n <= len(row) <= n + n_groups:
-        raise ValueError(f"{label}: a window must be {n} numbers or more, got {row!r:.60}: is it damaged?")
-    numbers = dict(enumerate(row))
-    for i in numbers:
-        check_number(label, numbers, i)  # type: ignore[arg-type]
-    values, aside = [float(value) for value in row[:n]], frozenset(row[n:])
-    if values[1] < 1 or values[2] <= 0:
-        raise ValueError(f"{label}: a window must have a count and a size above 0, got {row[:3]!r:.60}: is it damaged?")
-    if not aside <= set(range(n_groups)):
-        raise ValueError(f"{label}: a window is set aside for unknown groups, got {row[n:]!r:.60}: is it damaged?")
-    return _Entry(values[0], int(values[1]), values[2], values[3 : 3 + n_groups], values[3 + n_groups :], aside)

@@ -10,10 +10,10 @@ import torch
 from sonde.batch_size.stats.advice import advise, windows_needed
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.consistency import same_data
-from sonde.batch_size.stats.history import Series
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.reading import GroupReading, Influence, NoiseScaleReading, RunAverage
 from sonde.batch_size.stats.trend import TrendFit, effective_windows, fit_trends
+from sonde.batch_size.stats.window_entry import Series
 from sonde.stats.intervals import RatioInterval
 
 _MOST_MISSING = 0.25

@@ -1,0 +1,142 @@
+"""What the history keeps of a window, and what the trend gets of all of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sonde.stats.state import check_number
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A window that would have outweighed all others of its horizon together.
+
+    Attributes:
+        window: its number.
+        times: how many times its neighbours' squared gradient norm, or their noise, it had.
+        group: the parameter group that alone had so much; empty for the whole model.
+    """
+
+    window: int
+    times: float
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Windows as the trend takes them. A window counts in units of its expected squared gradient norm.
+
+    Attributes:
+        trace_cov: tr Σ over the expected |F|²; [series, entries].
+        grad_sq: |G|² over the expected |F|²; [series, entries].
+        ages: of the entries, in windows, 0 for the last window; [entries].
+        numbers: of the windows; the mean where several share an entry; [entries].
+        mean_trace_cov: tr Σ itself, averaged over the horizon; NaN without windows; [series].
+        mean_grad_sq: |G|² itself, likewise; [series].
+    """
+
+    trace_cov: Tensor
+    grad_sq: Tensor
+    ages: Tensor
+    numbers: Tensor
+    mean_trace_cov: Tensor
+    mean_grad_sq: Tensor
+
+
+@dataclass
+class WindowEntry:
+    """One window, or several neighbouring ones.
+
+    Attributes:
+        number: of the window, or the mean.
+        n_windows: how many they are.
+        size: expected |F|², or the mean; of a recent window its own |F|².
+        trace_cov: sum over the windows of tr Σ; [groups].
+        grad_sq: sum over the windows of |G|²; [groups].
+        aside: groups for which the entry does not count, by index.
+    """
+
+    number: float
+    n_windows: int
+    size: float
+    trace_cov: list[float]
+    grad_sq: list[float]
+    aside: frozenset[int] = frozenset()
+
+    def sum_with(self, other: WindowEntry) -> WindowEntry:
+        """One entry for the windows of both."""
+        n = self.n_windows + other.n_windows
+        # In a group for which one of the two does not count, the other stands in for it.
+        weights = [
+            (n / self.n_windows, 0.0)
+            if i in other.aside - self.aside
+            else (0.0, n / other.n_windows)
+            if i in self.aside - other.aside
+            else (1.0, 1.0)
+            for i in range(len(self.trace_cov))
+        ]
+        trace_cov, grad_sq = (
+            [w * a + v * b for (w, v), a, b in zip(weights, *pair, strict=True)]
+            for pair in ((self.trace_cov, other.trace_cov), (self.grad_sq, other.grad_sq))
+        )
+        return WindowEntry(
+            (self.number * self.n_windows + other.number * other.n_windows) / n,
+            n,
+            (self.size * self.n_windows + other.size * other.n_windows) / n,
+            trace_cov,
+            grad_sq,
+            self.aside & other.aside,
+        )
+
+    @functools.cached_property
+    def v(self) -> float:
+        """v in |F|² = |G|² + v tr Σ, of a single window that still has its own size."""
+        noise = sum(self.trace_cov)
+        return (self.size - sum(self.grad_sq)) / noise if noise > 0 else 0.0
+
+    @functools.cached_property
+    def noises_and_squares(self) -> Tensor:
+        """tr Σ and |F|² of each group and, last, of all together, likewise; [2, groups + 1]."""
+        table = torch.tensor([self.trace_cov, self.grad_sq], dtype=torch.float64, device="cpu")
+        noises, grad_sq = torch.cat([table, table.sum(1, keepdim=True)], 1)
+        return torch.stack([noises, grad_sq + self.v * noises])
+
+    def noise_and_square(self, groups: Sequence[int], v: float) -> tuple[float, float]:
+        """tr Σ and |F|² of some groups together, summed over the windows."""
+        noise, grad_sq = (math.fsum(values[i] for i in groups) for values in (self.trace_cov, self.grad_sq))
+        return noise, grad_sq + v * noise
+
+    def as_list(self) -> list[float]:
+        """All of it, as `entry_from_list` takes it."""
+        return [self.number, self.n_windows, self.size, *self.trace_cov, *self.grad_sq, *sorted(self.aside)]
+
+
+def entry_from_list(label: str, row: object, n_groups: int) -> WindowEntry:
+    """Restore what `WindowEntry.as_list` returned.
+
+    Args:
+        label: of the state, for messages.
+        row: the list.
+        n_groups: of the history.
+
+    Raises:
+        ValueError: when it cannot be an entry of so many groups.
+    """
+    n = 3 + 2 * n_groups  # the groups that are set aside follow
+    if not isinstance(row, Sequence) or not n <= len(row) <= n + n_groups:
+        raise ValueError(f"{label}: a window must be {n} numbers or more, got {row!r:.60}: is it damaged?")
+    numbers = dict(enumerate(row))
+    for i in numbers:
+        check_number(label, numbers, i)  # type: ignore[arg-type]
+    values, aside = [float(value) for value in row[:n]], frozenset(row[n:])
+    if values[1] < 1 or values[2] <= 0:
+        raise ValueError(f"{label}: a window must have a count and a size above 0, got {row[:3]!r:.60}: is it damaged?")
+    if not aside <= set(range(n_groups)):
+        raise ValueError(f"{label}: a window is set aside for unknown groups, got {row[n:]!r:.60}: is it damaged?")
+    return WindowEntry(values[0], int(values[1]), values[2], values[3 : 3 + n_groups], values[3 + n_groups :], aside)
