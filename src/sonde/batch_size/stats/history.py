@@ -93,15 +93,15 @@ class WindowHistory:
             self._settled = [a.sum_with(b) for a, b in pairs] + self._settled[len(self._settled) // 2 * 2 :]
 
     def _settle(self, index: int) -> None:
-        entry = self._recent[index]
-        if (aside := self._outweighing(index)) is not None:
+        aside, aside_in = self._set_aside(index)
+        if aside is not None:
             self.n_set_aside += 1
             self.last_set_aside = aside
             return
-        entry = self._sized(index)
-        for group_aside in self._outweighing_in(index).values() if entry.aside else ():
+        for group_aside in aside_in.values():
             self.group_set_aside[group_aside.group] += 1
             self.last_group_set_aside = group_aside
+        entry = self._sized(index, aside_in)
         self._settled.append(entry)
         self._add_to(self._average, entry)
 
@@ -109,35 +109,34 @@ class WindowHistory:
         near = self._recent[max(index - _NEIGHBOURS, 0) : index + _NEIGHBOURS + 1]
         return [entry for entry in near if entry is not self._recent[index]] or near
 
-    def _sized(self, index: int) -> WindowEntry:
+    def _sized(self, index: int, aside_in: Iterable[int]) -> WindowEntry:
         """A recent window with the squared norm that its neighbours let expect, and groups it does not count in."""
-        size, aside = self._expected_size(index), frozenset(self._outweighing_in(index))
-        return replace(self._recent[index], size=size, aside=aside)
+        return replace(self._recent[index], size=self._expected_size(index), aside=frozenset(aside_in))
 
     def _expected_size(self, index: int) -> float:
         return median(other.size for other in self._neighbours(index))
 
-    def _outweighing(self, index: int) -> SetAside | None:
-        """Whether a recent window outweighs all others of its horizon."""
-        if not self._may_set_aside(index, self.n_set_aside):
-            return None
-        times = self._times(index)[-1]
-        if times <= self._most_times() or not self._outweighs(index, range(len(self.groups)), column=-1):
-            return None
-        return SetAside(round(self._recent[index].number), times)
+    def _set_aside(self, index: int) -> tuple[SetAside | None, dict[int, SetAside]]:
+        """Whether a recent window outweighs all others of its horizon.
 
-    def _outweighing_in(self, index: int) -> dict[int, SetAside]:
-        """The same for each group alone, by index: a small group hardly moves the whole."""
-        aside: dict[int, SetAside] = {}
-        if len(self.groups) == 1:
-            return aside
-        times, number = self._times(index), round(self._recent[index].number)
-        for i in (i for i in range(len(self.groups)) if times[i] > self._most_times()):
-            name = self.groups[i]
-            may_set_aside = self._may_set_aside(index, self.n_set_aside + self.group_set_aside[name])
-            if name not in self._gone and may_set_aside and self._outweighs(index, [i], column=i):
-                aside[i] = SetAside(number, times[i], name)
-        return aside
+        Returns:
+            For the whole model; and for single groups, by index, since a small group hardly moves the whole.
+        """
+        most, times, number = self._most_times(), self._times(index), round(self._recent[index].number)
+        if max(times) <= most:
+            return None, {}
+        every_group = range(len(self.groups))
+        if times[-1] > most and self._may_set_aside(index, 0) and self._outweighs(index, every_group, column=-1):
+            return SetAside(number, times[-1]), {}
+        aside_in = {
+            i: SetAside(number, times[i], name)
+            for i, name in enumerate(self.groups if len(self.groups) > 1 else ())
+            if times[i] > most
+            and name not in self._gone
+            and self._may_set_aside(index, self.group_set_aside[name])
+            and self._outweighs(index, [i], column=i)
+        }
+        return None, aside_in
 
     def _times(self, index: int) -> list[float]:
         """How many times its neighbours' median a window's noise or squared norm is.
@@ -177,13 +176,19 @@ class WindowHistory:
         factor = max(1.0, _LEAST_OUTWEIGHING / max(len(others), 1))
         return noise > factor * math.fsum(x for x, _ in shares) or square > factor * math.fsum(y for _, y in shares)
 
-    def _may_set_aside(self, index: int, n_set_aside: int) -> bool:
+    def _may_set_aside(self, index: int, n_in_group: int) -> bool:
+        n_set_aside = self.n_set_aside + n_in_group
         has_neighbours = len(self._neighbours(index)) >= _NEIGHBOURS
         return has_neighbours and n_set_aside + 1 <= max(1.0, _MOST_SET_ASIDE * self.windows)
 
     def _unsettled(self) -> list[WindowEntry]:
-        first = max(len(self._recent) - _NEIGHBOURS, 0)
-        return [self._sized(i) for i in range(first, len(self._recent)) if self._outweighing(i) is None]
+        """The last windows, which wait for their neighbours, as they would count now."""
+        entries = []
+        for i in range(max(len(self._recent) - _NEIGHBOURS, 0), len(self._recent)):
+            aside, aside_in = self._set_aside(i)
+            if aside is None:
+                entries.append(self._sized(i, aside_in))
+        return entries
 
     def _add_to(self, average: RunningNoiseScale, entry: WindowEntry) -> None:
         alive = [self._index[name] for name in self.groups if name not in self._gone]
