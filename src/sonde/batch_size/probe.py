@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from sonde.batch_size.model_checks import (
     optimizer_in_words,
     refuse_steps_in_backward,
 )
+from sonde.batch_size.one_thread import one_thread_at_a_time
 from sonde.batch_size.readback import Readback
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
@@ -140,6 +142,7 @@ class NoiseScaleProbe:
             on_backward=self._end_backward,
         )
         self._reader = WindowReader(wrapper, names, self._metric, witness, self._taps, grad_scaler=self._grad_scaler)
+        self._lock = threading.RLock()
         self._readback: Readback[MeasuredWindow] = Readback()
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
@@ -264,16 +267,19 @@ class NoiseScaleProbe:
         for name, value in scalars.items():
             self._scalars.add(name, value)
 
+    @one_thread_at_a_time
     def reading(self) -> NoiseScaleReading:
         """The present reading, including the window that ended last. Waits for the device."""
         self._take_all()
         return self._tracker.reading()
 
+    @one_thread_at_a_time
     def window(self) -> SolvedWindow | None:
         """The last window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits for the device."""
         self._take_all()
         return self._tracker.last
 
+    @one_thread_at_a_time
     def metrics(self) -> Mapping[str, float | None]:
         """The reading by metric name; None where a number is not known or not bounded. Waits for the device."""
         self._take_all()
@@ -284,6 +290,7 @@ class NoiseScaleProbe:
         """The alerts so far: the first message of each name."""
         return dict(self._log.alerts)
 
+    @one_thread_at_a_time
     def state_dict(self) -> dict[str, Any]:
         """The averages so far, from which a restart continues, as JSON values. Waits for the device."""
         self._take_all()
@@ -294,6 +301,7 @@ class NoiseScaleProbe:
             "run": self._log.state_dict(),
         }
 
+    @one_thread_at_a_time
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict`.
 
@@ -304,6 +312,7 @@ class NoiseScaleProbe:
         check_state(state, self._identity())
         self._take_all()  # windows still in the readback belong to the time before
         self._tracker.load_state_dict(state["averages"])
+        self._loop.restore(self._tracker.gone_groups)
         self._log.load_state_dict(state["run"])
         self._n_windows = state["run"]["window"]
 
@@ -323,6 +332,7 @@ class NoiseScaleProbe:
         """
         self._close(reason, abandon_unfinished=False)
 
+    @one_thread_at_a_time
     def _close(self, reason: str, *, abandon_unfinished: bool) -> None:
         if self._closed:
             return
@@ -416,6 +426,7 @@ class NoiseScaleProbe:
             raise failure
         return norm
 
+    @one_thread_at_a_time
     def _put(self, window: Window, scalars: Mapping[str, float | Tensor], change: TrainedChange | None) -> None:
         """Put a window's numbers into the readback, with its number, time, cost and tap."""
         self._n_windows, self._n_put = self._n_windows + 1, self._n_put + 1
@@ -434,6 +445,7 @@ class NoiseScaleProbe:
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
         self._readback.put([*vectors, as_vector(list(scalars.values()), self._reader.device)], read, window.work)
 
+    @one_thread_at_a_time
     def _deliver(self) -> None:
         """Send the windows that are due, and take in those that arrived. The first is sent at once."""
         if self._n_put == 1 or self._n_windows % min(self._log_every, _WINDOWS_HELD) == 0:
