@@ -269,7 +269,10 @@ class NoiseScaleProbe:
 
     @one_thread_at_a_time
     def reading(self) -> NoiseScaleReading:
-        """The present reading, including the window that ended last. Waits for the device."""
+        """The present reading, including the window that ended last. Waits for the device.
+
+        Another thread may call it while this one trains.
+        """
         self._take_all()
         return self._tracker.reading()
 
