@@ -35,6 +35,7 @@ class Point:
         ess_fraction: effective sample size of importance sampling over the responses; None if unknown.
         surprise_sd: scatter of −log π around the entropy, in nats; None if unknown.
         entropy_se: standard error of the entropy, over prompts; None if unknown.
+        segment: which start of the run measured it, from 0.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Point:
     ess_fraction: float | None = None
     surprise_sd: float | None = None
     entropy_se: float | None = None
+    segment: int = 0
 
     @property
     def is_near_uniform(self) -> bool:
@@ -76,7 +78,9 @@ class Point:
         return abs(self.truth - self.delta) <= math.hypot(end - self.delta, Z * (self.truth_se or 0.0))
 
 
-def forecast_point(step: int, metrics: Mapping[str, float | None], per: Per = "token", reason: str = "") -> Point:
+def forecast_point(
+    step: int, metrics: Mapping[str, float | None], per: Per = "token", reason: str = "", segment: int = 0
+) -> Point:
     """A point from a record's metrics; their names are in `EntropyChangeProbe.METRICS`."""
 
     def metric(name: str) -> float | None:
@@ -106,4 +110,5 @@ def forecast_point(step: int, metrics: Mapping[str, float | None], per: Per = "t
         ess_fraction=ess_fraction,
         surprise_sd=surprise_sd,
         entropy_se=entropy_se,
+        segment=segment,
     )
