@@ -27,9 +27,61 @@ class StepsKept:
 
     def label(self, index: int) -> str:
         """The step of one measurement, in words."""
+        return f"step {self.points[index].step:,}{self._where(index)}"
+
+    def labels(self, first: int, last: int) -> str:
+        """The steps of neighbouring measurements, in words."""
+        if self.starts[first] != self.starts[last] or self.points[first].step == self.points[last].step:
+            return self.label(last)
+        return f"steps {self.points[first].step:,} to {self.points[last].step:,}{self._where(last)}"
+
+    def _where(self, index: int) -> str:
         again = self.starts[-1] - self.starts[index]
-        where = "" if not again else " before the restart" if again == 1 else f", {again} restarts ago"
-        return f"step {self.points[index].step}{where}"
+        return "" if not again else " before the restart" if again == 1 else f", {again} restarts ago"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    point: Point
+    position: int
+    start: int
+
+
+class StepsKeeper:
+    """Leaves out the measurements that a restart undid, as they come in. See `steps_kept`."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+        self._n_undone = 0
+
+    def add(self, point: Point) -> None:
+        """Add the next measurement."""
+        kept, before = self._kept, len(self._kept)
+        if kept and point.segment != kept[-1].point.segment:
+            while kept and kept[-1].point.step >= point.step:
+                kept.pop()
+        elif kept and point.step < kept[-1].point.step:
+            first = next(k.point.step for k in kept if k.start == kept[-1].start)
+            if point.step <= first:
+                kept.append(_Kept(point, kept[-1].position + 1, kept[-1].start + 1))
+                return
+            while kept[-1].point.step >= point.step:
+                kept.pop()
+        self._n_undone += before - len(kept)
+        offset = kept[-1].position - kept[-1].point.step if kept else 0
+        kept.append(_Kept(point, point.step + offset, kept[-1].start if kept else 0))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def kept(self, at_each_end: int | None = None) -> StepsKept:
+        """The measurements that count: all of them, or so many at each end of the run."""
+        some = self._kept
+        if at_each_end is not None and len(some) > 2 * at_each_end:
+            some = [*some[:at_each_end], *some[-at_each_end:]]
+        return StepsKept(
+            tuple(k.point for k in some), tuple(k.position for k in some), tuple(k.start for k in some), self._n_undone
+        )
 
 
 def steps_kept(points: Sequence[Point]) -> StepsKept:
@@ -51,30 +103,7 @@ def steps_kept(points: Sequence[Point]) -> StepsKept:
         >>> steps_kept([at(1), at(11), at(1), at(11)]).positions
         (1, 11, 12, 22)
     """
-    kept: list[_Kept] = []
-    n_undone = 0
+    keeper = StepsKeeper()
     for point in points:
-        before = len(kept)
-        if kept and point.segment != kept[-1].point.segment:
-            while kept and kept[-1].point.step >= point.step:
-                kept.pop()
-        elif kept and point.step < kept[-1].point.step:
-            first = next(k.point.step for k in kept if k.start == kept[-1].start)
-            if point.step <= first:
-                kept.append(_Kept(point, kept[-1].position + 1, kept[-1].start + 1))
-                continue
-            while kept[-1].point.step >= point.step:
-                kept.pop()
-        n_undone += before - len(kept)
-        offset = kept[-1].position - kept[-1].point.step if kept else 0
-        kept.append(_Kept(point, point.step + offset, kept[-1].start if kept else 0))
-    return StepsKept(
-        tuple(k.point for k in kept), tuple(k.position for k in kept), tuple(k.start for k in kept), n_undone
-    )
-
-
-@dataclass(frozen=True)
-class _Kept:
-    point: Point
-    position: int
-    start: int
+        keeper.add(point)
+    return keeper.kept()
