@@ -144,3 +144,27 @@ def test_a_verdict_names_the_measurements_behind_it() -> None:
     assert "1 of 3 forecasts was not to be trusted." in detail
     assert "importance sampling measured −0.021" in judge_entropy(points({}, {"is_independent": False})).detail
     assert "not to be trusted" in judge_entropy(points({}, {"is_valid": False})).detail
+
+
+def test_every_number_of_a_verdict_is_written_alike_and_without_noise_digits() -> None:
+    run = points(*({"step": 1000 * i, "entropy": 2.0 - 0.026 * i, "entropy_se": 1e-6} for i in range(1, 61)))
+    verdict = judge_entropy(run)
+    told = plain(" ".join([verdict.headline, verdict.detail, verdict.basis]))
+    assert "0.492 ± less than 0.001 nats a token at steps 56,000 to 60,000" in told
+    assert "−74.4 % of its first value (95 % interval: narrower than the digits shown)" in told
+    assert "Step 60,000 was forecast to change it by −0.0200 [−0.0220 to −0.0180]" in told
+    still = judge_entropy(entropies(*(2.0 + 1e-12 * i for i in range(60)), error=1e-9))
+    assert "It changed by 0.000 nats a token, 0.0 % of its first value" in plain(still.detail)
+    assert "10⁻" not in f"{still.headline} {still.detail}"
+    assert "1 of 1 forecast was not to be trusted." in judge_entropy(points({"is_valid": False})).detail
+
+
+def test_negative_entropies_are_compared_in_nats_with_ordered_intervals() -> None:
+    falling = judge_entropy(entropies(*(-1.0 - 0.02 * i for i in range(20)), error=-0.01))
+    assert "It changed by −0.34 nats a token (95 % interval: −0.36 to −0.32)." in plain(falling.detail)
+    crossing = judge_entropy(entropies(*(0.5 - 0.02 * i for i in range(60)), every=1, error=0.0))
+    assert (crossing.kind, "%" in plain(crossing.detail).replace("95 %", "")) == ("falling", False)
+
+
+def test_forecasts_without_entropies_are_no_run_without_forecasts() -> None:
+    assert "Forecasts were logged without" in judge_entropy(points({"entropy": None})).detail

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from sonde.policy.stats.entropy_course import entropy_course
 from sonde.policy.stats.entropy_forecast import NEAR_UNIFORM, TOO_LARGE
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.policy_alerts import PolicyAlerts, find_policy_alerts
@@ -95,6 +96,8 @@ def test_alerts_point_by_point_are_those_of_all_points_and_look_at_few() -> None
         alerts.add(point)
         if i % 30 == 0 or i > 350:
             assert alerts.messages() == find_policy_alerts(run[: i + 1])
+            if i:
+                assert ("entropy_collapse" in alerts.messages()) == entropy_course(run[: i + 1]).has_collapsed
         names.append(tuple(alerts.messages()))
     assert names[8] == ()
     assert names[200] == ("intervals_miss",)

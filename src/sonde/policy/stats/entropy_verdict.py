@@ -43,9 +43,11 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
     Args:
         points: in the order in which they were measured. After a restart, step numbers may go back.
     """
+    has_forecast = any(p.delta is not None for p in points)
     points = [p for p in points if p.entropy is not None]
     if not points:
-        return EntropyVerdict("unknown", "No verdict yet: no entropy was measured.", "The run had no forecast.")
+        why = "Forecasts were logged without the policy's entropy." if has_forecast else "The run had no forecast."
+        return EntropyVerdict("unknown", "No verdict yet: no entropy was measured.", why)
     kept = steps_kept(points)
     first, now = kept.points[0], kept.points[-1]
     course = course_of(kept) if len(kept.points) > 1 else None
@@ -167,7 +169,7 @@ def _last_step(now: Point) -> str:
     if now.delta is None:
         return ""
     subject = "it" if now.per == "token" else "a response's entropy"
-    change = f"{number(now.delta)} [{number(now.low)} to {number(now.high)}]"
+    change = _forecast_change(now)
     forecast = f"Step {now.step:,} was forecast to change {subject} by {change}"
     if not now.is_valid:
         return f"{forecast}: {now.reason or 'not to be trusted'}."
@@ -175,6 +177,18 @@ def _last_step(now: Point) -> str:
         return f"{forecast}."
     how = "fresh rollouts" if now.is_independent else "importance sampling"
     return f"{forecast}; {how} measured {number(now.truth)}."
+
+
+def _forecast_change(point: Point) -> str:
+    """A forecast with its interval, all three to the two digits that the interval leaves."""
+    if point.delta is None or point.low is None or point.high is None:
+        return number(point.delta)
+    width = point.high - point.low
+    if width < 1e-6:  # too many zeros for decimals
+        return f"{number(point.delta)} [{number(point.low)} to {number(point.high)}]"
+    decimals = _decimals(width / 20, 2, 7)
+    delta, low, high = (_fixed(value, decimals, sign="") for value in (point.delta, point.low, point.high))
+    return f"{delta} [{low} to {high}]"
 
 
 def _record(points: Sequence[Point]) -> str:

@@ -163,7 +163,7 @@ def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     add_line_at(fig, 0.95, "width", ORANGE, "dashed")
     add_bands(fig, line.x, low, high, Scale("linear", 0.0, 1.0), fill_color=BLUE, fill_alpha=0.14)
     add_curve(fig, line.x, fraction, BLUE)
-    counts = line.texts(lambda r: f"{so_far[id(r)].n_held} of {so_far[id(r)].n} intervals")
+    counts = line.texts(lambda r: f"{so_far[id(r)].n_held:,} of {so_far[id(r)].n:,} intervals")
     columns = {"x": line.x, "y": fraction, "window": line.windows, "counts": counts}
     add_hover(fig, columns, [("contain the truth", "@counts"), WINDOW])
     legend = (
