@@ -209,11 +209,8 @@ def _entropy_tiles(run: Run) -> Iterator[Tile]:
     else:
         first, last = kept[0], kept[-1]
         error = "" if last.entropy_se is None else f" ± {number(last.entropy_se, 2)}"
-        share = (
-            f"; {percent((last.entropy or 0.0) / first.entropy)} of its first value"
-            if (first.entropy or 0.0) > 0 <= (last.entropy or 0.0)
-            else ""
-        )
+        begin, now = first.entropy or 0.0, last.entropy or 0.0
+        share = f"; {percent(now / begin)} of its first value" if begin > 0 and now >= 0 else ""
         yield Tile("Last measured entropy", number(last.entropy), f"{error} nats a token{share}".strip())
     point = next((p for p in reversed(points) if p.delta is not None), None)
     if point is None:
