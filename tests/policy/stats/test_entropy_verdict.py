@@ -74,8 +74,10 @@ def test_an_entropy_that_has_become_a_seventh_does_not_hold() -> None:
 
 def test_the_change_stands_in_nats_and_per_cent_with_its_interval_and_with_the_last_third() -> None:
     detail = plain(judge_entropy(entropies(1.0, 0.9, 0.8, 0.7, 0.6, error=0.01)).detail)
-    assert "It changed by −0.40 nats a token, −40 % of its first value (95 % interval: −42 % to −38 %)." in detail
-    assert "Over the last 5 steps, it changed by −0.10 nats a token, −14 % of its value before (95 %" in detail
+    assert (
+        "It changed by −0.40 nats a token, −40 % of its level at the start (95 % interval: −42 % to −38 %)." in detail
+    )
+    assert "Over the last 5 steps, it changed by −0.10 nats a token, −14 % of its level before (95 %" in detail
 
 
 def test_noise_is_called_noise() -> None:
@@ -151,10 +153,10 @@ def test_every_number_of_a_verdict_is_written_alike_and_without_noise_digits() -
     verdict = judge_entropy(run)
     told = plain(" ".join([verdict.headline, verdict.detail, verdict.basis]))
     assert "0.492 ± less than 0.001 nats a token at steps 56,000 to 60,000" in told
-    assert "−74.4 % of its first value (95 % interval: narrower than the digits shown)" in told
+    assert "−74.4 % of its level at the start (95 % interval: narrower than the digits shown)" in told
     assert "Step 60,000 was forecast to change it by −0.0200 [−0.0220 to −0.0180]" in told
     still = judge_entropy(entropies(*(2.0 + 1e-12 * i for i in range(60)), error=1e-9))
-    assert "It changed by 0.000 nats a token, 0.0 % of its first value" in plain(still.detail)
+    assert "It changed by 0.000 nats a token, 0.0 % of its level at the start" in plain(still.detail)
     assert "10⁻" not in f"{still.headline} {still.detail}"
     assert "1 of 1 forecast was not to be trusted." in judge_entropy(points({"is_valid": False})).detail
 

@@ -105,5 +105,5 @@ def test_alerts_point_by_point_are_those_of_all_points_and_look_at_few() -> None
     keeper = StepsKeeper()
     for point in run:
         keeper.add(point)
-    assert (len(keeper), len(keeper.kept(100).points)) == (308, 200)
+    assert (len(keeper), len(keeper.kept(150).points)) == (308, 300)
     assert judge_entropy(run).kind == "collapses"

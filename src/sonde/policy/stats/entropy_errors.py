@@ -13,12 +13,12 @@ from sonde.stats.intervals import student_t_quantile
 
 SCATTER_FROM = 10
 """Measurements from which their own scatter says how far each is wrong, in a log without standard errors."""
-REGION = 60
+REGION = 100
 """Measurements at each end of a run that errors are judged by, at most."""
 _SHORTEST_REGION = 12
 _ENLARGED_FROM = 30
 """Measurements from which scatter enlarges standard errors. With fewer, a bend of the course looks like scatter."""
-_STRONGEST_CORRELATION = 0.6
+_STRONGEST_CORRELATION = 0.75
 """Correlation of neighbouring errors that is allowed for at most. Without a limit, chance widens intervals of short
 runs."""
 _INDEPENDENT_BENDS = 0.5

@@ -91,7 +91,7 @@ def _headline(course: Course, kind: Kind) -> str:
 
 def _change(course: Course) -> str:
     """How far the entropy has changed."""
-    return f"It changed by {_amount(course.whole, 'of its first value')}."
+    return f"It changed by {_amount(course.whole, 'of its level at the start')}."
 
 
 def _levels(course: Course) -> str:
@@ -109,7 +109,7 @@ def _recent(course: Course) -> str:
     recent = course.recent
     if recent.half is None or course.n_recent >= course.n_steps:
         return ""
-    text = f"Over the last {plural(course.n_recent, 'step')}, it changed by {_amount(recent, 'of its value before')}"
+    text = f"Over the last {plural(course.n_recent, 'step')}, it changed by {_amount(recent, 'of its level before')}"
     return f"{text}." if recent.sign or recent.is_small else f"{text}, so its present direction is not known yet."
 
 
@@ -169,26 +169,24 @@ def _last_step(now: Point) -> str:
     if now.delta is None:
         return ""
     subject = "it" if now.per == "token" else "a response's entropy"
-    change = _forecast_change(now)
-    forecast = f"Step {now.step:,} was forecast to change {subject} by {change}"
+    delta, low, high, truth = _to_the_same_digits(now)
+    forecast = f"Step {now.step:,} was forecast to change {subject} by {delta} [{low} to {high}]"
     if not now.is_valid:
         return f"{forecast}: {now.reason or 'not to be trusted'}."
     if not now.has_truth:
         return f"{forecast}."
     how = "fresh rollouts" if now.is_independent else "importance sampling"
-    return f"{forecast}; {how} measured {number(now.truth)}."
+    return f"{forecast}; {how} measured {truth}."
 
 
-def _forecast_change(point: Point) -> str:
-    """A forecast with its interval, all three to the two digits that the interval leaves."""
-    if point.delta is None or point.low is None or point.high is None:
-        return number(point.delta)
-    width = point.high - point.low
-    if width < 1e-6:  # too many zeros for decimals
-        return f"{number(point.delta)} [{number(point.low)} to {number(point.high)}]"
+def _to_the_same_digits(point: Point) -> list[str]:
+    """A forecast, both ends of its interval and the truth, to the two digits that the interval leaves."""
+    values = (point.delta, point.low, point.high, point.truth)
+    width = 0.0 if point.low is None or point.high is None else point.high - point.low
+    if width < 1e-6:  # unknown, or too many zeros for decimals
+        return [number(value) for value in values]
     decimals = _decimals(width / 20, 2, 7)
-    delta, low, high = (_fixed(value, decimals, sign="") for value in (point.delta, point.low, point.high))
-    return f"{delta} [{low} to {high}]"
+    return [number(value) if value is None else _fixed(value, decimals, sign="") for value in values]
 
 
 def _record(points: Sequence[Point]) -> str:

@@ -17,7 +17,7 @@ _LEARNS_ABOVE = 0.5
 """Fraction of the entropy of an almost uniform start above which a fall is how the policy learns, and no alert."""
 _TOO_LARGE_IN_A_ROW = 3
 """Forecasts in a row that are not to be trusted before an alert."""
-_AT_EACH_END = 100
+_AT_EACH_END = 150
 """Measurements at each end of a run that a collapse is judged by. Levels and errors rest on fewer of a long run."""
 _JUDGED_FROM = 10
 """Smallest number of checked intervals from which their coverage is judged."""

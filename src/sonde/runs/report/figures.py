@@ -179,7 +179,7 @@ def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, s
     for axis, scale, label in ((fig.xaxis[0], x, x_label), (fig.yaxis[0], y, y_label)):
         axis.axis_label = PlainText(text=label)  # otherwise "$$" in a unit's name would load MathJax from the network
         _style_axis(axis, scale)
-    fig.xaxis[0].major_label_policy = NoOverlap(min_distance=8)  # on narrow screens, fewer labels
+    fig.xaxis[0].major_label_policy = NoOverlap(min_distance=4)  # on narrow screens, fewer labels
     fig.grid.grid_line_color = "#e9edf0"
     return fig
 
