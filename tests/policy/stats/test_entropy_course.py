@@ -85,7 +85,7 @@ def test_the_last_third_is_counted_in_steps_not_in_measurements() -> None:
 
 
 def test_a_fall_that_ended_early_in_the_last_third_goes_on_no_more() -> None:
-    flat = [2.0] * 42 + [1.0] * 18
+    flat = [2.0] * 44 + [1.0] * 16
     assert entropy_course(entropies(*flat, error=EXACT)).trend == "fallen"
     cliff = [2.0] * 196 + [1.7, 1.4, 1.1, 0.8]
     assert entropy_course(entropies(*cliff, error=EXACT)).trend == "falling"
@@ -101,7 +101,7 @@ def test_entropies_of_continuous_distributions_keep_their_signs() -> None:
             assert change.high is not None
             assert change.low < change.nats < change.high < 0
     assert entropy_course(entropies(*(-2.0 + 0.02 * i for i in range(60)), error=0.0)).trend == "rising"
-    assert entropy_course(entropies(*[-2.0] * 60, error=0.0)).trend == "holds"
+    assert entropy_course(entropies(*(-2.0 - 0.002 * i for i in range(60)), error=0.0)).trend == "holds"
 
 
 def test_a_noisy_measurement_counts_by_its_error() -> None:

@@ -37,8 +37,8 @@ def errors(draw: random.Random, n: int, correlation: float) -> Iterator[float]:
 def test_the_intervals_of_the_change_hold_the_truth(n: int, correlation: float, is_logged: bool) -> None:
     """The truth is the difference of the same means of the true entropies.
 
-    Measured on 600 runs a cell: 94 to 98 % with independent errors from 100 measurements on, 90 to 96 % with
-    correlated ones. Short runs whose course bends have wider intervals, since bends look like scatter: up to 100 %.
+    Measured on 600 runs a cell: 96 to 98 % with independent errors from 100 measurements on, 90 to 94 % with
+    correlated ones. Short runs have wider intervals, since bends look like scatter or correlation: 93 to 100 %.
     """
     draw = random.Random(n)
     held, widths = {}, []
