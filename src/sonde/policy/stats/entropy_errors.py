@@ -61,8 +61,8 @@ class Errors:
             factor: `first` or `last`.
         """
         own, each = values[begin:end], self.each[begin:end]
-        floor = _SMALLEST_ERROR * median(each)
-        weights = [max(error, floor) ** -2 if floor else 1.0 for error in each]
+        floor = max(_SMALLEST_ERROR * median(each), min(each))
+        weights = [(floor / max(error, floor)) ** 2 if floor else 1.0 for error in each]
         total = sum(weights)
         nats = sum(w * value for w, value in zip(weights, own, strict=True)) / total
         independent = math.hypot(*(w * error for w, error in zip(weights, each, strict=True))) / total

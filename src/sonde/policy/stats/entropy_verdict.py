@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sonde.policy.stats.coverage import coverage
-from sonde.policy.stats.entropy_course import HOLDS_WITHIN, Change, Course, Trend, course_of
+from sonde.policy.stats.entropy_course import HOLDS_WITHIN, NO_CHANGE, Change, Course, Trend, course_of
 from sonde.policy.stats.entropy_errors import SCATTER_FROM
 from sonde.policy.stats.forecast_point import Point
 from sonde.policy.stats.policy_alerts import find_policy_alerts
@@ -118,7 +118,8 @@ def _amount(change: Change, of: str) -> str:
     decimals = _decimals(change.half, 2, 3)
     nats = f"{_fixed(change.nats, decimals)} nats a token"
     low, high = change.low, change.high
-    if change.of <= 0 or change.nats < -change.of:  # of a continuous distribution, where per cent say nothing
+    # Per cent say nothing of almost no entropy, nor of a continuous distribution's.
+    if change.of < NO_CHANGE or change.nats < -change.of:
         if low is None or high is None:
             return nats
         return f"{nats} (95 % interval: {_fixed(low, decimals)} to {_fixed(high, decimals)})"

@@ -13,6 +13,9 @@ from sonde.policy.stats.near_uniform import is_near_uniform
 Z = 1.959964
 """Standard errors from the centre of a normal distribution to the end of its 95 % interval."""
 
+_NO_MEASUREMENT = 1e50
+"""Nats. Numbers of this size come from weights that have overflowed, and their own squares would overflow."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -85,7 +88,7 @@ def forecast_point(
 
     def metric(name: str) -> float | None:
         value = metrics.get(f"entropy/{name}")
-        return value if value is not None and math.isfinite(value) else None
+        return value if value is not None and abs(value) < _NO_MEASUREMENT else None  # nor is NaN below it
 
     is_independent, ess_fraction = metric("delta_rollouts") is not None, metric("ess_fraction")
     # Older logs hold the change by importance sampling however few responses count.
