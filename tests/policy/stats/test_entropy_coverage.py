@@ -9,8 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from sonde.policy.stats.entropy_course import entropy_course
-from tests.policy.stats.points import points
+from tests.policy.stats.points import course_of, points
 
 COURSES: dict[str, Callable[[float], float]] = {
     "constant": lambda t: 1.0,
@@ -47,7 +46,7 @@ def test_the_intervals_of_the_change_hold_the_truth(n: int, correlation: float, 
         held[name] = 0
         for _ in range(RUNS):
             noisy = (value + error for value, error in zip(true, errors(draw, n, correlation), strict=True))
-            found = entropy_course(points(*({"entropy": v, "entropy_se": SE if is_logged else None} for v in noisy)))
+            found = course_of(points(*({"entropy": v, "entropy_se": SE if is_logged else None} for v in noisy)))
             k = found.now.n
             assert found.whole.half is not None
             held[name] += abs(found.whole.nats - fmean(true[-k:]) + fmean(true[:k])) <= found.whole.half

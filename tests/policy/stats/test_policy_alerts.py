@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-from sonde.policy.stats.entropy_course import entropy_course
 from sonde.policy.stats.entropy_forecast import NEAR_UNIFORM, TOO_LARGE
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.policy_alerts import PolicyAlerts, find_policy_alerts
 from sonde.policy.stats.steps_kept import StepsKeeper
-from tests.policy.stats.points import points
+from tests.policy.stats.points import course_of, points
 
 
 def test_a_collapse_is_reported_when_it_has_happened_and_when_it_is_near() -> None:
@@ -97,7 +96,7 @@ def test_alerts_point_by_point_are_those_of_all_points_and_look_at_few() -> None
         if i % 30 == 0 or i > 350:
             assert alerts.messages() == find_policy_alerts(run[: i + 1])
             if i:
-                assert ("entropy_collapse" in alerts.messages()) == entropy_course(run[: i + 1]).has_collapsed
+                assert ("entropy_collapse" in alerts.messages()) == course_of(run[: i + 1]).has_collapsed
         names.append(tuple(alerts.messages()))
     assert names[8] == ()
     assert names[200] == ("intervals_miss",)

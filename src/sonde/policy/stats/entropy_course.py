@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sonde.policy.stats.entropy_errors import SCATTER_FROM, Errors, entropy_errors
-from sonde.policy.stats.forecast_point import Point
-from sonde.policy.stats.steps_kept import StepsKept, steps_kept
+from sonde.policy.stats.steps_kept import StepsKept
 
 Trend = Literal["holds", "falling", "fallen", "rising", "risen", "unknown"]
 
@@ -154,23 +153,20 @@ class Course:
         return has_changed and pace >= _HALF_THE_PACE * pace_of_run
 
 
-def entropy_course(points: Sequence[Point]) -> Course:
+def entropy_course(kept: StepsKept) -> Course:
     """The course of the entropy.
 
     Args:
-        points: at least two with an entropy, in the order in which they were measured.
+        kept: at least two measurements with an entropy.
 
     Example:
+        >>> from sonde.policy.stats.forecast_point import Point
+        >>> from sonde.policy.stats.steps_kept import steps_kept
         >>> def point(step: int, entropy: float) -> Point:
         ...     return Point(step, entropy, None, None, None, False, None, None, False, entropy_se=0.02)
-        >>> entropy_course([point(1, 2.7), point(28, 1.2), point(56, 0.4)]).trend
+        >>> entropy_course(steps_kept([point(1, 2.7), point(28, 1.2), point(56, 0.4)])).trend
         'falling'
     """
-    return course_of(steps_kept([p for p in points if p.entropy is not None]))
-
-
-def course_of(kept: StepsKept) -> Course:
-    """The course of the entropy in measurements that all have one and that no restart has undone."""
     values = [p.entropy or 0.0 for p in kept.points]
     n = len(values)
     errors = entropy_errors(kept, values)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sonde.policy.stats.coverage import coverage
-from sonde.policy.stats.entropy_course import HOLDS_WITHIN, NO_CHANGE, Change, Course, Trend, course_of
+from sonde.policy.stats.entropy_course import HOLDS_WITHIN, NO_CHANGE, Change, Course, Trend, entropy_course
 from sonde.policy.stats.entropy_errors import SCATTER_FROM
 from sonde.policy.stats.forecast_point import Point
 from sonde.policy.stats.policy_alerts import find_policy_alerts
@@ -50,7 +50,7 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
         return EntropyVerdict("unknown", "No verdict yet: no entropy was measured.", why)
     kept = steps_kept(points)
     first, now = kept.points[0], kept.points[-1]
-    course = course_of(kept) if len(kept.points) > 1 else None
+    course = entropy_course(kept) if len(kept.points) > 1 else None
     alerts = find_policy_alerts(kept.points)
     too_large = "Steps are too large to forecast." if "steps_too_large" in alerts else ""
     record = _joined(_last_step(now), _record(points))

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from sonde.policy.stats.coverage import LEVEL, Coverage, is_judged
-from sonde.policy.stats.entropy_course import Course, course_of
+from sonde.policy.stats.entropy_course import Course, entropy_course
 from sonde.policy.stats.forecast_point import Point
 from sonde.policy.stats.steps_kept import StepsKeeper
 from sonde.wording import number, percent, plural
@@ -58,7 +58,9 @@ class PolicyAlerts:
             Messages by name: "entropy_collapse", "steps_too_large", "intervals_miss". Empty if nothing looks wrong.
         """
         alerts = {}
-        if len(self._with_entropy) > 1 and (collapse := _collapse(course_of(self._with_entropy.kept(_AT_EACH_END)))):
+        if len(self._with_entropy) > 1 and (
+            collapse := _collapse(entropy_course(self._with_entropy.kept(_AT_EACH_END)))
+        ):
             alerts["entropy_collapse"] = collapse
         n = len(self._forecasts)
         if n == _TOO_LARGE_IN_A_ROW and all(p.is_too_large for p in self._forecasts):
