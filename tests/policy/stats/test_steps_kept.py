@@ -68,7 +68,10 @@ def test_a_new_start_takes_all_steps_again_from_its_first_one(
     assert run.positions == tuple(left)
     assert set(run.starts) == {0}
     assert run.n_undone == sum(map(len, starts)) - len(left)
-    assert judge_entropy(points(*in_starts(*starts))).kind in ("falling", "fallen")
+    verdict = judge_entropy(points(*in_starts(*starts)))
+    assert verdict.kind in ("falling", "fallen")
+    are = "measurement of these steps before the restart is" if run.n_undone == 1 else "restart are"
+    assert f"{are} left out." in verdict.basis
 
 
 def test_a_new_start_after_the_last_step_undoes_nothing() -> None:

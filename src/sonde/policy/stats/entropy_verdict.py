@@ -161,7 +161,8 @@ def _advice(trend: Trend, first: Point, course: Course) -> str:
 
 def _restarts(kept: StepsKept) -> str:
     undone = plural(kept.n_undone, "measurement")
-    left_out = f"A restart took steps again: {undone} of these steps before the restart are left out."
+    are = "is" if kept.n_undone == 1 else "are"
+    left_out = f"A restart took steps again: {undone} of these steps before the restart {are} left out."
     again = "A restart counted steps from the beginning again: the measurements before it are taken to come first."
     return _joined(left_out if kept.n_undone else "", again if kept.starts[-1] else "")
 
