@@ -14,6 +14,7 @@ from bokeh.models import (
     HoverTool,
     LinearAxis,
     LogAxis,
+    NoOverlap,
     NumeralTickFormatter,
     PlainText,
     Range1d,
@@ -178,6 +179,7 @@ def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, s
     for axis, scale, label in ((fig.xaxis[0], x, x_label), (fig.yaxis[0], y, y_label)):
         axis.axis_label = PlainText(text=label)  # otherwise "$$" in a unit's name would load MathJax from the network
         _style_axis(axis, scale)
+    fig.xaxis[0].major_label_policy = NoOverlap(min_distance=4)  # on narrow screens, fewer labels
     fig.grid.grid_line_color = "#e9edf0"
     return fig
 
@@ -200,8 +202,9 @@ def _style_axis(axis: Any, scale: Scale) -> None:
         ticks = log_ticks(scale)
         axis.ticker = FixedTicker(ticks=ticks)
         axis.major_label_overrides = {tick: _tick_label(tick) for tick in ticks}
-    elif scale.end - scale.start >= 0.02 and max(abs(scale.start), abs(scale.end)) < 1e7:
-        axis.formatter = NumeralTickFormatter(format="0,0.[000]")
+    elif scale.end - scale.start >= 1e-4 and max(abs(scale.start), abs(scale.end)) < 1e7:
+        decimals = 3 if scale.end - scale.start >= 0.02 else 6
+        axis.formatter = NumeralTickFormatter(format=f"0,0.[{'0' * decimals}]")
 
 
 def log_ticks(scale: Scale, most: int = 9) -> list[float]:
