@@ -147,8 +147,10 @@ def _sum_over_ranks(
     for process_group, places, gradients in _by_collective(plan, collected):
         try:
             packed = pack(plan, gradients, request, order, unit, places)
-        except RuntimeError as error:  # no such kernel, or no memory: this rank still has to join the sum
-            problem = problem or ValueError(f"gradients cannot be summed on {device}: {error}")
+        except Exception as error:  # no such kernel, no memory, or a defect: this rank still has to join the sum
+            if problem is None:
+                problem = ValueError(f"gradients cannot be summed on {device}: {type(error).__name__}: {error}")
+                problem.__cause__ = error
             packed = SummedVector(plan)
         packed.failed.fill_(problem is not None)
         packed.wrong_call.fill_(request.is_wrong)

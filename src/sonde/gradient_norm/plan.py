@@ -289,6 +289,9 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         devices, dtypes, unusable = grouping.devices, grouping.dtypes, grouping.unusable
         if any(parameters[i].grad is not None for i in grouping.left_out):
             return None
+        for i, shape in grouping.block_shapes.items():  # few: these are large
+            if (large := parameters[i].grad) is not None and large.shape != shape:
+                return None
         collected = []
         # The hot path, run for every parameter at every step: it compares, mostly by `is`, and avoids calls.
         for group in grouping.groups:
