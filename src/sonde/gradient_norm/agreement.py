@@ -147,7 +147,7 @@ class Ballot:
 
     def slots(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The numbers, [N_SLOTS], for the vector that is reduced."""
-        slots = torch.tensor(self._numbers, dtype=dtype)
+        slots = torch.tensor(self._numbers, dtype=dtype, device="cpu")
         if device.type == "cuda":
             slots = slots.pin_memory()  # only a copy from pinned memory does not wait
         slots = slots.to(device, non_blocking=True)

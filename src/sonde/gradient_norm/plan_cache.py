@@ -121,9 +121,11 @@ def _specs(request: PlanRequest) -> list[Any]:
 
 
 def _traits(request: PlanRequest) -> list[tuple[object, ...]]:
-    """What else a plan depends on: whether each parameter is trained, and has a gradient (without a gradient, a plan
-    uses what it saw of the gradient before); shape, dtype and layout; attributes that other frameworks set."""
+    """What else a plan takes from each parameter. (The plan compares shapes itself.)
+
+    They are: whether it is trained, and has a gradient (without a gradient, a plan uses what it saw of the gradient
+    before); its dtype; the marks of other frameworks.
+    """
     return [
-        (p.requires_grad, p.grad is not None, p.shape, p.dtype, p.layout, vars(p) and marks_of(p))
-        for p in request.parameters
+        (p.requires_grad, p.grad is not None, p.dtype, marks_of(p) if vars(p) else None) for p in request.parameters
     ]

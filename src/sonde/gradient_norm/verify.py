@@ -112,5 +112,5 @@ def _fingerprint(tensor: Tensor) -> Fingerprint:
     values = tensor.detach().reshape(-1).to("cpu", torch.float64)
     if not values.numel() or bool((values == values[0]).all()):
         return tuple(tensor.shape), float(values.sum()), _CONSTANT
-    ordered = values @ torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64)
+    ordered = values @ torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64, device="cpu")
     return tuple(tensor.shape), float(values.sum()), 1.0 + abs(float(ordered))
