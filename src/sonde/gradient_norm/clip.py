@@ -18,7 +18,7 @@ from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.plan_cache import PlanCache, PlanRequest
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
-from sonde.gradient_norm.verify import check_replicas, check_same_parameters
+from sonde.gradient_norm.verify import check_replicas, compare_plans
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -148,8 +148,8 @@ def group_parameters_for_norm(
     """
     module = _module_of(parameters)
     plan = plan_request(parameters, mesh, pp_mesh).plan(replicas, module=module)
+    compare_plans(plan, verify=verify)
     warm_up(plan)
-    check_same_parameters(plan)
     if verify:
         check_replicas(plan)
     return plan

@@ -107,7 +107,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         self._memory: dict[str, Any] = {}
         self._request_problem = HeldError(problem)
         self._n_replicas: dict[int, int] = {}
-        if replicas:
+        if replicas is not None:
             index_of: dict[int | str, int] = {id(p): i for i, p in enumerate(self.parameters)}
             if names is not None:  # a tied weight goes by any of its names
                 index_of |= {name: index_of[id(p)] for name, p in zip(names, parameters, strict=True)}
@@ -147,6 +147,11 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             return 1
         return self.pp_mesh.size()
 
+    @property
+    def has_names(self) -> bool:
+        """Whether the caller named the parameters."""
+        return self._names is not None
+
     def name_of(self, index: int) -> str:
         """What to call a parameter in messages."""
         if self._names is not None:
@@ -173,6 +178,11 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     def is_declared(self, index: int) -> bool:
         """Whether the caller declared on how many ranks a parameter is."""
         return index in self._n_replicas
+
+    @property
+    def declared_replicas(self) -> list[int]:
+        """On how many ranks each of the declared parameters is."""
+        return list(self._n_replicas.values())
 
     def remembered(self, name: str, compute: Callable[[NormPlan], T]) -> T:
         """What was computed under this name, until parameters change their shapes or are regrouped."""
@@ -344,6 +354,13 @@ def _count_replicas(
     name_of: Callable[[int], str],
 ) -> dict[int, int]:
     """Declared replicas by parameter; `index_of` knows parameters by `id` and by name."""
+    if not isinstance(replicas, Mapping):
+        raise ValueError(
+            f"replicas must be a mapping from parameters or their names to numbers of ranks, got {replicas!r:.60}: "
+            "pass {name: how many ranks hold the same values}"
+        )
+    if not replicas:
+        return {}
     if mesh is None:
         raise ValueError("replicas= counts ranks of a mesh, got mesh=None: pass the mesh of all ranks")
     counts = {}

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from sonde.gradient_norm.agreement import N_SLOTS, NormRequest, copies_tolerance, disagreements
-from sonde.gradient_norm.cross_check import SumPlaces, add_copies, add_ties, ballot, holdings
+from sonde.gradient_norm.cross_check import SumPlaces, add_copies, ballot, holdings, places_over_stages
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import SMALLEST_EXACT, power_sum, square_sum_in_blocks
+from sonde.gradient_norm.ties import add_ties
 from sonde.parallel.devices import accumulation_dtype, to_device
 from sonde.parallel.placements import share
 
@@ -101,10 +102,7 @@ def pack(
             packed.is_double.fill_(1.0)
         if _reads_in_blocks(gradients, order, unit):
             packed.in_blocks.select(0, key.part).fill_(1.0)
-        looked_at: Tensor | float = 0.0
-        if cast is not None and held is not None and has_stages and not uses_max:
-            looked_at, gradients = add_ties(cast, held, plan, gradients, order, unit, weight=weight)
-        value = to_device(_read(gradients, order, unit) + looked_at, plan.device)
+        value = to_device(_read(gradients, order, unit), plan.device)
         if uses_max:
             torch.maximum(part, value, out=part)
         else:
@@ -117,7 +115,10 @@ def pack(
         # A maximum over ranks loses NaN. So flags carry NaN, and the sums are sent without it.
         packed.is_nan.copy_(packed.sums.isnan())
         packed.sums.nan_to_num_(nan=0.0, posinf=math.inf)
-    if cast is not None:
+    if cast is not None and held is not None:
+        if has_stages and not uses_max:
+            weighed = [(gradients, _weight(plan, gradients)) for gradients in collected]
+            add_ties(cast, held.ties, weighed, places_over_stages(plan).everyone, plan.device)
         packed.slots.copy_(cast.slots(plan.device, packed.vector.dtype))
     return packed
 

@@ -205,7 +205,9 @@ def _plan_of_tensors(
                     f"{len(request.parameters)} tensors: pass one name each"
                 )
             parts = [groups.index(name) for name in by_group]
-    declared = {key if isinstance(key, str) else views.get(id(key), key): n for key, n in (replicas or {}).items()}
+    declared = replicas
+    if isinstance(replicas, Mapping):
+        declared = {key if isinstance(key, str) else views.get(id(key), key): n for key, n in replicas.items()}
     return NormPlan(
         [views[id(t)] for t in request.parameters],
         request.names,
