@@ -169,7 +169,8 @@ class Ballot:
         for kind, powers in self._powers.items():
             start = _COPIES_AT + kind * (_N_CONTRASTS + 1)
             if self._uses_max:
-                largest = torch.stack([power for power, _, _ in powers]).max()
+                # Of the root, since the inverse of an fp64 number below 6e-309 is infinite.
+                largest = torch.stack([power for power, _, _ in powers]).max().sqrt()
                 slots[start], slots[start + 1] = largest, largest.reciprocal()
                 slots[start + 2] = max(tolerance for _, _, tolerance in powers)
                 continue
@@ -194,8 +195,8 @@ def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
     copies = slots[_COPIES_AT:_REPLICAS_AT].view(-1, _N_CONTRASTS + 1)
     if uses_max:
         differ = digests.sum(1) > 2**_DIGEST_BITS
-        # The largest power sum times the largest inverse of a power sum; NaN, where all are 0, is not above anything.
-        changed = copies[:, 0] * copies[:, 1] > 1.0 + copies[:, 2]
+        # The largest element over the smallest of the ranks' largest; NaN, where all are 0, is not above anything.
+        changed = (copies[:, 0] * copies[:, 1]).square() > 1.0 + copies[:, 2]
         tied = torch.zeros(1 + _N_TIES, dtype=torch.bool, device=slots.device)
     else:
         differ = (digests != 0).any(1)

@@ -70,7 +70,8 @@ def clip_grad_norm_(
             the same on all ranks of their stage (experts under expert parallelism), and DTensors that are on a part of
             `mesh` and have other values elsewhere. With `replicas` each call plans anew: use
             `group_parameters_for_norm` instead to plan once.
-        nonfinite: what to do when the norm is infinite or NaN. "ignore" scales all the same, as torch does. "skip" sets
+        nonfinite: what to do when the norm is infinite or NaN, also if it only is after rounding to fp32 on a rank that
+            has no fp64 gradients. "ignore" scales all the same, as torch does. "skip" sets
             gradients to 0, or has the fused optimizer in `fold_into` skip its step. "raise" raises on every rank and
             names the parameters; it waits for the device. "assert_async" stops a GPU when it gets there.
         fold_into: a fused optimizer of all these parameters. Its next `step()`, which must follow, scales the gradients

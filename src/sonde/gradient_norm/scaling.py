@@ -49,7 +49,7 @@ def clip_measured_(
     """
     is_double = any(g.locals and g.group.key.dtype == torch.float64 for g in measured.collected)
     norm = measured.norm.to(torch.float64 if is_double else torch.float32)
-    is_finite = torch.isfinite(measured.norm)
+    is_finite = measured.is_finite
     # On the CPU, an error of another rank has been raised by now. A GPU is not waited for: it only learns of the error
     # here, by tensors. The norm becomes NaN and, further below, the coefficient 1, so that gradients stay as they are.
     if norm.device.type != "cpu":

@@ -65,7 +65,8 @@ def get_total_norm(
     Args:
         tensors: a tensor, tensors, or (name, tensor) pairs. The norm is of these tensors themselves: pass gradients,
             `[p.grad for p in model.parameters() if p.grad is not None]`. Or a plan that `group_parameters_for_norm`
-            returned: then it is the norm of its parameters' gradients, and nothing is planned anew.
+            returned: then it is the norm of its parameters' gradients, and nothing is planned anew. A tensor that is
+            listed twice counts twice, as with torch: the norm is of the list that was passed.
         norm_type: p > 0, or `math.inf`.
         error_if_nonfinite: raise when the norm is not finite; waits for the device.
         foreach: accepted so that calls written for torch run unchanged; it has no effect.
@@ -107,7 +108,7 @@ def get_total_norm(
     nonfinite = "raise" if error_if_nonfinite else "ignore"
     measured = global_norm(plan, order, nonfinite=nonfinite, problem=problem.first)
     norm, by_part = _rounded(measured)
-    if error_if_nonfinite and not bool(norm.isfinite()):
+    if error_if_nonfinite and not bool(measured.is_finite & (measured.failed == 0)):
         raise RuntimeError(
             f"the norm is {norm:g}, which is not finite: find the loss that is not, or pass error_if_nonfinite=False"
         )
@@ -193,9 +194,11 @@ def _plan_of_tensors(
     """A plan whose gradients are these tensors: each tensor is the `.grad` of a view of itself."""
     request = plan_request(tensors, mesh, pp_mesh)
     problem = HeldError(request.problem)
-    views = {id(t): t.detach() for t in request.parameters}
-    for tensor in request.parameters:
-        views[id(tensor)].grad = tensor.detach()
+    views = [tensor.detach() for tensor in request.parameters]
+    views_of: dict[int, list[Tensor]] = {}
+    for tensor, view in zip(request.parameters, views, strict=True):
+        view.grad = tensor.detach()
+        views_of.setdefault(id(tensor), []).append(view)
     parts = None
     with problem.hold():
         if by_group is not None:
@@ -207,9 +210,9 @@ def _plan_of_tensors(
             parts = [groups.index(name) for name in by_group]
     declared = replicas
     if isinstance(replicas, Mapping):
-        declared = {key if isinstance(key, str) else views.get(id(key), key): n for key, n in replicas.items()}
+        declared = {view: n for key, n in replicas.items() for view in views_of.get(id(key), [key])}
     return NormPlan(
-        [views[id(t)] for t in request.parameters],
+        views,
         request.names,
         mesh=mesh,
         pp_mesh=pp_mesh,
