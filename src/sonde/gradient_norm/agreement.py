@@ -91,7 +91,9 @@ def copies_tolerance(order: float, dtype: torch.dtype, n_elements: int) -> float
 
     The difference is a root mean square over ranks. If rounding changes each of n elements by a relative e,
     independently, Σ|x|^p changes by about p·e/√n. Independent gradients differ by about p/√n. So the two can be
-    distinguished for any n. Above p = 2, a few large elements make most of the sum: there, n^(1/p) stands for √n.
+    distinguished, up to about 4e8 elements: beyond, independent gradients differ by less than the least tolerance,
+    which kernels that add in a random order need. Above p = 2, a few large elements make most of the sum: there,
+    n^(1/p) stands for √n.
 
     Args:
         order: p of the norm. With `math.inf`, the largest elements are compared, and n does not help.

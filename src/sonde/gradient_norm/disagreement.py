@@ -65,7 +65,9 @@ def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor, *, uses_ma
         text = "verify= differs between ranks: pass the same on every rank"
     else:
         text = _not_copies(plan, name)
-    return ValueError(f"{text}. No gradient has been changed")
+    # Without a mesh, ranks that share no sum with this rank do not hear of it, and clip.
+    whose = "No gradient" if plan.mesh is not None else "No gradient of this rank"
+    return ValueError(f"{text}. {whose} has been changed")
 
 
 def _first_names(names: Sequence[str]) -> str:

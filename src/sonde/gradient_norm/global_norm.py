@@ -243,7 +243,8 @@ def _error_of_peers(plan: NormPlan, request: NormRequest, total: SummedVector, *
     """The error that all ranks of a sum raise. (On a GPU it would wait: there, the clip uses `GlobalNorm.failed`.)"""
     if total.failed.item():
         why = _OTHER_CALL if total.wrong_call.item() else _OTHER_GRADIENT
-        return ValueError(f"{why}: no gradient has been changed")
+        whose = "no gradient" if plan.mesh is not None else "no gradient of this rank"
+        return ValueError(f"{why}: {whose} has been changed")
     return disagreement(plan, request, total.slots, uses_max=uses_max)
 
 
