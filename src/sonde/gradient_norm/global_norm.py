@@ -173,13 +173,14 @@ def _sum_over_ranks(
         packed.is_single.fill_(not any(g.locals and g.group.key.dtype == torch.float64 for g in collected))
         work = start_reduce(packed.vector, process_group, operation)
         under_way.append(_UnderWay(process_group, gradients, packed, work))
-    total = SummedVector(plan)
     has_peers = False
     for started in under_way:
         has_peers |= _wait(started.packed, started.work, started.process_group, operation)
         if order == 2.0 and device.type == "cpu":
             _measure_again(plan, started)
-        total.add(started.packed, order)
+    total, *others = [started.packed for started in under_way]
+    for packed in others:
+        total.add(packed, order)
     # If the sums above do not span the pipeline stages, the stages' totals are summed last.
     if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
         total.add(pack(plan, [], request, order, units, places_over_stages(plan)), order)

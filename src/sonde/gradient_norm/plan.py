@@ -59,6 +59,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         part_names: as passed.
         allow_sparse: as passed.
         n_parts: parts of the model.
+        device: where sums over ranks are made: on the meshes' device, since gradients may be offloaded from it.
 
     Raises:
         ValueError: when `mesh` is not a mesh, or does not contain this rank. Any other error is held as the `problem`
@@ -225,9 +226,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    @property
-    def device(self) -> torch.device:
-        """Where sums over ranks are made: on the meshes' device, since gradients may be offloaded from it."""
+    def _device_of_sums(self) -> torch.device:
         meshes = [self.mesh, self.pp_mesh, *(group.layout.mesh for group in self.groups)]
         kind = next((mesh.device_type for mesh in meshes if mesh is not None), None)
         devices = [group.key.device for group in self.groups if group.key.device.type != "meta"]
@@ -345,6 +344,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             allow_sparse=self.allow_sparse,
             name_of=self.name_of,
         )
+        self.device = self._device_of_sums()
 
 
 def _count_replicas(
