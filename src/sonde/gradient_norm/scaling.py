@@ -152,7 +152,7 @@ def _where_not_finite(plan: NormPlan, collected: Sequence[Collected], norm: Tens
     elif norm.isnan() or not collected:
         where = "not finite on another rank, whose message names the parameters"
     else:
-        where = "every gradient of this rank is finite: another rank's are not, or their norm overflows"
+        where = "every gradient of this rank is finite: another rank's are not, or their norm overflows in fp32"
     to = "" if max_norm is None else f", so gradients cannot be clipped to {max_norm:g}"
     return f"the gradient norm is {norm:g}{to}: {where}. Find the loss that is not finite, or pass nonfinite='skip'"
 

@@ -109,8 +109,10 @@ def get_total_norm(
     measured = global_norm(plan, order, nonfinite=nonfinite, problem=problem.first)
     norm, by_part = _rounded(measured)
     if error_if_nonfinite and not bool(measured.is_finite & (measured.failed == 0)):
+        where = " in fp32, in which another rank returns it" if norm.isfinite() else ""
         raise RuntimeError(
-            f"the norm is {norm:g}, which is not finite: find the loss that is not, or pass error_if_nonfinite=False"
+            f"the norm is {norm:g}, which is not finite{where}: find the loss that is not, or pass "
+            "error_if_nonfinite=False"
         )
     if by_group is None:
         return norm
