@@ -6,9 +6,11 @@ in tests/batch_size/taps/test_leaf_hooks.py, those of TRL in tests/integrations/
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
+from types import GeneratorType
 from typing import Any
 
 import pytest
@@ -141,6 +143,17 @@ def test_guard_a_module_finds_its_parameters_and_children_in_dictionaries() -> N
     assert float(model(torch.ones(1, 2))) == 10.0
     layer._parameters["weight"] = weight
     assert layer.weight is weight
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+def test_guard_the_generators_of_a_module_hold_it(recurse: bool) -> None:
+    """A plan finds the module there, and notices a parameter that is replaced later."""
+    model = nn.Sequential(nn.Linear(2, 1))
+    for generator in (model.parameters(recurse), model.named_parameters(recurse=recurse)):
+        assert isinstance(generator, GeneratorType)
+        arguments = inspect.getgeneratorlocals(generator)
+        assert arguments["self"] is model
+        assert arguments["recurse"] is recurse
 
 
 def test_guard_a_compiled_module_holds_the_original() -> None:

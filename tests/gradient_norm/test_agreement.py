@@ -160,6 +160,25 @@ def _tied_over(stages: tuple[int, ...], *shape: int) -> Call:
     return named, 1.0, {"mesh": mesh, "pp_mesh": mesh}
 
 
+def _without_names(call: Call) -> Call:
+    named, max_norm, options = call
+    return [parameter for _, parameter in named], max_norm, options
+
+
+def _copies_as_stages(n_ranks: int) -> Call:
+    """All ranks have the same gradients, two of one shape, and the data-parallel axis is passed as pp_mesh=."""
+    mesh = mesh_of((n_ranks,), ("dp",))
+    return [(f"b{k}", plain(noise(k, 4, 4))) for k in range(2)], 1.0, {"mesh": mesh, "pp_mesh": mesh}
+
+
+def _declared_unlike() -> Call:
+    """The same name and other values on each rank. One rank alone counts its expert on all of them."""
+    rank = dist.get_rank()
+    named = [("expert", plain(torch.full((4,), rank + 1.0)))]
+    return named, 1.0, {"mesh": mesh_of((3,)), "replicas": {"expert": 1 if rank else 3}}
+
+
+ON_2, ELSEWHERE = r"on 2 pipeline stages .*replicas=\{", "other pipeline stages .*this stage does not hold it"
 PARAMETERS = "have different parameters"
 REFUSED: list[tuple[str, int, Callable[[], Call], str]] = [
     ("max_norm", 2, _different_max_norm, "max_norm differs between ranks, got [12].0 on this rank: pass the same"),
@@ -197,9 +216,18 @@ REFUSED: list[tuple[str, int, Callable[[], Call], str]] = [
     ("tied", 4, lambda: _tied_over_stages(sharded=False, with_mesh=True), r"replicas=\{'(embed|head).w': 4\}"),
     ("tied, sharded", 4, lambda: _tied_over_stages(sharded=True, with_mesh=True), r"replicas=\{'(embed|head).w': 2\}"),
     ("tied over 3 stages", 3, lambda: _tied_over((0, 1, 2), 8, 6), r"on 3 pipeline stages .*replicas=\{'w[012]': 3\}"),
-    ("tied over 2 of 3", 3, lambda: _tied_over((0, 1), 8, 6), r"on 2 pipeline stages .*replicas=\{'.*': 2\}"),
-    ("tied over the ends", 3, lambda: _tied_over((0, 2), 8, 6), r"on 2 pipeline stages .*replicas=\{'.*': 2\}"),
-    ("tied over 3 of 4", 4, lambda: _tied_over((0, 2, 3), 8, 6), r"on 3 pipeline stages .*replicas=\{'.*': 3\}"),
+    ("tied over 2 of 3", 3, lambda: _tied_over((0, 1), 8, 6), rf"{ON_2}'w[01]': 2\}}|^2 {ELSEWHERE}"),
+    ("tied over the ends", 3, lambda: _tied_over((0, 2), 8, 6), rf"{ON_2}'w[02]': 2\}}|^2 {ELSEWHERE}"),
+    ("tied over 3 of 4", 4, lambda: _tied_over((0, 2, 3), 8, 6), rf"on 3 .*'w[023]': 3\}}|^3 {ELSEWHERE}"),
+    (
+        "tied, no names",
+        2,
+        lambda: _without_names(_tied_over((0, 1), 8, 6)),
+        r"replicas=\{tensor: 2\}.*where tensor is p",
+    ),
+    ("stages are copies", 2, lambda: _copies_as_stages(2), "the same gradients throughout, as data-parallel copies do"),
+    ("copies, one shape", 4, lambda: _copies_as_stages(4), "the same gradients throughout, as data-parallel copies do"),
+    ("replicas", 3, _declared_unlike, r"replicas= does not fit over all ranks, got \[[13]\] on this rank"),
     ("a tied vector", 2, lambda: _tied_over((0, 1), 13), r"replicas=\{'w[01]': 2\} if it is tied.*'w[01]': 1\} if not"),
     (
         "tied, no mesh",
@@ -325,9 +353,9 @@ def test_ties_are_found_among_many_stages_and_nowhere_else(n_stages: int) -> Non
             for part in (0.25, 0.75):  # shards
                 ballot.add_tie((8, 6), part * power, stage=agreement.Place(stage, n_stages))
             total += ballot.slots(torch.device("cpu"), torch.float64)
-        return bool(agreement.disagreements(total, uses_max=False).any()), agreement.n_tied_stages(
-            total, agreement.tie_slot((8, 6))
-        )
+        return bool(agreement.disagreements(total, uses_max=False).any()), agreement.tied_stages(
+            total, agreement.tie_slot((8, 6)), agreement.Place(0, n_stages)
+        )[0]
 
     powers = torch.rand(n_stages, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.1
     assert tied(powers) == (False, 1)

@@ -178,3 +178,83 @@ def _independent(dtype: torch.dtype, n: int) -> str:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_independent_gradients_are_no_copies(ranks2: Ranks, dtype: torch.dtype, n: int) -> None:
     assert all("plain gradients" in message for message in ranks2(_independent, dtype, n))
+
+
+def _other_parameters_on_one_rank(kind: str) -> list[str]:
+    """A parameter that is cut over both axes of a mesh, and a plain one; rank 1 passes something else."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    sharded, bias = placed(torch.ones(2, 2), mesh, [Shard(0), Shard(1)], (4, 4)), plain(torch.ones(3))
+    parameters: Any = [sharded, bias]
+    others: dict[str, Any] = {"none": None, "empty": [], "fewer": [bias], "None among them": [None, bias]}
+    if dist.get_rank() == 1:
+        parameters = others[kind]
+    calls: list[Any] = [
+        lambda given: sonde.group_parameters_for_norm(given, mesh=mesh),
+        lambda given: sonde.clip_grad_norm_(given, 1.0, mesh=mesh),
+    ]
+    messages = [_called_any(call, parameters) for call in calls]
+    return [*messages, _called_any(calls[0], [sharded, bias])]
+
+
+def _called_any(call: Any, given: Any) -> str:
+    try:
+        call(given)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("kind", ["none", "empty", "fewer", "None among them"])
+def test_other_parameters_on_one_rank_leave_no_rank_waiting(ranks4: Ranks, kind: str) -> None:
+    for rank, (planned, clipped, after) in enumerate(ranks4(_other_parameters_on_one_rank, kind)):
+        for message in (planned, clipped):
+            if kind in ("none", "None among them"):
+                assert ("must be tensors" if rank == 1 else "another rank") in message, message
+            else:
+                assert "have different parameters" in message
+        assert after == "no error"
+
+
+def _replicas_on_one_rank(replicas: Any) -> list[str]:
+    mesh, p = mesh_of((2,)), plain(torch.ones(3))
+    options: dict[str, Any] = {"mesh": mesh, "replicas": replicas if dist.get_rank() else None}
+    return [
+        _called_any(lambda given: sonde.clip_grad_norm_(given, 1.0, **options), [p]),
+        _called_any(lambda given: sonde.group_parameters_for_norm(given, **options), [p]),
+        _called_any(lambda given: sonde.get_total_norm(given, **options), [p.grad]),
+        _called_any(lambda given: sonde.clip_grad_norm_(given, 1.0, mesh=mesh), [p]),
+    ]
+
+
+@pytest.mark.parametrize("replicas", [[1], 2, "w", torch.ones(2)], ids=str)
+def test_replicas_that_are_no_mapping_are_refused_on_every_rank(ranks2: Ranks, replicas: Any) -> None:
+    (*first, first_after), (*second, second_after) = ranks2(_replicas_on_one_rank, replicas)
+    assert all("another rank" in message for message in first), first
+    assert all("replicas must be a mapping from parameters or their names" in message for message in second), second
+    assert first_after == second_after == "no error"
+
+
+def _verified_on_one_rank() -> str:
+    options: dict[str, Any] = {"mesh": mesh_of((2,)), "verify": dist.get_rank() == 1}
+    return _called_any(lambda given: sonde.group_parameters_for_norm(given, **options), [plain(torch.ones(3))])
+
+
+def test_a_plan_that_is_verified_on_one_rank_only_is_refused(ranks2: Ranks) -> None:
+    for message in ranks2(_verified_on_one_rank):
+        assert "verify= differs between ranks: pass the same on every rank" in message
+
+
+def _declared_like(counts: tuple[int, ...], order: float) -> str:
+    """Experts of one name with values of their own on some ranks."""
+    rank, mesh = dist.get_rank(), mesh_of((len(counts),))
+    same = [r for r in range(len(counts)) if counts[r] == counts[rank]]
+    expert = plain(torch.full((4,), 1.0 + same[0]))
+    return _called(sonde.clip_grad_norm_, [("e", expert)], None, order, mesh=mesh, replicas={"e": counts[rank]})
+
+
+@pytest.mark.parametrize(("counts", "squares"), [((1, 2, 2), 4 * (1 + 4)), ((3, 3, 3), 4)])
+def test_declared_numbers_may_differ_where_the_values_do(
+    ranks3: Ranks, counts: tuple[int, ...], squares: float
+) -> None:
+    for message in ranks3(_declared_like, counts, 2.0):
+        assert float(message.removeprefix("no error: ")) == pytest.approx(math.sqrt(squares))

@@ -237,3 +237,29 @@ def test_a_stage_on_the_meta_device_leaves_no_rank_waiting(ranks2: Ranks) -> Non
     first, second = ranks2(_unmaterialised_stage)
     assert "another rank found" in first
     assert "it is on the meta device" in second
+
+
+class _Unreadable(torch.Tensor):
+    """A gradient whose elements cannot be read: any kernel raises an error that is no RuntimeError."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("reshape", "copy_", "view", "aminmax", "abs"):
+            raise LookupError("these elements are elsewhere")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _unreadable_on_one_rank(order: float) -> str:
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.ones(3).as_subclass(_Unreadable) if dist.get_rank() else torch.ones(3)
+    try:
+        return str(float(sonde.clip_grad_norm_([p], None, order, mesh=mesh_of((2,)))))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("order", [2.0, 8.0, math.inf])
+def test_an_unexpected_error_on_one_rank_leaves_no_rank_waiting(ranks2: Ranks, order: float) -> None:
+    first, second = ranks2(_unreadable_on_one_rank, order)
+    assert "another rank found a gradient that cannot be counted" in first
+    assert "gradients cannot be summed on cpu: LookupError: these elements are elsewhere" in second

@@ -94,6 +94,36 @@ def test_gradients_that_change_after_planning_are_seen() -> None:
     assert float(norm) == 4.0
 
 
+def reshaped(parameter: nn.Parameter, *shape: int) -> nn.Parameter:
+    """The same object with another shape, as a new parameter at an old address would be."""
+    parameter.grad = None
+    parameter.data = torch.zeros(shape)
+    parameter.grad = torch.ones(shape)
+    return parameter
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (256, 300)])
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_another_shape_at_an_old_address_is_planned_anew(shape: tuple[int, ...], is_planned: bool) -> None:
+    p = reshaped(nn.Parameter(torch.zeros(1)), 512, 512)
+    plan = sonde.group_parameters_for_norm([p])
+    for of_shape in ((512, 512), shape):
+        reshaped(p, *of_shape)
+        norm = sonde.clip_grad_norm_distributed_(plan, None) if is_planned else sonde.clip_grad_norm_([p], None)
+        assert float(norm) == pytest.approx(p.numel() ** 0.5)
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("ds_id", 3), ("tensor_model_parallel", True)])
+def test_an_attribute_that_is_set_after_the_first_clip_is_seen(attribute: str, value: object) -> None:
+    ps = parameters()
+    sonde.clip_grad_norm_(ps, None)
+    setattr(ps[1], attribute, value)
+    with pytest.raises(ValueError, match="gradient of parameter 1"):
+        sonde.clip_grad_norm_(ps, None)
+    delattr(ps[1], attribute)
+    assert float(sonde.clip_grad_norm_(ps, None)) == pytest.approx(6**0.5)
+
+
 def test_no_tensor_is_kept_alive() -> None:
     ps = parameters()
     sonde.clip_grad_norm_([(f"layer.{i}", p) for i, p in enumerate(ps)], 1.0)
@@ -183,3 +213,14 @@ def _planned_with_a_slice() -> tuple[int, list[float]]:
 
 def test_slices_of_a_mesh_are_the_same_mesh(ranks2: Ranks) -> None:
     assert ranks2(_planned_with_a_slice) == [(1, [pytest.approx(12**0.5)] * 3)] * 2
+
+
+def _another_shape_on_one_rank() -> float:
+    p = reshaped(nn.Parameter(torch.zeros(1)), 512, 512)
+    sonde.clip_grad_norm_([p], None, mesh=mesh_of((2,)))
+    p = reshaped(p if dist.get_rank() else nn.Parameter(torch.zeros(1)))
+    return float(sonde.clip_grad_norm_([p], None, mesh=mesh_of((2,))))
+
+
+def test_another_shape_at_an_old_address_leaves_no_rank_waiting(ranks2: Ranks) -> None:
+    assert ranks2(_another_shape_on_one_rank) == [1.0, 1.0]

@@ -93,6 +93,15 @@ def test_upstream_has_the_methods_and_events_that_sonde_needs(tmp_path: Path) ->
     assert all(size > 0 for size in watching.sizes)
 
 
+def test_guard_trl_logs_what_its_metrics_hold(tmp_path: Path) -> None:
+    """sonde adds its numbers to lists by name; TRL logs the mean of each list, and starts anew."""
+    trainer = trainer_of(tmp_path, steps=1)
+    trainer._metrics["train"]["entropy/of_this_test"] += [1.0, 3.0]
+    trainer.log({"loss": 0.5})
+    assert trainer.state.log_history[-1]["entropy/of_this_test"] == 2.0
+    assert not trainer._metrics["train"]["entropy/of_this_test"]
+
+
 def test_each_completion_keeps_its_prompt_through_shuffle_and_split(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, steps=3)
     integration.attach(trainer, {"entropy_probe": {"enabled": True}})

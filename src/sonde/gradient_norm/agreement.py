@@ -30,21 +30,23 @@ _ONE_ELEMENT = 3e-3
 """For one element: a sum over a batch that nearly cancels may lose this part of itself to rounding, in any dtype."""
 _N_ULPS = 16
 """Largest difference of elements, in units in the last place: a root mean square over ranks."""
-_TIE_TOLERANCE = 1e-13
-"""Largest relative difference of the power sums of equal gradients. Rounding leaves 1e-15. Different gradients come
-this close about once in 1e13 steps."""
+_TIE_TOLERANCE = 1e-14
+"""Largest relative difference of the numbers that stand for equal gradients; see `ties`. Rounding leaves 1e-15."""
+_NOT_WHOLE = 1e-6
 _N_TIES, _N_TIE_STAGES = 16, 16
 """Slots for shapes and for pipeline stages. With more shapes or more stages, some of them share a slot."""
 
 KINDS = ("up to 6", "above 6", "inf")
 """Kinds of norm_type. Each kind takes other collectives."""
-DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "number", "groups", "parameters", "partial")
+DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "verify", "number", "groups", "parameters", "partial")
 """What digests stand for. The error message names the first difference in this order."""
 _COPIES = ("plain", "sharded")
 _KIND_AT, _DIGEST_AT = 0, len(KINDS)
 _COPIES_AT = _DIGEST_AT + 2 * len(DIGESTS)
-_TIES_AT = _COPIES_AT + (_N_CONTRASTS + 1) * len(_COPIES)
-N_SLOTS = _TIES_AT + _N_TIES * _N_TIE_STAGES
+_REPLICAS_AT = _COPIES_AT + (_N_CONTRASTS + 1) * len(_COPIES)
+_TIES_AT = _REPLICAS_AT + 1
+_WHOLE, _PROOF, _FIRST_SHAPE = 0, 1, 2
+N_SLOTS = _TIES_AT + (_FIRST_SHAPE + _N_TIES) * _N_TIE_STAGES
 """How many numbers a rank adds to the summed vector. The number is fixed, so that ranks that disagree do not hang."""
 
 
@@ -89,7 +91,9 @@ def copies_tolerance(order: float, dtype: torch.dtype, n_elements: int) -> float
 
     The difference is a root mean square over ranks. If rounding changes each of n elements by a relative e,
     independently, Σ|x|^p changes by about p·e/√n. Independent gradients differ by about p/√n. So the two can be
-    distinguished for any n. Above p = 2, a few large elements make most of the sum: there, n^(1/p) stands for √n.
+    distinguished, up to about 4e8 elements: beyond, independent gradients differ by less than the least tolerance,
+    which kernels that add in a random order need. Above p = 2, a few large elements make most of the sum: there,
+    n^(1/p) stands for √n.
 
     Args:
         order: p of the norm. With `math.inf`, the largest elements are compared, and n does not help.
@@ -133,28 +137,42 @@ class Ballot:
         """Compare the power sum of gradients that all ranks of `place` should have, up to this relative difference."""
         self._powers.setdefault(int(is_sharded), []).append((power, place, tolerance))
 
-    def add_tie(self, shape: Sequence[int], power: Tensor, *, stage: Place) -> None:
+    def add_replicas(self, n_distinct: float) -> None:
+        """Check the declared `replicas=`: each rank adds 1/n for each of them, which must add up to a whole number."""
+        if not self._uses_max:
+            self._numbers[_REPLICAS_AT] = n_distinct
+
+    def add_tie(self, shape: Sequence[int], number: Tensor, *, stage: Place) -> None:
         """Look for an equal gradient on other pipeline stages.
 
         Args:
             shape: the shape of the whole gradient. No other gradient of this stage uses its slot.
-            power: this rank's part of the gradient's power sum.
+            number: this rank's part of the number that stands for the gradient.
             stage: the position of this stage among all stages.
         """
-        # Of more stages than slots, neighbours share a slot: the first and the last, which may tie embeddings, do not.
-        of_stage = stage.index * _N_TIE_STAGES // max(stage.n_ranks, _N_TIE_STAGES)
-        self._ties.append((_TIES_AT + tie_slot(shape) * _N_TIE_STAGES + of_stage, power))
+        self._ties.append((_tie_at(_FIRST_SHAPE + tie_slot(shape), stage), number))
+
+    def add_whole_stage(self, number: Tensor, n_proofs: Tensor, *, stage: Place) -> None:
+        """Look for another stage that has the same gradients throughout.
+
+        Args:
+            number: this rank's part of the number that stands for all of them.
+            n_proofs: how many of them prove something if another stage has them too; without any, nothing is compared.
+            stage: the position of this stage among all stages.
+        """
+        self._ties += [(_tie_at(_WHOLE, stage), number), (_tie_at(_PROOF, stage), n_proofs)]
 
     def slots(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The numbers, [N_SLOTS], for the vector that is reduced."""
-        slots = torch.tensor(self._numbers, dtype=dtype)
+        slots = torch.tensor(self._numbers, dtype=dtype, device="cpu")
         if device.type == "cuda":
             slots = slots.pin_memory()  # only a copy from pinned memory does not wait
         slots = slots.to(device, non_blocking=True)
         for kind, powers in self._powers.items():
             start = _COPIES_AT + kind * (_N_CONTRASTS + 1)
             if self._uses_max:
-                largest = torch.stack([power for power, _, _ in powers]).max()
+                # Of the root, since the inverse of an fp64 number below 6e-309 is infinite.
+                largest = torch.stack([power for power, _, _ in powers]).max().sqrt()
                 slots[start], slots[start + 1] = largest, largest.reciprocal()
                 slots[start + 2] = max(tolerance for _, _, tolerance in powers)
                 continue
@@ -168,7 +186,7 @@ class Ballot:
 
 
 def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
-    """The comparisons that failed, [1 + digests + 2 + ties]; `first_disagreement` has their names.
+    """The comparisons that failed, [1 + digests + 2 + 1 + 1 + ties]; `first_disagreement` has their names.
 
     Args:
         slots: the numbers after the reduction, [N_SLOTS].
@@ -176,18 +194,19 @@ def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
     """
     kinds = (slots[_KIND_AT:_DIGEST_AT] > 0).sum(0, keepdim=True) > 1
     digests = slots[_DIGEST_AT:_COPIES_AT].view(-1, 2)
-    copies = slots[_COPIES_AT:_TIES_AT].view(-1, _N_CONTRASTS + 1)
+    copies = slots[_COPIES_AT:_REPLICAS_AT].view(-1, _N_CONTRASTS + 1)
     if uses_max:
         differ = digests.sum(1) > 2**_DIGEST_BITS
-        # The largest power sum times the largest inverse of a power sum; NaN, where all are 0, is not above anything.
-        changed = copies[:, 0] * copies[:, 1] > 1.0 + copies[:, 2]
-        tied = torch.zeros(_N_TIES, dtype=torch.bool, device=slots.device)
+        # The largest element over the smallest of the ranks' largest; NaN, where all are 0, is not above anything.
+        changed = (copies[:, 0] * copies[:, 1]).square() > 1.0 + copies[:, 2]
+        tied = torch.zeros(1 + _N_TIES, dtype=torch.bool, device=slots.device)
     else:
         differ = (digests != 0).any(1)
         changed = copies[:, :_N_CONTRASTS].square().sum(1) > _N_CONTRASTS * copies[:, _N_CONTRASTS]
         tied = _neighbours_are_equal(slots).any(1)
     finite = copies.isfinite().all() if not uses_max else copies[:, 0].isfinite().all()
-    return torch.cat([kinds, differ, changed & finite, tied])
+    distinct = slots[_REPLICAS_AT:_TIES_AT]
+    return torch.cat([kinds, differ, changed & finite, (distinct - distinct.round()).abs() > _NOT_WHOLE, tied])
 
 
 def first_disagreement(disagreeing: Sequence[bool]) -> tuple[str, int]:
@@ -196,25 +215,44 @@ def first_disagreement(disagreeing: Sequence[bool]) -> tuple[str, int]:
     Args:
         disagreeing: the result of `disagreements`, on the host; at least one entry is true.
     """
-    names = ["kind", *DIGESTS, *_COPIES]
+    names = ["kind", *DIGESTS, *_COPIES, "replicas", "whole stages"]
     first = list(disagreeing).index(True)
     return (names[first], -1) if first < len(names) else ("tie", first - len(names))
 
 
-def n_tied_stages(slots: Tensor, tie: int) -> int:
-    """How many pipeline stages have the gradient of a tie. Waits for the device."""
+def tied_stages(slots: Tensor, tie: int, stage: Place) -> tuple[int, bool]:
+    """How many pipeline stages have the gradient of a tie, and whether this stage has it. Waits for the device."""
     longest = length = 1
-    for is_equal in _neighbours_are_equal(slots)[tie].tolist():
+    tied = 0.0
+    row = 1 + tie
+    numbers = _tie_numbers(slots)[row].tolist()
+    for number, is_equal in zip(sorted(numbers)[1:], _neighbours_are_equal(slots)[row].tolist(), strict=True):
         length = length + 1 if is_equal else 1
-        longest = max(longest, length)
-    return longest
+        if length > longest:
+            longest, tied = length, number
+    return longest, abs(numbers[_stage_slot(stage)] - tied) <= 2 * _TIE_TOLERANCE * tied
 
 
 def _neighbours_are_equal(slots: Tensor) -> Tensor:
-    """Whether each power sum of a shape equals the next larger power sum, [shapes, stages - 1]."""
-    powers = slots[_TIES_AT:].view(_N_TIES, _N_TIE_STAGES).sort(dim=1).values
-    smaller, larger = powers[:, :-1], powers[:, 1:]
-    return (smaller > 0) & (larger - smaller <= _TIE_TOLERANCE * larger)
+    """Whether the number of a stage equals the next larger number, [1 + shapes, stages - 1]."""
+    numbers = _tie_numbers(slots).sort(dim=1).values
+    smaller, larger = numbers[:, :-1], numbers[:, 1:]
+    return (smaller > 0) & larger.isfinite() & (larger - smaller <= _TIE_TOLERANCE * larger)
+
+
+def _tie_numbers(slots: Tensor) -> Tensor:
+    """The numbers of whole stages, then those of each slot for shapes, [1 + shapes, stages]."""
+    rows = slots[_TIES_AT:].view(_FIRST_SHAPE + _N_TIES, _N_TIE_STAGES)
+    return torch.cat([(rows[_WHOLE] * (rows[_PROOF] > 0)).unsqueeze(0), rows[_FIRST_SHAPE:]])
+
+
+def _tie_at(row: int, stage: Place) -> int:
+    return _TIES_AT + row * _N_TIE_STAGES + _stage_slot(stage)
+
+
+def _stage_slot(stage: Place) -> int:
+    # Of more stages than slots, neighbours share a slot: the first and the last, which may tie embeddings, do not.
+    return stage.index * _N_TIE_STAGES // max(stage.n_ranks, _N_TIE_STAGES)
 
 
 def second_sum_follows(slots: Tensor) -> bool:

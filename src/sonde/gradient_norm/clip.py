@@ -18,7 +18,7 @@ from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.plan_cache import PlanCache, PlanRequest
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
-from sonde.gradient_norm.verify import check_replicas, check_same_parameters
+from sonde.gradient_norm.verify import check_replicas, compare_plans
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,7 +70,8 @@ def clip_grad_norm_(
             the same on all ranks of their stage (experts under expert parallelism), and DTensors that are on a part of
             `mesh` and have other values elsewhere. With `replicas` each call plans anew: use
             `group_parameters_for_norm` instead to plan once.
-        nonfinite: what to do when the norm is infinite or NaN. "ignore" scales all the same, as torch does. "skip" sets
+        nonfinite: what to do when the norm is infinite or NaN, also if it only is after rounding to fp32 on a rank that
+            has no fp64 gradients. "ignore" scales all the same, as torch does. "skip" sets
             gradients to 0, or has the fused optimizer in `fold_into` skip its step. "raise" raises on every rank and
             names the parameters; it waits for the device. "assert_async" stops a GPU when it gets there.
         fold_into: a fused optimizer of all these parameters. Its next `step()`, which must follow, scales the gradients
@@ -148,8 +149,8 @@ def group_parameters_for_norm(
     """
     module = _module_of(parameters)
     plan = plan_request(parameters, mesh, pp_mesh).plan(replicas, module=module)
+    compare_plans(plan, verify=verify)
     warm_up(plan)
-    check_same_parameters(plan)
     if verify:
         check_replicas(plan)
     return plan

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest, Place, digest, tie_slot
-from sonde.gradient_norm.gradient_groups import Collected, Key
+from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest, Place, digest
+from sonde.gradient_norm.gradient_groups import Key
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER, power_sum
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
+from sonde.gradient_norm.ties import Candidate, tie_candidates
 from sonde.parallel.placements import axes_over, place_along, ranks_of
 
 
@@ -79,7 +79,8 @@ class Holdings:
         number: the number of parameters.
         parameters: digest of names, shapes and dtypes, in any order.
         partial: digest of the parameters whose gradients must still be summed, in their order.
-        ties: the shapes of parameters that may be tied over pipeline stages, by index.
+        n_distinct: 1/n for each parameter that the caller declared to be on n ranks, added up.
+        ties: the parameters that may be tied over pipeline stages, by index.
         copies: for each group, this rank's position among the ranks that should hold the same values. None if no other
             rank should, or if the mesh does not show these ranks.
     """
@@ -87,7 +88,8 @@ class Holdings:
     number: int
     parameters: int
     partial: int
-    ties: dict[int, tuple[int, ...]]
+    n_distinct: float
+    ties: dict[int, Candidate]
     copies: dict[Key, Place | None]
 
 
@@ -106,7 +108,8 @@ def _holdings(plan: NormPlan) -> Holdings:
         number=len(plan.descriptions),
         parameters=digest(sorted(plan.descriptions)),
         partial=digest(plan.partial_descriptions),
-        ties=_tie_candidates(plan),
+        n_distinct=sum(1.0 / n for n in plan.declared_replicas),
+        ties=tie_candidates(plan),
         copies=copies,
     )
 
@@ -123,6 +126,8 @@ def ballot(plan: NormPlan, held: Holdings, request: NormRequest, places: SumPlac
     }
     for name, value in questions.items():
         cast.add_digest(name, digest(value), places.everyone)
+    if places.stage is not None:
+        cast.add_replicas(held.n_distinct)
     # A maximum over ranks cannot compare the ranks of each stage apart.
     if places.stage is not None and not (uses_max and plan.n_stages > 1):
         cast.add_digest("number", held.number, places.stage)
@@ -144,22 +149,6 @@ def kind_of(order: float) -> str | None:
     return largest if math.isinf(order) else above_6 if order > LARGEST_PLAIN_ORDER else up_to_6
 
 
-def _tie_candidates(plan: NormPlan) -> dict[int, tuple[int, ...]]:
-    """Parameters that may be tied over pipeline stages, by index, and their shapes: each shape occurs once here."""
-    if plan.n_stages == 1:
-        return {}
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for i, parameter in enumerate(plan.parameters):
-        if parameter.dim() > 0:
-            by_shape.setdefault(tuple(parameter.shape), []).append(i)
-    # A slot takes the largest of its parameters alone: the power sums of two parameters would be added up.
-    by_slot: dict[int, tuple[int, tuple[int, ...]]] = {}
-    for shape, indices in sorted(by_shape.items(), key=lambda item: math.prod(item[0])):
-        if len(indices) == 1 and not plan.is_declared(indices[0]):
-            by_slot[tie_slot(shape)] = indices[0], shape
-    return dict(by_slot.values())
-
-
 def add_copies(cast: Ballot, held: Holdings, key: Key, power: Tensor, tolerance: float, *, only_whole: bool) -> None:
     """Compare the power sum of a group's gradients over the ranks that should hold the same gradients.
 
@@ -174,52 +163,3 @@ def add_copies(cast: Ballot, held: Holdings, key: Key, power: Tensor, tolerance:
     place = held.copies.get(key)
     if place is not None and not (only_whole and key.ranks):
         cast.add_copies(power, place, tolerance, is_sharded=bool(key.ranks))
-
-
-def add_ties(
-    cast: Ballot,
-    held: Holdings,
-    plan: NormPlan,
-    gradients: Collected,
-    order: float,
-    unit: Tensor | None,
-    *,
-    weight: float,
-) -> tuple[Tensor, Collected]:
-    """Look for gradients of a group that another pipeline stage has too.
-
-    Args:
-        cast: the ballot of this rank; changed.
-        held: the parameters of this rank.
-        plan: a plan with stages.
-        gradients: the gradients of one group.
-        order: p of the norm, finite.
-        unit: elements are divided by it.
-        weight: the part of its power sum that this rank counts.
-
-    Returns:
-        The power sum of the gradients that may be tied, and the other gradients of the group.
-    """
-    ties, stage = held.ties, places_over_stages(plan).everyone
-    rest = Collected(gradients.group)
-    total = torch.zeros((), dtype=accumulation_dtype(gradients.group.key.device), device=gradients.group.key.device)
-    for index, gradient, local in zip(gradients.indices, gradients.gradients, gradients.locals, strict=True):
-        if index not in ties or local.is_sparse:
-            rest.indices.append(index)
-            rest.gradients.append(gradient)
-            rest.locals.append(local)
-            continue
-        power = power_sum([local], order, unit)
-        total += power
-        distinctive = _zero_if_constant(power, local, order, unit)
-        cast.add_tie(ties[index], to_device(weight * distinctive, plan.device), stage=stage)
-    return total, rest
-
-
-def _zero_if_constant(power: Tensor, local: Tensor, order: float, unit: Tensor | None) -> Tensor:
-    """The power sum; 0 if all elements are equal, since untied gradients may then be equal too (all of them 1, say)."""
-    if not local.numel():
-        return power
-    first = local.reshape(-1)[0].to(power.dtype).abs()
-    constant = (first if unit is None else first / to_device(unit, local.device)).pow(order) * local.numel()
-    return torch.where((power - constant).abs() <= 1e-6 * constant, 0.0, power)

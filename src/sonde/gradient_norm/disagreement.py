@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import NormRequest, disagreements, first_disagreement, n_tied_stages, tie_slot
-from sonde.gradient_norm.cross_check import holdings
+from sonde.gradient_norm.agreement import NormRequest, disagreements, first_disagreement, tie_slot, tied_stages
+from sonde.gradient_norm.cross_check import holdings, places_over_stages
 from sonde.gradient_norm.plan import NormPlan
 
 _MAX_NAMED = 5
@@ -50,10 +50,24 @@ def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor, *, uses_ma
             "the parameters in the same order on every rank"
         )
     elif name == "tie":
-        text = _tied(plan, slot, n_tied_stages(slots, slot))
+        text = _tied(plan, slots, slot)
+    elif name == "whole stages":
+        text = (
+            "ranks of pp_mesh= have the same gradients throughout, as data-parallel copies do: pass the axis of the "
+            "pipeline stages as pp_mesh=, or none if there are no stages"
+        )
+    elif name == "replicas":
+        text = (
+            f"replicas= does not fit over all ranks, got {sorted(set(plan.declared_replicas)) or 'none'} on this rank: "
+            "on each rank that holds the same values, pass how many these ranks are"
+        )
+    elif name == "verify":
+        text = "verify= differs between ranks: pass the same on every rank"
     else:
         text = _not_copies(plan, name)
-    return ValueError(f"{text}. No gradient has been changed")
+    # Without a mesh, ranks that share no sum with this rank do not hear of it, and clip.
+    whose = "No gradient" if plan.mesh is not None else "No gradient of this rank"
+    return ValueError(f"{text}. {whose} has been changed")
 
 
 def _first_names(names: Sequence[str]) -> str:
@@ -101,18 +115,26 @@ def _not_copies(plan: NormPlan, kind: str) -> str:
     )
 
 
-def _tied(plan: NormPlan, slot: int, n_stages: int) -> str:
-    here = [plan.name_of(i) for i, shape in holdings(plan).ties.items() if tie_slot(shape) == slot]
-    name = here[0] if here else "a parameter"
+def _tied(plan: NormPlan, slots: Tensor, slot: int) -> str:
+    n_stages, is_here = tied_stages(slots, slot, places_over_stages(plan).everyone)
+    here = [i for i, candidate in holdings(plan).ties.items() if tie_slot(candidate.shape) == slot]
+    if not here or not is_here:
+        return (
+            f"{n_stages} other pipeline stages have the same gradient of one parameter, which would count {n_stages} "
+            "times: declare it on those stages as their messages say; this stage does not hold it"
+        )
+    name = plan.name_of(here[0])
+    key = repr(name) if plan.has_names else "tensor"
+    which = ", on each stage by its name there" if plan.has_names else f", where tensor is {name}"
     text = f"{name} has the same gradient on {n_stages} pipeline stages and would count {n_stages} times: pass "
     if plan.mesh is None:
         return (
-            f"{text}mesh= of all ranks and, if it is tied over these stages, replicas={{{name!r}: how many of their "
-            "ranks hold it}, on each stage by its name there"
+            f"{text}mesh= of all ranks and, if it is tied over these stages, replicas={{{key}: n}}{which}; n is how "
+            "many of their ranks hold it"
         )
-    shards = [g.key.n_shards for g in plan.groups for i in g.indices if plan.name_of(i) == name]
-    n_copies = plan.mesh.size() // plan.n_stages // max(shards, default=1)
+    n_shards = max((group.key.n_shards for group in plan.groups if here[0] in group.indices), default=1)
+    n_copies = plan.mesh.size() // plan.n_stages // n_shards
     return (
-        f"{text}replicas={{{name!r}: {n_stages * n_copies}}} if it is tied over them, on each stage by its name there, "
-        f"and replicas={{{name!r}: {n_copies}}} if not"
+        f"{text}replicas={{{key}: {n_stages * n_copies}}} if it is tied over them{which}, and "
+        f"replicas={{{key}: {n_copies}}} if not"
     )

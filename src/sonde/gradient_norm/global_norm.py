@@ -46,6 +46,7 @@ class GlobalNorm:
         failed: how many ranks have an error, 0-dim, plus 1 if ranks disagree. On a GPU, the other ranks learn of the
             error only from this.
         is_double: how many ranks have fp64 gradients, 0-dim.
+        is_single: how many ranks have no fp64 gradients, and return the norm in fp32, 0-dim.
         collected: this rank's gradients; partial ones are already summed, and not yet written back.
         has_peers: whether other ranks took part, really.
     """
@@ -54,8 +55,15 @@ class GlobalNorm:
     by_part: Tensor
     failed: Tensor
     is_double: Tensor
+    is_single: Tensor
     collected: list[Collected]
     has_peers: bool = False
+
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether the norm is finite on all ranks, also where it is rounded to fp32; alike on all ranks. 0-dim bool."""
+        overflows = self.norm.to(torch.float32).isinf() & (self.is_single > 0)
+        return self.norm.isfinite() & ~overflows
 
 
 @torch.no_grad()
@@ -107,14 +115,22 @@ def global_norm(
         raise error
     if not is_in_two:
         return measured
-    # Large powers leave the range of fp64: divide by the largest element first, multiply the norm by it at the end.
-    largest = measured.norm
-    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    second = _sum_over_ranks(plan, collected, request, order, None, unit)
+    # Large powers leave the range of fp64: divide by the largest element of the part first, multiply its norm by that
+    # element at the end.
+    units = _unit(measured.by_part)
+    second = _sum_over_ranks(plan, collected, request, order, None, units)
     if second.error is not None:
         raise second.error
     in_units = _unpack(second, order, collected)
-    return dataclasses.replace(in_units, norm=in_units.norm * unit, by_part=in_units.by_part * unit)
+    by_part = in_units.by_part * units
+    unit = _unit(by_part.max())
+    norm = unit * (by_part / unit).pow(order).sum().pow(1.0 / order)
+    return dataclasses.replace(in_units, norm=norm, by_part=by_part)
+
+
+def _unit(largest: Tensor) -> Tensor:
+    """What to divide by, so that powers stay in the range of fp64: 1 where the largest element is 0 or not finite."""
+    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
 @dataclass(frozen=True)
@@ -138,32 +154,36 @@ def _sum_over_ranks(
     request: NormRequest,
     order: float,
     problem: ValueError | None,
-    unit: Tensor | None = None,
+    units: Tensor | None = None,
 ) -> _Summed:
-    """The power sum of the collected gradients, in multiples of `unit`. It raises nothing."""
+    """The power sum of the collected gradients, in multiples of `units`, [parts]. It raises nothing."""
     device, operation = plan.device, _operation(order)
     # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
     under_way: list[_UnderWay] = []
     for process_group, places, gradients in _by_collective(plan, collected):
         try:
-            packed = pack(plan, gradients, request, order, unit, places)
-        except RuntimeError as error:  # no such kernel, or no memory: this rank still has to join the sum
-            problem = problem or ValueError(f"gradients cannot be summed on {device}: {error}")
+            packed = pack(plan, gradients, request, order, units, places)
+        except Exception as error:  # no such kernel, no memory, or a defect: this rank still has to join the sum
+            if problem is None:
+                problem = ValueError(f"gradients cannot be summed on {device}: {type(error).__name__}: {error}")
+                problem.__cause__ = error
             packed = SummedVector(plan)
         packed.failed.fill_(problem is not None)
         packed.wrong_call.fill_(request.is_wrong)
+        packed.is_single.fill_(not any(g.locals and g.group.key.dtype == torch.float64 for g in collected))
         work = start_reduce(packed.vector, process_group, operation)
         under_way.append(_UnderWay(process_group, gradients, packed, work))
-    total = SummedVector(plan)
     has_peers = False
     for started in under_way:
         has_peers |= _wait(started.packed, started.work, started.process_group, operation)
         if order == 2.0 and device.type == "cpu":
             _measure_again(plan, started)
-        total.add(started.packed, order)
+    total, *others = [started.packed for started in under_way]
+    for packed in others:
+        total.add(packed, order)
     # If the sums above do not span the pipeline stages, the stages' totals are summed last.
     if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
-        total.add(pack(plan, [], request, order, unit, places_over_stages(plan)), order)
+        total.add(pack(plan, [], request, order, units, places_over_stages(plan)), order)
         stages = group_of_mesh(plan.pp_mesh)
         has_peers |= _wait(total, start_reduce(total.vector, stages, operation), stages, operation)
     # All sums are done and the peers have heard of the error: this rank may raise now.
@@ -224,7 +244,8 @@ def _error_of_peers(plan: NormPlan, request: NormRequest, total: SummedVector, *
     """The error that all ranks of a sum raise. (On a GPU it would wait: there, the clip uses `GlobalNorm.failed`.)"""
     if total.failed.item():
         why = _OTHER_CALL if total.wrong_call.item() else _OTHER_GRADIENT
-        return ValueError(f"{why}: no gradient has been changed")
+        whose = "no gradient" if plan.mesh is not None else "no gradient of this rank"
+        return ValueError(f"{why}: {whose} has been changed")
     return disagreement(plan, request, total.slots, uses_max=uses_max)
 
 
@@ -263,7 +284,7 @@ def _unpack(summed: _Summed, order: float, collected: list[Collected]) -> Global
     failed = total.failed
     if has_peers and sums.device.type != "cpu":  # on the CPU the ranks have raised instead
         failed = failed + disagreements(total.slots, uses_max=math.isinf(order)).any()
-    return GlobalNorm(norm, by_part, failed, total.is_double, collected, has_peers)
+    return GlobalNorm(norm, by_part, failed, total.is_double, total.is_single, collected, has_peers)
 
 
 def _sum_partial(plan: NormPlan, collected: list[Collected]) -> list[Collected]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,7 @@ class Grouping:
         dtypes: of each gradient, or of the parameter; [parameters].
         left_out: parameters in no group, since they are frozen and have no gradient.
         unusable: parameters in a group whose gradients cannot be counted.
+        block_shapes: the shapes of gradients that are read in blocks, by parameter.
         problem: what is wrong with a gradient.
     """
 
@@ -112,6 +113,7 @@ class Grouping:
     dtypes: list[torch.dtype]
     left_out: list[int]
     unusable: set[int]
+    block_shapes: dict[int, torch.Size]
     problem: HeldError
 
 
@@ -177,7 +179,7 @@ def group_gradients(
     left_out: list[int] = []
     unusable: set[int] = set()
     problem = HeldError()
-    in_blocks: set[int] = set()
+    block_shapes: dict[int, torch.Size] = {}
     members: dict[tuple[Any, ...], list[int]] = {}
     usable: set[tuple[Any, ...]] = set()
     for i, (parameter, tensor) in enumerate(zip(parameters, tensors, strict=True)):
@@ -205,17 +207,28 @@ def group_gradients(
             problem.keep(ValueError(f"gradient of {name_of(i)}: {error}"))
             unusable.add(i)  # it stays in its group: if it is partial, its peers sum theirs, and this rank adds zeros
         if is_read_in_blocks(tensor):
-            in_blocks.add(i)
+            block_shapes[i] = tensor.shape
         members.setdefault((number, devices[i], dtypes[i], parts[i], n_replicas.get(i)), []).append(i)
     return Grouping(
-        groups=_groups(members, layouts.all, in_blocks),
+        groups=_groups(members, layouts.all, block_shapes.keys()),
         layouts=_by_ranks(layouts.all),
         meshes=_meshes_of_this_rank(layouts.all),
         devices=devices,
         dtypes=dtypes,
         left_out=left_out,
         unusable=unusable,
+        block_shapes=block_shapes,
         problem=problem,
+    )
+
+
+def marks_of(parameter: Tensor) -> tuple[bool, bool, bool]:
+    """The attributes by which other frameworks mark parameters that they have cut: of FSDP's first version, of
+    DeepSpeed's ZeRO-3, and of Megatron's tensor parallelism."""
+    return (
+        bool(getattr(parameter, "_fsdp_flattened", False)),
+        hasattr(parameter, "ds_id"),
+        bool(getattr(parameter, "tensor_model_parallel", False)),
     )
 
 
@@ -225,16 +238,17 @@ def _check_attributes(parameter: Tensor, *, is_declared: bool) -> None:
     Raises:
         ValueError: for a parameter of FSDP's first version, of DeepSpeed's ZeRO-3, or of Megatron's tensor parallelism.
     """
-    if getattr(parameter, "_fsdp_flattened", False):
+    is_flattened, is_partitioned, is_shard = marks_of(parameter)
+    if is_flattened:
         raise ValueError(
             "FSDP's first version does not tell how it cuts parameters: use fully_shard, or FSDP's own clip_grad_norm_"
         )
-    if hasattr(parameter, "ds_id"):
+    if is_partitioned:
         raise ValueError(
             "DeepSpeed's ZeRO-3 holds it in parts that it does not show: set gradient_clipping in DeepSpeed's "
             "configuration, and read engine.get_global_grad_norm()"
         )
-    if getattr(parameter, "tensor_model_parallel", False) and not is_declared and not hasattr(parameter, "_spec"):
+    if is_shard and not is_declared and not hasattr(parameter, "_spec"):
         raise ValueError(
             "its attribute tensor_model_parallel says that it is a shard, and a plain tensor does not show over which "
             "ranks: pass mesh= of all ranks, and replicas= (how many of them hold the same shard)"
@@ -254,7 +268,7 @@ def _is_left_out(parameter: Tensor) -> bool:
 
 
 def _groups(
-    members: Mapping[tuple[Any, ...], list[int]], layouts: Sequence[Layout], in_blocks: set[int]
+    members: Mapping[tuple[Any, ...], list[int]], layouts: Sequence[Layout], in_blocks: Set[int]
 ) -> tuple[ParameterGroup, ...]:
     """Layouts on different meshes may have the same ranks: their members become one group."""
     groups: dict[Key, ParameterGroup] = {}
@@ -263,7 +277,7 @@ def _groups(
         key = Key(layout.sharding_ranks, layout.n_shards, n_replicas, part, device, dtype, bool(layout.partial))
         earlier = groups[key].indices if key in groups else ()
         together = tuple(sorted((*earlier, *indices)))
-        groups[key] = ParameterGroup(key, layout, together, frozenset(in_blocks.intersection(together)))
+        groups[key] = ParameterGroup(key, layout, together, frozenset(in_blocks & set(together)))
     return tuple(groups[key] for key in sorted(groups, key=lambda key: key.order))
 
 

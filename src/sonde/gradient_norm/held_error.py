@@ -11,8 +11,8 @@ class HeldError:
 
     A rank that raised at once would never join the sum, and its peers would wait there for ever. So one rule covers
     whatever is wrong on one rank: hold the error, take part in the sum with the failure flag set, raise after the sum.
-    `global_norm` and `warm_up` raise; everything before them holds. (The checks of `verify` need not hold: every rank
-    finds the same error.)
+    `global_norm`, `compare_plans` and `warm_up` raise; everything before them holds. (`check_replicas` need not hold:
+    every rank finds the same error.)
 
     Args:
         first: an error that was found already.

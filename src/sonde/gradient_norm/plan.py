@@ -59,6 +59,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         part_names: as passed.
         allow_sparse: as passed.
         n_parts: parts of the model.
+        device: where sums over ranks are made: on the meshes' device, since gradients may be offloaded from it.
 
     Raises:
         ValueError: when `mesh` is not a mesh, or does not contain this rank. Any other error is held as the `problem`
@@ -107,7 +108,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         self._memory: dict[str, Any] = {}
         self._request_problem = HeldError(problem)
         self._n_replicas: dict[int, int] = {}
-        if replicas:
+        if replicas is not None:
             index_of: dict[int | str, int] = {id(p): i for i, p in enumerate(self.parameters)}
             if names is not None:  # a tied weight goes by any of its names
                 index_of |= {name: index_of[id(p)] for name, p in zip(names, parameters, strict=True)}
@@ -147,6 +148,11 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             return 1
         return self.pp_mesh.size()
 
+    @property
+    def has_names(self) -> bool:
+        """Whether the caller named the parameters."""
+        return self._names is not None
+
     def name_of(self, index: int) -> str:
         """What to call a parameter in messages."""
         if self._names is not None:
@@ -173,6 +179,11 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     def is_declared(self, index: int) -> bool:
         """Whether the caller declared on how many ranks a parameter is."""
         return index in self._n_replicas
+
+    @property
+    def declared_replicas(self) -> list[int]:
+        """On how many ranks each of the declared parameters is."""
+        return list(self._n_replicas.values())
 
     def remembered(self, name: str, compute: Callable[[NormPlan], T]) -> T:
         """What was computed under this name, until parameters change their shapes or are regrouped."""
@@ -215,9 +226,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    @property
-    def device(self) -> torch.device:
-        """Where sums over ranks are made: on the meshes' device, since gradients may be offloaded from it."""
+    def _device_of_sums(self) -> torch.device:
         meshes = [self.mesh, self.pp_mesh, *(group.layout.mesh for group in self.groups)]
         kind = next((mesh.device_type for mesh in meshes if mesh is not None), None)
         devices = [group.key.device for group in self.groups if group.key.device.type != "meta"]
@@ -289,6 +298,9 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         devices, dtypes, unusable = grouping.devices, grouping.dtypes, grouping.unusable
         if any(parameters[i].grad is not None for i in grouping.left_out):
             return None
+        for i, shape in grouping.block_shapes.items():  # few: these are large
+            if (large := parameters[i].grad) is not None and large.shape != shape:
+                return None
         collected = []
         # The hot path, run for every parameter at every step: it compares, mostly by `is`, and avoids calls.
         for group in grouping.groups:
@@ -332,6 +344,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             allow_sparse=self.allow_sparse,
             name_of=self.name_of,
         )
+        self.device = self._device_of_sums()
 
 
 def _count_replicas(
@@ -341,6 +354,13 @@ def _count_replicas(
     name_of: Callable[[int], str],
 ) -> dict[int, int]:
     """Declared replicas by parameter; `index_of` knows parameters by `id` and by name."""
+    if not isinstance(replicas, Mapping):
+        raise ValueError(
+            f"replicas must be a mapping from parameters or their names to numbers of ranks, got {replicas!r:.60}: "
+            "pass {name: how many ranks hold the same values}"
+        )
+    if not replicas:
+        return {}
     if mesh is None:
         raise ValueError("replicas= counts ranks of a mesh, got mesh=None: pass the mesh of all ranks")
     counts = {}

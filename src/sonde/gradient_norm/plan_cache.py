@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from sonde.gradient_norm.gradient_groups import marks_of
 from sonde.gradient_norm.plan import NormPlan
 
 if TYPE_CHECKING:
@@ -80,13 +81,13 @@ class _CacheEntry:
 
     Tensors are known by their addresses, without any reference to them. A strong reference would keep them alive; a
     weak one would break `model.to()`, as torch does not swap sharded tensors that have weak references. Another tensor
-    may come to an old address: its spec and flags are compared, and a plan knows no more of a tensor than these.
+    may come to an old address: its spec and traits are compared, and a plan knows no more of a tensor than these.
     """
 
     def __init__(self, request: PlanRequest, plan: NormPlan) -> None:
         self._plan = plan
         self._addresses = _addresses(request)
-        self._specs, self._flags = _specs(request), _flags(request)
+        self._specs, self._traits = _specs(request), _traits(request)
         self._names, self._meshes = request.names, (request.mesh, request.pp_mesh)
         plan.parameters = []
 
@@ -98,7 +99,7 @@ class _CacheEntry:
             and all(
                 map(operator.is_, self._specs, _specs(request))
             )  # by `is`: specs of a new process group may be equal
-            and self._flags == _flags(request)
+            and self._traits == _traits(request)
             and self._names == request.names
         )
 
@@ -119,6 +120,12 @@ def _specs(request: PlanRequest) -> list[Any]:
     return [getattr(p, "_spec", None) for p in request.parameters]
 
 
-def _flags(request: PlanRequest) -> list[tuple[bool, bool]]:
-    """Whether each parameter is trained, and has a gradient: without one, a plan uses what it saw of it before."""
-    return [(p.requires_grad, p.grad is not None) for p in request.parameters]
+def _traits(request: PlanRequest) -> list[tuple[object, ...]]:
+    """What else a plan takes from each parameter. (The plan compares shapes itself.)
+
+    They are: whether it is trained, and has a gradient (without a gradient, a plan uses what it saw of the gradient
+    before); its dtype; the marks of other frameworks.
+    """
+    return [
+        (p.requires_grad, p.grad is not None, p.dtype, marks_of(p) if vars(p) else None) for p in request.parameters
+    ]

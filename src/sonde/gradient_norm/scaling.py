@@ -49,12 +49,15 @@ def clip_measured_(
     """
     is_double = any(g.locals and g.group.key.dtype == torch.float64 for g in measured.collected)
     norm = measured.norm.to(torch.float64 if is_double else torch.float32)
-    is_finite = torch.isfinite(measured.norm)
     # On the CPU, an error of another rank has been raised by now. A GPU is not waited for: it only learns of the error
     # here, by tensors. The norm becomes NaN and, further below, the coefficient 1, so that gradients stay as they are.
     if norm.device.type != "cpu":
         norm = torch.where(measured.failed > 0, torch.nan, norm)
-        is_finite &= measured.failed == 0
+    skip = None
+    if nonfinite != "ignore":
+        is_finite = measured.is_finite & (measured.failed == 0)
+        # Whether to skip is decided on the device too: the mask is passed on, never read here.
+        skip = ~is_finite if nonfinite == "skip" else None
     if max_norm is not None:
         unfold(plan.parameters)
     # Both checks come before anything is written, so that gradients are unchanged if they fail.
@@ -70,8 +73,6 @@ def clip_measured_(
     coefficient = _coefficient(max_norm, measured).to(norm.dtype)
     if norm.device.type != "cpu":
         coefficient = torch.where(measured.failed > 0, 1.0, coefficient)
-    # Whether to skip is decided on the device too: the mask is passed on, never read here.
-    skip = ~is_finite if nonfinite == "skip" else None
     if fold_into is not None and fold(fold_into, plan.parameters, coefficient, skip):
         return norm
     multiplies = not is_one(coefficient, max_norm)
@@ -96,6 +97,8 @@ def _coefficient(max_norm: float, measured: GlobalNorm) -> Tensor:
     """
     exact, rounded = measured.norm, measured.norm.to(torch.float32)
     uses_exact = (measured.is_double > 0) | rounded.isinf()
+    if exact.device.type == "cpu":  # to read it costs less than to compute both
+        return clip_coefficient(max_norm, exact if uses_exact.item() else rounded).to(exact.dtype)
     in_fp32 = clip_coefficient(max_norm, rounded).to(exact.dtype)
     return torch.where(uses_exact, clip_coefficient(max_norm, exact), in_fp32)
 
@@ -149,7 +152,7 @@ def _where_not_finite(plan: NormPlan, collected: Sequence[Collected], norm: Tens
     elif norm.isnan() or not collected:
         where = "not finite on another rank, whose message names the parameters"
     else:
-        where = "every gradient of this rank is finite: another rank's are not, or their norm overflows"
+        where = "every gradient of this rank is finite: another rank's are not, or their norm overflows in fp32"
     to = "" if max_norm is None else f", so gradients cannot be clipped to {max_norm:g}"
     return f"the gradient norm is {norm:g}{to}: {where}. Find the loss that is not finite, or pass nonfinite='skip'"
 

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from sonde.gradient_norm.agreement import N_SLOTS, NormRequest, copies_tolerance, disagreements
-from sonde.gradient_norm.cross_check import SumPlaces, add_copies, add_ties, ballot, holdings
+from sonde.gradient_norm.cross_check import SumPlaces, add_copies, ballot, holdings, places_over_stages
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import SMALLEST_EXACT, power_sum, square_sum_in_blocks
+from sonde.gradient_norm.ties import add_ties
 from sonde.parallel.devices import accumulation_dtype, to_device
 from sonde.parallel.placements import share
 
-_N_FLAGS = 3
+_N_FLAGS = 4
 _MAX_PARTS = 64
 """How many parts of the model have room in the vector. The vector has the same length on every rank, even if ranks were
 given different parts: vectors of different lengths hang or abort the collective."""
@@ -37,6 +38,7 @@ class SummedVector:
         failed: how many ranks have an error, 0-dim.
         wrong_call: how many ranks have an error in their call, 0-dim.
         is_double: how many ranks have fp64 gradients, 0-dim.
+        is_single: how many ranks have no fp64 gradients, 0-dim.
         slots: the numbers that are compared; see `agreement`.
     """
 
@@ -48,7 +50,7 @@ class SummedVector:
         of_parts: Tensor = (parts if self.overflow is None else self.overflow)[: 2 * n].view(2, n)
         self.sums, self.in_blocks = of_parts[0], of_parts[1]
         self.is_nan = self.in_blocks
-        self.failed, self.wrong_call, self.is_double = flags.unbind()
+        self.failed, self.wrong_call, self.is_double, self.is_single = flags.unbind()
 
     def add(self, other: SummedVector, order: float) -> None:
         """Add the vector of another set of gradients."""
@@ -72,7 +74,7 @@ def pack(
     collected: list[Collected],
     request: NormRequest,
     order: float,
-    unit: Tensor | None,
+    units: Tensor | None,
     places: SumPlaces,
 ) -> SummedVector:
     """The vector that this rank adds to one sum over ranks.
@@ -82,7 +84,7 @@ def pack(
         collected: the gradients of this sum.
         request: the options of this rank, which are compared.
         order: p > 0; infinite for the first of two sums too.
-        unit: elements are divided by it.
+        units: elements of each part are divided by its unit, [parts].
         places: the positions of this rank in this sum.
     """
     packed, uses_max = SummedVector(plan), math.isinf(order)
@@ -95,16 +97,14 @@ def pack(
         if not gradients.locals:
             continue
         key, weight = gradients.group.key, _weight(plan, gradients)
+        unit = None if units is None else units.select(0, key.part)
         n_elements = sum(g.numel() for g in gradients.locals)
         part = packed.sums.select(0, key.part)
         if key.dtype == torch.float64:
             packed.is_double.fill_(1.0)
         if _reads_in_blocks(gradients, order, unit):
             packed.in_blocks.select(0, key.part).fill_(1.0)
-        looked_at: Tensor | float = 0.0
-        if cast is not None and held is not None and has_stages and not uses_max:
-            looked_at, gradients = add_ties(cast, held, plan, gradients, order, unit, weight=weight)
-        value = to_device(_read(gradients, order, unit) + looked_at, plan.device)
+        value = to_device(_read(gradients, order, unit), plan.device)
         if uses_max:
             torch.maximum(part, value, out=part)
         else:
@@ -117,7 +117,10 @@ def pack(
         # A maximum over ranks loses NaN. So flags carry NaN, and the sums are sent without it.
         packed.is_nan.copy_(packed.sums.isnan())
         packed.sums.nan_to_num_(nan=0.0, posinf=math.inf)
-    if cast is not None:
+    if cast is not None and held is not None:
+        if has_stages and not uses_max:
+            weighed = [(gradients, _weight(plan, gradients)) for gradients in collected]
+            add_ties(cast, held.ties, weighed, places_over_stages(plan).everyone, plan.device)
         packed.slots.copy_(cast.slots(plan.device, packed.vector.dtype))
     return packed
 

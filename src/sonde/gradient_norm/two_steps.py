@@ -65,7 +65,8 @@ def get_total_norm(
     Args:
         tensors: a tensor, tensors, or (name, tensor) pairs. The norm is of these tensors themselves: pass gradients,
             `[p.grad for p in model.parameters() if p.grad is not None]`. Or a plan that `group_parameters_for_norm`
-            returned: then it is the norm of its parameters' gradients, and nothing is planned anew.
+            returned: then it is the norm of its parameters' gradients, and nothing is planned anew. A tensor that is
+            listed twice counts twice, as with torch: the norm is of the list that was passed.
         norm_type: p > 0, or `math.inf`.
         error_if_nonfinite: raise when the norm is not finite; waits for the device.
         foreach: accepted so that calls written for torch run unchanged; it has no effect.
@@ -107,9 +108,11 @@ def get_total_norm(
     nonfinite = "raise" if error_if_nonfinite else "ignore"
     measured = global_norm(plan, order, nonfinite=nonfinite, problem=problem.first)
     norm, by_part = _rounded(measured)
-    if error_if_nonfinite and not bool(norm.isfinite()):
+    if error_if_nonfinite and not bool(measured.is_finite & (measured.failed == 0)):
+        where = " in fp32, in which another rank returns it" if norm.isfinite() else ""
         raise RuntimeError(
-            f"the norm is {norm:g}, which is not finite: find the loss that is not, or pass error_if_nonfinite=False"
+            f"the norm is {norm:g}, which is not finite{where}: find the loss that is not, or pass "
+            "error_if_nonfinite=False"
         )
     if by_group is None:
         return norm
@@ -193,9 +196,11 @@ def _plan_of_tensors(
     """A plan whose gradients are these tensors: each tensor is the `.grad` of a view of itself."""
     request = plan_request(tensors, mesh, pp_mesh)
     problem = HeldError(request.problem)
-    views = {id(t): t.detach() for t in request.parameters}
-    for tensor in request.parameters:
-        views[id(tensor)].grad = tensor.detach()
+    views = [tensor.detach() for tensor in request.parameters]
+    views_of: dict[int, list[Tensor]] = {}
+    for tensor, view in zip(request.parameters, views, strict=True):
+        view.grad = tensor.detach()
+        views_of.setdefault(id(tensor), []).append(view)
     parts = None
     with problem.hold():
         if by_group is not None:
@@ -205,9 +210,11 @@ def _plan_of_tensors(
                     f"{len(request.parameters)} tensors: pass one name each"
                 )
             parts = [groups.index(name) for name in by_group]
-    declared = {key if isinstance(key, str) else views.get(id(key), key): n for key, n in (replicas or {}).items()}
+    declared = replicas
+    if isinstance(replicas, Mapping):
+        declared = {view: n for key, n in replicas.items() for view in views_of.get(id(key), [key])}
     return NormPlan(
-        [views[id(t)] for t in request.parameters],
+        views,
         request.names,
         mesh=mesh,
         pp_mesh=pp_mesh,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest
+from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest, digest
 from sonde.gradient_norm.cross_check import holdings, places_in_mesh
 from sonde.gradient_norm.disagreement import disagreement
 from sonde.gradient_norm.plan import NormPlan
@@ -23,29 +23,39 @@ Held = tuple[str, tuple[Fingerprint, Fingerprint | None], int]
 _CONSTANT = 0.0
 
 
-def check_same_parameters(plan: NormPlan) -> None:
+def compare_plans(plan: NormPlan, *, verify: bool) -> None:
     """Refuse a mesh whose ranks have different parameters, or different ones within a pipeline stage.
 
-    Each norm compares them too; here it is known before training. One all-reduce compares names, shapes and dtypes.
+    Each norm compares them too; here it is known before training. One all-reduce over the mesh compares names, shapes
+    and dtypes, and says whether a rank has an error. It comes before any other collective: ranks with different
+    parameters would open different communicators.
 
     Args:
         plan: on every rank of its mesh; without a mesh nothing is compared.
+        verify: whether this rank will call `check_replicas`; the ranks compare it.
 
     Raises:
-        ValueError: on every rank, when two ranks have different parameters. Parameters without names are compared by
-            shape and dtype.
+        ValueError: on every rank, when a rank has an error or two ranks have different parameters. Parameters without
+            names are compared by shape and dtype.
     """
     group = group_of_mesh(plan.mesh) if plan.mesh is not None else None
-    stage = places_in_mesh(plan).stage if group is not None and not is_fake(group) else None
-    if stage is None:
+    if group is None or is_fake(group):
         return
-    cast = Ballot(KINDS[0], uses_max=False)
-    held = holdings(plan)
-    cast.add_digest("number", held.number, stage)
-    cast.add_digest("parameters", held.parameters, stage)
-    total = cast.slots(plan.device, accumulation_dtype(plan.device))
+    places, held, cast = places_in_mesh(plan), holdings(plan), Ballot(KINDS[0], uses_max=False)
+    cast.add_digest("verify", digest(verify), places.everyone)
+    if places.stage is not None:
+        cast.add_digest("number", held.number, places.stage)
+        cast.add_digest("parameters", held.parameters, places.stage)
+        cast.add_replicas(held.n_distinct)
+    problem = plan.request_problem or plan.gradient_problem
+    slots = cast.slots(plan.device, accumulation_dtype(plan.device))
+    total = torch.cat([slots, slots.new_full((1,), float(problem is not None))])
     dist.all_reduce(total, group=group)
-    if problem := disagreement(plan, NormRequest(2.0), total, uses_max=False):
+    if problem is not None:
+        raise problem
+    if total[-1].item():
+        raise ValueError("another rank cannot plan for its gradients, and its message says why")
+    if problem := disagreement(plan, NormRequest(2.0), total[:-1], uses_max=False):
         raise problem
 
 
@@ -112,5 +122,5 @@ def _fingerprint(tensor: Tensor) -> Fingerprint:
     values = tensor.detach().reshape(-1).to("cpu", torch.float64)
     if not values.numel() or bool((values == values[0]).all()):
         return tuple(tensor.shape), float(values.sum()), _CONSTANT
-    ordered = values @ torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64)
+    ordered = values @ torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64, device="cpu")
     return tuple(tensor.shape), float(values.sum()), 1.0 + abs(float(ordered))
