@@ -128,9 +128,12 @@ class Contents:
         return True
 
     def _add_row(self, record: Mapping[str, Any], line: int) -> None:
-        block = self._block
         if len(record) != _BARE_READING:
             self._see_reading(record)
+        self._append(record, line)
+
+    def _append(self, record: Mapping[str, Any], line: int) -> None:
+        block = self._block
         block.windows.append(record["window"])
         block.times.append(record["time"])
         block.values.append(record["values"])
@@ -163,11 +166,10 @@ class Contents:
             self._begin_block(Columns(tuple(dict.fromkeys([*self._block.columns.values, *metrics]))))
         values = [metrics.get(name) for name in self._block.columns.values]
         row: dict[str, Any] = {"window": record["window"], "time": record["time"], "values": values}
-        state = {key: record[key] for key in ("status", "reason", "dropped", "alerts", "pieces")}
-        groups = as_mapping(record["groups"])
-        if groups:
+        self._see_reading({key: record[key] for key in ("status", "reason", "dropped", "alerts", "pieces")})
+        if groups := as_mapping(record["groups"]):
             self._groups_written(lambda: groups, as_count(record["window"]))
-        self._add_row(row | state, line)
+        self._append(row, line)
 
     def _begin_block(self, columns: Columns) -> None:
         """Rows that follow have these columns."""
