@@ -61,6 +61,7 @@ class Contents:
         """The texts and counts of the last reading, and the index of its start."""
         self._groups: WrittenGroups = no_groups
         """The groups that were written last."""
+        self._line_of_groups = 0
         self._block = Block(file, -1, Columns(), frozenset())
 
     def add(self, records: Sequence[Mapping[str, Any]], first_line: int) -> None:
@@ -110,13 +111,12 @@ class Contents:
         for row, record in rows.more.items():
             states += [self._state] * (row - len(states))
             try:
-                self._see_reading(record)
+                self._see_reading(record, numbers[row])
             except (KeyError, TypeError, OverflowError, AttributeError) as error:
                 refuse(self._file, numbers[row], error)
             if row in rows.groups:
-                self._groups_written(
-                    functools.partial(_parsed_groups, block.columns, rows.groups[row]), rows.windows[row]
-                )
+                written = functools.partial(_parsed_groups, block.columns, rows.groups[row])
+                self._groups_written(written, rows.windows[row], numbers[row])
         states += [self._state] * (len(numbers) - len(states))
         self._flush()
         self._block = Block(
@@ -129,7 +129,7 @@ class Contents:
 
     def _add_row(self, record: Mapping[str, Any], line: int) -> None:
         if len(record) != _BARE_READING:
-            self._see_reading(record)
+            self._see_reading(record, line)
         self._append(record, line)
 
     def _append(self, record: Mapping[str, Any], line: int) -> None:
@@ -142,22 +142,22 @@ class Contents:
         block.lines.append(line)
         self._ended = None
 
-    def _see_reading(self, record: Mapping[str, Any]) -> None:
+    def _see_reading(self, record: Mapping[str, Any], line: int) -> None:
         """Take the texts, counts and groups of a reading. The first reading of a start gives all of them."""
         if self._block.segment != self._state_of:
             self._state, self._groups, self._state_of = State(), no_groups, self._block.segment
-        self._see_state(record)
+        self._see_state(record, line)
 
-    def _see_state(self, record: Mapping[str, Any]) -> None:
+    def _see_state(self, record: Mapping[str, Any], line: int) -> None:
         self._state = self._state.changed(record)
         if (tap := self._state.pieces.get("tap")) is not None:
             self._totals.taps[str(tap)] = None
         if "groups" in record:
             groups = functools.partial(self._block.columns.by_name, as_list(record["groups"]))
-            self._groups_written(groups, as_count(record["window"]))
+            self._groups_written(groups, as_count(record["window"]), line)
 
-    def _groups_written(self, groups: WrittenGroups, window: int) -> None:
-        self._groups, self._totals.last_groups = groups, window
+    def _groups_written(self, groups: WrittenGroups, window: int, line: int) -> None:
+        self._groups, self._totals.last_groups, self._line_of_groups = groups, window, line
 
     def _add_reading_of_schema_1(self, record: Mapping[str, Any], line: int) -> None:
         """A reading that holds everything under its own names."""
@@ -166,9 +166,9 @@ class Contents:
             self._begin_block(Columns(tuple(dict.fromkeys([*self._block.columns.values, *metrics]))))
         values = [metrics.get(name) for name in self._block.columns.values]
         row: dict[str, Any] = {"window": record["window"], "time": record["time"], "values": values}
-        self._see_reading({key: record[key] for key in ("status", "reason", "dropped", "alerts", "pieces")})
+        self._see_reading({key: record[key] for key in ("status", "reason", "dropped", "alerts", "pieces")}, line)
         if groups := as_mapping(record["groups"]):
-            self._groups_written(lambda: groups, as_count(record["window"]))
+            self._groups_written(lambda: groups, as_count(record["window"]), line)
         self._append(row, line)
 
     def _begin_block(self, columns: Columns) -> None:
@@ -197,7 +197,7 @@ class Contents:
             case "columns":
                 self._add_columns(record)
             case "details":
-                self._add_details(record)
+                self._add_details(record, line)
             case "metrics":
                 self._own.add(record, len(self._headers) - 1, line)
                 self._ended = None  # the run went on after all, as below
@@ -216,10 +216,10 @@ class Contents:
         if record["of"] == "reading":
             self._begin_block(Columns.read(record))
 
-    def _add_details(self, record: Mapping[str, Any]) -> None:
+    def _add_details(self, record: Mapping[str, Any], line: int) -> None:
         """Take the details of the last reading that were not written with it."""
         self._flush()
-        self._see_state(record)
+        self._see_state(record, line)
         if self._totals.n_readings:
             self._readings.amend(self._state, self._groups)
 
@@ -285,7 +285,7 @@ class Contents:
             try:
                 readings[-1] = replace(readings[-1], groups=group_readings(self._groups()))
             except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"the groups of the last reading in {self._file} cannot be read: {error}") from error
+                refuse(self._file, self._line_of_groups, error)
         return readings
 
 
