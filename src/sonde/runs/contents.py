@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,12 +26,16 @@ from sonde.runs.blocks import (
 )
 from sonde.runs.columns import Columns
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_numbers, as_time
+from sonde.runs.lines import parse_block
 from sonde.runs.own_metrics import OwnMetrics
 from sonde.runs.policy_reading import PolicyReadings
-from sonde.runs.reading_rows import read_rows
+from sonde.runs.reading_rows import READING_START, ReadingRows, read_rows
 from sonde.runs.run import Alert, Header, ProbeSetup, Reading, Run, Totals
 from sonde.runs.sinks import other_unit
 from sonde.runs.thinning import ThinnedReadings
+
+ANY_ORDER = (READING_START, b'{"kind":"metrics"', b'{"kind":"policy"', b'{"kind":"alert"')
+"""The beginnings of lines that can be read kind by kind. What a reading means depends on lines of other kinds alone."""
 
 _BARE_READING = 4
 """Keys of a reading in which nothing but the numbers has changed: kind, window, time, values."""
@@ -62,7 +67,9 @@ class Contents:
         self._groups: WrittenGroups = no_groups
         """The groups that were written last."""
         self._line_of_groups = 0
-        self._block = Block(file, -1, Columns(), frozenset())
+        self._declared: frozenset[str] = frozenset()
+        """Names of the metrics that sonde wrote, of all starts."""
+        self._block = Block(file, -1, Columns(), self._declared)
 
     def add(self, records: Sequence[Mapping[str, Any]], first_line: int) -> None:
         """Add records that follow each other.
@@ -74,7 +81,7 @@ class Contents:
         Raises:
             ValueError: for a record that cannot be, with its line.
         """
-        add_each(records, self._add, self._file, first_line)
+        add_each(records, self._add, self._file, count(first_line))
         self._flush()
         self._own.flush()
 
@@ -87,27 +94,45 @@ class Contents:
             self._add_reading_of_schema_1(record, line)
 
     def add_lines(self, lines: Sequence[bytes], first_line: int) -> bool:
-        """Add lines that begin like a reading, or with `UNWANTED`, without parsing them one by one.
+        """Add readings, and lines whose order beside readings does not matter, each kind at once.
 
         Args:
-            lines: lines that follow each other.
+            lines: lines that follow each other, with beginnings in `ANY_ORDER` or like `UNWANTED`.
             first_line: number of the line of the first one, from 1.
 
         Returns:
             False if nothing was added: then the lines must be parsed, and given to `add`.
 
         Raises:
-            ValueError: for a reading that cannot be, with its line.
+            ValueError: for a record that cannot be, with its line.
         """
-        block, names = self._block, self._block.columns.values
-        wanted = [i for i, line in enumerate(lines) if not line.startswith(self.UNWANTED)]
-        are_whole = len(wanted) == len(lines) or all(line.endswith(b"}") for line in lines)
-        if not (self._thinned and names and wanted and are_whole):
+        if not self._thinned:
             return False
-        rows = read_rows([lines[i] for i in wanted], len(names))
-        if rows is None:
+        readings, others = list[int](), list[int]()
+        for i, line in enumerate(lines):
+            if line.startswith(READING_START):
+                readings.append(i)
+            elif not line.startswith(self.UNWANTED):
+                others.append(i)
+            elif not line.endswith(b"}"):
+                return False
+        records = parse_block([lines[i] for i in others])
+        whole = [record for record in records if record is not None]
+        if len(whole) < len(records) or (readings and not self._block.columns.values):
             return False
-        numbers, states = [first_line + i for i in wanted], list[State]()
+        rows = read_rows([lines[i] for i in readings], len(self._block.columns.values)) if readings else None
+        if readings and rows is None:
+            return False
+        add_each(whole, self._add, self._file, [first_line + i for i in others])
+        if rows is not None:
+            self._add_rows(rows, [first_line + i for i in readings])
+        self._flush()
+        self._own.flush()
+        return True
+
+    def _add_rows(self, rows: ReadingRows, numbers: list[int]) -> None:
+        """Add readings, with the numbers of their lines."""
+        block, states = self._block, list[State]()
         for row, record in rows.more.items():
             states += [self._state] * (row - len(states))
             try:
@@ -124,8 +149,6 @@ class Contents:
             lines=numbers, matrix=rows.values,
         )  # fmt: skip
         self._ended = None
-        self._flush()
-        return True
 
     def _add_row(self, record: Mapping[str, Any], line: int) -> None:
         if len(record) != _BARE_READING:
@@ -174,8 +197,7 @@ class Contents:
     def _begin_block(self, columns: Columns) -> None:
         """Rows that follow have these columns."""
         self._flush()
-        declared = frozenset(name for header in self._headers for name in header.metrics)
-        self._block = Block(self._file, len(self._headers) - 1, columns, declared)
+        self._block = Block(self._file, len(self._headers) - 1, columns, self._declared)
 
     def _flush(self) -> None:
         block = self._block
@@ -230,7 +252,7 @@ class Contents:
                 f"{' or '.join(map(str, READABLE_SCHEMAS))}: read it with the version of sonde that wrote it"
             )
         probe = _probe(record)
-        self._check_unit(probe)
+        self._note_probe(probe)
         self._flush()
         self._headers.append(
             Header(
@@ -245,18 +267,20 @@ class Contents:
         self._begin_block(Columns())
 
     def _add_probe(self, probe: ProbeSetup) -> None:
-        self._check_unit(probe)
+        self._note_probe(probe)
         header = self._headers[-1]
         self._headers[-1] = replace(header, probes=(*header.probes, probe))
         self._begin_block(self._block.columns)
 
-    def _check_unit(self, probe: ProbeSetup) -> None:
+    def _note_probe(self, probe: ProbeSetup) -> None:
         if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
             raise ValueError(
                 f"{self._file} holds runs measured in {other!r} and in {probe.unit!r}, "
                 "expected one unit: log each run to its own folder"
             )
         self._units[probe.writes] = probe.unit
+        if not probe.metrics.keys() <= self._declared:
+            self._declared |= probe.metrics.keys()
 
     def run(self, torn: str | None) -> Run:
         """Everything that was collected.

@@ -14,6 +14,9 @@ from sonde.runs.thinning import extremes
 PIXELS = 800
 """The plotting area of the report is at most this wide."""
 
+_MAX_BREAKS = 100
+"""So many breaks are drawn even where they are narrow."""
+
 
 def rows_shown(x: Sequence[float], y: Sequence[float]) -> list[int]:
     """The rows by which a curve is drawn, in order; all rows of a short curve.
@@ -24,15 +27,16 @@ def rows_shown(x: Sequence[float], y: Sequence[float]) -> list[int]:
     """
     if len(x) <= 2 * PIXELS:
         return list(range(len(x)))
-    values = np.asarray(y, dtype=np.float64)
-    starts = _starts(np.asarray(x, dtype=np.float64))
+    seen = _rows_seen(np.asarray(x, dtype=np.float64))
+    values = np.asarray(y, dtype=np.float64)[seen]
+    starts = _starts(np.asarray(x, dtype=np.float64)[seen])
     kept = extremes(values, starts)
     known = np.flatnonzero(~np.isnan(values))
     if len(known):
         kept[known[[0, -1]]] = True
     any_known = np.logical_or.reduceat(~np.isnan(values), starts)
     kept[starts[~any_known]] = True  # a pixel without a known value is a gap
-    return [int(row) for row in np.flatnonzero(kept)]
+    return [int(row) for row in seen[kept]]
 
 
 def envelope(
@@ -47,10 +51,11 @@ def envelope(
     """
     if len(x) <= 2 * PIXELS:
         return x, low, high
-    places = np.asarray(x, dtype=np.float64)
+    seen = _rows_seen(np.asarray(x, dtype=np.float64))
+    places = np.asarray(x, dtype=np.float64)[seen]
     starts = _starts(places)
-    lowest = np.fmin.reduceat(np.asarray(low, dtype=np.float64), starts)
-    highest = np.fmax.reduceat(np.asarray(high, dtype=np.float64), starts)
+    lowest = np.fmin.reduceat(np.asarray(low, dtype=np.float64)[seen], starts)
+    highest = np.fmax.reduceat(np.asarray(high, dtype=np.float64)[seen], starts)
     middle = places[starts]
     ends = np.append(starts[1:], len(places)) - 1
     last = ~np.isnan(middle) & np.append(np.isnan(middle[1:]), True)  # of each unbroken stretch: up to its end
@@ -58,10 +63,24 @@ def envelope(
     return middle.tolist(), lowest.tolist(), highest.tolist()
 
 
+def _rows_seen(x: NDArray[np.float64]) -> NDArray[np.intp]:
+    """All rows; of very many breaks, such as of a thousand restarts, those alone that are wider than a pixel."""
+    if np.isnan(x).sum() <= _MAX_BREAKS:
+        return np.arange(len(x))
+    pixel = _pixels(x)
+    width = np.abs(np.append(pixel[1:], np.nan) - np.insert(pixel[:-1], 0, np.nan))
+    return np.flatnonzero(~(np.isnan(x) & (width <= 1)))
+
+
 def _starts(x: NDArray[np.float64]) -> NDArray[Any]:
     """The first row of each pixel; a row without a position is a pixel of its own."""
+    return np.flatnonzero(~(np.diff(_pixels(x), prepend=np.nan) == 0))
+
+
+def _pixels(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The pixel of each position; NaN without a position."""
     known = x[~np.isnan(x)]
     left, width = (float(known.min()), float(np.ptp(known))) if len(known) else (0.0, 0.0)
     scale = PIXELS / width if width > 0 and math.isfinite(PIXELS / width) else 0.0
-    pixel = np.floor((x - left) * scale)
-    return np.flatnonzero(~(np.diff(pixel, prepend=np.nan) == 0))
+    pixels: NDArray[np.float64] = np.floor((x - left) * scale)
+    return pixels
