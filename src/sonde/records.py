@@ -283,9 +283,9 @@ class RunLog:
                     logger.error("sonde: %s refuses a %r record: %s", name, record["kind"], error)
                     continue
                 logger.error("sonde: %s writes no more: %s", name, error)
-                self.alerts[f"log_stopped_{name}"] = (
-                    f"{name} writes no more: {error}. Training goes on without that log."
-                )
+                n_before = sum(alert.startswith(f"log_stopped_{name}") for alert in self.alerts)
+                alert = f"log_stopped_{name}" + (f"_{n_before + 1}" if n_before else "")
+                self.alerts[alert] = f"{name} writes no more: {error}. Training goes on without that log."
                 self._close_sinks([sink])
 
     @property
