@@ -19,7 +19,8 @@ from sonde.runs import contents
 from sonde.runs.reader import read_run
 from sonde.runs.reading_rows import ReadingRows, read_rows
 from sonde.runs.report.curve_style import add_bands, add_curve, new_curve, restart_legend, time_axis
-from sonde.runs.report.figures import Scale
+from sonde.runs.report.curves import noise_scale_curve
+from sonde.runs.report.figures import Plot, Scale, new_figure
 from sonde.runs.report.pixels import PIXELS, envelope, rows_shown
 from sonde.runs.report.timeline import timeline
 from sonde.runs.report.write import write_report
@@ -215,3 +216,33 @@ def test_lines_at_very_many_restarts_are_thinned_out_and_the_legend_says_so(tmp_
         fig = new_curve(line, time_axis(line), Scale("linear", 0, 1), y_label="y", height=100)
         [lines] = [r for r in fig.renderers if isinstance(r.glyph, VSpan)]
         assert len(lines.data_source.data["x"]) == n
+
+
+@pytest.mark.parametrize(("every", "is_hatched"), [(7, False), (3, False), (1, True)])
+def test_a_pixel_is_hatched_if_most_of_its_readings_lack_the_limit(
+    tmp_path: Path, every: int, is_hatched: bool
+) -> None:
+    """One lower bound in seven readings must not say that no upper limit is known in the whole run."""
+    write_run(tmp_path, 2, status="resolved")
+    [known, _] = read_run(tmp_path).readings
+    readings = [
+        replace(known, window=i + 1, metrics={**known.metrics, "run/units_seen": 64.0 * i})
+        if i % every
+        else replace(known, window=i + 1, status="lower_bound", metrics={
+            **known.metrics, "run/units_seen": 64.0 * i, "gns/b_simple": None, "gns/b_simple_high": None})
+        for i in range(3 * PIXELS)
+    ]  # fmt: skip
+    line = timeline(readings, "rows")
+    plot = noise_scale_curve(line, time_axis(line))
+    assert isinstance(plot, Plot)
+    hatched = [r for r in plot.figures[0].renderers if getattr(r.glyph, "hatch_pattern", None) == "/"]
+    assert bool(hatched) == is_hatched
+    texts = [entry.text for entry in plot.legend]
+    assert "no upper limit is known, of most readings at that place" in texts
+
+
+def test_labels_of_a_logarithmic_horizontal_axis_do_not_touch_on_a_telephone() -> None:
+    for decades in (1, 2.5, 4, 9):
+        x = Scale("log", 11.0, 11.0 * 10**decades)
+        fig = new_figure(x, Scale("linear", 0, 1), x_label="x", y_label="y", height=100)
+        assert 3 <= len(fig.xaxis[0].ticker.ticks) <= 6

@@ -68,13 +68,21 @@ def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, d
 
 
 def add_bands(
-    fig: figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], axis: Scale, **style: Any
+    fig: figure,
+    x: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    axis: Scale,
+    *,
+    by_majority: bool = False,
+    **style: Any,
 ) -> None:
     """Fill between two curves with one polygon per unbroken stretch: one area glyph would bridge the gaps.
 
-    A band of many values is as high in each pixel as its highest value there, and as low as its lowest.
+    A band of many values is as high in each pixel as its highest value there, and as low as its lowest. `by_majority`
+    leaves out the pixels in which most values are not known.
     """
-    x, low, high = envelope(x, low, high)
+    x, low, high = envelope(x, low, high, by_majority=by_majority)
     half = _half_spacing(x)
     xs, ys = [], []
     for known, stretch in groupby(range(len(x)), lambda i: not (math.isnan(low[i]) or math.isnan(high[i]))):

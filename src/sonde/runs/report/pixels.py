@@ -25,7 +25,7 @@ def rows_shown(x: Sequence[float], y: Sequence[float]) -> list[int]:
         x: horizontal positions; NaN where the curve breaks.
         y: values, NaN for an unknown value.
     """
-    if len(x) <= 2 * PIXELS:
+    if not is_thinned(x):
         return list(range(len(x)))
     seen = _rows_seen(np.asarray(x, dtype=np.float64))
     values = np.asarray(y, dtype=np.float64)[seen]
@@ -40,7 +40,7 @@ def rows_shown(x: Sequence[float], y: Sequence[float]) -> list[int]:
 
 
 def envelope(
-    x: Sequence[float], low: Sequence[float], high: Sequence[float]
+    x: Sequence[float], low: Sequence[float], high: Sequence[float], *, by_majority: bool = False
 ) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
     """A band with one row for each pixel, from its lowest to its highest value there; a short band as it is.
 
@@ -48,19 +48,29 @@ def envelope(
         x: horizontal positions; NaN where the band breaks.
         low: lower end, NaN where it is not known.
         high: upper end, NaN where it is not known; may be infinite.
+        by_majority: leave out a pixel unless most of its rows know the band.
     """
-    if len(x) <= 2 * PIXELS:
+    if not is_thinned(x):
         return x, low, high
     seen = _rows_seen(np.asarray(x, dtype=np.float64))
     places = np.asarray(x, dtype=np.float64)[seen]
     starts = _starts(places)
     lowest = np.fmin.reduceat(np.asarray(low, dtype=np.float64)[seen], starts)
     highest = np.fmax.reduceat(np.asarray(high, dtype=np.float64)[seen], starts)
+    if by_majority:
+        known = ~np.isnan(np.asarray(low, dtype=np.float64) + np.asarray(high, dtype=np.float64))[seen]
+        sizes = np.diff(np.append(starts, len(places)))
+        lowest[np.add.reduceat(known.astype(np.int64), starts) <= sizes / 2] = np.nan
     middle = places[starts]
     ends = np.append(starts[1:], len(places)) - 1
     last = ~np.isnan(middle) & np.append(np.isnan(middle[1:]), True)  # of each unbroken stretch: up to its end
     middle[last] = places[ends[last]]
     return middle.tolist(), lowest.tolist(), highest.tolist()
+
+
+def is_thinned(x: Sequence[float]) -> bool:
+    """Whether a curve of so many values is drawn by less than all of them."""
+    return len(x) > 2 * PIXELS
 
 
 def _rows_seen(x: NDArray[np.float64]) -> NDArray[np.intp]:
