@@ -115,7 +115,11 @@ class NoiseScaleLog:
     """
 
     def __init__(
-        self, tracker: NoiseScaleTracker, log: RunLog, setup: Mapping[str, object], write_rest: Callable[[], None]
+        self,
+        tracker: NoiseScaleTracker,
+        log: RunLog,
+        setup: Mapping[str, object],
+        write_rest: Callable[[], None] | None = None,
     ) -> None:
         self.alerts: dict[str, str] = {}
         self._tracker, self._log = tracker, log

@@ -10,9 +10,10 @@ any way are parsed one by one, which says what is wrong with them.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class ReadingRows:
     windows: list[int]
     times: list[float]
     values: Floats
-    more: dict[int, dict[str, Any]]
+    more: dict[int, Mapping[str, Any]]
     groups: dict[int, bytes]
 
 
@@ -68,7 +69,7 @@ def read_rows(lines: Sequence[bytes], n_columns: int) -> ReadingRows | None:
     values, _, ends = zip(*[rest.partition(b"]") for rest in rests], strict=True)
     if {value.count(b",") for value in values} != {n_columns - 1}:
         return None
-    more, groups = dict[int, dict[str, Any]](), dict[int, bytes]()
+    more, groups = dict[int, Mapping[str, Any]](), dict[int, bytes]()
     try:
         for i, end in enumerate(ends):
             if end != b"}":
@@ -86,7 +87,7 @@ def read_rows(lines: Sequence[bytes], n_columns: int) -> ReadingRows | None:
     return ReadingRows(windows, times, numbers, more, groups)
 
 
-def _beside_numbers(end: bytes) -> tuple[dict[str, Any], bytes | None]:
+def _beside_numbers(end: bytes) -> tuple[Mapping[str, Any], bytes | None]:
     """What follows the values of a line, and its groups as JSON.
 
     Raises:
@@ -97,14 +98,22 @@ def _beside_numbers(end: bytes) -> tuple[dict[str, Any], bytes | None]:
         if not groups.endswith(b"]}") or b"{" in groups:
             raise ValueError
         first, end_of_groups = first + b"}", b"[" + groups[:-1]
-    record: dict[str, Any] = {}
-    if first != b"}":
-        if not first.startswith(b","):
-            raise ValueError
-        record = json.loads(b"{" + first[1:])
+    return ({} if first == b"}" else _changed(first)), end_of_groups if found else None
+
+
+@functools.lru_cache(maxsize=256)
+def _changed(text: bytes) -> Mapping[str, Any]:
+    """What has changed since the reading before. The same few changes come again and again, such as of the status.
+
+    Raises:
+        ValueError: if the text is not as `JsonlSink` writes it.
+    """
+    if not text.startswith(b","):
+        raise ValueError
+    record: dict[str, Any] = json.loads(b"{" + text[1:])
     if _READ_ELSEWHERE & record.keys():
         raise ValueError
-    return record, end_of_groups if found else None
+    return record
 
 
 def _windows_and_times(places: Sequence[bytes]) -> tuple[list[int], list[float]]:
