@@ -113,8 +113,8 @@ def test_overflow_under_a_grad_scaler_is_dropped_and_poisons_nothing() -> None:
         assert reading.windows == 40 - dropped
         assert all("multiplied by the loss scale" in reason for reason in reading.dropped)
         assert math.isfinite(reading.trace_cov or math.nan)
-        assert "loss_scale" in probe.alerts
-    assert [a["name"] for a in sink.of_kind("alert")].count("loss_scale") == 1
+        assert not probe.alerts  # a GradScaler finds its scale by overflows
+    assert not sink.of_kind("alert")
 
 
 def test_one_nan_piece_is_dropped_counted_and_named() -> None:

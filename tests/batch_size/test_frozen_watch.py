@@ -141,3 +141,35 @@ def test_a_block_that_was_frozen_before_a_restart_is_measured_again_after_it() -
         windows_of(model, probe, 20)
         groups = probe.reading().groups
         assert groups["0"].status == "resolved"
+
+
+def test_a_state_that_is_loaded_while_a_block_is_frozen_keeps_the_reading() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        windows_of(model, probe, 20)
+        model[0].requires_grad_(False)
+        windows_of(model, probe, 20, seed=1)
+        before = probe.reading()
+        probe.load_state_dict(probe.state_dict())
+        assert probe.reading() == before
+        windows_of(model, probe, 20, seed=2)
+        assert probe.reading().groups.keys() == before.groups.keys()
+        assert probe.reading().windows == 60
+        model[0].requires_grad_(True)
+        windows_of(model, probe, 4, seed=3)
+        probe.reading()
+        assert "unfrozen" in probe.alerts
+
+
+def test_a_state_from_before_a_block_was_frozen_lets_the_freezing_be_noticed_again() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        windows_of(model, probe, 20)
+        state = probe.state_dict()
+        model[0].requires_grad_(False)
+        windows_of(model, probe, 20, seed=1)
+        probe.load_state_dict(state)
+        assert "0" in probe.reading().groups
+        windows_of(model, probe, 10, seed=1)
+        assert "0" not in probe.reading().groups
+        assert probe.reading().b_simple is not None

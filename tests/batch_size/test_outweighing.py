@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.batch_size.loops import attached
+from sonde import NoiseScaleProbe
+from tests.batch_size.loops import Recording, attached
 
 SPIKE = 30
 
@@ -71,3 +72,38 @@ def test_a_spike_of_one_small_group_does_not_count_for_that_group() -> None:
     assert small is not None
     assert expected is not None
     assert abs(small / expected - 1) < 0.1  # one window of 60 is missing
+
+
+def train_with_spikes(*, at: tuple[int, ...], windows: int, horizon: float = 50.0) -> tuple[NoiseScaleProbe, Recording]:
+    torch.manual_seed(1)
+    model, generator, sink = nn.Linear(6, 1), torch.Generator().manual_seed(0), Recording()
+    with attached(model, horizon=horizon, sinks=[sink]) as probe:
+        for window in range(1, windows + 1):
+            for _ in range(4):
+                inputs = torch.randn(8, 6, generator=generator)
+                with probe.piece(units=8):
+                    (
+                        model((300.0 if window in at else 1.0) * inputs) - inputs.sum(1, keepdim=True)
+                    ).square().mean().backward()
+            probe.step()
+            model.zero_grad()
+    return probe, sink
+
+
+def test_each_broken_window_is_named() -> None:
+    probe, sink = train_with_spikes(at=(40, 90), windows=120)
+    assert [a["message"].split(" had")[0] for a in sink.of_kind("alert")] == ["window 40", "window 90"]
+    assert "window 90 had" in probe.alerts["outweighs"]
+
+
+def test_readings_name_a_broken_window_for_one_horizon() -> None:
+    _, sink = train_with_spikes(at=(30,), windows=120, horizon=40.0)
+    naming = [r["window"] for r in sink.of_kind("reading") if "outweighs" in r["alerts"]]
+    assert naming == [40, 50, 60]
+    assert sink.of_kind("reading")[-1]["metrics"]["gns/set_aside"] == 1
+
+
+def test_a_broken_window_at_the_end_of_a_run_is_named_when_the_probe_is_closed() -> None:
+    probe, sink = train_with_spikes(at=(58,), windows=60)
+    assert [a["window"] for a in sink.of_kind("alert")] == [60]
+    assert "window 58 had" in probe.alerts["outweighs"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from sonde import NoiseScaleProbe
-from tests.batch_size.loops import (
-    attached,
-    piece_losses,
-    small_model,
-)
+from tests.batch_size.loops import attached, batch, mean_loss, piece_losses, small_model, train
 
 
 def test_a_window_ended_twice_raises_an_alert_and_counts_once() -> None:
@@ -271,3 +269,26 @@ def test_an_optimizer_that_was_applied_in_backward_is_refused() -> None:
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     with pytest.raises(ValueError, match=r"8 parameters .* are stepped inside backward"):
         attached(model)
+
+
+def test_an_optimizer_that_steps_another_inside_its_step_is_one_optimizer() -> None:
+    """As ZeroRedundancyOptimizer does."""
+    model = small_model()
+
+    class Wrapping(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__(model.parameters(), {})
+            self.inner = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+    optimizer = Wrapping()
+    with attached(model) as probe:
+        train(model, probe, optimizer, windows=30)
+        assert probe.alerts == {}
+        with probe.piece(units=4):  # a window that is not ended is still noticed
+            mean_loss(model, *batch(4, torch.Generator().manual_seed(0))).backward()
+        optimizer.step()
+        train(model, probe, optimizer, windows=1)
+        assert list(probe.alerts) == ["never_called"]

@@ -160,6 +160,6 @@ def test_a_collapse_is_found_without_forecasts() -> None:
         log.measured(step, {"entropy/token_weighted": entropy, "gns_prompts/prompts_per_window": 8.0})
     assert [point.step for point in log.points] == [1, 3]
     assert (
-        "has collapsed to 0.100 nats a token, 5\N{NO-BREAK SPACE}% of its value at step 1"
+        "has collapsed to 0.100 nats a token, 5\N{NO-BREAK SPACE}% of its level at step 1"
         in log.alerts["entropy_collapse"]
     )

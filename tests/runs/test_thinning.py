@@ -20,7 +20,7 @@ from sonde.runs.reader import read_run
 from sonde.runs.reading_rows import ReadingRows, read_rows
 from sonde.runs.report.curve_style import add_bands, add_curve, new_curve, restart_legend, time_axis
 from sonde.runs.report.curves import noise_scale_curve
-from sonde.runs.report.figures import Plot, Scale, new_figure
+from sonde.runs.report.figures import Plot, Scale
 from sonde.runs.report.pixels import PIXELS, envelope, rows_shown
 from sonde.runs.report.timeline import timeline
 from sonde.runs.report.write import write_report
@@ -239,10 +239,3 @@ def test_a_pixel_is_hatched_if_most_of_its_readings_lack_the_limit(
     assert bool(hatched) == is_hatched
     texts = [entry.text for entry in plot.legend]
     assert "no upper limit is known, of most readings at that place" in texts
-
-
-def test_labels_of_a_logarithmic_horizontal_axis_do_not_touch_on_a_telephone() -> None:
-    for decades in (1, 2.5, 4, 9):
-        x = Scale("log", 11.0, 11.0 * 10**decades)
-        fig = new_figure(x, Scale("linear", 0, 1), x_label="x", y_label="y", height=100)
-        assert 3 <= len(fig.xaxis[0].ticker.ticks) <= 6

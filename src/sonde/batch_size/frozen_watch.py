@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -51,6 +51,11 @@ class FrozenWatch:
         self._back_for: dict[int, int] = {}
         self._absences = [0] * len(self._parameters)
         self._gone: set[int] = set()
+
+    def restore(self, gone_groups: Collection[str]) -> None:
+        """Go on after a state was loaded, in which no parameter of these groups was trained."""
+        self._gone = {i for i, name in enumerate(self._group_names) if name in gone_groups}
+        self._off_for, self._absent_for, self._back_for = {}, {}, {}
 
     def window_ends(self) -> TrainedChange | None:
         """Note the end of a window, before the gradients are zeroed.

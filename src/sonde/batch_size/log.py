@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sonde.batch_size.frozen_watch import TrainedChange
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, find_alerts
+from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, find_alerts, set_aside_alerts
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
+from sonde.batch_size.stats.window_entry import SetAside, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.probe import Metric
 from sonde.records import RunLog, json_number, logger
@@ -51,8 +52,12 @@ NORM, CLIP_FRACTION = "grad/norm", "grad/clip_fraction"
 _GROUPS_EVERY = 10
 """Readings between two with groups, which take most of a reading's time. The first ten have groups too."""
 
-_EXPECTED = {"no_second_moment"}
+_EXPECTED = {"no_second_moment", "no_gradient"}
 """Reasons to drop a window that are no cause for alarm."""
+_PASSING = {"loss_scale"}
+"""Reasons that are no cause for alarm as long as they pass: a GradScaler finds its scale by overflows."""
+_NO_LONGER_PASSING = 10
+"""Windows in a row with such a reason, from which on it is one."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,8 @@ class NoiseScaleLog:
         self._units_seen = 0.0
         self._pieces: dict[str, object] = {}
         self._window = 0
+        self._last_drop, self._n_same_drops = "", 0
+        self._set_asides: tuple[SetAside | None, SetAside | None] = (None, None)
         self._n_readings = 0
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
@@ -155,10 +162,25 @@ class NoiseScaleLog:
                 interval.scalars.setdefault(name, _Mean()).add(value)
         if drop is None and self._log.log_windows and self._tracker.last is not None:
             self._write("window", **_window_record(window, self._tracker.last, self._tracker.groups))
+        self._n_same_drops = self._n_same_drops + 1 if drop and drop.kind == self._last_drop else 1
+        self._last_drop = drop.kind if drop else ""
+        self._alert_set_asides(self._tracker.set_asides)
         if drop is not None and drop.kind not in _EXPECTED:
-            self.alert(drop.kind, f"window {window.number} was dropped: {drop.reason}")
+            self._alert_drop(window.number, drop)
         if window.number % self._log.every == 0:
             self.reading(window.time)
+
+    def _alert_drop(self, number: int, drop: Drop) -> None:
+        if drop.kind not in _PASSING or self._n_same_drops >= _NO_LONGER_PASSING:
+            self.alert(drop.kind, f"window {number} was dropped: {drop.reason}")
+
+    def _alert_set_asides(self, now: SetAsides) -> None:
+        """Alert about each window that has just been set aside, not about the first only."""
+        before, self._set_asides = self._set_asides, (now.last, now.last_in_group)
+        new = [aside if aside is not seen else None for aside, seen in zip(self._set_asides, before, strict=True)]
+        for name, message in set_aside_alerts(*new).items():
+            self.alerts.pop(name, None)
+            self.alert(name, message)
 
     def alert(self, name: str, message: str) -> None:
         """Note that something looks wrong: in the next reading, and as an alert the first time that `name` occurs."""
@@ -185,7 +207,7 @@ class NoiseScaleLog:
         self._lacks_groups = not is_due
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank
-        reading = self._tracker.reading(with_groups=with_groups)
+        reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last)
         for name, message in find_alerts(reading).items():
             self.alert(name, message)
         elapsed = now - interval.start
@@ -218,6 +240,7 @@ class NoiseScaleLog:
 
     def write_rest(self) -> None:
         """Write a reading of the windows since the last one, with its groups."""
+        self._alert_set_asides(self._tracker.set_asides_now())
         self.reading(time.time(), is_last=True)
         if self._lacks_groups and self._log.is_first_rank:
             self._write("details", window=self._window, groups=_groups_record(self._tracker.reading()))

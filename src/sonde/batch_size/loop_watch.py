@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,10 @@ class LoopWatch:
             return ""
         n_new = self._n_hooks - n_before
         return f"{n_new} parameters have post-accumulate-grad hooks since attach: {STEPS_IN_BACKWARD}"
+
+    def restore(self, gone_groups: Collection[str]) -> None:
+        """Go on after a state was loaded, in which no parameter of these groups was trained."""
+        self._trained.restore(gone_groups)
 
     def alert_if_due(self) -> None:
         """Report a window that was not ended, once it can no longer be ended late."""

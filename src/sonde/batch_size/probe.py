@@ -32,6 +32,7 @@ from sonde.batch_size.model_checks import (
     optimizer_in_words,
     refuse_steps_in_backward,
 )
+from sonde.batch_size.one_thread import one_thread_at_a_time
 from sonde.batch_size.readback import Readback
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
@@ -141,6 +142,7 @@ class NoiseScaleProbe:
             on_backward=self._end_backward,
         )
         self._reader = WindowReader(wrapper, names, self._metric, witness, self._taps, grad_scaler=self._grad_scaler)
+        self._lock = threading.RLock()
         self._readback: Readback[MeasuredWindow] = Readback()
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
@@ -270,16 +272,22 @@ class NoiseScaleProbe:
         for name, value in scalars.items():
             self._scalars.add(name, value)
 
+    @one_thread_at_a_time
     def reading(self) -> NoiseScaleReading:
-        """The present reading, including the window that ended last. Waits for the device."""
+        """The present reading, including the window that ended last. Waits for the device.
+
+        Another thread may call it while this one trains.
+        """
         self._take_all()
         return self._tracker.reading()
 
+    @one_thread_at_a_time
     def window(self) -> SolvedWindow | None:
         """The last window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits for the device."""
         self._take_all()
         return self._tracker.last
 
+    @one_thread_at_a_time
     def metrics(self) -> Mapping[str, float | None]:
         """The reading by metric name; None where a number is not known or not bounded. Waits for the device."""
         self._take_all()
@@ -290,6 +298,7 @@ class NoiseScaleProbe:
         """The alerts so far: the first message of each name."""
         return dict(self._log.alerts)
 
+    @one_thread_at_a_time
     def state_dict(self) -> dict[str, Any]:
         """The averages so far, from which a restart continues, as JSON values. Waits for the device."""
         self._take_all()
@@ -300,6 +309,7 @@ class NoiseScaleProbe:
             "run": self._log.state_dict(),
         }
 
+    @one_thread_at_a_time
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict`.
 
@@ -310,6 +320,7 @@ class NoiseScaleProbe:
         check_state(state, self._identity())
         self._take_all()  # windows still in the readback belong to the time before
         self._tracker.load_state_dict(state["averages"])
+        self._loop.restore(self._tracker.gone_groups)
         self._log.load_state_dict(state["run"])
         self._n_windows = state["run"]["window"]
 
@@ -336,6 +347,14 @@ class NoiseScaleProbe:
         """
         if self._closed or self._is_at_work or self._thread != threading.get_ident():
             return
+        if not self._lock.acquire(blocking=False):  # another thread reads
+            return
+        try:
+            self._write_rest_alone()
+        finally:
+            self._lock.release()
+
+    def _write_rest_alone(self) -> None:
         with self._at_work():
             if self._reader.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return  # looking whether copies have arrived would spoil the graph
@@ -354,6 +373,7 @@ class NoiseScaleProbe:
         """
         self._close(reason, abandon_unfinished=False)
 
+    @one_thread_at_a_time
     def _close(self, reason: str, *, abandon_unfinished: bool) -> None:
         if self._closed:
             return
@@ -447,6 +467,7 @@ class NoiseScaleProbe:
             raise failure
         return norm
 
+    @one_thread_at_a_time
     def _put(self, window: Window, scalars: Mapping[str, float | Tensor], change: TrainedChange | None) -> None:
         """Put a window's numbers into the readback, with its number, time, cost and tap."""
         self._n_windows, self._n_put, self._thread = self._n_windows + 1, self._n_put + 1, threading.get_ident()
@@ -465,6 +486,7 @@ class NoiseScaleProbe:
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
         self._readback.put([*vectors, as_vector(list(scalars.values()), self._reader.device)], read, window.work)
 
+    @one_thread_at_a_time
     def _deliver(self) -> None:
         """Send the windows that are due, and take in those that arrived. The first is sent at once."""
         if self._n_put == 1 or self._n_windows % min(self._log_every, _WINDOWS_HELD) == 0:

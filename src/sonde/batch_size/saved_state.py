@@ -42,6 +42,11 @@ def check_state(state: Any, own: Mapping[str, str]) -> None:
     check_keys("noise-scale probe state", state, {"version", "what", "averages", "run"})
     check_keys("noise-scale probe state", state["what"], set(own))
     for name, value in own.items():
+        if state["what"][name] != value and name == "parameters":
+            raise ValueError(
+                "the state was saved by a probe that measured other parameters (names, shapes or order differ): attach "
+                "before any parameter is frozen or released, as in the run that saved it, or start without the state"
+            )
         if state["what"][name] != value:
             raise ValueError(
                 f"the state was saved with {name} {state['what'][name]!r:.60}, but this probe has {name} {value!r}: "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.batch_size.taps.window_reader import WindowReader
@@ -47,11 +47,14 @@ class StepWatch:
         """Other optimizers of these parameters that have stepped since one of the watched did."""
         self._windows_unstepped = 0
         self._stepped_unended = self._ended_since_step = self._stepped_in_backward = False
+        self._stepping: list[Any] = []
+        """Optimizers of these parameters inside whose step we are, the outermost first."""
         self._handles: list[Any] = []
         if self._given is not None:
             # Besides the hook for all optimizers: one of another library may call no hooks but its own.
             self._handles.append(self._given.register_step_pre_hook(_while_alive(self._before_step)))
         self._handles.append(register_optimizer_step_pre_hook(_while_alive(self._before_any_step)))
+        self._handles.append(register_optimizer_step_post_hook(_while_alive(self._after_any_step)))
 
     def window_ends(self) -> bool:
         """Note that a window is being ended.
@@ -59,6 +62,7 @@ class StepWatch:
         Returns:
             Whether the window is ended late: the optimizer has stepped already.
         """
+        self._stepping.clear()  # a step that raised an exception has no end
         is_late = self._stepped_unended and self._reader.n_pieces == 0
         if not is_late:
             self.alert_if_due()
@@ -130,8 +134,17 @@ class StepWatch:
         )
 
     def _before_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if optimizer is not self._given and self._held_by(optimizer):
+        if not self._held_by(optimizer):
+            return
+        # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
+        is_inner = bool(self._stepping)
+        self._stepping.append(optimizer)
+        if optimizer is not self._given and not is_inner:
             self._before_step(optimizer, args, kwargs)
+
+    def _after_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self._stepping and self._stepping[-1] is optimizer:
+            self._stepping.pop()
 
     def _held_by(self, optimizer: Any) -> frozenset[int]:
         """The measured parameters that an optimizer holds, by id."""

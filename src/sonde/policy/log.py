@@ -13,7 +13,7 @@ from sonde.policy.stats.coverage import LEVEL
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
-from sonde.policy.stats.policy_alerts import find_policy_alerts
+from sonde.policy.stats.policy_alerts import PolicyAlerts
 from sonde.records import RunLog, Sink, json_number, log_of, logger
 
 METRICS = {**EntropyChangeProbe.METRICS, **PolicyEntropyProbe.METRICS, **PromptNoiseProbe.METRICS}
@@ -55,6 +55,7 @@ class PolicyLog:
         """Alerts so far: the first message of each name."""
         self.points: list[Point] = []
         """Entropies, forecasts and truths so far."""
+        self._alerts = PolicyAlerts()
         self._step = 0
         self._per: Per = "token"
         self._log = log
@@ -92,7 +93,8 @@ class PolicyLog:
         point = forecast_point(step, metrics, self._per, "" if forecast is None else forecast.reason)
         if forecast is not None or point.entropy is not None:
             self.points.append(point)
-        alerts = find_policy_alerts(self.points)
+            self._alerts.add(point)
+        alerts = self._alerts.messages()
         for name, message in alerts.items():
             if name not in self.alerts:
                 self.alerts[name] = message

@@ -75,7 +75,7 @@ class PolicyReading:
     @property
     def point(self) -> Point:
         """The forecast beside its truth."""
-        return forecast_point(self.window, self.metrics, self.per, self.reason)
+        return forecast_point(self.window, self.metrics, self.per, self.reason, self.segment)
 
 
 @dataclass

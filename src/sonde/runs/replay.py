@@ -35,8 +35,9 @@ def replay_windows(
 ) -> Iterator[ReplayedReading]:
     """Make the readings of a run again from its windows, as a probe would have made them.
 
-    A log does not say which parameters were frozen or released during the run. From there on, the probe's own readings
-    differ from these.
+    Some readings of the probe differ from these. A log does not say which parameters were frozen or released, nor that
+    a state was loaded and windows measured again within one start. Doubts that kept the probe from giving a number,
+    such as pieces with the same data, are not replayed.
 
     Args:
         windows: of one start of the run, in order; `sonde.read_windows` reads those of a log that was written with
@@ -71,7 +72,7 @@ def replay_windows(
                 strict=True,
             )
         }
-        yield ReplayedReading(window.window, fits.pop(""), fits, history.n_set_aside)
+        yield ReplayedReading(window.window, fits.pop(""), fits, history.set_asides.n)
 
 
 def _solved(window: WindowReading) -> SolvedWindow:

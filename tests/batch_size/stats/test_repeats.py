@@ -130,9 +130,18 @@ def test_only_ranks_that_are_the_same_again_and_again_are_doubted(is_lasting: bo
     watch = RepeatWatch(decay=0.98)
     for window in range(50):
         pair = (1, 2) if is_lasting else (window % 7, 7)
-        watch.update(Repeats(same_ranks=frozenset({pair}), compares_ranks=True))
+        watch.update(Repeats(same_ranks=frozenset({pair}), n_compared=17))
     assert ("two ranks (1 and 2)" in (watch.ranks_doubt() or "")) == is_lasting
     assert (watch.ranks_doubt() is not None) == is_lasting
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_among_few_ranks_any_two_that_are_the_same_count(every: int) -> None:
+    watch = RepeatWatch(decay=0.98)
+    for window in range(60):
+        pairs = frozenset({((0, 1), (0, 2), (1, 2))[window % 3]} if window % every == 0 else set())
+        watch.update(Repeats(same_ranks=pairs, n_compared=3))
+    assert f"in {100 / every:.0f} % of the windows" in (watch.ranks_doubt() or "").replace("34 %", "33 %")
 
 
 def test_three_equal_ranks_are_two_pairs() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
@@ -15,9 +17,11 @@ SOUND = ScaleReading(1.0, 0.0, "scaled", sound=frozenset({0}))
 CHANGED = ScaleReading(1.0, 0.5, "changed", changed=frozenset({0}))
 
 
-def averages_of(n_windows: int, *, noise: float = 1.0, signal: float = 1.0) -> NoiseScaleAverages:
+def averages_of(
+    n_windows: int, *, noise: float = 1.0, signal: float = 1.0, horizon: float = 100.0
+) -> NoiseScaleAverages:
     """Windows of two pieces of 4 units each: two elements, of which noise is on the second only."""
-    averages = NoiseScaleAverages(["signal", "noise"], horizon=100.0)
+    averages = NoiseScaleAverages(["signal", "noise"], horizon)
     for window in range(n_windows):
         varied = noise * (1 + 0.1 * (window % 3))
         pieces = [[signal, signal + varied], [signal, signal - varied]]
@@ -97,3 +101,10 @@ def test_a_few_missing_windows_are_bridged() -> None:
     assert reading.low is not None
     assert expected.low is not None
     assert reading.low < expected.low  # the trend is carried on over them
+
+
+@pytest.mark.parametrize("horizon", [1e9, math.inf])
+def test_a_long_horizon_costs_nothing(horizon: float) -> None:
+    """It once took memory in proportion to the horizon."""
+    averages = averages_of(30, horizon=horizon)
+    assert summarise(averages, unit="rows", level=0.95).status == "resolved"

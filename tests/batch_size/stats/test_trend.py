@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.trend import TrendFit, effective_windows, fit_trends
+from sonde.batch_size.stats.trend import TrendFit, effective_windows, fit_trends, most_effective_windows
 
 F64 = torch.float64
 
@@ -174,8 +174,19 @@ def test_the_influence_of_a_window_is_the_change_that_it_makes() -> None:
 
 def test_effective_windows_of_the_kernel() -> None:
     ages = torch.arange(1000, dtype=F64)
-    assert effective_windows(ages, 50.0) == pytest.approx(100, rel=0.01)  # 2 h of an exponential kernel
-    assert effective_windows(ages, math.inf) < 1000  # the horizon stays within the windows seen
+    ones = torch.ones_like(ages)
+    assert effective_windows(ages, ones, 50.0) == pytest.approx(100, rel=0.01)  # 2 h of an exponential kernel
+    assert effective_windows(ages, ones, math.inf) < 1000  # the horizon stays within the windows seen
+    pairs = ages[::2] + 0.5
+    assert effective_windows(pairs, 2 * torch.ones_like(pairs), 50.0) == pytest.approx(100, rel=0.01)
+
+
+@pytest.mark.parametrize("horizon", [1.5, 7.0, 50.0, 333.0])
+def test_effective_windows_of_a_filled_horizon(horizon: float) -> None:
+    weights = torch.exp(-torch.arange(round(4 * horizon), dtype=F64) / horizon)
+    expected = float(weights.sum() ** 2 / weights.square().sum())
+    assert most_effective_windows(horizon) == pytest.approx(expected, rel=0.02)
+    assert most_effective_windows(math.inf) == math.inf
 
 
 @pytest.mark.parametrize("factor", [5.0, 0.2])

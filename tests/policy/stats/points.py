@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from sonde.policy.stats.entropy_course import Course, entropy_course
 from sonde.policy.stats.forecast_point import Point
+from sonde.policy.stats.steps_kept import steps_kept
 
 GOOD = Point(
     step=1, entropy=1.0, delta=-0.02, low=-0.022, high=-0.018, is_valid=True,
@@ -24,3 +26,8 @@ def entropies(*values: float, every: int = 5, error: float | None = None, **chan
             for i, value in enumerate(values)
         )
     )
+
+
+def course_of(run: list[Point]) -> Course:
+    """The course of the entropy in the measurements that no restart has undone."""
+    return entropy_course(steps_kept(run))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from sonde.policy.stats.forecast_point import forecast_point
@@ -59,3 +61,10 @@ def test_a_policy_is_almost_uniform_if_the_surprise_hardly_varies(
 ) -> None:
     point = forecast_point(1, {"entropy/per_token": entropy, "entropy/surprise_sd": scatter})
     assert point.is_near_uniform is is_uniform
+
+
+def test_a_number_that_no_policy_has_is_not_known() -> None:
+    """1e308 is what overflowing weights leave. Its square would end the training in which it is logged."""
+    for value in (1e308, -1e60, math.inf, math.nan):
+        point = forecast_point(3, {"entropy/per_token": value, "entropy/delta_forecast": value})
+        assert (point.entropy, point.delta) == (None, None)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 from sonde.policy.stats.entropy_forecast import NEAR_UNIFORM, TOO_LARGE
-from sonde.policy.stats.policy_alerts import find_policy_alerts
-from tests.policy.stats.points import points
+from sonde.policy.stats.entropy_verdict import judge_entropy
+from sonde.policy.stats.policy_alerts import PolicyAlerts, find_policy_alerts
+from sonde.policy.stats.steps_kept import StepsKeeper
+from tests.policy.stats.points import course_of, points
 
 
 def test_a_collapse_is_reported_when_it_has_happened_and_when_it_is_near() -> None:
@@ -49,3 +53,56 @@ def test_forecasts_near_a_uniform_policy_are_no_steps_that_are_too_large() -> No
     # A measurement without a forecast says nothing of the steps.
     large, none = {"is_valid": False, "reason": f"{TOO_LARGE}: so"}, {"delta": None, "is_valid": False}
     assert "steps_too_large" in find_policy_alerts(points(large, large, none, large, none))
+
+
+NO_FORECAST = {"delta": None, "low": None, "high": None, "truth": None, "is_valid": False}
+
+
+def measured(*values: tuple[float, float]) -> list[dict[str, object]]:
+    return [{"entropy": entropy, "entropy_se": se, **NO_FORECAST} for entropy, se in values]
+
+
+def test_a_noisy_measurement_is_no_collapse() -> None:
+    """Neither a last one of 0.19 ± 0.9, nor an early one of 25 ± 12 that the others lie far below."""
+    draw = random.Random(0)
+    level = [(draw.gauss(2.0, 0.02), 0.02) for _ in range(58)]
+    for run in ([*level, (0.19, 0.9)], [*level[:4], (25.0, 12.0), *level[4:]], [(2.0, 0.02), (0.19, 0.9)]):
+        assert "entropy_collapse" not in find_policy_alerts(points(*measured(*run)))
+        assert judge_entropy(points(*measured(*run))).kind != "collapses"
+    assert judge_entropy(points(*measured(*level, (0.19, 0.9)))).kind == "holds"
+
+
+def test_a_collapse_is_certain_by_the_levels_at_both_ends() -> None:
+    collapsed = [*[(2.0, 0.02)] * 57, *[(0.1, 0.02)] * 5]
+    assert "0.100 nats a token, 5" in find_policy_alerts(points(*measured(*collapsed)))["entropy_collapse"]
+    assert not find_policy_alerts(points(*measured(*collapsed[:-4])))  # one measurement is no level of a long run
+    assert not find_policy_alerts(points(*measured(*[(2.0, 0.02)] * 5, (0.19, 0.02))))  # 0.19 ± 0.04 may be above 0.2
+    assert find_policy_alerts(points(*measured(*[(2.0, 0.02)] * 5, (0.15, 0.02))))
+
+
+def test_an_entropy_that_becomes_negative_has_not_collapsed() -> None:
+    assert not find_policy_alerts(points(*measured(*((0.5 - 0.02 * i, 0.01) for i in range(60)))))
+
+
+def test_alerts_point_by_point_are_those_of_all_points_and_look_at_few() -> None:
+    """With a restart, forecasts that miss, and a collapse: as after each step of a run."""
+    draw = random.Random(2)
+    entropy = [draw.gauss(2.0, 0.02) for _ in range(300)] + [draw.gauss(0.1, 0.01) for _ in range(8)]
+    run = points(*({"step": 1 + i, "entropy": e, "entropy_se": 0.02, "truth": 0.0} for i, e in enumerate(entropy)))
+    run = [*run[:250], *run[200:]]
+    alerts, names = PolicyAlerts(), []
+    for i, point in enumerate(run):
+        alerts.add(point)
+        if i % 30 == 0 or i > 350:
+            assert alerts.messages() == find_policy_alerts(run[: i + 1])
+            if i:
+                assert ("entropy_collapse" in alerts.messages()) == course_of(run[: i + 1]).has_collapsed
+        names.append(tuple(alerts.messages()))
+    assert names[8] == ()
+    assert names[200] == ("intervals_miss",)
+    assert names[-1] == ("entropy_collapse", "intervals_miss")
+    keeper = StepsKeeper()
+    for point in run:
+        keeper.add(point)
+    assert (len(keeper), len(keeper.kept(150).points)) == (308, 300)
+    assert judge_entropy(run).kind == "collapses"

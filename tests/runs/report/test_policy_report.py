@@ -90,7 +90,11 @@ NOTHING = {"shares": [], "causes": None}
         ({"has_truth": False}, "Importance sampling reuses the responses of the forecast"),
         ({"has_noise": False}, "turn gns_probe on"),
         ({"causes": None}, "attach with causes=True to know"),
-        (NOTHING, "No forecast was made, so there are no parts by prompt."),
+        (NOTHING, "The forecasts of this run were logged without the parts of single prompts."),
+        (
+            {"metrics": {"entropy/per_token": 1.0}, **NOTHING},
+            "No forecast was made, so there are no parts by prompt.",
+        ),
         ({"metrics": {"entropy/token_weighted": 1.0}, **NOTHING}, "No change of entropy was forecast in this run."),
         ({"metrics": {"entropy/token_weighted": 1.0}, **NOTHING}, "No forecast can be compared with the truth"),
         (
@@ -99,7 +103,7 @@ NOTHING = {"shares": [], "causes": None}
         ),
         (
             {"metrics": {"entropy/token_weighted": 1.0, "entropy/token_weighted_se": 0.02}, **NOTHING},
-            "Entropy holds The policy's entropy holds: 1 ± 0.0",
+            "Entropy holds The policy's entropy holds: 1.00 ± 0.0",
         ),
         ({"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING}, "No verdict yet: no entropy was measured."),
         ({"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING}, "No entropy was measured in this run."),
@@ -130,7 +134,7 @@ def test_a_run_with_noise_scale_and_policy_shows_both(tmp_path: Path) -> None:
     ("second", "sentence"),
     [
         (range(4, 12), "A restart took steps again: 6 measurements of these steps before the restart are left out."),
-        (range(8), "A restart counted steps from the beginning again"),
+        (range(8), "A restart took steps again: 10 measurements of these steps before the restart are left out."),
     ],
 )
 def test_steps_that_a_restart_took_again_are_drawn_apart_and_left_out_of_the_verdict(

@@ -148,6 +148,10 @@ class NoiseScaleAverages:
             check_count(f"{label}, dropped", dropped, reason)
         self.history.load_state_dict(state["history"])
         self.n_seen = state["n_seen"]
+        if self.history.last_window > self.n_seen:
+            raise ValueError(
+                f"{label}: it has window {self.history.last_window:.0f} but saw {self.n_seen} windows: is it damaged?"
+            )
         self.within_between.load_state_dict(state["consistency"])
         self.changed.load_state_dict(state["changed_gradients"])
         self.neighbours.load_state_dict(state["neighbours"])

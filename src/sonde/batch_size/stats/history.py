@@ -13,7 +13,7 @@ import torch
 
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
-from sonde.batch_size.stats.window_entry import Series, SetAside, WindowEntry, entry_from_list
+from sonde.batch_size.stats.window_entry import Series, SetAside, SetAsides, WindowEntry, entry_from_list
 from sonde.stats.state import check_count, check_keys, check_number
 
 _NEIGHBOURS = 5
@@ -51,11 +51,8 @@ class WindowHistory:
         self._index = {name: i for i, name in enumerate(self.groups)}
         self.windows = 0
         """Windows added, those set aside included."""
-        self.last_set_aside: SetAside | None = None
-        self.n_set_aside = 0
-        self.last_group_set_aside: SetAside | None = None
-        self.group_set_aside = dict.fromkeys(self.groups, 0)
-        """Windows that were left out of one group only."""
+        self.set_asides = SetAsides(0, None, dict.fromkeys(self.groups, 0), None)
+        """Of settled windows, which have all of their neighbours."""
         self._settled: list[WindowEntry] = []
         self._recent: list[WindowEntry] = []
         """Raw, up to _NEIGHBOURS before and _NEIGHBOURS after the window that is settled next."""
@@ -94,13 +91,9 @@ class WindowHistory:
 
     def _settle(self, index: int) -> None:
         aside, aside_in = self._set_aside(index)
+        self.set_asides.count(aside, aside_in.values())
         if aside is not None:
-            self.n_set_aside += 1
-            self.last_set_aside = aside
             return
-        for group_aside in aside_in.values():
-            self.group_set_aside[group_aside.group] += 1
-            self.last_group_set_aside = group_aside
         entry = self._sized(index, aside_in)
         self._settled.append(entry)
         self._add_to(self._average, entry)
@@ -133,7 +126,7 @@ class WindowHistory:
             for i, name in enumerate(self.groups if len(self.groups) > 1 else ())
             if times[i] > most
             and name not in self._gone
-            and self._may_set_aside(index, self.group_set_aside[name])
+            and self._may_set_aside(index, self.set_asides.n_in_group[name])
             and self._outweighs(index, [i], column=i)
         }
         return None, aside_in
@@ -177,18 +170,26 @@ class WindowHistory:
         return noise > factor * math.fsum(x for x, _ in shares) or square > factor * math.fsum(y for _, y in shares)
 
     def _may_set_aside(self, index: int, n_in_group: int) -> bool:
-        n_set_aside = self.n_set_aside + n_in_group
+        n_set_aside = self.set_asides.n + n_in_group
         has_neighbours = len(self._neighbours(index)) >= _NEIGHBOURS
         return has_neighbours and n_set_aside + 1 <= max(1.0, _MOST_SET_ASIDE * self.windows)
 
+    def _last_indices(self) -> range:
+        """Indices of the recent windows that wait for their neighbours."""
+        return range(max(len(self._recent) - _NEIGHBOURS, 0), len(self._recent))
+
     def _unsettled(self) -> list[WindowEntry]:
-        """The last windows, which wait for their neighbours, as they would count now."""
-        entries = []
-        for i in range(max(len(self._recent) - _NEIGHBOURS, 0), len(self._recent)):
+        """The windows that wait for their neighbours, as they would count now."""
+        judged = [(i, *self._set_aside(i)) for i in self._last_indices()]
+        return [self._sized(i, aside_in) for i, aside, aside_in in judged if aside is None]
+
+    def set_asides_now(self) -> SetAsides:
+        """The windows that were set aside, and those that would be if no window followed."""
+        now = replace(self.set_asides, n_in_group=dict(self.set_asides.n_in_group))
+        for i in self._last_indices():
             aside, aside_in = self._set_aside(i)
-            if aside is None:
-                entries.append(self._sized(i, aside_in))
-        return entries
+            now.count(aside, aside_in.values())
+        return now
 
     def _add_to(self, average: RunningNoiseScale, entry: WindowEntry) -> None:
         alive = [self._index[name] for name in self.groups if name not in self._gone]
@@ -204,7 +205,8 @@ class WindowHistory:
 
         Returns:
             Names, and their series as rows of one `Series`; one pair for each set of windows. The sets differ only if
-            parameters were frozen or released on the way, or a window was set aside for a group.
+            parameters were frozen or released on the way. A window that was set aside for a group is 0 there, which
+            adds nothing to the sums that the trend is made of.
         """
         entries = [*self._settled, *self._unsettled()]
         numbers, counts, sizes = (
@@ -219,24 +221,30 @@ class WindowHistory:
         since = self._first_windows()
         if not with_groups:
             since = {"": since[""]}
-        aside_of = {i: entry.aside for i, entry in enumerate(entries) if entry.aside}
-        sets = {
-            name: (first, tuple(i for i, aside in aside_of.items() if self._index.get(name) in aside))
-            for name, first in since.items()
-        }
+        counted = torch.ones(len(self.groups) + 1, len(entries), dtype=torch.float64, device="cpu")  # the total is last
+        for i, entry in enumerate(entries):
+            counted[list(entry.aside), i] = 0.0
         series = []
-        for first, aside in dict.fromkeys(sets.values()):
-            names = tuple(name for name in sets if sets[name] == (first, aside))
+        for first in dict.fromkeys(since.values()):
+            names = tuple(name for name in since if since[name] == first)
             kept = numbers >= first
-            kept[list(aside)] = False
-            sums = torch.stack([rows[name][kept] for name in names])
+            counts_here = counted[[self._index.get(name, -1) for name in names]][:, kept]  # [series, entries]
+            sums = torch.stack([rows[name][kept] for name in names]) * counts_here[..., None]
             weights = torch.exp(-ages[kept] / self.horizon)
-            levels = (weights @ sums) / (weights @ counts[kept])  # [series, 2]
+            levels = (weights @ sums) / (counts_here @ (weights * counts[kept]))[:, None]  # [series, 2]
             per_size = sums / sizes[kept, None]
             series.append(
                 (
                     names,
-                    Series(per_size[..., 0], per_size[..., 1], ages[kept], numbers[kept], levels[:, 0], levels[:, 1]),
+                    Series(
+                        trace_cov=per_size[..., 0],
+                        grad_sq=per_size[..., 1],
+                        ages=ages[kept],
+                        counts=counts[kept],
+                        numbers=numbers[kept],
+                        mean_trace_cov=levels[:, 0],
+                        mean_grad_sq=levels[:, 1],
+                    ),
                 )
             )
         return series
@@ -245,6 +253,11 @@ class WindowHistory:
     def last_window(self) -> float:
         """Number of the last window added; 0 before the first."""
         return self._recent[-1].number if self._recent else 0.0
+
+    @property
+    def gone(self) -> frozenset[str]:
+        """The groups in which no parameter is trained now."""
+        return frozenset(self._gone)
 
     def _first_windows(self) -> dict[str, int]:
         """The first window that counts: for the total, under an empty name, and for each group that trains."""
@@ -279,8 +292,8 @@ class WindowHistory:
             "groups": list(self.groups),
             "horizon": 0.0 if math.isinf(self.horizon) else self.horizon,  # JSON has no infinity
             "windows": self.windows,
-            "n_set_aside": self.n_set_aside,
-            "group_set_aside": dict(self.group_set_aside),
+            "n_set_aside": self.set_asides.n,
+            "group_set_aside": dict(self.set_asides.n_in_group),
             "settled": [entry.as_list() for entry in self._settled],
             "recent": [entry.as_list() for entry in self._recent],
             "since": dict(self._since),
@@ -296,8 +309,8 @@ class WindowHistory:
         """
         label = "window history of the state"
         check_keys(label, state, set(self.state_dict()))
-        if tuple(state["groups"]) != self.groups:
-            raise ValueError(f"{label}: it has the groups {list(state['groups'])}, this probe has {list(self.groups)}")
+        if state["groups"] != list(self.groups):
+            raise ValueError(f"{label}: it has the groups {state['groups']}, this probe has {list(self.groups)}")
         check_number(label, state, "horizon", low=0)
         if (float(state["horizon"]) or math.inf) != self.horizon:
             raise ValueError(
@@ -309,17 +322,19 @@ class WindowHistory:
             check_keys(f"{label}, {per_group}", state[per_group], set(self.groups))
             for name in self.groups:
                 check_count(f"{label}, {per_group}", state[per_group], name)
-        if not set(state["gone"]) <= set(self.groups):
+        if not isinstance(state["gone"], Sequence) or not set(state["gone"]) <= set(self.groups):
             raise ValueError(f"{label}: unknown groups in {state['gone']!r:.60}: is it damaged?")
+        for name in ("settled", "recent"):
+            if not isinstance(state[name], Sequence):
+                raise ValueError(f"{label}: {name} must be a list of windows, got {state[name]!r:.60}: is it damaged?")
         settled, recent = (
             [entry_from_list(label, row, len(self.groups)) for row in state[name]] for name in ("settled", "recent")
         )
         average = RunningNoiseScale(math.inf)
         average.load_state_dict(state["average"])
-        self.windows, self.n_set_aside = state["windows"], state["n_set_aside"]
+        self.windows = state["windows"]
+        n_in_group = {name: state["group_set_aside"][name] for name in self.groups}
+        self.set_asides = SetAsides(state["n_set_aside"], None, n_in_group, None)
         self._settled, self._recent, self._average = settled, recent, average
-        self.group_set_aside = {name: state["group_set_aside"][name] for name in self.groups}
         self._since = {name: state["since"][name] for name in self.groups}
-        # Groups that were frozen may train now. If they do not, they are noticed again, and leave again.
-        self._since |= dict.fromkeys(state["gone"], round(self.last_window) + 1)
-        self._gone = set()
+        self._gone = set(state["gone"])

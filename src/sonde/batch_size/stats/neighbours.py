@@ -119,7 +119,8 @@ class NeighbourWatch:
             return (
                 "pieces that follow each other are more alike than pieces further apart, so they are not independent "
                 "samples: does one batch have several backwards, or do neighbouring micro-batches share data? Put all "
-                "backwards of one batch into one 'with probe.piece():', and check the sampler"
+                "backwards of one batch into one 'with probe.piece():', and check the sampler. A sampler that sorts by "
+                "length does this too: shuffle its batches"
             )
         return (
             "pieces further apart are more alike than pieces that follow each other, so they are not independent "

@@ -86,8 +86,8 @@ class NoiseScaleReading:
         u: Σ a_k/n_k of the last window, the mean of 1/n_k over its pieces; other systems report tr Σ·u/|G|².
         windows: windows measured, those set aside included.
         set_aside: how many of them were left out because each would have outweighed all others of its horizon together.
-        last_set_aside: the last of them since this probe was attached.
-        last_group_set_aside: the last window that was left out of one group alone.
+        last_set_aside: the last of them since this probe was attached, for a horizon.
+        last_group_set_aside: the last window that was left out of one group alone, likewise.
         influence: the window that moves B_simple most; None where that is not known.
         dropped: windows left out because they could not be used, by reason.
         windows_needed: windows still needed for ± 20 %; None when their number cannot be estimated.
@@ -206,19 +206,31 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
     Returns:
         Messages by name: those of the doubts, "outweighs", "group_outweighs"; empty when nothing looks wrong.
     """
-    alerts = dict(reading.doubts)
-    aside = reading.last_set_aside
+    return dict(reading.doubts) | set_aside_alerts(reading.last_set_aside, reading.last_group_set_aside)
+
+
+def set_aside_alerts(aside: SetAside | None, aside_in_group: SetAside | None) -> dict[str, str]:
+    """Messages about windows that were set aside.
+
+    Args:
+        aside: a window that was left out of everything.
+        aside_in_group: a window that was left out of one group.
+
+    Returns:
+        Messages by name: "outweighs", "group_outweighs".
+    """
+    alerts = {}
     if aside is not None and aside.window > _QUIET_WINDOWS:
         alerts["outweighs"] = (
             f"window {aside.window} had {number(aside.times)} times the squared gradient of its neighbours, more than "
             "all other windows of the horizon together. The noise scale is given without it. Check the data of that "
             "window"
         )
-    aside = reading.last_group_set_aside
-    if aside is not None and aside.window > _QUIET_WINDOWS:
+    if aside_in_group is not None and aside_in_group.window > _QUIET_WINDOWS:
+        window, times, group = aside_in_group.window, number(aside_in_group.times), aside_in_group.group
         alerts["group_outweighs"] = (
-            f"window {aside.window} had {number(aside.times)} times the squared gradient of its neighbours in group "
-            f"{aside.group!r}, more than all other windows of the horizon together. The noise scale of this group is "
-            "given without it. Check the data of that window"
+            f"window {window} had {times} times the squared gradient of its neighbours in group {group!r}, more "
+            "than all other windows of the horizon together. The noise scale of this group is given without it. Check "
+            "the data of that window"
         )
     return alerts

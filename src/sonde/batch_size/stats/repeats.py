@@ -25,8 +25,10 @@ _MEMORY = 100.0
 """Windows that are remembered at least."""
 _FEWEST_REPEATS = 4.5
 """Repeats, weighted by age, before the first judgement: the fifth in a row."""
+_FEW_RANKS = 16
+"""Ranks of which some two are as unlikely to be the same by chance as two pieces are."""
 _IN_A_ROW = 3
-"""Windows in a row in which the same two ranks must be the same."""
+"""Windows in a row in which the same two of more ranks must be the same."""
 _LEAST_SHARE = 0.2
 """Share of windows with a repeat. Sampling with replacement, or the seam of two epochs, repeats data now and then."""
 
@@ -110,13 +112,13 @@ class Repeats:
         n_ranks: ranks with pieces enough to compare.
         n_repeating: those of them on which two pieces are the same.
         same_ranks: pairs of ranks with the same gradient.
-        compares_ranks: whether there are ranks enough to compare.
+        n_compared: ranks that were compared with each other; 0 if there are too few.
     """
 
     n_ranks: int = 0
     n_repeating: int = 0
     same_ranks: frozenset[tuple[int, int]] = frozenset()
-    compares_ranks: bool = False
+    n_compared: int = 0
 
 
 class _Share:
@@ -165,10 +167,11 @@ class RepeatWatch:
         """Take one window."""
         if window.n_ranks:
             self._pieces.update(window.n_repeating / window.n_ranks)
-        if window.compares_ranks:
+        if window.n_compared:
             # Among many ranks some two may be the same by chance, but not the same two again and again.
+            in_a_row = _IN_A_ROW if window.n_compared > _FEW_RANKS else 1
             self._in_a_row = {pair: self._in_a_row.get(pair, 0) + 1 for pair in sorted(window.same_ranks)}
-            lasting = [pair for pair, n in self._in_a_row.items() if n >= _IN_A_ROW]
+            lasting = [pair for pair, n in self._in_a_row.items() if n >= in_a_row]
             self._ranks.update(float(bool(lasting)))
             if lasting:
                 self._pair = f" ({lasting[0][0]} and {lasting[0][1]})"

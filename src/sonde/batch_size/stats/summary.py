@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import torch
-
 from sonde.batch_size.stats.advice import advise, windows_needed
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.consistency import same_data
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.reading import GroupReading, Influence, NoiseScaleReading, RunAverage
-from sonde.batch_size.stats.trend import TrendFit, effective_windows, fit_trends
-from sonde.batch_size.stats.window_entry import Series
+from sonde.batch_size.stats.trend import TrendFit, effective_windows, fit_trends, most_effective_windows
+from sonde.batch_size.stats.window_entry import Series, SetAside
 from sonde.stats.intervals import RatioInterval
 
 _MOST_MISSING = 0.25
 """Share of the horizon for which the last windows may be missing before nothing is known about now."""
+_LONGEST_MATTER = 100.0
+"""Windows for which readings name a window that was set aside, if the horizon is longer."""
 _CERTAINTY = 0.99
 """Confidence level of the check that pieces hold different data."""
 
@@ -31,7 +31,9 @@ class _Fitted:
     level: WindowEstimate | None
 
 
-def summarise(averages: NoiseScaleAverages, *, unit: str, level: float, with_groups: bool = True) -> NoiseScaleReading:
+def summarise(
+    averages: NoiseScaleAverages, *, unit: str, level: float, with_groups: bool = True, as_if_last: bool = True
+) -> NoiseScaleReading:
     """Make a reading.
 
     Args:
@@ -39,11 +41,13 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float, with_gro
         unit: plural name of the unit.
         level: confidence level of the intervals.
         with_groups: also read each group of parameters.
+        as_if_last: count the last windows among those set aside if they would be, should no window follow.
     """
     history = averages.history
     doubts = _doubts(averages)
     why = next(iter(doubts.values())) if doubts else _stale(averages)
     doubted = RatioInterval("unresolved", None, None, why) if why else None
+    asides = history.set_asides_now() if as_if_last else history.set_asides
     fitted = _fit(averages, level, with_groups=with_groups)
     total = fitted[""]
     own = _group(total, doubted)
@@ -65,9 +69,9 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float, with_gro
         effective_units=averages.effective_units,
         u=averages.u,
         windows=averages.windows,
-        set_aside=history.n_set_aside,
-        last_set_aside=history.last_set_aside,
-        last_group_set_aside=history.last_group_set_aside,
+        set_aside=asides.n,
+        last_set_aside=_of_this_horizon(asides.last, averages),
+        last_group_set_aside=_of_this_horizon(asides.last_in_group, averages),
         influence=None if doubted else _influence(total),
         dropped=dict(averages.dropped),
         windows_needed=needed,
@@ -77,11 +81,17 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, level: float, with_gro
         scale_residual=averages.scale_residual,
         unit=unit,
         groups={
-            name: replace(_group(fitted[name], doubted), set_aside=history.group_set_aside[name])
+            name: replace(_group(fitted[name], doubted), set_aside=asides.n_in_group[name])
             for name in history.groups
             if name in fitted
         },
     )
+
+
+def _of_this_horizon(aside: SetAside | None, averages: NoiseScaleAverages) -> SetAside | None:
+    """A window that was set aside, as long as it would still matter."""
+    matters_for = min(averages.history.horizon, _LONGEST_MATTER)
+    return aside if aside is not None and averages.n_seen - aside.window < matters_for else None
 
 
 def _stale(averages: NoiseScaleAverages) -> str:
@@ -127,12 +137,8 @@ def _effective_windows(series: Series, horizon: float) -> tuple[float, float]:
     """Effective windows of a trend now, and at most with this horizon."""
     if not len(series.ages):
         return 0.0, math.inf
-    now = effective_windows(series.ages, horizon)
-    if math.isinf(horizon):
-        return now, math.inf
-    return now, max(
-        now, effective_windows(torch.arange(math.ceil(4 * horizon), dtype=torch.float64, device="cpu"), horizon)
-    )
+    now = effective_windows(series.ages, series.counts, horizon)
+    return now, max(now, most_effective_windows(horizon))
 
 
 def _run_average(running: RunningNoiseScale, level: float) -> RunAverage | None:

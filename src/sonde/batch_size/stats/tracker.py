@@ -11,6 +11,7 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
 from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
+from sonde.batch_size.stats.window_entry import SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow, why_unusable
 
 
@@ -89,13 +90,30 @@ class NoiseScaleTracker:
         first = max(self._averages.n_seen - n_windows + 1, 0)
         self._averages.history.parameters_changed(groups, gone=gone, number=first)
 
-    def reading(self, *, with_groups: bool = True) -> NoiseScaleReading:
+    def reading(self, *, with_groups: bool = True, as_if_last: bool = True) -> NoiseScaleReading:
         """The present reading.
 
         Args:
             with_groups: also read each group of parameters, which costs as much time for eight of them as the total.
+            as_if_last: judge the last windows as if none followed; otherwise they wait for their neighbours.
         """
-        return summarise(self._averages, unit=self.unit, level=self.level, with_groups=with_groups)
+        return summarise(
+            self._averages, unit=self.unit, level=self.level, with_groups=with_groups, as_if_last=as_if_last
+        )
+
+    @property
+    def set_asides(self) -> SetAsides:
+        """Windows that were set aside, without the last five, which wait for their neighbours."""
+        return self._averages.history.set_asides
+
+    def set_asides_now(self) -> SetAsides:
+        """The same with the last five, judged as if no window followed."""
+        return self._averages.history.set_asides_now()
+
+    @property
+    def gone_groups(self) -> frozenset[str]:
+        """The groups in which no parameter is trained now."""
+        return self._averages.history.gone
 
     @property
     def windows(self) -> int:

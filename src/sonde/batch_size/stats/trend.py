@@ -114,10 +114,21 @@ def fit_trends(x: Tensor, y: Tensor, ages: Tensor, horizon: float, *, level: flo
     return fits
 
 
-def effective_windows(ages: Tensor, horizon: float) -> float:
-    """1/Σω² of the kernel's weights ω: how many equally weighted windows the moments are worth."""
+def effective_windows(ages: Tensor, counts: Tensor, horizon: float) -> float:
+    """How many equally weighted windows the moments are worth: 1/Σω² of the kernel's normalised weights ω.
+
+    Args:
+        ages: of the entries, in windows; [entries].
+        counts: windows in each entry; [entries].
+        horizon: in windows.
+    """
     weights = _kernel(ages, _local_horizon(ages, horizon))
-    return float(weights.sum() ** 2 / weights.square().sum())
+    return float(counts.dot(weights) ** 2 / counts.dot(weights.square()))
+
+
+def most_effective_windows(horizon: float) -> float:
+    """The same once the horizon is filled: with q = e^(−1/h), (Σ q^a)² / Σ q^(2a) over ages a below 4 h."""
+    return math.inf if math.isinf(horizon) else math.tanh(_REACH / 2) / math.tanh(1 / (2 * horizon))
 
 
 def _local_horizon(ages: Tensor, horizon: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,31 @@ class SetAside:
     group: str = ""
 
 
+@dataclass
+class SetAsides:
+    """The windows that were set aside.
+
+    Attributes:
+        n: windows that were left out of everything.
+        last: the last of them; None before the first, and after a restart.
+        n_in_group: windows that were left out of one group only, by group.
+        last_in_group: the last of them, likewise.
+    """
+
+    n: int
+    last: SetAside | None
+    n_in_group: dict[str, int]
+    last_in_group: SetAside | None
+
+    def count(self, aside: SetAside | None, aside_in: Iterable[SetAside]) -> None:
+        """Count a window that is left out of everything, or of some groups."""
+        if aside is not None:
+            self.n, self.last = self.n + 1, aside
+        for each in aside_in:
+            self.n_in_group[each.group] += 1
+            self.last_in_group = each
+
+
 @dataclass(frozen=True)
 class Series:
     """Windows as the trend takes them. A window counts in units of its expected squared gradient norm.
@@ -36,6 +61,7 @@ class Series:
         trace_cov: tr Σ over the expected |F|²; [series, entries].
         grad_sq: |G|² over the expected |F|²; [series, entries].
         ages: of the entries, in windows, 0 for the last window; [entries].
+        counts: windows that share an entry; [entries].
         numbers: of the windows; the mean where several share an entry; [entries].
         mean_trace_cov: tr Σ itself, averaged over the horizon; NaN without windows; [series].
         mean_grad_sq: |G|² itself, likewise; [series].
@@ -44,6 +70,7 @@ class Series:
     trace_cov: Tensor
     grad_sq: Tensor
     ages: Tensor
+    counts: Tensor
     numbers: Tensor
     mean_trace_cov: Tensor
     mean_grad_sq: Tensor

@@ -119,10 +119,11 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
 
 def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float, likely_cause: str) -> Drop | None:
     big = sum(row.sq_norm_big)
-    if not math.isfinite(big):
-        return Drop("not_finite", "the gradient at the end of the window was not finite")
     # |Σ h_k|² ≤ Σ w_k · Σ |h_k|²/w_k (Cauchy–Schwarz).
     largest_possible = row.weight * sum(row.sq_norm_over_weight)
+    has_overflowed = math.isinf(big) and math.isfinite(largest_possible) and bool(row.witness_final.isfinite().all())
+    if not math.isfinite(big) and not has_overflowed:
+        return Drop("not_finite", "the gradient at the end of the window was not finite")
     if max(big, largest_possible) > _MAX:
         return Drop("out_of_range", "squares of the gradient leave the range of fp32: scale the loss")
     # The witness keeps elements, not squares: it still shows a gradient whose squares have all become 0.
@@ -135,6 +136,8 @@ def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float
         )
     if scale.kind == "zero" and big and not row.witness_sum.any():
         return Drop("not_seen", "the few hundred gradient elements that are compared were all 0 in this window")
+    if not (big or largest_possible):
+        return Drop("no_gradient", "no piece had a gradient, as where every advantage is 0 or every target is masked")
     if scale.kind == "zero":
         return Drop(
             "zero", "the gradient was 0 at the end of the window: was it zeroed, or clipped to 0, before probe.step()?"

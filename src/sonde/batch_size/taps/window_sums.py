@@ -314,7 +314,7 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
             n_ranks=round(n_comparing),
             n_repeating=round(float(compared[2])),
             same_ranks=same_ranks(marks.double().view(-1, 2), spread=_spread(weight * float(witness_ranks), witness)),
-            compares_ranks=len(marks) >= 2 * FEWEST_PIECES,
+            n_compared=len(marks) // 2 if len(marks) >= 2 * FEWEST_PIECES else 0,
         ),
     )
 

@@ -52,5 +52,10 @@ def coverage(points: Sequence[Point]) -> Coverage:
         >>> coverage([held, held]).n_held
         2
     """
-    judged = [p for p in points if p.is_valid and p.is_independent and p.has_truth]
+    judged = [p for p in points if is_judged(p)]
     return Coverage.of(len(judged), sum(p.held for p in judged))
+
+
+def is_judged(point: Point) -> bool:
+    """Whether a forecast was to be trusted and its truth was measured on fresh rollouts."""
+    return point.is_valid and point.is_independent and point.has_truth

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sonde.policy.stats.coverage import coverage
-from sonde.policy.stats.entropy_course import HOLDS_WITHIN, SCATTER_FROM, Change, Course, Trend, entropy_course
+from sonde.policy.stats.entropy_course import HOLDS_WITHIN, NO_CHANGE, Change, Course, Trend, entropy_course
+from sonde.policy.stats.entropy_errors import SCATTER_FROM
 from sonde.policy.stats.forecast_point import Point
 from sonde.policy.stats.policy_alerts import find_policy_alerts
 from sonde.policy.stats.steps_kept import StepsKept, steps_kept
@@ -41,16 +43,18 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
     Args:
         points: in the order in which they were measured. After a restart, step numbers may go back.
     """
+    has_forecast = any(p.delta is not None for p in points)
     points = [p for p in points if p.entropy is not None]
     if not points:
-        return EntropyVerdict("unknown", "No verdict yet: no entropy was measured.", "The run had no forecast.")
+        why = "Forecasts were logged without the policy's entropy." if has_forecast else "The run had no forecast."
+        return EntropyVerdict("unknown", "No verdict yet: no entropy was measured.", why)
     kept = steps_kept(points)
     first, now = kept.points[0], kept.points[-1]
-    course = entropy_course(points) if len(kept.points) > 1 else None
+    course = entropy_course(kept) if len(kept.points) > 1 else None
     alerts = find_policy_alerts(kept.points)
     too_large = "Steps are too large to forecast." if "steps_too_large" in alerts else ""
     record = _joined(_last_step(now), _record(points))
-    basis = _joined("" if course is None else _lines(course), _restarts(kept))
+    basis = _joined("" if course is None else _levels(course), _restarts(kept))
     if "entropy_collapse" in alerts:
         message, _, remedy = alerts["entropy_collapse"].rpartition(": ")
         change = _change(course) if course is not None else ""
@@ -58,12 +62,12 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
             "collapses", _sentence(message), _joined(_sentence(remedy), change, too_large, record), basis
         )
     if course is None:
-        state = f"The policy's entropy is {_nats(now.entropy, now.entropy_se)} nats a token at step {now.step}."
+        state = f"The policy's entropy is {_nats(now.entropy, now.entropy_se)} nats a token at {kept.label(-1)}."
         return EntropyVerdict("unknown", f"{state} One measurement shows no trend.", _joined(too_large, record), basis)
     kind: Kind = course.trend
     if too_large and kind in ("holds", "unknown"):
         kind = "not_linear"
-    detail = _joined(_change(course), _next(course), _advice(course.trend, first, course), too_large, record)
+    detail = _joined(_change(course), _recent(course), _advice(course.trend, first, course), too_large, record)
     return EntropyVerdict(kind, _headline(course, kind), detail, basis)
 
 
@@ -81,46 +85,53 @@ _HEADLINES = {
 def _headline(course: Course, kind: Kind) -> str:
     """Where the entropy goes, with its levels at both ends of the run."""
     start, now = course.start, course.now
-    levels = f"{_nats(now.nats, now.se)} nats a token at {now.label}, {_nats(start.nats, start.se)} at {start.label}"
+    levels = f"{_nats(now.nats, now.se)} nats a token {now.label}, {_nats(start.nats, start.se)} {start.label}"
     return f"{_HEADLINES[kind]}: {levels}."
 
 
 def _change(course: Course) -> str:
     """How far the entropy has changed."""
-    return f"It changed by {_amount(course.whole, 'of its first value')}."
+    return f"It changed by {_amount(course.whole, 'of its level at the start')}."
 
 
-def _lines(course: Course) -> str:
+def _levels(course: Course) -> str:
     """How many measurements stand behind the levels."""
-    lines = [
-        f"The level at the {end} lies on the line through the {place} {level.n} measurements."
-        for end, place, level in (("start", "first", course.start), ("end", "last", course.now))
-        if level.n > 1
-    ]
-    return _joined(*lines)
-
-
-def _next(course: Course) -> str:
-    """What the last third of the run says of the next steps."""
-    ahead, steps = course.ahead, plural(course.n_ahead, "step")
-    if ahead.half is None:
+    if course.now.n == 1:
         return ""
-    text = f"At the pace of the last {steps}, the next {steps} change it by {_amount(ahead, 'of its present value')}"
-    return f"{text}." if ahead.sign or ahead.is_small else f"{text}, so its direction is not known yet."
+    return (
+        f"The level at each end of the run is the mean of {course.now.n} measurements. Measurements with smaller "
+        "standard errors count more."
+    )
+
+
+def _recent(course: Course) -> str:
+    """What the last third of the run did, if it is not the whole run."""
+    recent = course.recent
+    if recent.half is None or course.n_recent >= course.n_steps:
+        return ""
+    text = f"Over the last {plural(course.n_recent, 'step')}, it changed by {_amount(recent, 'of its level before')}"
+    return f"{text}." if recent.sign or recent.is_small else f"{text}, so its present direction is not known yet."
 
 
 def _amount(change: Change, of: str) -> str:
-    """A change in nats and per cent, with its 95 % interval."""
+    """A change in nats and per cent, with its 95 % interval, to the digits that the interval leaves."""
+    decimals = _decimals(change.half, 2, 3)
+    nats = f"{_fixed(change.nats, decimals)} nats a token"
     low, high = change.low, change.high
-    nats = f"{_signed(change.nats)} nats a token"
-    if change.of <= 0:
-        return nats if low is None or high is None else f"{nats} (95 % interval: {_signed(low)} to {_signed(high)})"
-    amount = f"{nats}, {_signed_percent(change.nats / change.of)} {of}"
+    # Per cent say nothing of almost no entropy, nor of a continuous distribution's.
+    if change.of < NO_CHANGE or change.nats < -change.of:
+        if low is None or high is None:
+            return nats
+        return f"{nats} (95 % interval: {_fixed(low, decimals)} to {_fixed(high, decimals)})"
+    decimals = _decimals(None if change.half is None else 100 * change.half / change.of, 0, 1)
+    amount = f"{nats}, {_fixed_percent(change.nats / change.of, decimals)} {of}"
     if low is None or high is None:
         return amount
-    # An entropy cannot fall below 0.
-    low_percent, high_percent = _signed_percent(max(low / change.of, -1.0)), _signed_percent(high / change.of)
-    return f"{amount} (95 % interval: {low_percent} to {high_percent})"
+    # An entropy of tokens cannot fall below 0.
+    ends = [_fixed_percent(max(end / change.of, -1.0), decimals) for end in (low, high)]
+    if ends[0] == ends[1]:
+        return f"{amount} (95 % interval: narrower than the digits shown)"
+    return f"{amount} (95 % interval: {ends[0]} to {ends[1]})"
 
 
 def _advice(trend: Trend, first: Point, course: Course) -> str:
@@ -150,7 +161,8 @@ def _advice(trend: Trend, first: Point, course: Course) -> str:
 
 def _restarts(kept: StepsKept) -> str:
     undone = plural(kept.n_undone, "measurement")
-    left_out = f"A restart took steps again: {undone} of these steps before the restart are left out."
+    are = "is" if kept.n_undone == 1 else "are"
+    left_out = f"A restart took steps again: {undone} of these steps before the restart {are} left out."
     again = "A restart counted steps from the beginning again: the measurements before it are taken to come first."
     return _joined(left_out if kept.n_undone else "", again if kept.starts[-1] else "")
 
@@ -159,41 +171,62 @@ def _last_step(now: Point) -> str:
     if now.delta is None:
         return ""
     subject = "it" if now.per == "token" else "a response's entropy"
-    change = f"{number(now.delta)} [{number(now.low)} to {number(now.high)}]"
-    forecast = f"Step {now.step} was forecast to change {subject} by {change}"
+    delta, low, high, truth = _to_the_same_digits(now)
+    forecast = f"Step {now.step:,} was forecast to change {subject} by {delta} [{low} to {high}]"
     if not now.is_valid:
         return f"{forecast}: {now.reason or 'not to be trusted'}."
     if not now.has_truth:
         return f"{forecast}."
     how = "fresh rollouts" if now.is_independent else "importance sampling"
-    return f"{forecast}; {how} measured {number(now.truth)}."
+    return f"{forecast}; {how} measured {truth}."
+
+
+def _to_the_same_digits(point: Point) -> list[str]:
+    """A forecast, both ends of its interval and the truth, to the two digits that the interval leaves."""
+    values = (point.delta, point.low, point.high, point.truth)
+    width = 0.0 if point.low is None or point.high is None else point.high - point.low
+    if width < 1e-6:  # unknown, or too many zeros for decimals
+        return [number(value) for value in values]
+    decimals = _decimals(width / 20, 2, 7)
+    return [number(value) if value is None else _fixed(value, decimals, sign="") for value in values]
 
 
 def _record(points: Sequence[Point]) -> str:
     so_far = coverage(points)
     n_forecasts = sum(p.delta is not None for p in points)
     n_doubtful = sum(p.delta is not None and not p.is_valid for p in points)
-    judged = f"{so_far.n_held} of {plural(so_far.n, 'interval')} held the change that fresh rollouts measured."
-    doubtful = f"Of {plural(n_forecasts, 'forecast')}, {n_doubtful} reported that they were not to be trusted."
+    judged = f"{so_far.n_held:,} of {plural(so_far.n, 'interval')} held the change that fresh rollouts measured."
+    were = "was" if n_doubtful == 1 else "were"
+    doubtful = f"{n_doubtful:,} of {plural(n_forecasts, 'forecast')} {were} not to be trusted."
     return _joined(judged if so_far.n else "", doubtful if n_doubtful else "")
 
 
 def _nats(value: float | None, se: float | None) -> str:
-    """An entropy with its standard error, to the same decimals."""
-    text = number(value)
-    if se is None or value is None:
+    """An entropy with its standard error, both to the digits that the error leaves."""
+    if value is None or se is None:
+        return number(value)
+    decimals = _decimals(se, 2, 3)
+    error = f"{se:.{decimals}f}"
+    shown = error if error.strip("0.") else f"less than {10**-decimals:.{decimals}f}"
+    return f"{_fixed(value, decimals, sign='')}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{shown}"
+
+
+def _decimals(error: float | None, fewest: int, most: int) -> int:
+    """So many decimals that an error has a digit other than 0, within limits."""
+    if not error:
+        return most if error == 0 else fewest
+    return min(max(-math.floor(math.log10(error)), fewest), most)
+
+
+def _fixed(value: float, decimals: int, sign: str = "+") -> str:
+    text = f"{abs(value):,.{decimals}f}"
+    if not text.strip("0.,"):
         return text
-    _, _, decimals = text.partition(".")
-    error = f"{se:.{max(len(decimals), 2)}f}" if decimals.isdigit() or text.isdigit() else number(se, 1)
-    return f"{text}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{error if error.strip('0.') else number(se, 1)}"
+    return ("\N{MINUS SIGN}" if value < 0 else sign) + text
 
 
-def _signed(value: float) -> str:
-    return f"+{number(value)}" if value > 0 else number(value)
-
-
-def _signed_percent(fraction: float) -> str:
-    return f"+{percent(fraction)}" if fraction > 0 else percent(fraction)
+def _fixed_percent(fraction: float, decimals: int) -> str:
+    return f"{_fixed(100 * fraction, decimals)}\N{NO-BREAK SPACE}%"
 
 
 def _joined(*sentences: str) -> str:

@@ -13,6 +13,9 @@ from sonde.policy.stats.near_uniform import is_near_uniform
 Z = 1.959964
 """Standard errors from the centre of a normal distribution to the end of its 95 % interval."""
 
+_NO_MEASUREMENT = 1e50
+"""Nats. Numbers of this size come from weights that have overflowed, and their own squares would overflow."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -35,6 +38,7 @@ class Point:
         ess_fraction: effective sample size of importance sampling over the responses; None if unknown.
         surprise_sd: scatter of −log π around the entropy, in nats; None if unknown.
         entropy_se: standard error of the entropy, over prompts; None if unknown.
+        segment: which start of the run measured it, from 0.
     """
 
     step: int
@@ -51,6 +55,7 @@ class Point:
     ess_fraction: float | None = None
     surprise_sd: float | None = None
     entropy_se: float | None = None
+    segment: int = 0
 
     @property
     def is_near_uniform(self) -> bool:
@@ -76,12 +81,14 @@ class Point:
         return abs(self.truth - self.delta) <= math.hypot(end - self.delta, Z * (self.truth_se or 0.0))
 
 
-def forecast_point(step: int, metrics: Mapping[str, float | None], per: Per = "token", reason: str = "") -> Point:
+def forecast_point(
+    step: int, metrics: Mapping[str, float | None], per: Per = "token", reason: str = "", segment: int = 0
+) -> Point:
     """A point from a record's metrics; their names are in `EntropyChangeProbe.METRICS`."""
 
     def metric(name: str) -> float | None:
         value = metrics.get(f"entropy/{name}")
-        return value if value is not None and math.isfinite(value) else None
+        return value if value is not None and abs(value) < _NO_MEASUREMENT else None  # nor is NaN below it
 
     is_independent, ess_fraction = metric("delta_rollouts") is not None, metric("ess_fraction")
     # Older logs hold the change by importance sampling however few responses count.
@@ -106,4 +113,5 @@ def forecast_point(step: int, metrics: Mapping[str, float | None], per: Per = "t
         ess_fraction=ess_fraction,
         surprise_sd=surprise_sd,
         entropy_se=entropy_se,
+        segment=segment,
     )

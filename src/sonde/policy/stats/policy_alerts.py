@@ -2,52 +2,92 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
-from sonde.policy.stats.coverage import LEVEL, coverage
+from sonde.policy.stats.coverage import LEVEL, Coverage, is_judged
+from sonde.policy.stats.entropy_course import Course, entropy_course
 from sonde.policy.stats.forecast_point import Point
+from sonde.policy.stats.steps_kept import StepsKeeper
 from sonde.wording import number, percent, plural
 
-COLLAPSED_BELOW = 0.1
-"""Fraction of the run's largest entropy below which a policy hardly explores."""
 _RUNS_OUT_WITHIN = 20
 """Optimizer steps. An entropy that reaches 0 within them, at the pace of the last forecast, raises an alert."""
 _LEARNS_ABOVE = 0.5
 """Fraction of the entropy of an almost uniform start above which a fall is how the policy learns, and no alert."""
 _TOO_LARGE_IN_A_ROW = 3
 """Forecasts in a row that are not to be trusted before an alert."""
+_AT_EACH_END = 150
+"""Measurements at each end of a run that a collapse is judged by. Levels and errors rest on fewer of a long run."""
 _JUDGED_FROM = 10
 """Smallest number of checked intervals from which their coverage is judged."""
 _MISSES_BELOW = 0.7
 """Coverage below which intervals count as missing the truth."""
 
 
+class PolicyAlerts:
+    """Finds the alerts after each point, without another look at all points before it.
+
+    Example:
+        >>> alerts = PolicyAlerts()
+        >>> for step, entropy in enumerate((2.0, 0.1), start=1):
+        ...     alerts.add(Point(step, entropy, None, None, None, False, None, None, False, entropy_se=0.01))
+        >>> list(alerts.messages())
+        ['entropy_collapse']
+    """
+
+    def __init__(self) -> None:
+        self._with_entropy = StepsKeeper()
+        self._forecasts: deque[Point] = deque(maxlen=_TOO_LARGE_IN_A_ROW)
+        self._n_judged = self._n_held = 0
+
+    def add(self, point: Point) -> None:
+        """Add the next point, in the order in which points were measured."""
+        if point.entropy is not None:
+            self._with_entropy.add(point)
+        if point.delta is not None:
+            self._forecasts.append(point)
+        if is_judged(point):
+            self._n_judged += 1
+            self._n_held += point.held
+
+    def messages(self) -> dict[str, str]:
+        """The alerts at the last point, in plain words.
+
+        Returns:
+            Messages by name: "entropy_collapse", "steps_too_large", "intervals_miss". Empty if nothing looks wrong.
+        """
+        alerts = {}
+        if len(self._with_entropy) > 1 and (
+            collapse := _collapse(entropy_course(self._with_entropy.kept(_AT_EACH_END)))
+        ):
+            alerts["entropy_collapse"] = collapse
+        n = len(self._forecasts)
+        if n == _TOO_LARGE_IN_A_ROW and all(p.is_too_large for p in self._forecasts):
+            alerts["steps_too_large"] = (
+                f"the last {n} forecasts of the entropy's change are not to be trusted: the steps are too large to "
+                "be linear. A smaller learning rate makes their effect predictable"
+            )
+        so_far = Coverage.of(self._n_judged, self._n_held)
+        fraction = so_far.fraction
+        if fraction is not None and so_far.n >= _JUDGED_FROM and so_far.high < LEVEL and fraction < _MISSES_BELOW:
+            alerts["intervals_miss"] = (
+                f"{so_far.n_held:,} of {so_far.n:,} intervals held the entropy's change, where 95 % should: check that "
+                "evaluation responses are sampled untruncated, at the policy's own temperature, and independently"
+            )
+        return alerts
+
+
 def find_policy_alerts(points: Sequence[Point]) -> dict[str, str]:
-    """The alerts at the last point, in plain words.
+    """The alerts at the last point, in plain words; see `PolicyAlerts.messages`.
 
     Args:
-        points: all points so far, in the order of steps.
-
-    Returns:
-        Messages by name: "entropy_collapse", "steps_too_large", "intervals_miss". Empty if nothing looks wrong.
+        points: all points so far, in the order in which they were measured.
     """
-    alerts = {}
-    if collapse := _collapse(points):
-        alerts["entropy_collapse"] = collapse
-    last = [p for p in points if p.delta is not None][-_TOO_LARGE_IN_A_ROW:]
-    if len(last) == _TOO_LARGE_IN_A_ROW and all(p.is_too_large for p in last):
-        alerts["steps_too_large"] = (
-            f"the last {len(last)} forecasts of the entropy's change are not to be trusted: the steps are too large to "
-            "be linear. A smaller learning rate makes their effect predictable"
-        )
-    so_far = coverage(points)
-    fraction = so_far.fraction
-    if fraction is not None and so_far.n >= _JUDGED_FROM and so_far.high < LEVEL and fraction < _MISSES_BELOW:
-        alerts["intervals_miss"] = (
-            f"{so_far.n_held} of {so_far.n} intervals held the entropy's change, where 95 % should: check that "
-            "evaluation responses are sampled untruncated, at the policy's own temperature, and independently"
-        )
-    return alerts
+    alerts = PolicyAlerts()
+    for point in points:
+        alerts.add(point)
+    return alerts.messages()
 
 
 def remedy_for(first: Point) -> str:
@@ -62,27 +102,24 @@ def remedy_for(first: Point) -> str:
     return "lower the learning rate, add an entropy bonus, or stop here"
 
 
-def _collapse(points: Sequence[Point]) -> str:
-    known = [(p.entropy, p) for p in points if p.entropy is not None]
-    if len(known) < 2:
+def _collapse(course: Course) -> str:
+    first, now = course.kept.points[0], course.kept.points[-1]
+    start, level = course.start.nats, course.now.nats
+    if course.is_continuous:
         return ""
-    (entropy, now), (largest, at_largest) = known[-1], max(known, key=lambda pair: pair[0])
-    if largest <= 0:  # of a continuous distribution, whose entropy has no 0 to collapse to
-        return ""
-    first_entropy, first = known[0]
     remedy = remedy_for(first)
-    if entropy < COLLAPSED_BELOW * largest:
+    if course.has_collapsed:
         return (
-            f"the policy's entropy has collapsed to {number(entropy)} nats a token, {percent(entropy / largest)} of "
-            f"its value at step {at_largest.step}, and the policy hardly explores any more: {remedy}"
+            f"the policy's entropy has collapsed to {number(level)} nats a token, {percent(level / start)} of its "
+            f"level {course.start.label}, and the policy hardly explores any more: {remedy}"
         )
-    if first.is_near_uniform and entropy > _LEARNS_ABOVE * first_entropy:
+    if first.is_near_uniform and level > _LEARNS_ABOVE * start:
         return ""
     if now.delta is not None and now.high is not None and now.high < 0 and now.is_valid and now.per == "token":
-        steps_left = entropy / -now.delta
-        if steps_left < _RUNS_OUT_WITHIN:
+        most = level + (course.quantile or 0.0) * (course.now.se or 0.0)
+        if 0 < level <= most < _RUNS_OUT_WITHIN * -now.delta:
             return (
                 f"the policy's entropy is collapsing: at {number(now.delta)} nats a token and step, the remaining "
-                f"{number(entropy)} nats last {plural(max(round(steps_left), 1), 'step')} more: {remedy}"
+                f"{number(level)} nats last {plural(max(round(level / -now.delta), 1), 'step')} more: {remedy}"
             )
     return ""

@@ -14,6 +14,7 @@ from bokeh.models import (
     HoverTool,
     LinearAxis,
     LogAxis,
+    NoOverlap,
     NumeralTickFormatter,
     PlainText,
     Range1d,
@@ -29,9 +30,6 @@ LIGHT_GREY = "#c5ccd4"
 """Colour-blind readers can distinguish these. In a grey print, dashes and marks show the difference."""
 
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
-
-_MOST_TICKS_ACROSS = 6
-"""On a logarithmic horizontal axis: on a telephone, the labels of more ticks touch each other."""
 
 _MAX_TEXTS = 400
 """Largest number of readings for which a figure has a hover text."""
@@ -180,7 +178,8 @@ def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, s
     fig.min_border_left, fig.min_border_right = 76, 14  # so that figures one above the other line up
     for axis, scale, label in ((fig.xaxis[0], x, x_label), (fig.yaxis[0], y, y_label)):
         axis.axis_label = PlainText(text=label)  # otherwise "$$" in a unit's name would load MathJax from the network
-        _style_axis(axis, scale, most=_MOST_TICKS_ACROSS if axis is fig.xaxis[0] else 9)
+        _style_axis(axis, scale)
+    fig.xaxis[0].major_label_policy = NoOverlap(min_distance=4)  # on narrow screens, fewer labels
     fig.grid.grid_line_color = "#e9edf0"
     return fig
 
@@ -188,11 +187,11 @@ def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, s
 def add_axis_above(fig: figure, scale: Scale) -> None:
     """Repeat the horizontal axis at the top of a figure that is too tall to be seen at once."""
     axis = LogAxis() if scale.kind == "log" else LinearAxis()
-    _style_axis(axis, scale, most=_MOST_TICKS_ACROSS)
+    _style_axis(axis, scale)
     fig.add_layout(axis, "above")
 
 
-def _style_axis(axis: Any, scale: Scale, *, most: int) -> None:
+def _style_axis(axis: Any, scale: Scale) -> None:
     axis.axis_label_text_font = axis.major_label_text_font = FONT
     axis.axis_label_text_font_style = "normal"
     axis.axis_label_text_font_size = axis.major_label_text_font_size = "12px"
@@ -200,11 +199,12 @@ def _style_axis(axis: Any, scale: Scale, *, most: int) -> None:
     axis.axis_line_color = axis.major_tick_line_color = "#b8c0c8"
     axis.minor_tick_line_color = None
     if scale.kind == "log":
-        ticks = log_ticks(scale, most)
+        ticks = log_ticks(scale)
         axis.ticker = FixedTicker(ticks=ticks)
         axis.major_label_overrides = {tick: _tick_label(tick) for tick in ticks}
-    elif scale.end - scale.start >= 0.02 and max(abs(scale.start), abs(scale.end)) < 1e7:
-        axis.formatter = NumeralTickFormatter(format="0,0.[000]")
+    elif scale.end - scale.start >= 1e-4 and max(abs(scale.start), abs(scale.end)) < 1e7:
+        decimals = 3 if scale.end - scale.start >= 0.02 else 6
+        axis.formatter = NumeralTickFormatter(format=f"0,0.[{'0' * decimals}]")
 
 
 def log_ticks(scale: Scale, most: int = 9) -> list[float]:

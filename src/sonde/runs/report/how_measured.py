@@ -152,7 +152,7 @@ def _policy_rows(run: Run) -> list[Row]:
     ]
     if setup.get("evaluation"):
         rows.append(Row("Evaluated on", (f"{setup['evaluation']}.",)))
-    reasons = dict.fromkeys(f"Step {r.window}: {r.reason}" for r in policy if r.reason)
+    reasons = dict.fromkeys(f"Step {r.window:,}: {r.reason}" for r in policy if r.reason)
     doubts = tuple(cut(reason, 300) for reason in list(reasons)[:_MAX_ITEMS])
     rows.append(Row("Not to be trusted", doubts or ("None.",)))
     seconds = [value for r in policy if (value := r.metrics.get("cost/entropy_seconds")) is not None]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from bokeh.models import NumeralTickFormatter
+from bokeh.models import BasicTicker, NumeralTickFormatter
 
 from sonde.policy.stats.coverage import Coverage
 from sonde.policy.stats.entropy_forecast import LINEAR_BETWEEN
@@ -118,6 +118,7 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
     both = scale_for([0.0, *ends], "linear")
     unit = _forecast_unit(readings)
     fig = new_figure(both, both, x_label=f"Forecast ({unit})", y_label=f"Truth ({unit})", height=420)
+    fig.xaxis[0].ticker = BasicTicker(desired_num_ticks=4)  # small numbers are long: few fit on a narrow screen
     fig.line([both.start, both.end], [both.start, both.end], color=GREY, line_dash="dashed", line_width=1.5)
     for trusted, color in ((False, GREY), (True, BLUE)):
         some = [p for p in points if p.is_valid is trusted]
@@ -163,7 +164,7 @@ def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     add_line_at(fig, 0.95, "width", ORANGE, "dashed")
     add_bands(fig, line.x, low, high, Scale("linear", 0.0, 1.0), fill_color=BLUE, fill_alpha=0.14)
     add_curve(fig, line.x, fraction, BLUE)
-    counts = line.texts(lambda r: f"{so_far[id(r)].n_held} of {so_far[id(r)].n} intervals")
+    counts = line.texts(lambda r: f"{so_far[id(r)].n_held:,} of {so_far[id(r)].n:,} intervals")
     columns = {"x": line.x, "y": fraction, "window": line.windows, "counts": counts}
     add_hover(fig, columns, [("contain the truth", "@counts"), WINDOW])
     legend = (

@@ -118,7 +118,7 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
     if last.causes.decay:
         sources["weight decay"] = last.causes.decay
     parts = ", ".join(f"{number(value)} from {source}" for source, value in sources.items())
-    text += f" The change by step {last.window} has these parts: {parts}."
+    text += f" The change by step {last.window:,} has these parts: {parts}."
     if last.causes.explained is not None and not 0.9 < last.causes.explained < 1.1:
         text += (
             f" The parts of its prompts add up to {percent(last.causes.explained)} of the batch's part. The rest comes "
@@ -140,7 +140,7 @@ def _tables(policy: Sequence[PolicyReading], effects: Mapping[str, PromptEffect]
                     (
                         _on_one_line(text),
                         *map(number, (of.change, of.from_rewarded, of.from_penalised)),
-                        str(of.n_steps),
+                        f"{of.n_steps:,}",
                     )
                     for text, of in _both_ends(learned)
                 ),
@@ -150,13 +150,17 @@ def _tables(policy: Sequence[PolicyReading], effects: Mapping[str, PromptEffect]
         shares = sorted(last.shares, key=lambda p: _or_zero(p.change))
         tables.append(
             Table(
-                f"Forecast change by step {last.window} on each evaluation prompt. Sharpening: token probabilities "
+                f"Forecast change by step {last.window:,} on each evaluation prompt. Sharpening: token probabilities "
                 "change at the same prefixes. Drift: other prefixes, and lengths, become likelier.",
                 ("Prompt", "Change (nats)", "by sharpening", "by drift"),
                 tuple(_row(p, ("sharpening", "drift")) for p in _both_ends(shares)),
             )
         )
-    return tuple(tables) or ("No forecast was made, so there are no parts by prompt.",)
+    if tables:
+        return tuple(tables)
+    if any(r.point.delta is not None for r in policy):
+        return ("The forecasts of this run were logged without the parts of single prompts.",)
+    return ("No forecast was made, so there are no parts by prompt.",)
 
 
 def _row(part: PromptPart, names: Sequence[str]) -> tuple[str, ...]:

@@ -91,7 +91,9 @@ def batch_size_panel(run: Run) -> VerdictPanel:
 def entropy_panel(run: Run) -> VerdictPanel:
     """The verdict on the entropy, for a run in which a policy was measured at least once."""
     verdict = judge_entropy([r.point for r in run.policy])
-    basis = f"Judged from {plural(len(run.policy), 'measured step')}; the last of them is step {run.policy[-1].window}."
+    basis = (
+        f"Judged from {plural(len(run.policy), 'measured step')}; the last of them is step {run.policy[-1].window:,}."
+    )
     basis = f"{basis} {verdict.basis}".strip()
     return VerdictPanel(
         verdict.kind,
@@ -183,7 +185,9 @@ def _policy_tiles(run: Run) -> Iterator[Tile]:
     yield from _entropy_tiles(run)
     so_far = coverage([r.point for r in run.policy])
     if so_far.n:
-        yield Tile("Coverage", percent(so_far.fraction), f"{so_far.n_held} of {so_far.n} intervals contain the truth")
+        yield Tile(
+            "Coverage", percent(so_far.fraction), f"{so_far.n_held:,} of {so_far.n:,} intervals contain the truth"
+        )
     else:
         yield Tile("Coverage", "–", "not known without fresh rollouts")
     noise = [r.metrics for r in run.policy if r.metrics.get("gns_prompts/b_simple_low") is not None]
@@ -205,12 +209,13 @@ def _entropy_tiles(run: Run) -> Iterator[Tile]:
     else:
         first, last = kept[0], kept[-1]
         error = "" if last.entropy_se is None else f" ± {number(last.entropy_se, 2)}"
-        share = f"; {percent((last.entropy or 0.0) / first.entropy)} of its first value" if first.entropy else ""
+        begin, now = first.entropy or 0.0, last.entropy or 0.0
+        share = f"; {percent(now / begin)} of its first value" if begin > 0 and now >= 0 else ""
         yield Tile("Last measured entropy", number(last.entropy), f"{error} nats a token{share}".strip())
     point = next((p for p in reversed(points) if p.delta is not None), None)
     if point is None:
         yield Tile("Last forecast change", "–", "no forecast was made")
         return
     doubt = "" if point.is_valid else "; not to be trusted"
-    note = f"nats by step {point.step}; between {number(point.low, 2)} and {number(point.high, 2)}{doubt}"
+    note = f"nats by step {point.step:,}; between {number(point.low, 2)} and {number(point.high, 2)}{doubt}"
     yield Tile("Last forecast change", number(point.delta, 2), note)
