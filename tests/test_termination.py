@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import bokeh.plotting  # noqa: F401  (here, so that the children need not import it)
 import pytest
@@ -29,7 +30,7 @@ import sonde
 
 {before}
 model = nn.Linear(3, 1)
-log = sonde.RunLog(sonde.JsonlSink(sys.argv[1]), every=2)
+log = sonde.RunLog(sonde.JsonlSink(sys.argv[1]), every={every})
 probe = sonde.attach(model, unit="rows", log=log, verbose=False)
 {after}
 def window():
@@ -38,7 +39,7 @@ def window():
             model(torch.randn(4, 3)).square().mean().backward()
     probe.step()
     model.zero_grad()
-for _ in range(5):
+for _ in range({windows}):
     window()
 {signal}
 window()
@@ -51,13 +52,22 @@ SEND = "os.kill(os.getpid(), signal.SIGTERM)"
 MINE = "signal.signal(signal.SIGTERM, lambda *_: print('mine', flush=True))"
 
 
-def _run(folder: Path, *, before: str = "", after: str = "", end: str = "", send: str = SEND) -> tuple[int, str, str]:
+def _run(
+    folder: Path,
+    *,
+    before: str = "",
+    after: str = "",
+    end: str = "",
+    send: str = SEND,
+    every: int = 2,
+    windows: int = 5,
+) -> tuple[int, str, str]:
     """Run the script in a child that is forked here, since a new process takes seconds to import torch.
 
     Returns:
         Its status, minus the signal that ended it, and what it wrote to its two outputs.
     """
-    code = SCRIPT.format(before=before, after=after, signal=send, end=end)
+    code = SCRIPT.format(before=before, after=after, signal=send, end=end, every=every, windows=windows)
     folder.mkdir(parents=True, exist_ok=True)
     if (child := os.fork()) == 0:
         status = 1
@@ -79,9 +89,12 @@ def _run(folder: Path, *, before: str = "", after: str = "", end: str = "", send
     return os.waitstatus_to_exitcode(waited), (folder / "out").read_text(), (folder / "err").read_text()
 
 
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
 def _ends(folder: Path) -> list[str]:
-    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-    return [record["reason"] for record in records if record["kind"] == "end"]
+    return [record["reason"] for record in _records(folder) if record["kind"] == "end"]
 
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -93,18 +106,76 @@ def test_without_a_handler_the_process_ends_by_the_signal_with_an_end_record_and
     status, out, _ = _run(tmp_path)
     assert (status, out) == (-signal.SIGTERM, "")
     run = read_run(tmp_path)
-    assert (run.ended, [reading.window for reading in run.readings]) == (TOLD, [2, 4])
+    assert (run.ended, [reading.window for reading in run.readings]) == (TOLD, [2, 4, 5])
     assert "Ended: the process was told to end (SIGTERM)." in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("every", "windows", "read"), [(10, 9, [9]), (10, 19, [10, 19]), (1, 12, [*range(1, 13)])])
+def test_no_measured_window_is_lost(tmp_path: Path, every: int, windows: int, read: list[int]) -> None:
+    """Windows since the last reading are read before the `end` record, with their groups."""
+    status, _, _ = _run(tmp_path, every=every, windows=windows)
+    assert status == -signal.SIGTERM
+    run = read_run(tmp_path)
+    assert [reading.window for reading in run.readings] == read
+    assert (_records(tmp_path)[-1]["window"], run.totals.last_groups) == (read[-1], read[-1])
+    assert run.readings[-1].groups.keys() == {"weight", "bias"}
+    assert (tmp_path / "report.html").exists()
+
+
+def test_the_end_record_is_the_last_while_another_thread_trains(tmp_path: Path) -> None:
+    train = "import threading, time\ntraining = threading.Thread(target=lambda: [window() for _ in range(10**7)])"
+    wait = "training.daemon = True\ntraining.start()\ntime.sleep(0.3)"
+    slow_report = """
+write_report = sonde.JsonlSink.write_report
+sonde.JsonlSink.write_report = lambda sink: (time.sleep(0.3), write_report(sink), time.sleep(0.3))
+"""
+    status, _, _ = _run(tmp_path, after=slow_report, send=f"{train}\n{wait}\n{SEND}")
+    assert status == -signal.SIGTERM
+    assert (_records(tmp_path)[-1]["kind"], read_run(tmp_path).ended) == ("end", TOLD)
+    assert len(read_run(tmp_path).readings) > 2
+    assert "Ended: the process was told to end (SIGTERM)." in (tmp_path / "report.html").read_text()
+
+
+def test_a_signal_that_interrupts_the_probe_leaves_its_numbers_alone(tmp_path: Path) -> None:
+    """The probe must not be entered a second time while it takes a window in."""
+    before = "signal.signal(signal.SIGTERM, lambda *_: None)"
+    after = f"""
+update, n = probe._tracker.update, []
+def interrupted(row):
+    drop = update(row)
+    n.append(1)
+    if len(n) == 2:
+        {SEND}
+    return drop
+probe._tracker.update = interrupted
+"""
+    status, _, _ = _run(tmp_path, before=before, after=after, send="pass", end="probe.close()")
+    assert status == 0
+    run = read_run(tmp_path)
+    assert [reading.window for reading in run.readings] == [2, 4, 6]
+    assert (run.readings[-1].metrics["run/units_seen"], _ends(tmp_path)[0]) == (48, TOLD)
+
+
+@pytest.mark.parametrize("handler", ["global stop; stop = True", "probe.close(); sys.exit(3)"])
+def test_a_graceful_shutdown_leaves_a_report(tmp_path: Path, handler: str) -> None:
+    """A handler that sets a flag, after which the loop breaks; and one that closes the probe and exits."""
+    before = f"stop = False\ndef shut_down(*_):\n    {handler}\nsignal.signal(signal.SIGTERM, shut_down)"
+    send = f"{SEND}\nwhile not stop:\n    window()"
+    status, _, _ = _run(tmp_path, before=before, send=send, end="probe.close()")
+    run = read_run(tmp_path)
+    assert "the process was told to end (SIGTERM)" in str(run.ended)
+    text = (tmp_path / "report.html").read_text()
+    assert f"Ended: {run.ended}." in text
+    assert [reading.window for reading in run.readings][-1] == (6 if status == 0 else 5)
 
 
 def test_a_handler_of_the_users_that_goes_on_is_called_and_the_log_goes_on(tmp_path: Path) -> None:
     """As one that asks the loop to save a checkpoint and stop."""
     status, out, _ = _run(tmp_path, before=MINE, end="probe.close()")
     assert (status, out) == (0, "mine\nwent on\n")
-    assert _ends(tmp_path) == [TOLD, "closed"]
+    assert _ends(tmp_path) == [TOLD, f"closed, after {TOLD}"]
     run = read_run(tmp_path)
-    assert (run.ended, [reading.window for reading in run.readings]) == ("closed", [2, 4, 6])
-    assert not (tmp_path / "report.html").exists()
+    assert (run.ended, [reading.window for reading in run.readings]) == (f"closed, after {TOLD}", [2, 4, 5, 6])
 
 
 def test_until_a_run_that_goes_on_has_ended_it_has_not(tmp_path: Path) -> None:
@@ -137,7 +208,7 @@ def test_a_process_that_a_handler_ends_leaves_one_end_record_the_first(tmp_path:
     status, _, _ = _run(tmp_path, before=handler, send=send)
     assert (status, _ends(tmp_path)) == (7, [TOLD])
     run = read_run(tmp_path)
-    assert (run.ended, [reading.window for reading in run.readings]) == (TOLD, [2, 4])
+    assert (run.ended, [reading.window for reading in run.readings]) == (TOLD, [2, 4, 5])
 
 
 def test_a_handler_that_raises_into_a_loop_that_goes_on_loses_no_reading(tmp_path: Path) -> None:
@@ -146,8 +217,9 @@ def test_a_handler_that_raises_into_a_loop_that_goes_on_loses_no_reading(tmp_pat
     status, out, _ = _run(tmp_path, before=RAISES, send=send, end="probe.close()")
     assert (status, out) == (0, "went on\n")
     run = read_run(tmp_path)
-    assert (run.ended, [reading.window for reading in run.readings]) == ("closed", [2, 4, 6, 8, 10, 12, 14])
-    assert _ends(tmp_path) == [TOLD, "closed"]
+    assert run.ended == f"closed, after {TOLD}"
+    assert [reading.window for reading in run.readings] == [2, 4, 5, 6, 8, 10, 12, 14]
+    assert _ends(tmp_path) == [TOLD, f"closed, after {TOLD}"]
 
 
 def test_a_handler_that_closes_the_probe_and_returns_leaves_one_end_record(tmp_path: Path) -> None:

@@ -25,8 +25,11 @@ import math
 import os
 import platform
 import re
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from numbers import Real
 from typing import Any, Literal, Protocol
@@ -49,6 +52,12 @@ READABLE_SCHEMAS = (1, 2)
 Writes = Literal["reading", "policy", "metrics"]
 """The kind of record that a probe writes."""
 
+TOLD_TO_END = "the process was told to end (SIGTERM)"
+"""The reason in the log's `end` record."""
+
+_LONGEST_WAIT = 3.0
+"""Seconds to wait for another thread that writes. The thread may itself wait for one that a signal interrupted."""
+
 METRIC_NAME = r"[A-Za-z0-9_/]+"
 """What every tracker accepts."""
 
@@ -56,7 +65,7 @@ METRIC_NAME = r"[A-Za-z0-9_/]+"
 class Sink(Protocol):
     """A place for records. Called on rank 0 only, when a window ends; it should return soon.
 
-    A sink with a method `write_report()` has it called when SIGTERM ends the process, after the `end` record.
+    If SIGTERM has arrived, a sink with a method `write_report()` has it called after the `end` record.
     """
 
     def write(self, record: Mapping[str, object]) -> None:
@@ -72,8 +81,9 @@ class RunLog:
     Make it on every rank alike; records are written on rank 0 only, and never by a child that a rank forks. A sink that
     fails gets no more records, the others go on, and training with them; `alerts` tells.
 
-    If SIGTERM ends the process, an `end` record and a report are written first. A handler of your own is called as
-    before. If it raises, or closes the probe, that `end` record stays the only one.
+    When SIGTERM arrives, the windows since the last reading are read and an `end` record is written; a report follows
+    before the process ends. A handler of your own is called as before. If it raises, or closes the probe, that `end`
+    record stays the only one. If it lets the run go on, the report is written when the log ends.
 
     Args:
         sinks: one sink, or several.
@@ -118,8 +128,13 @@ class RunLog:
         """Of the process in which the log began."""
         self._window = 0
         self._termination: OnTermination | None = None
+        self._was_told_to_end = self._has_report = False
+        """Whether SIGTERM has arrived; whether a report was written since the last record."""
         self._held: list[dict[str, Any]] | None = None
         """Records since the process was told to end; None unless it may be ending."""
+        self._turn = threading.RLock()
+        """Held while a record is written: signals arrive in the main thread, and another thread may train."""
+        self._write_rest: dict[Writes, weakref.WeakMethod[Callable[[], None]]] = {}
         self._metrics: dict[str, Writes] = {}
         """The kind of record that each metric is written in."""
         self._has_begun = self._has_ended = False
@@ -148,6 +163,7 @@ class RunLog:
         setup: Mapping[str, object],
         metrics: Mapping[str, Metric],
         sections: Sequence[ReportSection] = (),
+        write_rest: Callable[[], None] | None = None,
     ) -> None:
         """A probe begins to write: the first begins the log with its header, each further one adds a record.
 
@@ -157,6 +173,8 @@ class RunLog:
             setup: what was found, for people.
             metrics: the probe's metrics, by name.
             sections: further sections of the report.
+            write_rest: a method that writes what was measured since the probe's last record. It is called when SIGTERM
+                arrives, between any two lines of the main thread: it must wait for no device and no peer. Held weakly.
 
         Raises:
             RuntimeError: when the log has ended already, or another open probe writes the same kind of record.
@@ -170,6 +188,8 @@ class RunLog:
         self._check_metrics(writes, metrics)
         self._describe(writes, unit, setup, metrics, sections, raises=True)
         self._open.add(writes)
+        if write_rest is not None:
+            self._write_rest[writes] = weakref.WeakMethod(write_rest)
 
     def _check_metrics(self, writes: Writes, metrics: Iterable[str]) -> None:
         for name in metrics:
@@ -225,19 +245,33 @@ class RunLog:
         """Hand one record to the sinks. What a sink raises is logged, and does not end the run."""
         if isinstance(window := content.get("window"), int):
             self._window = window
-        record = {"kind": kind, "time": time.time(), **content}
-        if self._held is None:
-            self._write(record, raises=False)
+        if not self._may_write:  # asked first: in a forked child, the lock may be held for ever
             return
-        # A probe that is closed still writes the windows since its last reading. More windows: the run goes on.
-        self._held.append(record)
-        windows = [each["window"] for each in self._held if "window" in each]
-        if windows and max(windows) - min(windows) > 2 * self.every:
-            self._go_on()
+        record = {"kind": kind, "time": time.time(), **content}
+        with self._taking_turns():
+            if self._held is None:
+                self._write(record, raises=False)
+                return
+            # A probe that is closed still writes the windows since its last reading. More windows: the run goes on.
+            self._held.append(record)
+            windows = [each["window"] for each in self._held if "window" in each]
+            is_handling = self._termination is not None and self._termination.is_handling
+            if not is_handling and windows and max(windows) - min(windows) > 2 * self.every:
+                self._go_on()
+
+    @contextmanager
+    def _taking_turns(self) -> Iterator[None]:
+        is_ours = self._turn.acquire(timeout=_LONGEST_WAIT)
+        try:
+            yield
+        finally:
+            if is_ours:
+                self._turn.release()
 
     def _write(self, record: Mapping[str, object], *, raises: bool) -> None:
         if not self._may_write:
             return
+        self._has_report = False
         for sink in self._sinks:
             try:
                 sink.write(record)
@@ -249,9 +283,9 @@ class RunLog:
                     logger.error("sonde: %s refuses a %r record: %s", name, record["kind"], error)
                     continue
                 logger.error("sonde: %s writes no more: %s", name, error)
-                self.alerts[f"log_stopped_{name}"] = (
-                    f"{name} writes no more: {error}. Training goes on without that log."
-                )
+                n_before = sum(alert.startswith(f"log_stopped_{name}") for alert in self.alerts)
+                alert = f"log_stopped_{name}" + (f"_{n_before + 1}" if n_before else "")
+                self.alerts[alert] = f"{name} writes no more: {error}. Training goes on without that log."
                 self._close_sinks([sink])
 
     @property
@@ -261,15 +295,25 @@ class RunLog:
 
     def _note_termination(self) -> None:
         """The process was told to end. The log has its last record, unless `_go_on` is called."""
-        if self._held is None:
-            self.write("end", window=self._window, reason="the process was told to end (SIGTERM)")
+        self._was_told_to_end = True
+        if self._held is not None:
+            return
+        for method in self._write_rest.values():
+            try:
+                if (write_rest := method()) is not None:
+                    write_rest()
+            except Exception as error:  # the end record counts more, and so does the user's own handler
+                logger.error("sonde: the windows since the last reading could not be written: %s", error)
+        with self._taking_turns():
+            self.write("end", window=self._window, reason=TOLD_TO_END)
             self._held = []
 
     def _go_on(self) -> None:
         """The process goes on nevertheless: readers take the records that follow an `end`."""
-        held, self._held = self._held, None
-        for record in held or ():
-            self._write(record, raises=False)
+        with self._taking_turns():
+            held, self._held = self._held, None
+            for record in held or ():
+                self._write(record, raises=False)
 
     def _write_reports(self) -> None:
         for sink in self._sinks:
@@ -277,6 +321,7 @@ class RunLog:
                 getattr(sink, "write_report", lambda: None)()
             except Exception as error:  # the process ends: the log is what counts, and it is written
                 logger.error("sonde: %s could not write a report: %s", type(sink).__name__, error)
+        self._has_report = True
 
     def measure(self, probe: Probe | RolloutProbe, window: int) -> None:
         """Write the present metrics of a probe of your own.
@@ -323,6 +368,7 @@ class RunLog:
             window: number of the last optimizer step.
         """
         self._open.discard(writes)
+        self._write_rest.pop(writes, None)
         if not self._open:
             self._write_end(reason, window)
 
@@ -343,8 +389,11 @@ class RunLog:
 
     def _write_end(self, reason: str, window: int) -> None:
         if self._held is None:  # otherwise the log has ended already: the process was told to end
-            self.write("end", window=window, reason=reason)
+            after = f", after {TOLD_TO_END}" if self._was_told_to_end else ""
+            self.write("end", window=window, reason=reason + after)
         self._held = None
+        if self._was_told_to_end and not self._has_report and self._may_write:
+            self._write_reports()
         self._finish()
 
     def _finish(self) -> None:

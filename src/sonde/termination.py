@@ -18,7 +18,7 @@ class OnTermination:
     ends by the signal. In a child that was forked, and in a process that ignores the signal, nothing is called.
 
     Args:
-        at_once: a method that is quick; called first. It is held weakly, as are the others.
+        at_once: a method that takes milliseconds; called first. It is held weakly, as are the others.
         before_the_end: a method that may take seconds; called when it is known that the process ends: the handler that
             was installed before has raised, or there is none.
         if_it_goes_on: a method that is called if the handler that was installed before has returned.
@@ -34,6 +34,8 @@ class OnTermination:
         # Only the main thread can listen. A handler made in C (None) could not be called.
         self.in_main_thread = threading.current_thread() is threading.main_thread()
         self._is_on = self.in_main_thread and self._previous not in (None, signal.SIG_IGN)
+        self.is_handling = False
+        """Whether the signal has arrived, and it is not known yet whether the process goes on."""
         if self._is_on:
             signal.signal(signal.SIGTERM, self)
 
@@ -52,6 +54,13 @@ class OnTermination:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """The signal has arrived."""
+        self.is_handling = True
+        try:
+            self._handle(signum, frame)
+        finally:
+            self.is_handling = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         is_ours = self._is_on and os.getpid() == self._pid
         previous = self._before()
         if is_ours:

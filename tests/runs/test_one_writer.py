@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import sonde
@@ -212,6 +214,65 @@ def test_a_disk_that_is_full_from_the_start_is_said_before_training(tmp_path: Pa
     os.symlink("/dev/full", tmp_path / "records.jsonl")
     with pytest.raises(OSError, match=r"No space left on device: '.*records\.jsonl'"):
         sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(JsonlSink(tmp_path)), verbose=False)
+
+
+def _train(probe: sonde.NoiseScaleProbe, model: nn.Module, windows: int) -> None:
+    for _ in range(windows):
+        for _ in range(2):
+            with probe.piece(units=4):
+                model(torch.randn(4, 3)).square().mean().backward()
+        probe.step()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_log_that_is_removed_below_its_run_is_told_once(
+    tmp_path: Path, replaced: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By rm -r, or by somebody who then starts another run in the same place. The other log goes on."""
+    model = nn.Linear(3, 1)
+    sinks = [JsonlSink(tmp_path / "removed"), JsonlSink(tmp_path / "kept")]
+    with sonde.attach(model, unit="rows", log=sonde.RunLog(sinks, every=1), verbose=False) as probe:
+        _train(probe, model, 2)
+        shutil.rmtree(tmp_path / "removed")
+        if replaced:
+            write_run(tmp_path / "removed", 1)
+        _train(probe, model, 3)
+        probe.reading()
+        assert list(probe.alerts) == ["log_stopped_JsonlSink"]
+    assert "was removed, or another file has taken its place" in probe.alerts["log_stopped_JsonlSink"]
+    assert sum("writes no more" in record.message for record in caplog.records) == 1
+    assert len(read_run(tmp_path / "kept").readings) == 5
+    assert (tmp_path / "removed").exists() == replaced
+
+
+def test_a_log_that_is_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records are not lost; nor are they if the run changes its own folder."""
+    monkeypatch.chdir(tmp_path)
+    sink = JsonlSink("before")
+    sink.write(header_record())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "before").mkdir()
+    (tmp_path / "elsewhere" / "before" / "records.jsonl").touch()
+    sink.write(reading_record(0, 2))
+    (tmp_path / "before").rename(tmp_path / "after")
+    sink.write(reading_record(1, 2))
+    sink.close()
+    assert len(read_run(tmp_path / "after").readings) == 2
+
+
+def test_each_sink_that_fails_has_an_alert_of_its_own(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    log = sonde.RunLog([JsonlSink(tmp_path / "a"), JsonlSink(tmp_path / "b")], every=1)
+    with sonde.attach(model, unit="rows", log=log, verbose=False) as probe:
+        shutil.rmtree(tmp_path / "a")
+        shutil.rmtree(tmp_path / "b")
+        _train(probe, model, 2)
+        probe.reading()
+    stopped = {name: message for name, message in probe.alerts.items() if name.startswith("log_stopped")}
+    assert list(stopped) == ["log_stopped_JsonlSink", "log_stopped_JsonlSink_2"]
+    assert [str(tmp_path / name) in text for name, text in zip("ab", stopped.values(), strict=True)] == [True, True]
 
 
 # Folders and files of another kind.

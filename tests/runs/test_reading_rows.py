@@ -53,8 +53,12 @@ ODD = [
     line([True]), line(["1.5"]), line([[1]]), line([{}]), line([]), line([1, 2]),
     line([1]).replace(b"[1]", b"[1e999]"), line([1]).replace(b"[1]", b"[nan]"), line([1]).replace(b"[1]", b"[1.2.3]"),
     line([1]).replace(b"[1]", b"[--1]"), line([1]).replace(b"[1]", b"[nul]"), line([1]).replace(b"[1]", b"[]"),
+    *(line([1]).replace(b"[1]", b"[%s]" % odd) for odd in (b"-null", b"+1", b"01", b".5", b"5.", b"1e", b"1-2", b"-")),
+    line([1]).replace(b"[1]", b"[1" + b"0" * 400 + b"]"),
+    line([1]).replace(b'"window":1', b'"window":1.0'), line([1]).replace(b'"window":1', b'"window":01'),
     line([1], window=-1), line([1], window=2**60), line([1]).replace(b'"window":1', b'"window":1.5'),
     line([1]).replace(b'"window":1', b'"window":true'), line([1]).replace(b"1790000053.125", b"-1"),
+    line([1]).replace(b"1790000053.125", b"null"), line([1]).replace(b'"window":1', b'"window":null'),
     line([1])[:-1], line([1])[:-2], line([1], reason="r")[:-3], line([1], groups=[["x"]])[:-2], line([1]) + b"x",
     line([1])[:40] + line([1]), line([1], groups=[[1]])[:-5] + line([1], groups=[[1]]),
     line([1], more=1).replace(b'"more"', b'"values"'),
@@ -104,6 +108,7 @@ def test_a_log_with_windows_restarts_and_tears_reads_the_same_in_both_ways(tmp_p
     [
         ("true", "True where a finite number or null is expected"),
         ('"1.5"', "'1.5' where a finite number or null is expected"),
+        ("1" + "0" * 400, "int too large to convert to float"),
         ("1e999", "inf where a finite number or null is expected"),
         ("1,2", " values for "),
         ("", " values for "),
@@ -123,6 +128,65 @@ def test_a_row_that_does_not_fit_its_columns_is_refused_with_file_and_line(
     log.write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=rf"line {at + 1} of .*records\.jsonl is not a record.*{message}"):
         read_run(tmp_path, thinned=thinned)
+
+
+@pytest.mark.parametrize("thinned", [False, True])
+@pytest.mark.parametrize("has_details", [False, True])
+def test_damaged_groups_of_the_last_reading_are_refused_with_their_line(
+    tmp_path: Path, thinned: bool, has_details: bool
+) -> None:
+    write_run(tmp_path, 30)
+    log = tmp_path / "records.jsonl"
+    lines = log.read_text().splitlines()
+    if has_details:
+        lines.append('{"kind":"details","window":300,"groups":[[1]]}')
+        at = len(lines)
+    else:
+        at = max(i for i, each in enumerate(lines, 1) if '"groups":[[' in each)
+        lines[at - 1] = lines[at - 1].partition('"groups":[[')[0] + '"groups":[[1]]}'
+    log.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=rf"line {at} of .*1 groups for \d columns: was it written by another program"):
+        read_run(tmp_path, thinned=thinned)
+
+
+@pytest.mark.parametrize("thinned", [False, True])
+def test_a_crash_within_the_groups_of_the_last_line_is_read_as_a_crash(tmp_path: Path, thinned: bool) -> None:
+    write_run(tmp_path, 20, end=False)
+    log = tmp_path / "records.jsonl"
+    lines = log.read_bytes().splitlines()
+    assert b'"groups":[[' in lines[-1]
+    log.write_bytes(b"\n".join([*lines[:-1], lines[-1].partition(b'"groups":[[')[0] + b'"groups":[["]}']))
+    run = read_run(tmp_path, thinned=thinned)
+    assert run.torn is not None
+    assert len(run.readings) == 19
+
+
+def test_names_that_stand_twice_and_windows_beyond_exact_numbers_are_refused(tmp_path: Path) -> None:
+    for n, damage in enumerate(
+        (
+            '{"kind":"columns","of":"reading","values":["a","a"]}',
+            '{"kind":"metrics","window":9007199254740993,"time":1.0,"metrics":{}}',
+        )
+    ):
+        write_run(tmp_path / str(n), 2)
+        with (tmp_path / str(n) / "records.jsonl").open("a") as log:
+            log.write(damage + "\n")
+        for thinned in (False, True):
+            with pytest.raises(ValueError, match=r"is not a record of schema 2, got TypeError"):
+                read_run(tmp_path / str(n), thinned=thinned)
+
+
+@pytest.mark.parametrize("value", ["-null", "+1", "01", ".5", "5.", "1e", "1.2.3"])
+def test_what_is_no_json_number_is_refused_in_both_ways(tmp_path: Path, value: str) -> None:
+    write_run(tmp_path, 30)
+    log = tmp_path / "records.jsonl"
+    lines = log.read_text().splitlines()
+    head, _, rest = lines[20].partition('"values":[')
+    lines[20] = f'{head}"values":[{value},{rest.partition(",")[2]}'
+    log.write_text("\n".join(lines) + "\n")
+    for thinned in (False, True):
+        with pytest.raises(ValueError, match="is damaged: line 21 is not a JSON object"):
+            read_run(tmp_path, thinned=thinned)
 
 
 @pytest.mark.parametrize("values", ["[1]", "[1,2,3]", "[true,2]"])

@@ -5,21 +5,28 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from bokeh.models.glyphs import VSpan
 from bokeh.plotting import figure
 
+from sonde.runs import contents
 from sonde.runs.reader import read_run
-from sonde.runs.report.curve_style import add_bands, add_curve
-from sonde.runs.report.figures import Scale
+from sonde.runs.reading_rows import ReadingRows, read_rows
+from sonde.runs.report.curve_style import add_bands, add_curve, new_curve, restart_legend, time_axis
+from sonde.runs.report.curves import noise_scale_curve
+from sonde.runs.report.figures import Plot, Scale
 from sonde.runs.report.pixels import PIXELS, envelope, rows_shown
+from sonde.runs.report.timeline import timeline
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from sonde.runs.thinning import MAX_BINS
-from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run
+from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run
 from tests.runs.report.visible_text import visible_text
 
 N, RESTART = 40_010, 25_020
@@ -153,3 +160,82 @@ def test_a_band_of_many_values_is_its_envelope() -> None:
     add_bands(fig, x, low, high, Scale("linear", 0.0, 3.0))
     ys = fig.renderers[0].data_source.data["ys"]  # type: ignore[attr-defined]
     assert (len(ys), min(ys[0]), max(ys[0])) == (1, 0.0, 3.0)
+
+
+def test_what_other_probes_write_between_readings_does_not_cost_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readings are still parsed many at once, and everything is what reading line by line gives."""
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())
+    for i in range(300):
+        sink.write(reading_record(i, 300))
+        sink.write({"kind": "metrics", "time": 2e9 + i, "window": 10 * i, "metrics": {"mine": 0.5 * i}})
+        if i % 100 == 7:
+            sink.write(alert_record())
+    sink.close()
+    lines: list[int] = []
+
+    def counted(rows: Sequence[bytes], n_columns: int) -> ReadingRows | None:
+        lines.append(len(rows))
+        return read_rows(rows, n_columns)
+
+    monkeypatch.setattr(contents, "read_rows", counted)
+    thinned, whole = read_run(tmp_path, thinned=True), read_run(tmp_path)
+    assert (len(lines), sum(lines)) == (1, 300)
+    assert thinned.alerts == whole.alerts
+    for name in ("mine", "gns/b_simple", "gns/trace_cov"):
+        assert thinned.series(name) == whole.series(name)
+    assert [r.status for r in thinned.readings] == [r.status for r in whole.readings]
+
+
+def test_breaks_narrower_than_a_pixel_are_not_drawn_and_wider_ones_are() -> None:
+    """A thousand restarts would otherwise break each curve a thousand times."""
+    x: list[float] = []
+    for start in range(1000):
+        x += [start + i / 10 for i in range(10)] + [math.nan]
+    y = [math.nan if math.isnan(at) else at % 1 for at in x]
+    assert len(rows_shown(x, y)) <= 3 * PIXELS
+    assert len(envelope(x, y, y)[0]) <= 2 * PIXELS
+    x[5000:] = [at + 500 for at in x[5000:]]  # one gap that is wide
+    places, _, _ = envelope(x, y, y)
+    breaks = [i for i in rows_shown(x, y) if math.isnan(x[i])]
+    assert (len(breaks), sum(map(math.isnan, places))) == (1, 1)
+    back = [*x[:5000], math.nan, *x[2000:]]  # a restart that goes back to a checkpoint
+    assert 5000 in rows_shown(back, [*y[:5000], math.nan, *y[2000:]])
+
+
+def test_lines_at_very_many_restarts_are_thinned_out_and_the_legend_says_so(tmp_path: Path) -> None:
+    for _ in range(3):
+        write_run(tmp_path, 2)
+    few = timeline(read_run(tmp_path).readings, "rows")
+    assert [entry.text for entry in restart_legend(few)] == ["the run was restarted here"]
+    many = replace(few, restarts=tuple(map(float, range(250))))
+    assert [entry.text for entry in restart_legend(many)] == ["the run was restarted here; one of 3 restarts is shown"]
+    for line, n in ((few, 2), (many, 84)):
+        fig = new_curve(line, time_axis(line), Scale("linear", 0, 1), y_label="y", height=100)
+        [lines] = [r for r in fig.renderers if isinstance(r.glyph, VSpan)]
+        assert len(lines.data_source.data["x"]) == n
+
+
+@pytest.mark.parametrize(("every", "is_hatched"), [(7, False), (3, False), (1, True)])
+def test_a_pixel_is_hatched_if_most_of_its_readings_lack_the_limit(
+    tmp_path: Path, every: int, is_hatched: bool
+) -> None:
+    """One lower bound in seven readings must not say that no upper limit is known in the whole run."""
+    write_run(tmp_path, 2, status="resolved")
+    [known, _] = read_run(tmp_path).readings
+    readings = [
+        replace(known, window=i + 1, metrics={**known.metrics, "run/units_seen": 64.0 * i})
+        if i % every
+        else replace(known, window=i + 1, status="lower_bound", metrics={
+            **known.metrics, "run/units_seen": 64.0 * i, "gns/b_simple": None, "gns/b_simple_high": None})
+        for i in range(3 * PIXELS)
+    ]  # fmt: skip
+    line = timeline(readings, "rows")
+    plot = noise_scale_curve(line, time_axis(line))
+    assert isinstance(plot, Plot)
+    hatched = [r for r in plot.figures[0].renderers if getattr(r.glyph, "hatch_pattern", None) == "/"]
+    assert bool(hatched) == is_hatched
+    texts = [entry.text for entry in plot.legend]
+    assert "no upper limit is known, of most readings at that place" in texts

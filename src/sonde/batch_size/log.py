@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sonde.batch_size.frozen_watch import TrainedChange
@@ -116,9 +116,16 @@ class NoiseScaleLog:
         tracker: where readings come from.
         log: of the run.
         setup: what was found at attach, for people.
+        write_rest: a method that calls `write_rest` of this log when SIGTERM arrives; see `RunLog.begin`.
     """
 
-    def __init__(self, tracker: NoiseScaleTracker, log: RunLog, setup: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        tracker: NoiseScaleTracker,
+        log: RunLog,
+        setup: Mapping[str, object],
+        write_rest: Callable[[], None] | None = None,
+    ) -> None:
         self.alerts: dict[str, str] = {}
         self._tracker, self._log = tracker, log
         self._units_seen = 0.0
@@ -130,7 +137,7 @@ class NoiseScaleLog:
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
         self._interval = _Interval(start=time.time())
-        log.begin("reading", unit=tracker.unit, setup=setup, metrics=METRICS)
+        log.begin("reading", unit=tracker.unit, setup=setup, metrics=METRICS, write_rest=write_rest)
 
     def window(self, window: MeasuredWindow, drop: Drop | None, norm: float | None) -> None:
         """Add a window that the tracker has taken; write a reading when one is due.
@@ -231,12 +238,17 @@ class NoiseScaleLog:
         self._log.write(kind, **content)
         self.alerts |= self._log.alerts  # of a sink that has failed
 
-    def end(self, reason: str) -> None:
-        """Write the last reading, and end this probe's part of the log."""
+    def write_rest(self) -> None:
+        """Write a reading of the windows since the last one, with its groups."""
         self._alert_set_asides(self._tracker.set_asides_now())
         self.reading(time.time(), is_last=True)
         if self._lacks_groups and self._log.is_first_rank:
             self._write("details", window=self._window, groups=_groups_record(self._tracker.reading()))
+            self._lacks_groups = False
+
+    def end(self, reason: str) -> None:
+        """Write the last reading, and end this probe's part of the log."""
+        self.write_rest()
         self._log.leave("reading", reason, window=self._window)
 
     def state_dict(self) -> dict[str, float | int]:

@@ -154,6 +154,9 @@ class NoiseScaleProbe:
         self._in_piece = False
         self._closed = False
         self._units_unknown = False
+        self._is_at_work = False
+        self._thread: int | None = None
+        """The thread that ended the last window."""
         self._found = {
             "optimizer": optimizer_in_words(optimizer, parameters),
             "batch_norms": n_batch_norms(model),
@@ -163,7 +166,7 @@ class NoiseScaleProbe:
         self._log_every = log.every
         self._loop = LoopWatch(model, optimizer, wrapper, names, self._reader, alert=self._alert)
         try:
-            self._log = NoiseScaleLog(self._tracker, log, self._setup())
+            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest)
         except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
@@ -225,7 +228,8 @@ class NoiseScaleProbe:
         Raises:
             RuntimeError: inside a piece, or when the number of units is not known.
         """
-        self._end_window()
+        with self._at_work():
+            self._end_window()
 
     def clip_grad_norm_(
         self, max_norm: float | None, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -246,7 +250,8 @@ class NoiseScaleProbe:
         """
         nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
         max_norm, order = check_options(max_norm, nonfinite, None), check_order(norm_type)
-        norm = self._end_window(max_norm=max_norm, reads_grad=True, order=order, nonfinite=nonfinite)
+        with self._at_work():
+            norm = self._end_window(max_norm=max_norm, reads_grad=True, order=order, nonfinite=nonfinite)
         assert norm is not None
         return norm
 
@@ -321,8 +326,41 @@ class NoiseScaleProbe:
 
     def _take_all(self) -> None:
         """Wait for the numbers of every window that has ended."""
-        self._readback.send()
-        self._receive(wait=True)
+        with self._at_work():
+            self._readback.send()
+            self._receive(wait=True)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Around what a signal handler must not enter a second time."""
+        before, self._is_at_work = self._is_at_work, True
+        try:
+            yield
+        finally:
+            self._is_at_work = before
+
+    def _write_rest(self) -> None:
+        """Write a reading of the windows since the last one, as far as their numbers are on the host.
+
+        Called by a signal handler. It waits for nothing, and does nothing if the signal has interrupted the probe, or
+        while another thread trains.
+        """
+        if self._closed or self._is_at_work or self._thread != threading.get_ident():
+            return
+        if not self._lock.acquire(blocking=False):  # another thread reads
+            return
+        try:
+            self._write_rest_alone()
+        finally:
+            self._lock.release()
+
+    def _write_rest_alone(self) -> None:
+        with self._at_work():
+            if self._reader.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return  # looking whether copies have arrived would spoil the graph
+            self._readback.send_what_is_on_the_host()
+            self._receive(wait=False)
+            self._log.write_rest()
 
     def _identity(self) -> dict[str, str]:
         return identity(self._tracker.unit, self._metric.name, self._wrapper.parameters.items())
@@ -432,7 +470,7 @@ class NoiseScaleProbe:
     @one_thread_at_a_time
     def _put(self, window: Window, scalars: Mapping[str, float | Tensor], change: TrainedChange | None) -> None:
         """Put a window's numbers into the readback, with its number, time, cost and tap."""
-        self._n_windows, self._n_put = self._n_windows + 1, self._n_put + 1
+        self._n_windows, self._n_put, self._thread = self._n_windows + 1, self._n_put + 1, threading.get_ident()
         seconds = self._seconds + self._reader.seconds
         number, ended, taken, tap = self._n_windows, time.time(), seconds - self._seconds_put, self._reader.tap_name
         self._seconds_put = seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -140,20 +140,23 @@ def refuse(file: Path, line: int, error: Exception) -> NoReturn:
 
 
 def add_each(
-    records: Sequence[Mapping[str, Any]], add: Callable[[Mapping[str, Any], int], None], file: Path, first_line: int
+    records: Iterable[Mapping[str, Any]],
+    add: Callable[[Mapping[str, Any], int], None],
+    file: Path,
+    lines: Iterable[int],
 ) -> None:
-    """Add records that follow each other, one by one.
+    """Add records one by one.
 
     Args:
         records: as they were written.
         add: takes a record and the number of its line.
         file: the log, for messages.
-        first_line: number of the line of the first record, from 1.
+        lines: the number of each record's line, from 1.
 
     Raises:
         ValueError: for a record that cannot be, with its line.
     """
-    for line, record in enumerate(records, first_line):
+    for record, line in zip(records, lines, strict=False):
         try:
             add(record, line)
         except (KeyError, TypeError, OverflowError, AttributeError) as error:

@@ -52,10 +52,14 @@ class Columns:
         """The columns that a `columns` record gives.
 
         Raises:
-            TypeError: when something is of another kind than it should be.
+            TypeError: when something is of another kind than it should be, or a name stands twice.
         """
-        names = (as_list(record.get(key, [])) for key in ("values", "groups", "group_values"))
-        return cls(*(tuple(str(name) for name in each) for each in names))
+        names = [as_list(record.get(key, [])) for key in ("values", "groups", "group_values")]
+        values, groups, group_values = (tuple(str(name) for name in each) for each in names)
+        for each in (values, groups, group_values):
+            if len(set(each)) != len(each):
+                raise TypeError(f"{each!r:.60} where each name is expected once")
+        return cls(values, groups, group_values)
 
     def grown(self, record: Mapping[str, Any]) -> Columns:
         """These columns with the names that a record has beside them."""

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,12 +26,16 @@ from sonde.runs.blocks import (
 )
 from sonde.runs.columns import Columns
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_numbers, as_time
+from sonde.runs.lines import parse_block
 from sonde.runs.own_metrics import OwnMetrics
 from sonde.runs.policy_reading import PolicyReadings
-from sonde.runs.reading_rows import read_rows
+from sonde.runs.reading_rows import READING_START, ReadingRows, read_rows
 from sonde.runs.run import Alert, Header, ProbeSetup, Reading, Run, Totals
 from sonde.runs.sinks import other_unit
 from sonde.runs.thinning import ThinnedReadings
+
+ANY_ORDER = (READING_START, b'{"kind":"metrics"', b'{"kind":"policy"', b'{"kind":"alert"')
+"""The beginnings of lines that can be read kind by kind. What a reading means depends on lines of other kinds alone."""
 
 _BARE_READING = 4
 """Keys of a reading in which nothing but the numbers has changed: kind, window, time, values."""
@@ -61,7 +66,10 @@ class Contents:
         """The texts and counts of the last reading, and the index of its start."""
         self._groups: WrittenGroups = no_groups
         """The groups that were written last."""
-        self._block = Block(file, -1, Columns(), frozenset())
+        self._line_of_groups = 0
+        self._declared: frozenset[str] = frozenset()
+        """Names of the metrics that sonde wrote, of all starts."""
+        self._block = Block(file, -1, Columns(), self._declared)
 
     def add(self, records: Sequence[Mapping[str, Any]], first_line: int) -> None:
         """Add records that follow each other.
@@ -73,7 +81,7 @@ class Contents:
         Raises:
             ValueError: for a record that cannot be, with its line.
         """
-        add_each(records, self._add, self._file, first_line)
+        add_each(records, self._add, self._file, count(first_line))
         self._flush()
         self._own.flush()
 
@@ -86,37 +94,54 @@ class Contents:
             self._add_reading_of_schema_1(record, line)
 
     def add_lines(self, lines: Sequence[bytes], first_line: int) -> bool:
-        """Add lines that begin like a reading, or with `UNWANTED`, without parsing them one by one.
+        """Add readings, and lines whose order beside readings does not matter, each kind at once.
 
         Args:
-            lines: lines that follow each other.
+            lines: lines that follow each other, with beginnings in `ANY_ORDER` or like `UNWANTED`.
             first_line: number of the line of the first one, from 1.
 
         Returns:
             False if nothing was added: then the lines must be parsed, and given to `add`.
 
         Raises:
-            ValueError: for a reading that cannot be, with its line.
+            ValueError: for a record that cannot be, with its line.
         """
-        block, names = self._block, self._block.columns.values
-        wanted = [i for i, line in enumerate(lines) if not line.startswith(self.UNWANTED)]
-        are_whole = len(wanted) == len(lines) or all(line.endswith(b"}") for line in lines)
-        if not (self._thinned and names and wanted and are_whole):
+        if not self._thinned:
             return False
-        rows = read_rows([lines[i] for i in wanted], len(names))
-        if rows is None:
+        readings, others = list[int](), list[int]()
+        for i, line in enumerate(lines):
+            if line.startswith(READING_START):
+                readings.append(i)
+            elif not line.startswith(self.UNWANTED):
+                others.append(i)
+            elif not line.endswith(b"}"):
+                return False
+        records = parse_block([lines[i] for i in others])
+        whole = [record for record in records if record is not None]
+        if len(whole) < len(records) or (readings and not self._block.columns.values):
             return False
-        numbers, states = [first_line + i for i in wanted], list[State]()
+        rows = read_rows([lines[i] for i in readings], len(self._block.columns.values)) if readings else None
+        if readings and rows is None:
+            return False
+        add_each(whole, self._add, self._file, [first_line + i for i in others])
+        if rows is not None:
+            self._add_rows(rows, [first_line + i for i in readings])
+        self._flush()
+        self._own.flush()
+        return True
+
+    def _add_rows(self, rows: ReadingRows, numbers: list[int]) -> None:
+        """Add readings, with the numbers of their lines."""
+        block, states = self._block, list[State]()
         for row, record in rows.more.items():
             states += [self._state] * (row - len(states))
             try:
-                self._see_reading(record)
+                self._see_reading(record, numbers[row])
             except (KeyError, TypeError, OverflowError, AttributeError) as error:
                 refuse(self._file, numbers[row], error)
             if row in rows.groups:
-                self._groups_written(
-                    functools.partial(_parsed_groups, block.columns, rows.groups[row]), rows.windows[row]
-                )
+                written = functools.partial(_parsed_groups, block.columns, rows.groups[row])
+                self._groups_written(written, rows.windows[row], numbers[row])
         states += [self._state] * (len(numbers) - len(states))
         self._flush()
         self._block = Block(
@@ -124,13 +149,14 @@ class Contents:
             lines=numbers, matrix=rows.values,
         )  # fmt: skip
         self._ended = None
-        self._flush()
-        return True
 
     def _add_row(self, record: Mapping[str, Any], line: int) -> None:
-        block = self._block
         if len(record) != _BARE_READING:
-            self._see_reading(record)
+            self._see_reading(record, line)
+        self._append(record, line)
+
+    def _append(self, record: Mapping[str, Any], line: int) -> None:
+        block = self._block
         block.windows.append(record["window"])
         block.times.append(record["time"])
         block.values.append(record["values"])
@@ -139,22 +165,22 @@ class Contents:
         block.lines.append(line)
         self._ended = None
 
-    def _see_reading(self, record: Mapping[str, Any]) -> None:
+    def _see_reading(self, record: Mapping[str, Any], line: int) -> None:
         """Take the texts, counts and groups of a reading. The first reading of a start gives all of them."""
         if self._block.segment != self._state_of:
             self._state, self._groups, self._state_of = State(), no_groups, self._block.segment
-        self._see_state(record)
+        self._see_state(record, line)
 
-    def _see_state(self, record: Mapping[str, Any]) -> None:
+    def _see_state(self, record: Mapping[str, Any], line: int) -> None:
         self._state = self._state.changed(record)
         if (tap := self._state.pieces.get("tap")) is not None:
             self._totals.taps[str(tap)] = None
         if "groups" in record:
             groups = functools.partial(self._block.columns.by_name, as_list(record["groups"]))
-            self._groups_written(groups, as_count(record["window"]))
+            self._groups_written(groups, as_count(record["window"]), line)
 
-    def _groups_written(self, groups: WrittenGroups, window: int) -> None:
-        self._groups, self._totals.last_groups = groups, window
+    def _groups_written(self, groups: WrittenGroups, window: int, line: int) -> None:
+        self._groups, self._totals.last_groups, self._line_of_groups = groups, window, line
 
     def _add_reading_of_schema_1(self, record: Mapping[str, Any], line: int) -> None:
         """A reading that holds everything under its own names."""
@@ -163,17 +189,15 @@ class Contents:
             self._begin_block(Columns(tuple(dict.fromkeys([*self._block.columns.values, *metrics]))))
         values = [metrics.get(name) for name in self._block.columns.values]
         row: dict[str, Any] = {"window": record["window"], "time": record["time"], "values": values}
-        state = {key: record[key] for key in ("status", "reason", "dropped", "alerts", "pieces")}
-        groups = as_mapping(record["groups"])
-        if groups:
-            self._groups_written(lambda: groups, as_count(record["window"]))
-        self._add_row(row | state, line)
+        self._see_reading({key: record[key] for key in ("status", "reason", "dropped", "alerts", "pieces")}, line)
+        if groups := as_mapping(record["groups"]):
+            self._groups_written(lambda: groups, as_count(record["window"]), line)
+        self._append(row, line)
 
     def _begin_block(self, columns: Columns) -> None:
         """Rows that follow have these columns."""
         self._flush()
-        declared = frozenset(name for header in self._headers for name in header.metrics)
-        self._block = Block(self._file, len(self._headers) - 1, columns, declared)
+        self._block = Block(self._file, len(self._headers) - 1, columns, self._declared)
 
     def _flush(self) -> None:
         block = self._block
@@ -195,7 +219,7 @@ class Contents:
             case "columns":
                 self._add_columns(record)
             case "details":
-                self._add_details(record)
+                self._add_details(record, line)
             case "metrics":
                 self._own.add(record, len(self._headers) - 1, line)
                 self._ended = None  # the run went on after all, as below
@@ -214,10 +238,10 @@ class Contents:
         if record["of"] == "reading":
             self._begin_block(Columns.read(record))
 
-    def _add_details(self, record: Mapping[str, Any]) -> None:
+    def _add_details(self, record: Mapping[str, Any], line: int) -> None:
         """Take the details of the last reading that were not written with it."""
         self._flush()
-        self._see_state(record)
+        self._see_state(record, line)
         if self._totals.n_readings:
             self._readings.amend(self._state, self._groups)
 
@@ -228,7 +252,7 @@ class Contents:
                 f"{' or '.join(map(str, READABLE_SCHEMAS))}: read it with the version of sonde that wrote it"
             )
         probe = _probe(record)
-        self._check_unit(probe)
+        self._note_probe(probe)
         self._flush()
         self._headers.append(
             Header(
@@ -243,18 +267,20 @@ class Contents:
         self._begin_block(Columns())
 
     def _add_probe(self, probe: ProbeSetup) -> None:
-        self._check_unit(probe)
+        self._note_probe(probe)
         header = self._headers[-1]
         self._headers[-1] = replace(header, probes=(*header.probes, probe))
         self._begin_block(self._block.columns)
 
-    def _check_unit(self, probe: ProbeSetup) -> None:
+    def _note_probe(self, probe: ProbeSetup) -> None:
         if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
             raise ValueError(
                 f"{self._file} holds runs measured in {other!r} and in {probe.unit!r}, "
                 "expected one unit: log each run to its own folder"
             )
         self._units[probe.writes] = probe.unit
+        if not probe.metrics.keys() <= self._declared:
+            self._declared |= probe.metrics.keys()
 
     def run(self, torn: str | None) -> Run:
         """Everything that was collected.
@@ -283,7 +309,7 @@ class Contents:
             try:
                 readings[-1] = replace(readings[-1], groups=group_readings(self._groups()))
             except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"the groups of the last reading in {self._file} cannot be read: {error}") from error
+                refuse(self._file, self._line_of_groups, error)
         return readings
 
 

@@ -8,6 +8,9 @@ from typing import Any, cast, get_args
 
 from sonde.stats.intervals import Status
 
+LARGEST_EXACT = 2**53
+"""Larger whole numbers are not all exact as floats."""
+
 _STATUSES = get_args(Status)
 
 
@@ -30,8 +33,8 @@ def as_list(value: object) -> list[Any]:
 
 
 def as_count(value: object) -> int:
-    """A whole number from 0 up."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+    """A whole number from 0 up that is exact as a float too, as a thinned run holds it."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST_EXACT:
         raise TypeError(f"{value!r:.40} where a count is expected")
     return value
 

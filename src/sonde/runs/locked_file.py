@@ -40,7 +40,7 @@ class LockedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._absolute = path, path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO | None = path.open("ab", buffering=0)
         try:
@@ -57,8 +57,12 @@ class LockedFile:
         """Hand whole lines to the operating system before returning. After a fork, a child appends nothing.
 
         Raises:
-            OSError: when they do not all fit on the disk.
+            OSError: when they do not all fit on the disk, or when nobody could read them there: the file was removed,
+                or another file has taken its place.
         """
+        if self._file is not None and self._is_gone(self._file):
+            message = "the log was removed, or another file has taken its place, while the run wrote to it"
+            raise FileNotFoundError(errno.ENOENT, message, str(self._path))
         rest = memoryview(lines)
         try:
             while rest and self._file is not None:  # a disk that is almost full takes a part, and refuses the rest
@@ -71,6 +75,16 @@ class LockedFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _is_gone(self, file: BinaryIO) -> bool:
+        """Whether no path leads to the file any more, or its path leads to another one. A file may be moved."""
+        own = os.fstat(file.fileno())
+        if own.st_nlink == 0:
+            return True
+        try:
+            return not os.path.samestat(own, self._absolute.stat())
+        except OSError:
+            return False
 
     def _lock(self, file: BinaryIO) -> None:
         if fcntl is None:

@@ -9,9 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from sonde.runs.contents import Contents
+from sonde.runs.contents import ANY_ORDER, Contents
 from sonde.runs.lines import begins_header, blocks_of_lines, parse_block
-from sonde.runs.reading_rows import READING_START
 from sonde.runs.run import Alert, Header, MetricsReading, ProbeSetup, Reading, Run, Totals
 from sonde.runs.sinks import RECORDS_NAME
 from sonde.runs.windows import WindowContents, WindowReading
@@ -112,14 +111,14 @@ def _blocks_read_into(contents: Contents | WindowContents, file: Path) -> Iterat
     """Read the log a block of lines at a time. Yields for each block which lines are torn, in words."""
     number = 0
     torn: tuple[int, bytes] | None = None  # a torn line whose next line was not read yet, with its number
-    many_alike = (READING_START, contents.UNWANTED)
+    in_any_order = (*ANY_ORDER, contents.UNWANTED)
     with file.open("rb") as opened:
         for block in blocks_of_lines(opened, file, advice="give a folder that sonde wrote"):
             found: list[str] = []
-            for are_alike, some in groupby(block, key=lambda line: line.startswith(many_alike)):
+            for are_many, some in groupby(block, key=lambda line: line.startswith(in_any_order)):
                 lines = list(some)
                 first, number = number + 1, number + len(lines)
-                if are_alike and torn is None and contents.add_lines(lines, first):
+                if are_many and torn is None and contents.add_lines(lines, first):
                     continue
                 records = _parsed(lines, contents.UNWANTED)
                 if torn is None and None not in records:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,7 +59,7 @@ class WindowContents:
         Raises:
             ValueError: for a record that cannot be, with its line.
         """
-        add_each(records, self._add, self._file, first_line)
+        add_each(records, self._add, self._file, count(first_line))
 
     def add_lines(self, lines: Sequence[bytes], first_line: int) -> bool:
         """Adds nothing and returns False: each line is parsed, since windows keep all their values and groups."""

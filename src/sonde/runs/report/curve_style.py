@@ -13,11 +13,13 @@ import numpy as np
 from bokeh.models import ColumnDataSource, Range1d
 from bokeh.plotting import figure
 
-from sonde.runs.report.figures import GREY, LegendEntry, Scale, add_line_at, new_figure, scale_for
+from sonde.runs.report.figures import GREY, LegendEntry, Scale, new_figure, scale_for
 from sonde.runs.report.pixels import envelope, rows_shown
 from sonde.runs.report.timeline import R, Timeline
 
 _MAX_TRIANGLES = 40
+_MAX_RESTARTS = 100
+"""Lines at more restarts would hide the curves."""
 
 WINDOW = ("window", "@window{0,0}")
 """The row of a hover text that shows the window."""
@@ -44,10 +46,11 @@ def time_axis(line: Timeline[R]) -> TimeAxis:
 
 
 def new_curve(line: Timeline[R], axis: TimeAxis, y: Scale, *, y_label: str, height: int) -> figure:
-    """An empty figure over a run, with a dotted line at each restart."""
+    """An empty figure over a run, with a dotted line at each restart; of very many restarts, at each of some."""
     fig = new_figure(axis.scale, y, x_label=line.x_label, y_label=y_label, height=height, shared=axis.shared)
-    for position in line.restarts:
-        add_line_at(fig, position, "height", GREY, "dotted")
+    if line.restarts:
+        positions = np.asarray(line.restarts[:: _every_restart(line)])
+        fig.vspan(x=positions, line_color=GREY, line_dash="dotted", line_width=1.5)
     return fig
 
 
@@ -65,13 +68,21 @@ def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, d
 
 
 def add_bands(
-    fig: figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], axis: Scale, **style: Any
+    fig: figure,
+    x: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    axis: Scale,
+    *,
+    by_majority: bool = False,
+    **style: Any,
 ) -> None:
     """Fill between two curves with one polygon per unbroken stretch: one area glyph would bridge the gaps.
 
-    A band of many values is as high in each pixel as its highest value there, and as low as its lowest.
+    A band of many values is as high in each pixel as its highest value there, and as low as its lowest. `by_majority`
+    leaves out the pixels in which most values are not known.
     """
-    x, low, high = envelope(x, low, high)
+    x, low, high = envelope(x, low, high, by_majority=by_majority)
     half = _half_spacing(x)
     xs, ys = [], []
     for known, stretch in groupby(range(len(x)), lambda i: not (math.isnan(low[i]) or math.isnan(high[i]))):
@@ -104,4 +115,13 @@ def add_triangles(
 
 def restart_legend(line: Timeline[R]) -> tuple[LegendEntry, ...]:
     """The legend of the dotted lines; empty if the run was never restarted."""
-    return (LegendEntry("dotted", GREY, "the run was restarted here"),) if line.restarts else ()
+    if not line.restarts:
+        return ()
+    text = "the run was restarted here"
+    if (every := _every_restart(line)) > 1:
+        text += f"; one of {every} restarts is shown"
+    return (LegendEntry("dotted", GREY, text),)
+
+
+def _every_restart(line: Timeline[R]) -> int:
+    return math.ceil(len(line.restarts) / _MAX_RESTARTS)

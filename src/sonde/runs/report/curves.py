@@ -32,6 +32,7 @@ from sonde.runs.report.figures import (
     noise_scale_axis,
     scale_for,
 )
+from sonde.runs.report.pixels import is_thinned
 from sonde.runs.report.timeline import R, Timeline
 from sonde.wording import estimate, number, shorten
 
@@ -57,10 +58,9 @@ def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
     fig = new_curve(line, axis, y, y_label=f"Noise scale ({line.unit})", height=380)
     add_bands(fig, line.x, [v if r >= 0 else math.nan for v, r in zip(low, resolved, strict=True)], high, y,
                fill_color=BLUE, fill_alpha=0.16)  # fmt: skip
-    add_bands(fig, line.x, bound, high, y, fill_color=GREY, fill_alpha=0.10,
-               hatch_pattern="/", hatch_color=GREY, hatch_alpha=0.2, hatch_scale=10)  # fmt: skip
-    add_bands(fig, line.x, [math.nan if math.isnan(v) else y.start for v in upper], upper, y, fill_color=GREY,
-               fill_alpha=0.10, hatch_pattern="/", hatch_color=GREY, hatch_alpha=0.2, hatch_scale=10)  # fmt: skip
+    for bottom, top in ((bound, high), ([math.nan if math.isnan(v) else y.start for v in upper], upper)):
+        add_bands(fig, line.x, bottom, top, y, by_majority=True, fill_color=GREY, fill_alpha=0.10,
+                   hatch_pattern="/", hatch_color=GREY, hatch_alpha=0.2, hatch_scale=10)  # fmt: skip
     _add_batch_size(fig, line, [y.clamp(b) for b in batch])
     add_curve(fig, line.x, [y.clamp(v) for v in average], INK, dash="dotted")
     add_curve(fig, line.x, [y.clamp(v) for v in resolved], BLUE)
@@ -176,7 +176,8 @@ def _noise_scale_legend(line: Timeline[Reading]) -> Iterator[LegendEntry]:
     yield LegendEntry("dashed", ORANGE, f"batch size ({line.unit} per step)")
     if "lower_bound" in statuses:
         yield LegendEntry("up", GREY, "lower bound: the noise scale lies above this")
-        yield LegendEntry("hatched", GREY, "no upper limit is known")
+        of_most = ", of most readings at that place" if is_thinned(line.x) else ""
+        yield LegendEntry("hatched", GREY, f"no upper limit is known{of_most}")
     if "upper_bound" in statuses:
         yield LegendEntry("down", GREY, "upper bound: the noise scale lies below this")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, overload
 
 from sonde.wording import count
 
@@ -74,9 +74,29 @@ class Timeline(Generic[R]):
         values = (None if row is None else value(row) for row in self.rows)
         return [math.nan if v is None else float(v) for v in values]
 
-    def texts(self, text: Callable[[R], str]) -> list[str]:
-        """A text for each row, empty between two starts."""
-        return ["" if row is None else text(row) for row in self.rows]
+    def texts(self, text: Callable[[R], str]) -> Sequence[str]:
+        """A text for each row, empty between two starts. Each is made when it is asked for: hover texts are few."""
+        return _Texts(self.rows, text)
+
+
+class _Texts(Sequence[str], Generic[R]):
+    """The text of each row."""
+
+    def __init__(self, rows: Sequence[R | None], text: Callable[[R], str]) -> None:
+        self._rows, self._text = rows, text
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[str]: ...
+    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
+        if isinstance(at, slice):
+            return _Texts(self._rows[at], self._text)
+        row = self._rows[at]
+        return "" if row is None else self._text(row)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 def timeline(readings: Sequence[R], unit: str, *, at_most: int | None = None) -> Timeline[R]:
