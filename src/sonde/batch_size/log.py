@@ -120,11 +120,7 @@ class NoiseScaleLog:
     """
 
     def __init__(
-        self,
-        tracker: NoiseScaleTracker,
-        log: RunLog,
-        setup: Mapping[str, object],
-        write_rest: Callable[[], None] | None = None,
+        self, tracker: NoiseScaleTracker, log: RunLog, setup: Mapping[str, object], write_rest: Callable[[], None]
     ) -> None:
         self.alerts: dict[str, str] = {}
         self._tracker, self._log = tracker, log

@@ -10,10 +10,9 @@ any way are parsed one by one, which says what is wrong with them.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,7 @@ class ReadingRows:
     windows: list[int]
     times: list[float]
     values: Floats
-    more: dict[int, Mapping[str, Any]]
+    more: dict[int, dict[str, Any]]
     groups: dict[int, bytes]
 
 
@@ -69,7 +68,7 @@ def read_rows(lines: Sequence[bytes], n_columns: int) -> ReadingRows | None:
     values, _, ends = zip(*[rest.partition(b"]") for rest in rests], strict=True)
     if {value.count(b",") for value in values} != {n_columns - 1}:
         return None
-    more, groups = dict[int, Mapping[str, Any]](), dict[int, bytes]()
+    more, groups = dict[int, dict[str, Any]](), dict[int, bytes]()
     try:
         for i, end in enumerate(ends):
             if end != b"}":
@@ -87,7 +86,7 @@ def read_rows(lines: Sequence[bytes], n_columns: int) -> ReadingRows | None:
     return ReadingRows(windows, times, numbers, more, groups)
 
 
-def _beside_numbers(end: bytes) -> tuple[Mapping[str, Any], bytes | None]:
+def _beside_numbers(end: bytes) -> tuple[dict[str, Any], bytes | None]:
     """What follows the values of a line, and its groups as JSON.
 
     Raises:
@@ -98,22 +97,14 @@ def _beside_numbers(end: bytes) -> tuple[Mapping[str, Any], bytes | None]:
         if not groups.endswith(b"]}") or b"{" in groups:
             raise ValueError
         first, end_of_groups = first + b"}", b"[" + groups[:-1]
-    return ({} if first == b"}" else _changed(first)), end_of_groups if found else None
-
-
-@functools.lru_cache(maxsize=256)
-def _changed(text: bytes) -> Mapping[str, Any]:
-    """What has changed since the reading before. The same few changes come again and again, such as of the status.
-
-    Raises:
-        ValueError: if the text is not as `JsonlSink` writes it.
-    """
-    if not text.startswith(b","):
-        raise ValueError
-    record: dict[str, Any] = json.loads(b"{" + text[1:])
+    record: dict[str, Any] = {}
+    if first != b"}":
+        if not first.startswith(b","):
+            raise ValueError
+        record = json.loads(b"{" + first[1:])
     if _READ_ELSEWHERE & record.keys():
         raise ValueError
-    return record
+    return record, end_of_groups if found else None
 
 
 def _windows_and_times(places: Sequence[bytes]) -> tuple[list[int], list[float]]:
