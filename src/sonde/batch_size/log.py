@@ -116,11 +116,16 @@ class NoiseScaleLog:
         tracker: where readings come from.
         log: of the run.
         setup: what was found at attach, for people.
-        write_rest: a method that calls `write_rest` of this log when SIGTERM arrives; see `RunLog.begin`.
+        write_rest: a method that calls `write_rest` of this log when SIGTERM arrives; see `RunLog.begin`. Without it,
+            the windows since the last reading are lost then.
     """
 
     def __init__(
-        self, tracker: NoiseScaleTracker, log: RunLog, setup: Mapping[str, object], write_rest: Callable[[], None]
+        self,
+        tracker: NoiseScaleTracker,
+        log: RunLog,
+        setup: Mapping[str, object],
+        write_rest: Callable[[], None] | None = None,
     ) -> None:
         self.alerts: dict[str, str] = {}
         self._tracker, self._log = tracker, log
