@@ -1,7 +1,7 @@
 """Is my batch size right? The gradient noise scale of a run, while it runs.
 
 The story of a window, from top to bottom: `piece` counts a micro-batch; `step` or `clip_grad_norm_` ends the window and
-puts its numbers into the readback; `_receive` takes them from there, some windows later, to the tracker and the log.
+puts its numbers on their way; `_take` gets them some windows later, and gives them to the tracker and the log.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 import math
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.frozen_watch import TrainedChange
 from sonde.batch_size.log import CLIP_FRACTION, NORM, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.log import METRICS as LOG_METRICS
@@ -32,8 +32,6 @@ from sonde.batch_size.model_checks import (
     optimizer_in_words,
     refuse_steps_in_backward,
 )
-from sonde.batch_size.one_thread import one_thread_at_a_time
-from sonde.batch_size.readback import Readback
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
 from sonde.batch_size.scalars import Scalars
@@ -142,11 +140,9 @@ class NoiseScaleProbe:
             on_backward=self._end_backward,
         )
         self._reader = WindowReader(wrapper, names, self._metric, witness, self._taps, grad_scaler=self._grad_scaler)
-        self._lock = threading.RLock()
-        self._readback: Readback[MeasuredWindow] = Readback()
+        self._delivery = Delivery(self._take, self._reader.device)
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
-        self._n_put = 0
         self._n_arrived = 0
         self._seconds = 0.0
         self._seconds_put = 0.0
@@ -154,9 +150,6 @@ class NoiseScaleProbe:
         self._in_piece = False
         self._closed = False
         self._units_unknown = False
-        self._is_at_work = False
-        self._thread: int | None = None
-        """The thread that ended the last window."""
         self._found = {
             "optimizer": optimizer_in_words(optimizer, parameters),
             "batch_norms": n_batch_norms(model),
@@ -228,7 +221,7 @@ class NoiseScaleProbe:
         Raises:
             RuntimeError: inside a piece, or when the number of units is not known.
         """
-        with self._at_work():
+        with self._delivery.alone():
             self._end_window()
 
     def clip_grad_norm_(
@@ -250,7 +243,7 @@ class NoiseScaleProbe:
         """
         nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
         max_norm, order = check_options(max_norm, nonfinite, None), check_order(norm_type)
-        with self._at_work():
+        with self._delivery.alone():
             norm = self._end_window(max_norm=max_norm, reads_grad=True, order=order, nonfinite=nonfinite)
         assert norm is not None
         return norm
@@ -272,44 +265,43 @@ class NoiseScaleProbe:
         for name, value in scalars.items():
             self._scalars.add(name, value)
 
-    @one_thread_at_a_time
     def reading(self) -> NoiseScaleReading:
         """The present reading, including the window that ended last. Waits for the device.
 
         Another thread may call it while this one trains.
         """
-        self._take_all()
-        return self._tracker.reading()
+        with self._delivery.alone():
+            self._delivery.receive_all()
+            return self._tracker.reading()
 
-    @one_thread_at_a_time
     def window(self) -> SolvedWindow | None:
         """The last window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits for the device."""
-        self._take_all()
-        return self._tracker.last
+        with self._delivery.alone():
+            self._delivery.receive_all()
+            return self._tracker.last
 
-    @one_thread_at_a_time
     def metrics(self) -> Mapping[str, float | None]:
         """The reading by metric name; None where a number is not known or not bounded. Waits for the device."""
-        self._take_all()
-        return self._tracker.reading(with_groups=False).metrics()
+        with self._delivery.alone():
+            self._delivery.receive_all()
+            return self._tracker.reading(with_groups=False).metrics()
 
     @property
     def alerts(self) -> Mapping[str, str]:
         """The alerts so far: the first message of each name."""
         return dict(self._log.alerts)
 
-    @one_thread_at_a_time
     def state_dict(self) -> dict[str, Any]:
         """The averages so far, from which a restart continues, as JSON values. Waits for the device."""
-        self._take_all()
-        return {
-            "version": VERSION,
-            "what": self._identity(),
-            "averages": self._tracker.state_dict(),
-            "run": self._log.state_dict(),
-        }
+        with self._delivery.alone():
+            self._delivery.receive_all()
+            return {
+                "version": VERSION,
+                "what": self._identity(),
+                "averages": self._tracker.state_dict(),
+                "run": self._log.state_dict(),
+            }
 
-    @one_thread_at_a_time
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict`.
 
@@ -318,49 +310,22 @@ class NoiseScaleProbe:
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
         check_state(state, self._identity())
-        self._take_all()  # windows still in the readback belong to the time before
-        self._tracker.load_state_dict(state["averages"])
-        self._loop.restore(self._tracker.gone_groups)
-        self._log.load_state_dict(state["run"])
-        self._n_windows = state["run"]["window"]
-
-    def _take_all(self) -> None:
-        """Wait for the numbers of every window that has ended."""
-        with self._at_work():
-            self._readback.send()
-            self._receive(wait=True)
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Around what a signal handler must not enter a second time."""
-        before, self._is_at_work = self._is_at_work, True
-        try:
-            yield
-        finally:
-            self._is_at_work = before
+        with self._delivery.alone():
+            self._delivery.receive_all()  # windows still on their way belong to the time before
+            self._tracker.load_state_dict(state["averages"])
+            self._loop.restore(self._tracker.gone_groups)
+            self._log.load_state_dict(state["run"])
+            self._n_windows = state["run"]["window"]
 
     def _write_rest(self) -> None:
         """Write a reading of the windows since the last one, as far as their numbers are on the host.
 
-        Called by a signal handler. It waits for nothing, and does nothing if the signal has interrupted the probe, or
-        while another thread trains.
+        Called by a signal handler. Nothing is written if the signal has interrupted the probe, or while another thread
+        trains.
         """
-        if self._closed or self._is_at_work or self._thread != threading.get_ident():
-            return
-        if not self._lock.acquire(blocking=False):  # another thread reads
-            return
-        try:
-            self._write_rest_alone()
-        finally:
-            self._lock.release()
-
-    def _write_rest_alone(self) -> None:
-        with self._at_work():
-            if self._reader.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return  # looking whether copies have arrived would spoil the graph
-            self._readback.send_what_is_on_the_host()
-            self._receive(wait=False)
-            self._log.write_rest()
+        with self._delivery.interrupting() as may_go_on:
+            if may_go_on and not self._closed:
+                self._log.write_rest()
 
     def _identity(self) -> dict[str, str]:
         return identity(self._tracker.unit, self._metric.name, self._wrapper.parameters.items())
@@ -373,17 +338,19 @@ class NoiseScaleProbe:
         """
         self._close(reason, abandon_unfinished=False)
 
-    @one_thread_at_a_time
     def _close(self, reason: str, *, abandon_unfinished: bool) -> None:
-        if self._closed:
-            return
-        self._closed = True
+        with self._delivery.alone():
+            if not self._closed:
+                self._closed = True
+                self._end(reason, abandon_unfinished=abandon_unfinished)
+
+    def _end(self, reason: str, *, abandon_unfinished: bool) -> None:
         atexit.unregister(self._at_exit)
         try:
             try:
-                self._readback.send(abandon_unfinished=abandon_unfinished)
+                self._delivery.send(abandon_unfinished=abandon_unfinished)
             finally:  # also of a run whose peers failed: take what has arrived
-                self._receive(wait=not abandon_unfinished)
+                self._delivery.receive(wait=not abandon_unfinished)
                 self._loop.alert_if_due()
         finally:
             self._remove_hooks()
@@ -467,10 +434,9 @@ class NoiseScaleProbe:
             raise failure
         return norm
 
-    @one_thread_at_a_time
     def _put(self, window: Window, scalars: Mapping[str, float | Tensor], change: TrainedChange | None) -> None:
-        """Put a window's numbers into the readback, with its number, time, cost and tap."""
-        self._n_windows, self._n_put, self._thread = self._n_windows + 1, self._n_put + 1, threading.get_ident()
+        """Put a window's numbers on their way, with its number, time, cost and tap."""
+        self._n_windows += 1
         seconds = self._seconds + self._reader.seconds
         number, ended, taken, tap = self._n_windows, time.time(), seconds - self._seconds_put, self._reader.tap_name
         self._seconds_put = seconds
@@ -484,17 +450,16 @@ class NoiseScaleProbe:
             return MeasuredWindow(row, number, ended, taken, tap, given, change)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
-        self._readback.put([*vectors, as_vector(list(scalars.values()), self._reader.device)], read, window.work)
+        self._delivery.put([*vectors, as_vector(list(scalars.values()), self._reader.device)], read, window.work)
 
-    @one_thread_at_a_time
     def _deliver(self) -> None:
         """Send the windows that are due, and take in those that arrived. The first is sent at once."""
-        if self._n_put == 1 or self._n_windows % min(self._log_every, _WINDOWS_HELD) == 0:
-            self._readback.send()
+        if self._delivery.n_put == 1 or self._n_windows % min(self._log_every, _WINDOWS_HELD) == 0:
+            self._delivery.send()
             self._alert_unmeasured()
             if hooks := self._loop.hooks_in_words():
                 self._say(hooks)
-        self._receive(wait=False)
+        self._delivery.receive(wait=False)
 
     def _alert_unmeasured(self) -> None:
         """Alert if parameters are trainable now that were not when the probe was attached."""
@@ -509,19 +474,18 @@ class NoiseScaleProbe:
         """Parameters that the model has now but that are not measured."""
         return {name: p for name, p in self._inventory.parameters().items() if id(p) not in self._known}
 
-    def _receive(self, *, wait: bool) -> None:
-        """Take in the windows that have arrived: the tracker averages them, the tap may change, the log writes."""
+    def _take(self, window: MeasuredWindow) -> None:
+        """Take in a window that has arrived: the tracker averages it, the tap may change, the log writes."""
         if self._rounding.has_changed():
             self._tracker.rounding = self._rounding.now()
-        for window in self._readback.arrived(wait=wait):
-            drop = self._tracker.update(window.row)
-            if (change := window.change) is not None:
-                self._tracker.parameters_changed(change.groups, gone=change.gone, n_windows=change.n_windows)
-                self._alert(change.alert, change.message)
-            self._taps.saw_row(window.row, is_sound=drop is None)
-            self._say_first(window)
-            solved = self._tracker.last
-            self._log.window(window, drop, solved.norm if solved is not None and self._metric.is_plain else None)
+        drop = self._tracker.update(window.row)
+        if (change := window.change) is not None:
+            self._tracker.parameters_changed(change.groups, gone=change.gone, n_windows=change.n_windows)
+            self._alert(change.alert, change.message)
+        self._taps.saw_row(window.row, is_sound=drop is None)
+        self._say_first(window)
+        solved = self._tracker.last
+        self._log.window(window, drop, solved.norm if solved is not None and self._metric.is_plain else None)
 
     def _alert(self, name: str, message: str) -> None:
         self._log.alert(name, message)

@@ -1,0 +1,93 @@
+"""The way back of a window: its numbers travel from the device to the probe while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sonde.batch_size.log import MeasuredWindow
+from sonde.batch_size.readback import Read, Readback
+
+
+class Delivery:
+    """Hands over windows whose numbers have arrived on the host.
+
+    A thread that reads must not meet the thread that trains, so both work inside `alone`. A signal handler may
+    interrupt either of them anywhere, and uses `interrupting`.
+
+    Args:
+        take: called with each window, in order.
+        device: of the numbers.
+    """
+
+    def __init__(self, take: Callable[[MeasuredWindow], None], device: torch.device) -> None:
+        self._take, self._device = take, device
+        self._readback: Readback[MeasuredWindow] = Readback()
+        self._lock = threading.RLock()
+        self._is_inside = False
+        self._training_thread: int | None = None
+        self.n_put = 0
+        """Windows put in."""
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let other threads wait. A thread that is inside may enter again."""
+        with self._lock:
+            before, self._is_inside = self._is_inside, True
+            try:
+                yield
+            finally:
+                self._is_inside = before
+
+    @contextmanager
+    def interrupting(self) -> Iterator[bool]:
+        """Take in the windows whose numbers are on the host, from a signal handler; nothing is waited for.
+
+        Yields:
+            Whether the handler may go on. It may not if the signal has interrupted the probe itself, or while another
+            thread trains or reads.
+        """
+        is_free = not self._is_inside and self._training_thread == threading.get_ident()
+        if not (is_free and self._lock.acquire(blocking=False)):
+            yield False
+            return
+        try:
+            with self.alone():
+                if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    yield False  # looking whether copies have arrived would spoil the graph
+                    return
+                self._readback.send_what_is_on_the_host()
+                self.receive(wait=False)
+                yield True
+        finally:
+            self._lock.release()
+
+    def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:
+        """Put a window in; see `Readback.put`."""
+        self.n_put += 1
+        self._training_thread = threading.get_ident()
+        self._readback.put(vectors, read, work)
+
+    def send(self, *, abandon_unfinished: bool = False) -> None:
+        """Start copying the windows that were put in; see `Readback.send`."""
+        self._readback.send(abandon_unfinished=abandon_unfinished)
+
+    def receive(self, *, wait: bool) -> None:
+        """Hand over the windows that have arrived.
+
+        Args:
+            wait: wait for everything that was sent.
+        """
+        for window in self._readback.arrived(wait=wait):
+            self._take(window)
+
+    def receive_all(self) -> None:
+        """Send every window that has ended, and wait for it."""
+        with self.alone():
+            self.send()
+            self.receive(wait=True)
