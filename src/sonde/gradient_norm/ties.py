@@ -11,6 +11,7 @@ before, was equal in 5e-4 of cases.) Too few elements may themselves be equal by
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ def add_ties(
         cast.add_whole_stage(torch.stack(whole).sum(), torch.stack(proofs).sum(), stage=stage)
 
 
+@functools.lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
     """Random, as weights with a pattern have equal sums: those of a progression do for (1, 0, 1) and (0, 2, 0)."""
     generator = torch.Generator(device="cpu").manual_seed(0)
