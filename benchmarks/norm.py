@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import importlib.util
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from benchmarks.training import Setup, device_of
 MAX_NORM, NEVER_CLIPS = 1.0, 1e30
 AT_SCALE = [sys.executable, "-m", "benchmarks.at_scale"]
 SMALL, LARGE = (32, 16), (2048, 2048)
+UNEVEN, CONVOLUTION = (2048, 2000), (512, 256, 3, 3)
 Clip = Callable[[], Tensor]
 
 
@@ -44,19 +46,31 @@ class Case:
         threads: of each process.
         goals: the smallest wanted ratio of torch's time to sonde's: on the first call, and on later calls.
         max_norm: the threshold. Before each later call gradients are doubled, so that a threshold of 1 always clips.
+        strides: how the elements lie in memory.
     """
 
     count: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     ranks: int
     threads: int
     goals: tuple[float | None, float | None]
     max_norm: float = MAX_NORM
+    strides: Literal["contiguous", "transposed", "channels last"] = "contiguous"
 
     def __str__(self) -> str:
-        size = self.count * self.shape[0] * self.shape[1] * 4 / 1e6
-        where = f"DTensors over {self.ranks} ranks" if self.ranks > 1 else "plain tensors, one process"
+        size = self.count * math.prod(self.shape) * 4 / 1e6
+        kind = "tensors" if self.shape in (SMALL, LARGE) else f"tensors of {' × '.join(map(str, self.shape))}"
+        plain = f"plain {kind}" if self.strides == "contiguous" else f"{self.strides} {kind}"
+        where = f"DTensors over {self.ranks} ranks" if self.ranks > 1 else f"{plain}, one process"
         return f"{self.count:,} {where}, {size:,.0f} MB in all" + (", nothing to clip" if self.max_norm > 1 else "")
+
+    def lay_out(self, tensor: Tensor) -> Tensor:
+        """The same elements with this case's strides."""
+        if self.strides == "transposed":
+            return tensor.t().contiguous().t()
+        if self.strides == "channels last":
+            return tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
 
     def setup(self, device: str) -> Setup:
         """For `on_ranks`."""
@@ -70,6 +84,9 @@ CASES = [
     *(Case(n, SMALL, 1, 2, (1.0, 1.0)) for n in (500, 2000, 6000)),  # nothing is to be planned
     Case(16, LARGE, 1, 2, (1.0, 1.0)),
     Case(16, LARGE, 1, 2, (1.0, 1.6), NEVER_CLIPS),
+    Case(16, UNEVEN, 1, 2, (None, 1.0)),
+    Case(16, LARGE, 1, 2, (None, 1.0), strides="transposed"),
+    Case(56, CONVOLUTION, 1, 2, (None, 1.0), strides="channels last"),
 ]
 
 
@@ -98,9 +115,9 @@ def make(case: Case, setup: Setup) -> tuple[list[nn.Parameter], DeviceMesh | Non
     device = device_of(setup)
     generator = torch.Generator().manual_seed(0)
     if case.ranks == 1:
-        parameters = [nn.Parameter(torch.zeros(case.shape, device=device)) for _ in range(case.count)]
+        parameters = [nn.Parameter(case.lay_out(torch.zeros(case.shape, device=device))) for _ in range(case.count)]
         for p in parameters:
-            p.grad = torch.randn(case.shape, generator=generator).to(device)
+            p.grad = case.lay_out(torch.randn(case.shape, generator=generator).to(device))
         return parameters, None
     from torch.distributed.tensor import DTensor, Shard
 
@@ -226,14 +243,14 @@ def measure(device: str, *, quick: bool) -> dict[str, Any]:
         setup, result = case.setup(device), Result(str(case), case.goals)
         for name in contestants([], None):
             _say(start, f"first call of {name}: {case}")
-            n = 1 if quick or case.count > 500 else 3  # torch takes minutes at 6,000 DTensors
+            n = 1 if quick or (case.ranks > 1 and case.count > 500) else 5  # torch takes minutes at 6,000 DTensors
             repeats = [on_ranks(setup, first_call, case, name, start=start_method)[0] for _ in range(n)]
             result.first[name] = statistics.median(repeats)
         _say(start, f"later calls: {case}")
         rounds = 3 if quick else 30 if case.shape == SMALL else 15
         result.steady, result.read_bytes_per_second = on_ranks(setup, steady_calls, case, rounds, start=start_method)[0]
         results.append(result)
-    large = cases[-1] if quick else next(c for c in cases[::-1] if c.max_norm == MAX_NORM)
+    large = cases[-1] if quick else next(c for c in cases if c.shape == LARGE and c.ranks == 1)
     _say(start, f"folded into a fused step: {large}")
     folded = on_ranks(large.setup(device), folded_steps, large, 3 if quick else 15, start=start_method)[0]
     return {

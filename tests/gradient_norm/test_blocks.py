@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sonde
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.power_sums import is_read_in_blocks, power_sum, square_sum_in_blocks
+from sonde.gradient_norm.power_sums import block_length, is_read_in_blocks, power_sum, square_sum_in_blocks
 from tests.ranks import Ranks, mesh_of
 
 
@@ -56,12 +56,23 @@ def test_blocks_are_as_exact_as_fp32_needs(dtype: torch.dtype, shape: tuple[int,
     assert float(square_sum_in_blocks([gradient])) == pytest.approx(exact, rel=1e-8 if dtype.itemsize == 4 else 1e-7)
 
 
-def test_large_gradients_are_not_converted() -> None:
+@pytest.mark.parametrize("columns", [1024, 257, 511, 1000, 1600, 2880, 50257])
+def test_large_gradients_are_not_converted(columns: int) -> None:
     """A pass in fp64 would return 128k elements of fp64 at a time."""
-    parameter = with_gradient(torch.randn(1024, 1024))
+    parameter = with_gradient(torch.randn(2**20 // columns, columns))
     with LargestBuffer() as seen:
         sonde.clip_grad_norm_(parameter, None)
-    assert seen.elements <= max(1024 * 1024 // 256, 1000)
+    assert seen.elements <= max(2**20 // 128, 1000)
+
+
+def test_blocks_divide_the_last_dim_and_its_usual_shards() -> None:
+    for size in range(1, 6000):
+        length = block_length(size)
+        assert length == 0 or (size % length == 0 and 128 <= length <= 2048)
+        assert length == 256 or size % 256 != 0
+    for size in (640, 960, 1600, 2000, 2880, 4304, 50304):
+        assert block_length(size // 2) == block_length(size // 4) == block_length(size)
+    assert block_length(2053) == 0  # a prime number
 
 
 @pytest.mark.parametrize(
@@ -83,27 +94,31 @@ def test_gradients_of_any_strides_are_read_without_a_copy(gradient: Tensor) -> N
     assert seen.elements <= 2**17 < gradient.numel()
 
 
-def test_no_cut_on_a_block_border_changes_one_bit() -> None:
+@pytest.mark.parametrize("size", [2048, 2880])
+def test_no_cut_on_a_block_border_changes_one_bit(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(192, 2048, generator=generator)
-    sums = set()
+    whole = torch.randn(192, size, generator=generator)
+    sums: list[float] = []
     for _ in range(200):
         rows = torch.randint(0, 193, (5,), generator=generator).sort().values.tolist()
-        columns = (256 * torch.randint(0, 9, (3,), generator=generator)).sort().values.tolist()
-        padded = torch.zeros(192 * 2048 + 16)
+        n_shards = 2 ** int(torch.randint(0, 4, (), generator=generator))
+        columns = list(range(size // n_shards, size, size // n_shards))
+        padded = torch.zeros(192 * size + 16)
         parts = []
         for a, b in zip([0, *rows], [*rows, 192], strict=True):
-            for c, d in zip([0, *columns], [*columns, 2048], strict=True):
+            for c, d in zip([0, *columns], [*columns, size], strict=True):
                 part = whole[a:b, c:d]
                 offset = int(torch.randint(0, 16, (), generator=generator))  # shards lie anywhere in a flat buffer
                 parts.append(padded[offset : offset + part.numel()].view(part.shape).clone().copy_(part))
-        sums.add(float(square_sum_in_blocks([p for p in parts if p.numel()]).sqrt().float()))
-    assert len(sums) == 1
+        sums.append(float(square_sum_in_blocks([p for p in parts if p.numel()])))
+    assert len(set(torch.tensor(sums, dtype=torch.float64).sqrt().float().tolist())) == 1
+    # The order of the sum in fp64 differs, the norms of the blocks do not: a cut inside a block would change 1e-10.
+    assert max(sums) / min(sums) - 1 < 1e-13
 
 
-def _any_cut() -> list[float]:
+def _any_cut(columns: int) -> list[float]:
     mesh = mesh_of((2, 2), ("a", "b"))
-    gradient = torch.randn(130, 1024, generator=torch.Generator().manual_seed(1))
+    gradient = torch.randn(130, columns, generator=torch.Generator().manual_seed(1))
     cuts: list[list[Any]] = [
         [Replicate(), Replicate()],
         [Shard(0), Replicate()],
@@ -120,13 +135,14 @@ def _any_cut() -> list[float]:
     return norms
 
 
-def test_the_norm_does_not_depend_on_the_ranks(ranks4: Ranks) -> None:
-    assert len({norm for norms in ranks4(_any_cut) for norm in norms}) == 1
+@pytest.mark.parametrize("columns", [1024, 1000, 2880])
+def test_the_norm_does_not_depend_on_the_ranks(ranks4: Ranks, columns: int) -> None:
+    assert len({norm for norms in ranks4(_any_cut, columns) for norm in norms}) == 1
 
 
 def _cut_inside_a_block() -> list[Any]:
     mesh = mesh_of((2,))
-    gradient = torch.randn(600, 300, generator=torch.Generator().manual_seed(1))
+    gradient = torch.randn(600, 257, generator=torch.Generator().manual_seed(1))
     p = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(1)]))
     p.grad = distribute_tensor(gradient, mesh, [Shard(1)])
     ratio = float(sonde.clip_grad_norm_(p, None, mesh=mesh)) / float(gradient.double().norm())

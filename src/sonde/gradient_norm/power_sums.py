@@ -2,11 +2,12 @@
 
 Small tensors are summed in fp64. Large ones on a CPU are summed as fast as memory, in blocks that no cut divides: in
 fp32 within a block, in fp64 across. (One cut in 1e8 still changes the last bit, where the norm is half-way between two
-fp32 numbers.)
+fp32 numbers. Where blocks follow the memory of a transposed gradient, a cut may change the last bit more often.)
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -23,6 +24,8 @@ _CHUNK_ON_GPU = 2**24
 
 _BLOCK = 256
 """Elements along the last dim whose norm is taken in fp32: enough to be as fast as memory, few enough for 1e-9."""
+_OTHER_BLOCKS, _LONG_BLOCKS = range(128, 513), range(513, 2049)
+"""Lengths of blocks where the last dim is no multiple of `_BLOCK`. Many short blocks round less than few long ones."""
 _MIN_ELEMENTS = 2**16
 """Smaller tensors are read in fp64 together, which costs less than a call for each."""
 _BLOCK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,15 +77,36 @@ def is_read_in_blocks(gradient: Tensor) -> bool:
     Args:
         gradient: plain or a DTensor. If its last dim is cut inside a block, it is read in fp64.
     """
-    if gradient.numel() < _MIN_ELEMENTS or gradient.dim() < 2 or gradient.shape[-1] < _BLOCK:
+    if gradient.numel() < _MIN_ELEMENTS or gradient.dim() < 2 or not (length := block_length(gradient.shape[-1])):
         return False
     if gradient.device.type != "cpu" or gradient.dtype not in _BLOCK_DTYPES or gradient.layout is not torch.strided:
         return False
-    return cut_every(gradient, gradient.dim() - 1) % _BLOCK == 0
+    size, cut = gradient.shape[-1], cut_every(gradient, gradient.dim() - 1)
+    return cut == 0 or all(block_length(shard) == length for shard in (cut, size % cut or cut))
+
+
+@functools.lru_cache(maxsize=256)
+def block_length(size: int) -> int:
+    """How many neighbouring elements of a last dim of this size form a block; 0 if there is no good way to divide it.
+
+    Blocks must divide the dim: the kernel is fast only if all of a tensor's blocks follow each other in memory. Of the
+    lengths that do, this takes one that still divides the dim when it is cut into 2, 4, 8, … shards.
+    """
+    if size % _BLOCK == 0:
+        return _BLOCK
+    for lengths in (_OTHER_BLOCKS, _LONG_BLOCKS):
+        if dividing := [length for length in lengths if size % length == 0]:
+            return max(dividing, key=lambda length: (_halvings(size // length), -length))
+    return 0
+
+
+def _halvings(n: int) -> int:
+    """How often n can be halved."""
+    return (n & -n).bit_length() - 1
 
 
 def square_sum_in_blocks(tensors: Sequence[Tensor]) -> Tensor:
-    """Σx² of large tensors on the CPU: fp32 norms of blocks, [256] or what is left of the last dim, and fp64 across.
+    """Σx² of large tensors on the CPU: fp32 norms of blocks along the last dim, and fp64 across.
 
     Sums of squares that leave the range of fp32 come out infinite or too small: see `SMALLEST_EXACT`.
 
@@ -93,27 +117,18 @@ def square_sum_in_blocks(tensors: Sequence[Tensor]) -> Tensor:
         0-dim, fp64.
     """
     norms: list[Tensor] = []
-    scattered: list[Tensor] = []
+    others: list[Tensor] = []
     # A transposed gradient has its blocks along the dim that is contiguous in memory: blocks along its last dim would
     # need a copy. If its shards are not transposed, one norm in 100 differs in its last bit from the uncut gradient's.
     for tensor in map(_dense_view, tensors):
-        size = tensor.shape[-1]
-        whole = size - size % _BLOCK
-        if tensor.stride(-1) != 1:  # the kernel would add such elements one after the other
-            scattered.append(tensor)
-        elif whole == size and tensor.is_contiguous():
-            norms.append(_block_norms(tensor.view(-1, _BLOCK)))
+        length = block_length(tensor.shape[-1])
+        if length == 0 or tensor.stride(-1) != 1:  # the kernel would add such elements one after the other
+            others.append(tensor)
         else:
-            if whole:
-                norms.append(_block_norms(tensor[..., :whole].unflatten(-1, (-1, _BLOCK))))
-            norms.append(_block_norms(tensor[..., whole:]))
+            blocks = tensor.unflatten(-1, (-1, length))
+            norms.append(torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float32).reshape(-1))
     in_blocks = torch.cat(norms).double().square().sum() if norms else 0.0
-    return power_sum(scattered, 2.0) + in_blocks
-
-
-def _block_norms(blocks: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float32)
-    return norms.reshape(-1)
+    return power_sum(others, 2.0) + in_blocks
 
 
 def _dense_view(tensor: Tensor) -> Tensor:
