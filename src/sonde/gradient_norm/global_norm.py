@@ -164,9 +164,7 @@ def _sum_over_ranks(
         try:
             packed = pack(plan, gradients, request, order, units, places)
         except Exception as error:  # no such kernel, no memory, or a defect: this rank still has to join the sum
-            if problem is None:
-                problem = ValueError(f"gradients cannot be summed on {device}: {type(error).__name__}: {error}")
-                problem.__cause__ = error
+            problem = problem or _cannot_sum(device, error)
             packed = SummedVector(plan)
         packed.failed.fill_(problem is not None)
         packed.wrong_call.fill_(request.is_wrong)
@@ -176,8 +174,8 @@ def _sum_over_ranks(
     has_peers = False
     for started in under_way:
         has_peers |= _wait(started.packed, started.work, started.process_group, operation)
-        if order == 2.0 and device.type == "cpu":
-            _measure_again(plan, started)
+        if order == 2.0 and device.type == "cpu" and (error := _measure_again(plan, started)):
+            problem = problem or error
     total, *others = [started.packed for started in under_way]
     for packed in others:
         total.add(packed, order)
@@ -223,21 +221,37 @@ def _wait(
     return True
 
 
-def _measure_again(plan: NormPlan, started: _UnderWay) -> None:
+def _measure_again(plan: NormPlan, started: _UnderWay) -> ValueError | None:
     """Read gradients again in fp64 where blocks in fp32 lost something: on every rank of a sum or on none of them.
 
     Only the sum over ranks decides, which all its ranks have alike. (On a GPU all is read in fp64 at once.) If a rank
     has failed or the ranks disagree, nothing is read again: ranks of another order or with other parts of the model
     would not come to the second sum. `_error_of_peers` finds the error later.
+
+    Returns:
+        The error of this rank's second reading. Its peers learn of it in the same sum.
     """
     packed = started.packed
     lost = packed.parts_to_read_again()
     if not lost or packed.is_refused(uses_max=False):
-        return
-    exact = pack_exact(plan, started.gradients, lost)
-    if work := start_reduce(exact, started.process_group):
+        return None
+    sums_and_failed, problem = packed.sums.new_zeros(len(lost) + 1), None
+    try:
+        sums_and_failed[:-1] = pack_exact(plan, started.gradients, lost)
+    except Exception as error:  # no memory, or a defect: this rank still has to join the sum
+        problem = _cannot_sum(plan.device, error)
+        sums_and_failed[-1] = 1.0
+    if work := start_reduce(sums_and_failed, started.process_group):
         work.wait()
-    packed.sums[lost] = exact
+    packed.sums[lost] = sums_and_failed[:-1]
+    packed.failed.add_(sums_and_failed[-1])
+    return problem
+
+
+def _cannot_sum(device: torch.device, error: Exception) -> ValueError:
+    problem = ValueError(f"gradients cannot be summed on {device}: {type(error).__name__}: {error}")
+    problem.__cause__ = error
+    return problem
 
 
 def _error_of_peers(plan: NormPlan, request: NormRequest, total: SummedVector, *, uses_max: bool) -> ValueError | None:
