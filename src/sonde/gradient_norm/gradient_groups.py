@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +146,7 @@ def group_gradients(
     *,
     mesh: DeviceMesh | None,
     pp_mesh: DeviceMesh | None,
+    in_stage: Collection[int],
     n_replicas: Mapping[int, int],
     parts: Sequence[int],
     allow_sparse: bool,
@@ -158,6 +159,7 @@ def group_gradients(
         seen: the specs seen before; updated.
         mesh: all ranks that hold any of the model, if it was given.
         pp_mesh: the pipeline stages, if they were given.
+        in_stage: the ranks of this rank's pipeline stage; empty without a mesh.
         n_replicas: how many ranks hold the same values, by parameter, where it was declared.
         parts: which part of the model each parameter belongs to.
         allow_sparse: whether sparse gradients count.
@@ -166,7 +168,7 @@ def group_gradients(
     Returns:
         The groups, and the first error of a gradient that cannot be counted.
     """
-    layouts = _DistinctLayouts(mesh, pp_mesh)
+    layouts = _DistinctLayouts(mesh, pp_mesh, in_stage)
     # Without a mesh, the order of layouts is the order of collectives. It must not depend on which gradients exist:
     # so the parameters' own layouts come first, and stand in for those of missing gradients.
     for parameter in parameters:
@@ -297,9 +299,9 @@ def _meshes_of_this_rank(layouts: Sequence[Layout]) -> list[DeviceMesh]:
 class _DistinctLayouts:
     """The layouts of DTensor specs, each once and numbered: hashing a placement costs as much as all other planning."""
 
-    def __init__(self, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None, in_stage: Collection[int]) -> None:
         self.all: list[Layout] = []
-        self._mesh, self._pp_mesh = mesh, pp_mesh
+        self._mesh, self._pp_mesh, self._in_stage = mesh, pp_mesh, in_stage
         self._numbers: dict[tuple[Any, ...], int] = {}
 
     def offer(self, spec: Any) -> None:
@@ -327,4 +329,4 @@ class _DistinctLayouts:
             ValueError: as `check_layout` and `check_stages`.
         """
         check_layout(self.all[number], device, self._mesh, n_replicas=n_replicas)
-        check_stages(self.all[number], self._pp_mesh)
+        check_stages(self.all[number], self._pp_mesh, self._in_stage)

@@ -20,7 +20,7 @@ from sonde.gradient_norm.gradient_groups import (
     same_placement,
 )
 from sonde.gradient_norm.held_error import HeldError
-from sonde.parallel.placements import Layout, check_mesh, local_tensor, ranks_of
+from sonde.parallel.placements import Layout, check_mesh, local_tensor, ranks_of, stage_ranks
 from sonde.parallel.wrappers import Inventory
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         positions: where each of them first stood in the list that was passed.
         mesh: as passed.
         pp_mesh: the pipeline stages, if they are known.
+        in_stage: the ranks of the mesh that have the same parameters: those of this rank's pipeline stage, in order;
+            empty without a mesh.
+        n_stages_in_mesh: pipeline stages among the ranks of the mesh; 1 if the stages take a collective of their own.
         part_names: as passed.
         allow_sparse: as passed.
         n_parts: parts of the model.
@@ -95,6 +98,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         self.parameters = [parameters[i] for i in self.positions]
         self.mesh = mesh
         self.pp_mesh: DeviceMesh | None = None
+        self.in_stage: tuple[int, ...] = () if mesh is None else tuple(sorted(ranks_of(mesh)))
+        self.n_stages_in_mesh = 1
         self.allow_sparse = allow_sparse
         self.part_names = tuple(part_names)
         self.n_parts = len(part_names) or max(parts or (), default=0) + 1
@@ -123,12 +128,15 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         """Sum over these pipeline stages from now on; None keeps the known ones.
 
         Raises:
-            ValueError: when it is not a mesh of one axis that contains this rank, or the plan knows other stages.
+            ValueError: when it is not a mesh of one axis that contains this rank, when the ranks of its stages cannot be
+                told apart, or when the plan knows other stages.
         """
         if pp_mesh is None or pp_mesh is self.pp_mesh:
             return
         check_mesh("pp_mesh", pp_mesh, n_axes=1)
         if self.pp_mesh is None:
+            if self.mesh is not None and pp_mesh.size() > 1 and ranks_of(pp_mesh) <= set(self.in_stage):
+                self.in_stage, self.n_stages_in_mesh = stage_ranks(self.mesh, pp_mesh), pp_mesh.size()
             self.pp_mesh = pp_mesh
             self._regroup()
         elif ranks_of(pp_mesh) != ranks_of(self.pp_mesh):
@@ -140,13 +148,6 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     def n_stages(self) -> int:
         """Pipeline stages, as far as they are known; 1 without them."""
         return self.pp_mesh.size() if self.pp_mesh is not None else 1
-
-    @property
-    def n_stages_in_mesh(self) -> int:
-        """Pipeline stages among the ranks of the mesh; 1 if the stages take a collective of their own."""
-        if self.pp_mesh is None or self.mesh is None or not ranks_of(self.pp_mesh) <= ranks_of(self.mesh):
-            return 1
-        return self.pp_mesh.size()
 
     @property
     def has_names(self) -> bool:
@@ -339,6 +340,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             self._seen,
             mesh=self.mesh,
             pp_mesh=self.pp_mesh,
+            in_stage=self.in_stage,
             n_replicas=self._n_replicas,
             parts=self._parts,
             allow_sparse=self.allow_sparse,
