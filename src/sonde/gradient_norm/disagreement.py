@@ -35,7 +35,7 @@ def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor, *, uses_ma
         given = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
         text = f"pp_mesh= differs between ranks, got {given} on this rank: pass it on every rank"
     elif name == "groups":
-        groups = _first_names(plan.part_names) or "none"
+        groups = first_names(plan.part_names) or "none"
         text = (
             f"by_group= differs between ranks, got {groups} on this rank: name the same groups on every rank; for a "
             "group that this rank has no gradient of, pass an empty tensor, torch.empty(0)"
@@ -70,7 +70,8 @@ def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor, *, uses_ma
     return ValueError(f"{text}. {whose} has been changed")
 
 
-def _first_names(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
+    """The first of some names, for a message, and how many more there are."""
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(names[:_MAX_NAMED]) + more
 

@@ -106,15 +106,15 @@ class Grouping:
         problem: what is wrong with a gradient.
     """
 
-    groups: tuple[ParameterGroup, ...]
-    layouts: list[Layout]
-    meshes: list[DeviceMesh]
-    devices: list[torch.device]
-    dtypes: list[torch.dtype]
-    left_out: list[int]
-    unusable: set[int]
-    block_shapes: dict[int, torch.Size]
-    problem: HeldError
+    groups: tuple[ParameterGroup, ...] = ()
+    layouts: list[Layout] = field(default_factory=list)
+    meshes: list[DeviceMesh] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)
+    unusable: set[int] = field(default_factory=set)
+    block_shapes: dict[int, torch.Size] = field(default_factory=dict)
+    problem: HeldError = field(default_factory=HeldError)
 
 
 class SeenSpecs:

@@ -5,6 +5,7 @@ Each later call only collects the gradients and checks that they are still place
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 
 from sonde.gradient_norm.gradient_groups import (
     Collected,
+    Grouping,
     Key,
     ParameterGroup,
     SeenSpecs,
     group_gradients,
     same_placement,
 )
-from sonde.gradient_norm.held_error import HeldError
+from sonde.gradient_norm.held_error import HeldError, unexpected
 from sonde.parallel.placements import Layout, check_mesh, local_tensor, ranks_of, stage_ranks
 from sonde.parallel.wrappers import Inventory
 
@@ -113,6 +115,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         self._memory: dict[str, Any] = {}
         self._request_problem = HeldError(problem)
         self._n_replicas: dict[int, int] = {}
+        self._grouping = Grouping()
         if replicas is not None:
             index_of: dict[int | str, int] = {id(p): i for i, p in enumerate(self.parameters)}
             if names is not None:  # a tied weight goes by any of its names
@@ -335,17 +338,21 @@ class NormPlan(Mapping[Key, list[Tensor]]):
 
     def _regroup(self) -> None:
         self._memory = {}
-        self._grouping = group_gradients(
-            self.parameters,
-            self._seen,
-            mesh=self.mesh,
-            pp_mesh=self.pp_mesh,
-            in_stage=self.in_stage,
-            n_replicas=self._n_replicas,
-            parts=self._parts,
-            allow_sparse=self.allow_sparse,
-            name_of=self.name_of,
-        )
+        try:
+            self._grouping = group_gradients(
+                self.parameters,
+                self._seen,
+                mesh=self.mesh,
+                pp_mesh=self.pp_mesh,
+                in_stage=self.in_stage,
+                n_replicas=self._n_replicas,
+                parts=self._parts,
+                allow_sparse=self.allow_sparse,
+                name_of=self.name_of,
+            )
+        except Exception as error:  # a tensor of a kind that nobody knows, or a defect: peers wait for this rank
+            problem = HeldError(unexpected("gradients cannot be grouped", error))
+            self._grouping = dataclasses.replace(self._grouping, problem=problem)
         self.device = self._device_of_sums()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sonde.gradient_norm.clip import Parameters, plan_request
-from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
+from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.scaling import check_max_norm, check_order, clip_coefficient, is_one, scale_
@@ -107,12 +107,13 @@ def get_total_norm(
         plan = _plan_of_tensors(tensors, mesh, pp_mesh, replicas, usable, groups)
     nonfinite = "raise" if error_if_nonfinite else "ignore"
     measured = global_norm(plan, order, nonfinite=nonfinite, problem=problem.first)
-    norm, by_part = _rounded(measured)
-    if error_if_nonfinite and not bool(measured.is_finite & (measured.failed == 0)):
-        where = " in fp32, in which another rank returns it" if norm.isfinite() else ""
+    norm, by_part = measured.rounded(measured.norm), measured.rounded(measured.by_part)
+    if error_if_nonfinite and not bool(measured.is_usable):
+        if error := measured.error_of_peers(plan):
+            raise error
+        what = "overflows in fp32, the dtype in which another rank returns it" if norm.isfinite() else "is not finite"
         raise RuntimeError(
-            f"the norm is {norm:g}, which is not finite{where}: find the loss that is not, or pass "
-            "error_if_nonfinite=False"
+            f"the norm is {norm:g}, which {what}: find the loss that is not finite, or pass error_if_nonfinite=False"
         )
     if by_group is None:
         return norm
@@ -223,12 +224,3 @@ def _plan_of_tensors(
         part_names=groups,
         problem=problem.first,
     )
-
-
-def _rounded(measured: GlobalNorm) -> tuple[Tensor, Tensor]:
-    """The norm and the norms of the parts, in fp64 if this rank has fp64 gradients, else in fp32."""
-    has_double = any(g.locals and g.group.key.dtype == torch.float64 for g in measured.collected)
-    dtype = torch.float64 if has_double else torch.float32
-    failed = measured.failed > 0  # on a GPU, where this rank has not raised
-    norm, by_part = (torch.where(failed, math.nan, x) for x in (measured.norm, measured.by_part))
-    return norm.to(dtype), by_part.to(dtype)
