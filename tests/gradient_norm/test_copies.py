@@ -1,4 +1,4 @@
-"""Shards that several sets of ranks should hold alike are compared, also if `mesh=` does not have the axes of the cut."""
+"""Shards that several sets of ranks should hold alike are compared, also if `mesh=` has no axes of the cut."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.power_sums import is_read_in_blocks
@@ -100,7 +101,8 @@ class Grouping:
         meshes: the gradients' meshes that contain this rank, each once, in the same order on every rank.
         devices: of each gradient's local part, or of the parameter's if there is no gradient; [parameters].
         dtypes: of each gradient, or of the parameter; [parameters].
-        left_out: parameters in no group, since they are frozen and have no gradient.
+        left_out: parameters in no group: they have no gradient, and are frozen or not initialised.
+        lazy: those of them that are not initialised, as in `nn.LazyLinear`, and so have no shape.
         unusable: parameters in a group whose gradients cannot be counted.
         block_shapes: the shapes of gradients that are read in blocks, by parameter.
         problem: what is wrong with a gradient.
@@ -112,6 +114,7 @@ class Grouping:
     devices: list[torch.device] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     left_out: list[int] = field(default_factory=list)
+    lazy: frozenset[int] = frozenset()
     unusable: set[int] = field(default_factory=set)
     block_shapes: dict[int, torch.Size] = field(default_factory=dict)
     problem: HeldError = field(default_factory=HeldError)
@@ -186,7 +189,7 @@ def group_gradients(
     usable: set[tuple[Any, ...]] = set()
     for i, (parameter, tensor) in enumerate(zip(parameters, tensors, strict=True)):
         has_gradient = tensor is not parameter
-        if not has_gradient and not parameter.requires_grad:
+        if not has_gradient and (not parameter.requires_grad or is_lazy(parameter)):
             left_out.append(i)
             continue
         try:
@@ -218,6 +221,7 @@ def group_gradients(
         devices=devices,
         dtypes=dtypes,
         left_out=left_out,
+        lazy=frozenset(i for i in left_out if is_lazy(parameters[i])),
         unusable=unusable,
         block_shapes=block_shapes,
         problem=problem,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sonde.gradient_norm.gradient_groups import (
     Collected,
@@ -131,8 +132,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         """Sum over these pipeline stages from now on; None keeps the known ones.
 
         Raises:
-            ValueError: when it is not a mesh of one axis that contains this rank, when the ranks of its stages cannot be
-                told apart, or when the plan knows other stages.
+            ValueError: when it is not a mesh of one axis that contains this rank, when it does not show which ranks of
+                `mesh` are in this stage, or when the plan knows other stages.
         """
         if pp_mesh is None or pp_mesh is self.pp_mesh:
             return
@@ -161,14 +162,16 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         """What to call a parameter in messages."""
         if self._names is not None:
             return self._names[index]
-        return f"parameter {index} of shape {tuple(self.parameters[index].shape)}"
+        parameter = self.parameters[index]
+        shape = "no shape yet" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
+        return f"parameter {index} of {shape}"
 
     @property
     def descriptions(self) -> list[str]:
-        """Name (if any), global shape and dtype of each parameter, except those whose replicas were declared."""
+        """Name (if any), global shape and dtype of each parameter with a shape whose replicas were not declared."""
         return [
             f"{self._names[i] if self._names is not None else ''}{tuple(p.shape)}{p.dtype}"
-            for i, p in enumerate(self.parameters)
+            for i, p in self.with_shapes()
             if i not in self._n_replicas
         ]
 
@@ -179,6 +182,11 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         return [
             f"{self._names[i] if self._names is not None else ''}{tuple(self.parameters[i].shape)}" for i in partial
         ]
+
+    def with_shapes(self) -> Iterator[tuple[int, Tensor]]:
+        """Indices and parameters, except those of lazy modules that have not run yet."""
+        lazy = self._grouping.lazy
+        return ((i, p) for i, p in enumerate(self.parameters) if i not in lazy)
 
     def is_declared(self, index: int) -> bool:
         """Whether the caller declared on how many ranks a parameter is."""
@@ -191,7 +199,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
 
     def remembered(self, name: str, compute: Callable[[NormPlan], T]) -> T:
         """What was computed under this name, until parameters change their shapes or are regrouped."""
-        shapes = [p.shape for p in self.parameters]
+        is_any_lazy = bool(self._grouping.lazy)
+        shapes = [p.shape for _, p in self.with_shapes()] if is_any_lazy else [p.shape for p in self.parameters]
         if shapes != self._shapes:
             self._shapes, self._memory = shapes, {}
         if name not in self._memory:
