@@ -128,6 +128,15 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         if self.pp_mesh is None:
             self._regroup()
 
+    def release(self) -> None:
+        """Keep no tensor alive from now on. The plan is of no use until `rebind`."""
+        self.parameters = []
+
+    def rebind(self, parameters: Sequence[Tensor], mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> None:
+        """Plan for the tensors of a list like the one that was passed, and for equal meshes, after `release`."""
+        self.parameters = [parameters[i] for i in self.positions]
+        self.mesh, self.pp_mesh = mesh, pp_mesh
+
     def use_stages(self, pp_mesh: DeviceMesh | None) -> None:
         """Sum over these pipeline stages from now on; None keeps the known ones.
 
