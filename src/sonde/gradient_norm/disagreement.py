@@ -29,6 +29,11 @@ def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor, *, uses_ma
     own = {"norm_type": f"{request.order:g}", "max_norm": f"{request.max_norm}", "nonfinite": request.nonfinite}
     if name in ("kind", "norm_type"):
         text = f"norm_type differs between ranks, got {own['norm_type']} on this rank: pass the same on every rank"
+    elif name == "nonfinite":
+        text = (
+            f"nonfinite or error_if_nonfinite differs between ranks, got nonfinite={own[name]!r} on this rank: pass the "
+            "same on every rank"
+        )
     elif name in own:
         text = f"{name} differs between ranks, got {own[name]} on this rank: pass the same on every rank"
     elif name == "stages":

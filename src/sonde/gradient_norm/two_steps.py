@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sonde.gradient_norm.clip import Parameters, plan_request
 from sonde.gradient_norm.global_norm import global_norm
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Tensors = Parameters | NormPlan
+
+_MODULE = (
+    "tensors must be gradients, got the module {}, whose tensors are its weights: pass "
+    "[p.grad for p in model.parameters() if p.grad is not None], or the plan of group_parameters_for_norm"
+)
 
 
 @overload
@@ -66,7 +71,7 @@ def get_total_norm(
         tensors: a tensor, tensors, or (name, tensor) pairs. The norm is of these tensors themselves: pass gradients,
             `[p.grad for p in model.parameters() if p.grad is not None]`. Or a plan that `group_parameters_for_norm`
             returned: then it is the norm of its parameters' gradients, and nothing is planned anew. A tensor that is
-            listed twice counts twice, as with torch: the norm is of the list that was passed.
+            listed twice counts twice, as with torch: the norm is of the list that was passed. A module is refused.
         norm_type: p > 0, or `math.inf`.
         error_if_nonfinite: raise when the norm is not finite; waits for the device.
         foreach: accepted so that calls written for torch run unchanged; it has no effect.
@@ -81,7 +86,7 @@ def get_total_norm(
         groups by name; the p-th powers of the groups' norms add up to the norm's.
 
     Raises:
-        ValueError: as `clip_grad_norm_`; and when `by_group` has another length than `tensors`.
+        ValueError: as `clip_grad_norm_`; for a module; and when `by_group` has another length than `tensors`.
         RuntimeError: for a norm that is not finite, with `error_if_nonfinite`.
 
     Example:
@@ -126,7 +131,8 @@ def clip_grads_with_norm_(
 ) -> None:
     """Scale gradients in place as a clip to `max_norm` does, by a norm that is known already.
 
-    A drop-in for `torch.nn.utils.clip_grads_with_norm_`. It takes no collective, and does not wait for a GPU.
+    A drop-in for `torch.nn.utils.clip_grads_with_norm_`. It takes no collective, and does not wait for a GPU. (If
+    `total_norm` is a DTensor, as torch's function returns it, its parts are joined by one collective.)
 
     Args:
         parameters: as for `clip_grad_norm_`, or a plan; a tensor that comes twice is scaled once.
@@ -195,8 +201,13 @@ def _plan_of_tensors(
     groups: Sequence[str],
 ) -> NormPlan:
     """A plan whose gradients are these tensors: each tensor is the `.grad` of a view of itself."""
+    problem = HeldError()
+    if isinstance(tensors, nn.Module):
+        problem.keep(ValueError(_MODULE.format(type(tensors).__name__)))
+        tensors = []
     request = plan_request(tensors, mesh, pp_mesh)
-    problem = HeldError(request.problem)
+    if request.problem is not None:
+        problem.keep(request.problem)
     views = [tensor.detach() for tensor in request.parameters]
     views_of: dict[int, list[Tensor]] = {}
     for tensor, view in zip(request.parameters, views, strict=True):
