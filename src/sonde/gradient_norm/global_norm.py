@@ -130,15 +130,23 @@ def global_norm(
         if plan.mesh is None and second_sum_follows(first.total.slots):
             _sum_over_ranks(plan, collected, request, LARGEST_PLAIN_ORDER, error)
         raise error
-    if not is_in_two:
-        return measured
-    # Large powers leave the range of fp64: divide by the largest element of the part first, multiply its norm by that
-    # element at the end.
-    units = _unit(measured.by_part)
-    second = _sum_over_ranks(plan, collected, request, order, None, units)
+    return _in_units_of_largest(plan, measured) if is_in_two else measured
+
+
+def _in_units_of_largest(plan: NormPlan, largest: GlobalNorm) -> GlobalNorm:
+    """The norm above order 6, by a second sum: large powers of elements leave the range of fp64.
+
+    So elements are divided by the largest element of their part first, and the part's norm is multiplied by it.
+
+    Args:
+        plan: the plan of this rank.
+        largest: the largest elements, from the first sum.
+    """
+    order, units = largest.request.order, _unit(largest.by_part)
+    second = _sum_over_ranks(plan, largest.collected, largest.request, order, None, units)
     if second.error is not None:
         raise second.error
-    in_units = _unpack(second, order, collected, request)
+    in_units = _unpack(second, order, largest.collected, largest.request)
     by_part = in_units.by_part * units
     unit = _unit(by_part.max())
     norm = unit * (by_part / unit).pow(order).sum().pow(1.0 / order)
