@@ -18,8 +18,8 @@ _FIXED = {
         "parameters in the same order on every rank"
     ),
     "whole stages": (
-        "ranks of pp_mesh= have the same gradients throughout, as data-parallel copies do: pass the axis of the pipeline "
-        "stages as pp_mesh=, or none if there are no stages"
+        "ranks of pp_mesh= have the same gradients throughout, as data-parallel copies do: pass the axis of the "
+        "pipeline stages as pp_mesh=, or none if there are no stages"
     ),
 }
 """What there is to say if it is the same on every rank, by what differs."""

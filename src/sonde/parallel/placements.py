@@ -255,16 +255,16 @@ def stage_ranks(mesh: DeviceMesh, pp_mesh: DeviceMesh) -> tuple[int, ...]:
     if coordinate is not None and axes is not None:
         index = tuple(at if axis in axes else slice(None) for axis, at in enumerate(coordinate))
         return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
-    # The stages are an axis of another grid of these ranks. In a regular grid, ranks of neighbouring stages are the same
-    # number of ranks apart.
+    # The stages are an axis of another grid of these ranks. In a regular grid, the same number of ranks is between all
+    # neighbouring stages.
     ranks, pipeline = sorted(ranks_of(mesh)), pp_mesh.mesh.tolist()
     first, n_stages = ranks.index(pipeline[0]), len(pipeline)
     apart = ranks.index(pipeline[1]) - first
     is_regular = apart > 0 and len(ranks) % (apart * n_stages) == 0 and first // apart % n_stages == 0
     if not is_regular or pipeline != ranks[first : first + apart * n_stages : apart]:
         raise ValueError(
-            f"pp_mesh= has ranks {', '.join(map(str, pipeline[:8]))}, and mesh= has no such axis: pass a mesh= that has "
-            "the pipeline stages as an axis, and that axis as pp_mesh="
+            f"pp_mesh= has ranks {', '.join(map(str, pipeline[:8]))}, and mesh= has no such axis: pass a mesh= that "
+            "has the pipeline stages as an axis, and that axis as pp_mesh="
         )
     stage = pp_mesh.get_local_rank()
     return tuple(rank for at, rank in enumerate(ranks) if at // apart % n_stages == stage)
