@@ -74,7 +74,7 @@ def test_the_ranks_of_a_stage_are_not_guessed(ranks4: Ranks) -> None:
 
 
 def _groups() -> tuple[bool, bool, list[int]]:
-    pair = sorted((dist.get_rank(), dist.get_rank() ^ 2))
+    pair = sorted((dist.get_rank(), dist.get_rank() ^ 1))
     group = group_over(pair[::-1])
     total = torch.tensor([dist.get_rank()])
     dist.all_reduce(total, group=group)
@@ -85,7 +85,7 @@ def test_a_group_of_ranks_is_made_once(ranks4: Ranks) -> None:
     for rank, (is_same, is_world, (total, size)) in enumerate(ranks4(_groups)):
         assert is_same
         assert is_world
-        assert (total, size) == (rank + (rank ^ 2), 2)
+        assert (total, size) == (rank + (rank ^ 1), 2)
 
 
 def _cuts() -> list[int]:
