@@ -78,7 +78,7 @@ def raises(call: Any) -> bool:
     try:
         call()
     except RuntimeError as error:
-        if re.search("not finite|non-finite", str(error)):
+        if re.search("not finite|non-finite|overflows", str(error)):
             return True
         raise
     return False

@@ -82,9 +82,10 @@ def test_a_fused_step_is_skipped_on_the_device(bad: float) -> None:
         (lambda made: torch.optim.AdamW(made), "not fused: build it with fused=True"),
         (lambda made: torch.optim.AdamW(made[:2], fused=True), "does not hold 1 of the clipped parameters"),
         (lambda made: torch.optim.AdamW([*made, other()], fused=True), "holds 1 parameters that are not clipped"),
-        (lambda made: as_before_torch_2_13(made), r"torch .* takes no scale: use torch 2\.13 or later for Adagrad"),
+        (lambda made: without_scale(torch.optim.Adagrad, made), r"torch .* takes no scale: use torch 2\.13 or later"),
+        (lambda made: without_scale(torch.optim.SGD, made), "torch .* takes no scale: clip without fold_into"),
     ],
-    ids=["not fused", "too few", "too many", "an older torch"],
+    ids=["not fused", "too few", "too many", "an older torch", "no scale"],
 )
 def test_if_the_optimizer_cannot_scale_the_clip_does_and_warns_once(make: Any, reason: str) -> None:
     made, expected = parameters(), parameters()
@@ -110,9 +111,9 @@ def test_frozen_parameters_need_not_be_the_optimizers() -> None:
     assert hasattr(optimizer, "grad_scale")
 
 
-def as_before_torch_2_13(made: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An Adagrad as older releases make it, whose fused step ignores a scale."""
-    optimizer: Any = torch.optim.Adagrad(made, fused=True)
+def without_scale(kind: Any, made: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer whose fused step ignores a scale, as Adagrad's does in older releases."""
+    optimizer: Any = kind(made, lr=0.1, fused=True)
     optimizer._step_supports_amp_scaling = False
     return optimizer  # type: ignore[no-any-return]
 

@@ -263,3 +263,69 @@ def test_an_unexpected_error_on_one_rank_leaves_no_rank_waiting(ranks2: Ranks, o
     first, second = ranks2(_unreadable_on_one_rank, order)
     assert "another rank found a gradient that cannot be counted" in first
     assert "gradients cannot be summed on cpu: LookupError: these elements are elsewhere" in second
+
+
+class _UnreadableInFp64(torch.Tensor):
+    """A gradient that can be read in blocks; in fp64 there is no memory for it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "copy_":
+            raise MemoryError("no room for fp64")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _unreadable_a_second_time(with_mesh: bool) -> str:
+    mesh = mesh_of((2,))
+    p = nn.Parameter(distribute_tensor(torch.zeros(512, 512), mesh, [Shard(0)]))
+    p.grad = distribute_tensor(torch.full((512, 512), 1e30), mesh, [Shard(0)])
+    if dist.get_rank():
+        p.grad._local_tensor = p.grad._local_tensor.as_subclass(_UnreadableInFp64)
+    try:
+        return str(float(sonde.clip_grad_norm_([p], 1.0, mesh=mesh if with_mesh else None)))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("with_mesh", [True, False])
+def test_no_memory_for_the_second_reading_leaves_no_rank_waiting(ranks2: Ranks, with_mesh: bool) -> None:
+    first, second = ranks2(_unreadable_a_second_time, with_mesh)
+    assert "another rank found a gradient that cannot be counted" in first
+    assert "gradients cannot be summed on cpu: MemoryError: no room for fp64" in second
+
+
+class _Nowhere(torch.Tensor):
+    """A gradient of a kind that nobody knows: it does not say on which device it is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            raise LookupError("it is nowhere")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _nowhere_on_one_rank(is_planned: bool) -> list[str]:
+    """Beside a partial gradient, whose sum comes before the gradients are read."""
+    mesh = mesh_of((2,))
+    p, partial = nn.Parameter(torch.zeros(3)), placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
+    p.grad = torch.ones(3)
+    plan = sonde.group_parameters_for_norm([p, partial], mesh=mesh) if is_planned else None
+    messages = []
+    for gradient in (torch.ones(3).as_subclass(_Nowhere) if dist.get_rank() else torch.ones(3), torch.ones(3)):
+        p.grad = gradient
+        try:
+            if plan is not None:
+                messages.append(f"{float(sonde.clip_grad_norm_distributed_(plan, None)):.4f}")
+            else:
+                messages.append(f"{float(sonde.clip_grad_norm_([p], None, mesh=mesh)):.4f}")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_a_gradient_of_an_unknown_kind_leaves_no_rank_waiting(ranks2: Ranks, is_planned: bool) -> None:
+    (first, first_after), (second, second_after) = ranks2(_nowhere_on_one_rank, is_planned)
+    assert "another rank found a gradient that cannot be counted" in first
+    assert f"gradients cannot be {'collected' if is_planned else 'grouped'}: LookupError: it is nowhere" in second
+    assert first_after == second_after == (f"{15**0.5:.4f}" if is_planned else f"{3**0.5:.4f}")

@@ -116,8 +116,7 @@ def test_a_sharded_clip_is_torchs_clip_of_the_whole(request: pytest.FixtureReque
             torch.testing.assert_close(clipped[name].double(), q, rtol=1e-4, atol=1e-8)
 
 
-def test_another_kind_of_rank(ranks2: Ranks) -> None:
-    """DDP: each rank has everything, and clips by itself."""
+def test_under_ddp_each_rank_clips_by_itself(ranks2: Ranks) -> None:
     reference = with_gradients(*exact_gradients().values())
     expected = float(torch.nn.utils.clip_grad_norm_(reference, 0.05))
     assert [norm for norm, _ in ranks2(_sharded, "DDP", 2.0)] == pytest.approx([expected] * 2, rel=1e-6)

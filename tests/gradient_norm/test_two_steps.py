@@ -175,3 +175,56 @@ def test_none_among_gradients_is_named() -> None:
         match=r"gradients or parameters must be tensors, got None among them: leave out gradients that are None",
     ):
         sonde.get_total_norm([torch.ones(2), None])  # type: ignore[list-item]
+
+
+def test_a_module_is_refused_since_its_tensors_are_weights() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    with pytest.raises(ValueError, match=r"got the module Linear, .*pass \[p.grad for p in model.parameters\(\)"):
+        sonde.get_total_norm(model)
+
+
+def _module_on_one_rank() -> str:
+    model = nn.Linear(2, 1, bias=False)
+    try:
+        return str(float(sonde.get_total_norm(model if dist.get_rank() else [torch.ones(2)], mesh=mesh_of((2,)))))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_module_on_one_rank_leaves_no_rank_waiting(ranks2: Ranks) -> None:
+    first, second = ranks2(_module_on_one_rank)
+    assert "another rank was called with something that cannot be used" in first
+    assert "got the module Linear" in second
+
+
+def _nonfinite_asked_of_one_rank() -> str:
+    try:
+        return str(sonde.get_total_norm([torch.ones(2)], error_if_nonfinite=bool(dist.get_rank()), mesh=mesh_of((2,))))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_difference_is_named_by_the_option_that_the_caller_has(ranks2: Ranks) -> None:
+    for message in ranks2(_nonfinite_asked_of_one_rank):
+        assert "error_if_nonfinite differs between ranks" in message
+
+
+def _overflows_on_one_rank() -> str:
+    """fp64 gradients on rank 1: the norm is finite there, and infinite in fp32."""
+    dtype = torch.float64 if dist.get_rank() else torch.float32
+    gradient = torch.full((4,), 1e38 * (10 if dist.get_rank() else 1), dtype=dtype)
+    try:
+        return str(float(sonde.get_total_norm([gradient], error_if_nonfinite=True, **_stages())))
+    except RuntimeError as error:
+        return str(error)
+
+
+def _stages() -> dict[str, Any]:
+    mesh = mesh_of((2,), ("pp",))
+    return {"mesh": mesh, "pp_mesh": mesh}
+
+
+def test_an_overflow_in_fp32_is_told_from_gradients_that_are_not_finite(ranks2: Ranks) -> None:
+    first, second = ranks2(_overflows_on_one_rank)
+    assert "the norm is inf, which is not finite" in first
+    assert "which overflows in fp32, the dtype in which another rank returns it" in second

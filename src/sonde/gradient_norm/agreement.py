@@ -3,8 +3,10 @@
 Each rank has a digest d, a whole number that stands for its options or its parameters. It adds d times a coefficient of
 its own, and the coefficients of the ranks that should agree sum to 0. So the sum over ranks is 0 if all digests are
 equal. If some differ, the sum is 0 by chance about once in 100,000 cases. Sums are exact in fp64: a digest has 20 bits,
-a coefficient 18, and 16,384 ranks add 15. With more ranks, digests have fewer bits. The local power sums of gradients
-that should be copies are compared in the same way.
+a coefficient 18, and 16,383 ranks add 15. With more ranks, digests have fewer bits. The local power sums of gradients
+that should be copies are compared in the same way. If the shards of a copy are on several ranks, each of these ranks
+multiplies its power sum by the sum of their coefficients: so the sum is 0 if all copies are equal, whichever ranks hold
+the shards of the other copies.
 """
 
 from __future__ import annotations
@@ -57,10 +59,12 @@ class Place:
     Attributes:
         index: the position, from 0.
         n_ranks: the number of these ranks.
+        partners: the positions of the ranks that hold the other shards of a copy. The copy is compared as a whole.
     """
 
     index: int
     n_ranks: int
+    partners: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class Ballot:
                 slots[start + 2] = max(tolerance for _, _, tolerance in powers)
                 continue
             for power, place, tolerance in powers:
-                for k, coefficient in enumerate(_normalised(place.n_ranks, place.index)):
+                for k, coefficient in enumerate(_normalised(place)):
                     slots[start + k] += coefficient * power
                 slots[start + _N_CONTRASTS] += (tolerance * power).square()
         for at, power in self._ties:
@@ -283,7 +287,14 @@ def _coefficients(n: int) -> tuple[tuple[int, ...], ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _normalised(n: int, at: int) -> tuple[float, ...]:
-    """This rank's coefficients, scaled to a mean square of 1 over the ranks."""
+def _normalised(place: Place) -> tuple[float, ...]:
+    """The coefficients of this rank and its partners, added up and scaled to a mean square of 1 over the copies.
+
+    With partners, the mean square is 1 over all ways to choose them.
+    """
+    n, n_shards = place.n_ranks, 1 + len(place.partners)
+    # The mean square of the sum of m of n numbers that sum to 0 and whose mean square is 1.
+    spread = math.sqrt(n_shards * (n - n_shards) / max(n - 1, 1)) or 1.0
+    sums = [sum(row[at] for at in (place.index, *place.partners)) for row in _coefficients(n)]
     scales = [math.sqrt(sum(c * c for c in row) / n) or 1.0 for row in _coefficients(n)]
-    return tuple(row[at] / scale for row, scale in zip(_coefficients(n), scales, strict=True))
+    return tuple(total / (scale * spread) for total, scale in zip(sums, scales, strict=True))

@@ -51,8 +51,9 @@ def clip_grad_norm_(
 
     A drop-in for `torch.nn.utils.clip_grad_norm_` that is right however the model is cut over ranks: DDP, FSDP2, HSDP,
     tensor, sequence, context, expert and pipeline parallelism, and mixes of them. Call it on every rank that holds a
-    part of the model. The norm is accumulated in fp64 and rounded once. So it is the same to the last bit on all ranks
-    of `mesh`, and the norm of fp32 gradients does not depend on how the model is cut (except about once in 1e8 times).
+    part of the model. The norm is accumulated in fp64 (in fp32 within blocks of 256 elements, for large gradients on a
+    CPU) and rounded once. All ranks of `mesh` get the same bits. How the model is cut may change the last bit: about
+    once in 1e8 times, or more often if a cut runs through a block.
 
     Args:
         parameters: a tensor, tensors, (name, tensor) pairs such as `model.named_parameters()`, or a module; messages
@@ -76,8 +77,9 @@ def clip_grad_norm_(
             names the parameters; it waits for the device. "assert_async" stops a GPU when it gets there.
         fold_into: a fused optimizer of all these parameters. Its next `step()`, which must follow, scales the gradients
             as it reads them, which saves a pass; `.grad` is not scaled before. If the same parameters are clipped again
-            before that step, only the last clip counts. If gradients are replaced or written to before that step, the
-            clip is dropped with a warning.
+            before that step, only the last clip counts. If gradients are added, replaced or written to before that
+            step, or it gets a closure, the clip is dropped with a warning. (A clip inside the closure is folded.) Two
+            hooks stay on the optimizer; without a fold they do nothing.
         ep_enabled: accepted so that calls written for torchtitan run unchanged; it has no effect, since the placements
             of gradients show expert parallelism.
 
@@ -90,7 +92,8 @@ def clip_grad_norm_(
             unknown placement, outside `mesh`), naming the gradient and the way out; and when ranks disagree: about
             `max_norm`, `norm_type`, `nonfinite`, `pp_mesh` or their parameters, or when plain gradients or shards that
             should be copies differ. Gradients are unchanged. On the CPU every rank that shares a sum with this rank
-            raises: with `mesh`, all ranks.
+            raises: with `mesh`, all ranks. Without it, sums that were under way when this rank failed to read a
+            gradient do not carry the error.
         RuntimeError: for a norm that is not finite, with nonfinite="raise" or "assert_async"; gradients are unchanged.
 
     Example:
@@ -212,7 +215,7 @@ def plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: Devic
     listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, Iterator):
         warnings.warn(
-            "parameters is an iterator at its end, so nothing is clipped: pass a new iterator or a list",
+            "parameters is an iterator at its end, so it has no tensors: pass a new iterator or a list",
             stacklevel=stack_level(),
         )
     names = None

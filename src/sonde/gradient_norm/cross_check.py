@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,8 @@ class SumPlaces:
 
     Attributes:
         everyone: the position among all ranks of the sum.
-        stage: the position among the ranks of its pipeline stage, which hold the same parameters; None if these ranks
-            are not known.
+        stage: the position among the ranks of its pipeline stage, which hold the same parameters; None in a sum over
+            stages.
     """
 
     everyone: Place
@@ -39,7 +40,7 @@ def places_in_mesh(plan: NormPlan) -> SumPlaces:
     """This rank's positions in the sum over all ranks of the plan's mesh."""
     assert plan.mesh is not None
     everyone = Place(*place_along(plan.mesh, range(plan.mesh.ndim)))
-    return SumPlaces(everyone, everyone if plan.n_stages_in_mesh == 1 else _copies_place(plan, ()))
+    return SumPlaces(everyone, everyone if plan.n_stages_in_mesh == 1 else _place_in_stage(plan, ()))
 
 
 def places_among(ranks: Iterable[int]) -> SumPlaces:
@@ -56,19 +57,27 @@ def places_over_stages(plan: NormPlan) -> SumPlaces:
 
 
 def _copies_place(plan: NormPlan, sharding_ranks: tuple[int, ...]) -> Place | None:
-    """This rank's position among the ranks that should hold the same values; None if the mesh does not show them.
+    """This rank's position among the ranks that should hold the same values; None if no other ranks should.
 
     Args:
         plan: a plan with a mesh.
         sharding_ranks: the ranks that hold the shards of one gradient, with this rank; empty for a whole gradient.
     """
     assert plan.mesh is not None
+    if len(plan.in_stage) == max(len(sharding_ranks), 1):
+        return None
     shards, stages = axes_over(plan.mesh, sharding_ranks), axes_over(plan.mesh, ())
     if plan.pp_mesh is not None and plan.n_stages_in_mesh > 1:
         stages = axes_over(plan.mesh, ranks_of(plan.pp_mesh))
-    if shards is None or stages is None:
-        return None
+    if shards is None or stages is None:  # they are axes of another grid of these ranks
+        return _place_in_stage(plan, sharding_ranks)
     return Place(*place_along(plan.mesh, [a for a in range(plan.mesh.ndim) if a not in shards and a not in stages]))
+
+
+def _place_in_stage(plan: NormPlan, sharding_ranks: Collection[int]) -> Place:
+    """This rank's position among the ranks of its stage, and the positions of those that hold the other shards."""
+    own, *others = (bisect.bisect_left(plan.in_stage, rank) for rank in (dist.get_rank(), *sharding_ranks))
+    return Place(own, len(plan.in_stage), tuple(at for at in others if at != own))
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,8 @@ class Holdings:
         partial: digest of the parameters whose gradients must still be summed, in their order.
         n_distinct: 1/n for each parameter that the caller declared to be on n ranks, added up.
         ties: the parameters that may be tied over pipeline stages, by index.
-        copies: for each group, this rank's position among the ranks that should hold the same values. None if no other
-            rank should, or if the mesh does not show these ranks.
+        copies: for each group, this rank's position among the ranks that should hold the same values; None if no other
+            rank should, or if the caller declared how many do.
     """
 
     number: int
@@ -101,9 +110,8 @@ def holdings(plan: NormPlan) -> Holdings:
 def _holdings(plan: NormPlan) -> Holdings:
     copies: dict[Key, Place | None] = {}
     for group in plan.groups:
-        place = _copies_place(plan, group.key.ranks) if plan.mesh is not None else None
-        is_compared = place is not None and place.n_ranks > 1 and group.key.n_replicas is None
-        copies[group.key] = place if is_compared else None
+        is_compared = plan.mesh is not None and group.key.n_replicas is None
+        copies[group.key] = _copies_place(plan, group.key.ranks) if is_compared else None
     return Holdings(
         number=len(plan.descriptions),
         parameters=digest(sorted(plan.descriptions)),

@@ -11,6 +11,27 @@ from sonde.gradient_norm.cross_check import holdings, places_over_stages
 from sonde.gradient_norm.plan import NormPlan
 
 _MAX_NAMED = 5
+_FIXED = {
+    "verify": "verify= differs between ranks: pass the same on every rank",
+    "partial": (
+        "partial gradients come in another order on other ranks, so different gradients would be added up: list the "
+        "parameters in the same order on every rank"
+    ),
+    "whole stages": (
+        "ranks of pp_mesh= have the same gradients throughout, as data-parallel copies do: pass the axis of the "
+        "pipeline stages as pp_mesh=, or none if there are no stages"
+    ),
+}
+"""What there is to say if it is the same on every rank, by what differs."""
+_REMEDIES = {
+    "stages": "pass it on every rank",
+    "groups": (
+        "name the same groups on every rank; for a group that this rank has no gradient of, pass an empty tensor, "
+        "torch.empty(0)"
+    ),
+    "replicas": "on each rank that holds the same values, pass how many these ranks are",
+}
+"""How to mend options that differ, if it is not enough to pass the same on every rank."""
 
 
 def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor, *, uses_max: bool) -> ValueError | None:
@@ -26,51 +47,39 @@ def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor, *, uses_ma
     if not any(disagreeing):
         return None
     name, slot = first_disagreement(disagreeing)
-    own = {"norm_type": f"{request.order:g}", "max_norm": f"{request.max_norm}", "nonfinite": request.nonfinite}
-    if name in ("kind", "norm_type"):
-        text = f"norm_type differs between ranks, got {own['norm_type']} on this rank: pass the same on every rank"
-    elif name in own:
-        text = f"{name} differs between ranks, got {own[name]} on this rank: pass the same on every rank"
-    elif name == "stages":
-        given = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
-        text = f"pp_mesh= differs between ranks, got {given} on this rank: pass it on every rank"
-    elif name == "groups":
-        groups = _first_names(plan.part_names) or "none"
-        text = (
-            f"by_group= differs between ranks, got {groups} on this rank: name the same groups on every rank; for a "
-            "group that this rank has no gradient of, pass an empty tensor, torch.empty(0)"
-        )
-    elif name == "number":
-        text = _different_parameters(plan, same_number=False)
-    elif name == "parameters":
-        text = _different_parameters(plan, same_number=True)
-    elif name == "partial":
-        text = (
-            "partial gradients come in another order on other ranks, so different gradients would be added up: list "
-            "the parameters in the same order on every rank"
-        )
-    elif name == "tie":
-        text = _tied(plan, slots, slot)
-    elif name == "whole stages":
-        text = (
-            "ranks of pp_mesh= have the same gradients throughout, as data-parallel copies do: pass the axis of the "
-            "pipeline stages as pp_mesh=, or none if there are no stages"
-        )
-    elif name == "replicas":
-        text = (
-            f"replicas= does not fit over all ranks, got {sorted(set(plan.declared_replicas)) or 'none'} on this rank: "
-            "on each rank that holds the same values, pass how many these ranks are"
-        )
-    elif name == "verify":
-        text = "verify= differs between ranks: pass the same on every rank"
-    else:
-        text = _not_copies(plan, name)
+    text = _FIXED.get(name) or _of_options(name, plan, request) or _of_gradients(name, plan, slots, slot)
     # Without a mesh, ranks that share no sum with this rank do not hear of it, and clip.
     whose = "No gradient" if plan.mesh is not None else "No gradient of this rank"
     return ValueError(f"{text}. {whose} has been changed")
 
 
-def _first_names(names: Sequence[str]) -> str:
+def _of_options(name: str, plan: NormPlan, request: NormRequest) -> str:
+    """What options differ; empty if it is something else that differs."""
+    given = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
+    groups = first_names(plan.part_names) or "none"
+    options = {
+        "kind": f"norm_type differs between ranks, got {request.order:g}",
+        "norm_type": f"norm_type differs between ranks, got {request.order:g}",
+        "max_norm": f"max_norm differs between ranks, got {request.max_norm}",
+        "nonfinite": f"nonfinite or error_if_nonfinite differs between ranks, got nonfinite={request.nonfinite!r}",
+        "stages": f"pp_mesh= differs between ranks, got {given}",
+        "groups": f"by_group= differs between ranks, got {groups}",
+        "replicas": f"replicas= does not fit over all ranks, got {sorted(set(plan.declared_replicas)) or 'none'}",
+    }
+    if name not in options:
+        return ""
+    return f"{options[name]} on this rank: {_REMEDIES.get(name, 'pass the same on every rank')}"
+
+
+def _of_gradients(name: str, plan: NormPlan, slots: Tensor, slot: int) -> str:
+    """Which parameters or gradients differ."""
+    if name in ("number", "parameters"):
+        return _different_parameters(plan, same_number=name == "parameters")
+    return _tied(plan, slots, slot) if name == "tie" else _not_copies(plan, name)
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first of some names, for a message, and how many more there are."""
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(names[:_MAX_NAMED]) + more
 

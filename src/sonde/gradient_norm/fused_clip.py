@@ -19,6 +19,9 @@ _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Module-level because a function has nowhere else to note that it has warned about an optimizer already."""
 _pending: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Fold] = weakref.WeakKeyDictionary()
 """Module-level because a clip without `fold_into` must undo an earlier fold, and knows only the parameters."""
+_hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have the two step hooks. The hooks stay, since an optimizer whose hooks are removed while it steps
+through them raises. Without a fold they do nothing."""
 
 _MIN_COEFFICIENT = 2.0**-126
 """Below it, one over the coefficient overflows in fp32. On the CPU such gradients, near fp32's largest number, are
@@ -28,7 +31,7 @@ scaled in a pass of their own. On a GPU the coefficient is not read, since that 
 def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip: Tensor | None) -> bool:
     """Make the optimizer's next step multiply gradients by `coefficient`, or skip.
 
-    After that step the optimizer is as it was before.
+    After that step the optimizer is as it was before, except for two step hooks that stay and do nothing.
 
     Args:
         optimizer: a fused optimizer, which divides gradients by its `grad_scale` and skips if `found_inf` is set.
@@ -52,6 +55,10 @@ def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip
                 stacklevel=stack_level(),
             )
         return False
+    if optimizer not in _hooked:
+        _hooked.add(optimizer)
+        optimizer.register_step_pre_hook(_before_step)
+        optimizer.register_step_post_hook(_after_step)
     _pending[optimizer] = _Fold(optimizer, parameters, coefficient, skip)
     return True
 
@@ -62,6 +69,16 @@ def unfold(parameters: Iterable[Tensor]) -> None:
         return
     clipped = {id(p) for p in parameters}
     for pending in [p for p in _pending.values() if clipped & p.parameters.keys()]:
+        pending.forget()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if (pending := _pending.get(optimizer)) is not None:
+        pending.begin_step(optimizer, has_closure=any(callable(arg) for arg in (*args[1:], kwargs.get("closure"))))
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if (pending := _pending.get(optimizer)) is not None:
         pending.forget()
 
 
@@ -78,12 +95,15 @@ class _Fold:
         self._grad_scale = coefficient.float().reciprocal()
         optimizer.grad_scale = self._grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
-        self._before = optimizer.register_step_pre_hook(self._begin_step)
-        self._after = optimizer.register_step_post_hook(lambda *_: self.forget())
 
-    def _begin_step(self, optimizer: Any, *_: object) -> None:
+    def begin_step(self, optimizer: Any, *, has_closure: bool) -> None:
+        """Check that the gradients are those that were clipped, and join the flag of a GradScaler."""
+        if has_closure:
+            self._withdraw(optimizer, "step(closure) makes gradients anew", "clip inside the closure")
+            return
         if self._is_stale(optimizer):
-            self._withdraw(optimizer)
+            reason = "gradients were added, replaced or written to after it"
+            self._withdraw(optimizer, reason, "clip the gradients that you step with")
             return
         # A GradScaler that steps the optimizer replaces `found_inf` by its own flag, and later removes it. Its flag
         # only covers this rank's gradients as they were when it unscaled them. So the step is skipped if either is set.
@@ -92,11 +112,11 @@ class _Fold:
             optimizer.found_inf = torch.maximum(scalers, to_device(self._found_inf, scalers.device).to(scalers.dtype))
 
     def _is_stale(self, optimizer: Any) -> bool:
-        """Whether a gradient is another one than was clipped, or was written to since."""
+        """Whether a gradient is another one than was clipped, was not there, or was written to since."""
         held = (p for group in optimizer.param_groups for p in group["params"])
-        return any(id(p) in self.parameters and not _is_in_state(p, self.parameters[id(p)]) for p in held)
+        return not all(_is_in_state(p, self.parameters.get(id(p))) for p in held)
 
-    def _withdraw(self, optimizer: Any) -> None:
+    def _withdraw(self, optimizer: Any, reason: str, remedy: str) -> None:
         """Leave the step unscaled: what was clipped is gone."""
         if getattr(optimizer, "found_inf", None) is not self._found_inf:
             # A GradScaler set both, and removes both after the step; its scale is a product with the fold's.
@@ -104,15 +124,12 @@ class _Fold:
             optimizer.grad_scale = None if is_own else optimizer.grad_scale / self._grad_scale
         self.forget()
         warnings.warn(
-            f"the clip folded into {type(optimizer).__name__} is dropped, since gradients were replaced or written to "
-            "after it: clip the gradients that you step with",
+            f"the clip folded into {type(optimizer).__name__} is dropped, since {reason}: {remedy}",
             stacklevel=stack_level(),
         )
 
     def forget(self) -> None:
         """Leave the optimizer as it was."""
-        self._before.remove()
-        self._after.remove()
         optimizer: Any = self._optimizer()
         if optimizer is None:
             return
@@ -126,7 +143,8 @@ def _reason_against(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: b
     if not all(group.get("fused") for group in optimizer.param_groups):
         return "it is not fused: build it with fused=True"
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return f"its fused step in torch {torch.__version__} takes no scale: use torch 2.13 or later for Adagrad"
+        remedy = "use torch 2.13 or later" if isinstance(optimizer, torch.optim.Adagrad) else "clip without fold_into"
+        return f"its fused step in torch {torch.__version__} takes no scale: {remedy}"
     if getattr(optimizer, "grad_scale", None) is not None:
         return "its grad_scale is set already"
     held = [p for group in optimizer.param_groups for p in group["params"]]

@@ -25,15 +25,13 @@ from sonde.gradient_norm.cross_check import (
 )
 from sonde.gradient_norm.disagreement import disagreement
 from sonde.gradient_norm.gradient_groups import Collected
+from sonde.gradient_norm.held_error import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
 from sonde.gradient_norm.summed_vector import SummedVector, pack, pack_exact
 from sonde.parallel.placements import Layout, local_tensor
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
-
-_OTHER_GRADIENT = "another rank found a gradient that cannot be counted, and its message names the gradient"
-_OTHER_CALL = "another rank was called with something that cannot be used, and its message says what"
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,8 @@ class GlobalNorm:
         is_double: how many ranks have fp64 gradients, 0-dim.
         is_single: how many ranks have no fp64 gradients, and return the norm in fp32, 0-dim.
         collected: this rank's gradients; partial ones are already summed, and not yet written back.
-        has_peers: whether other ranks took part, really.
+        request: the options of this rank.
+        summed: what came out of the last sum over ranks.
     """
 
     norm: Tensor
@@ -57,13 +56,32 @@ class GlobalNorm:
     is_double: Tensor
     is_single: Tensor
     collected: list[Collected]
-    has_peers: bool = False
+    request: NormRequest
+    summed: Summed
 
     @property
     def is_finite(self) -> Tensor:
         """Whether the norm is finite on all ranks, also where it is rounded to fp32; alike on all ranks. 0-dim bool."""
         overflows = self.norm.to(torch.float32).isinf() & (self.is_single > 0)
         return self.norm.isfinite() & ~overflows
+
+    @property
+    def is_usable(self) -> Tensor:
+        """Whether the norm is finite, and no rank has an error; alike on all ranks. 0-dim bool."""
+        return self.is_finite & (self.failed == 0)
+
+    def rounded(self, value: Tensor) -> Tensor:
+        """`norm` or `by_part` as this rank returns it: in fp32, or in fp64 if this rank has fp64 gradients.
+
+        On a GPU, NaN if a rank has an error: only the rank with the error has raised. (On the CPU all ranks have.)
+        """
+        if value.device.type != "cpu":
+            value = torch.where(self.failed > 0, math.nan, value)
+        return value.to(torch.float64 if _has_fp64(self.collected) else torch.float32)
+
+    def error_of_peers(self, plan: NormPlan) -> ValueError | None:
+        """What other ranks found, or what the ranks disagree about, if anything. Waits for the device."""
+        return _error_of_peers(plan, self.request, self.summed) if self.summed.has_peers else None
 
 
 @torch.no_grad()
@@ -93,35 +111,42 @@ def global_norm(
             their options, or hold other parameters than they count. If the sum can be read without waiting (on the
             CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
-    collected = plan.collect()
+    collected, error = _collect(plan)
     problem = problem or plan.request_problem
     wrong_call = problem is not None
-    problem = problem or plan.gradient_problem
+    problem = problem or plan.gradient_problem or error
     collected = _sum_partial(plan, collected)
     request = NormRequest(order, max_norm, nonfinite, wrong_call)
     is_in_two = LARGEST_PLAIN_ORDER < order < math.inf
     first_order = math.inf if is_in_two else 2.0 if math.isnan(order) else order
     first = _sum_over_ranks(plan, collected, request, first_order, problem)
-    measured = _unpack(first, first_order, collected)
+    measured = _unpack(first, first_order, collected, request)
     error = first.error
-    reads_flag = error is None and is_in_two and first.has_peers and plan.device.type != "cpu"
-    if reads_flag and bool(measured.failed > 0):  # waits: see `_error_of_peers`
-        error = ValueError(f"{_OTHER_GRADIENT}; or ranks disagree")
+    if error is None and is_in_two and plan.device.type != "cpu":
+        error = measured.error_of_peers(plan)
     if error is not None:
         # With a mesh, all ranks have heard of the error. Without, some ranks share no sum with the failed one: they go
         # on, and wait for this rank's second sum.
         if plan.mesh is None and second_sum_follows(first.total.slots):
             _sum_over_ranks(plan, collected, request, LARGEST_PLAIN_ORDER, error)
         raise error
-    if not is_in_two:
-        return measured
-    # Large powers leave the range of fp64: divide by the largest element of the part first, multiply its norm by that
-    # element at the end.
-    units = _unit(measured.by_part)
-    second = _sum_over_ranks(plan, collected, request, order, None, units)
+    return _in_units_of_largest(plan, measured) if is_in_two else measured
+
+
+def _in_units_of_largest(plan: NormPlan, largest: GlobalNorm) -> GlobalNorm:
+    """The norm above order 6, by a second sum: large powers of elements leave the range of fp64.
+
+    So elements are divided by the largest element of their part first, and the part's norm is multiplied by it.
+
+    Args:
+        plan: the plan of this rank.
+        largest: the largest elements, from the first sum.
+    """
+    order, units = largest.request.order, _unit(largest.by_part)
+    second = _sum_over_ranks(plan, largest.collected, largest.request, order, None, units)
     if second.error is not None:
         raise second.error
-    in_units = _unpack(second, order, collected)
+    in_units = _unpack(second, order, largest.collected, largest.request)
     by_part = in_units.by_part * units
     unit = _unit(by_part.max())
     norm = unit * (by_part / unit).pow(order).sum().pow(1.0 / order)
@@ -134,18 +159,28 @@ def _unit(largest: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Summed:
+class Summed:
     """What came out of the sums over ranks.
 
     Attributes:
         total: of all sums.
+        uses_max: the sums took the maximum over ranks.
         has_peers: whether other ranks took part, really.
         error: what this rank has to raise: its own error or, on the CPU, that of its peers.
     """
 
     total: SummedVector
+    uses_max: bool
     has_peers: bool
     error: ValueError | None
+
+
+def _collect(plan: NormPlan) -> tuple[list[Collected], ValueError | None]:
+    """The gradients that exist now. If an error prevents that, this rank joins its peers' sums with nothing."""
+    try:
+        return plan.collect(), None
+    except Exception as error:  # a gradient of a kind that nobody knows, or a defect
+        return [Collected(group) for group in plan.groups], unexpected("gradients cannot be collected", error)
 
 
 def _sum_over_ranks(
@@ -155,42 +190,57 @@ def _sum_over_ranks(
     order: float,
     problem: ValueError | None,
     units: Tensor | None = None,
-) -> _Summed:
+) -> Summed:
     """The power sum of the collected gradients, in multiples of `units`, [parts]. It raises nothing."""
-    device, operation = plan.device, _operation(order)
+    device, operation, over_stages = plan.device, _operation(order), None
+    if plan.n_stages > plan.n_stages_in_mesh:  # packed first, since all sums have to hear of an error
+        over_stages, error = _packed(plan, [], request, order, units, places_over_stages(plan))
+        problem = problem or error
     # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
     under_way: list[_UnderWay] = []
+    is_single = not _has_fp64(collected)
     for process_group, places, gradients in _by_collective(plan, collected):
-        try:
-            packed = pack(plan, gradients, request, order, units, places)
-        except Exception as error:  # no such kernel, no memory, or a defect: this rank still has to join the sum
-            if problem is None:
-                problem = ValueError(f"gradients cannot be summed on {device}: {type(error).__name__}: {error}")
-                problem.__cause__ = error
-            packed = SummedVector(plan)
+        packed, error = _packed(plan, gradients, request, order, units, places)
+        problem = problem or error
         packed.failed.fill_(problem is not None)
         packed.wrong_call.fill_(request.is_wrong)
-        packed.is_single.fill_(not any(g.locals and g.group.key.dtype == torch.float64 for g in collected))
+        packed.is_single.fill_(is_single)
         work = start_reduce(packed.vector, process_group, operation)
         under_way.append(_UnderWay(process_group, gradients, packed, work))
     has_peers = False
     for started in under_way:
         has_peers |= _wait(started.packed, started.work, started.process_group, operation)
-        if order == 2.0 and device.type == "cpu":
-            _measure_again(plan, started)
+        if order == 2.0 and device.type == "cpu" and (error := _measure_again(plan, started)):
+            problem = problem or error
     total, *others = [started.packed for started in under_way]
     for packed in others:
         total.add(packed, order)
     # If the sums above do not span the pipeline stages, the stages' totals are summed last.
-    if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
-        total.add(pack(plan, [], request, order, units, places_over_stages(plan)), order)
+    if plan.pp_mesh is not None and over_stages is not None:
+        total.add(over_stages, order)
         stages = group_of_mesh(plan.pp_mesh)
         has_peers |= _wait(total, start_reduce(total.vector, stages, operation), stages, operation)
     # All sums are done and the peers have heard of the error: this rank may raise now.
     has_peers = has_peers and not any(is_fake(started.process_group) for started in under_way)
+    summed = Summed(total, math.isinf(order), has_peers, problem)
     if problem is None and has_peers and device.type == "cpu":  # on the CPU, reading waits for nothing
-        problem = _error_of_peers(plan, request, total, uses_max=math.isinf(order))
-    return _Summed(total, has_peers, problem)
+        return dataclasses.replace(summed, error=_error_of_peers(plan, request, summed))
+    return summed
+
+
+def _packed(
+    plan: NormPlan,
+    gradients: list[Collected],
+    request: NormRequest,
+    order: float,
+    units: Tensor | None,
+    places: SumPlaces,
+) -> tuple[SummedVector, ValueError | None]:
+    """What this rank adds to a sum over ranks: nothing if an error prevents that, and the error."""
+    try:
+        return pack(plan, gradients, request, order, units, places), None
+    except Exception as error:  # no such kernel, no memory, or a defect
+        return SummedVector(plan), _cannot_sum(plan.device, error)
 
 
 @dataclass(frozen=True)
@@ -223,30 +273,49 @@ def _wait(
     return True
 
 
-def _measure_again(plan: NormPlan, started: _UnderWay) -> None:
+def _measure_again(plan: NormPlan, started: _UnderWay) -> ValueError | None:
     """Read gradients again in fp64 where blocks in fp32 lost something: on every rank of a sum or on none of them.
 
     Only the sum over ranks decides, which all its ranks have alike. (On a GPU all is read in fp64 at once.) If a rank
     has failed or the ranks disagree, nothing is read again: ranks of another order or with other parts of the model
     would not come to the second sum. `_error_of_peers` finds the error later.
+
+    Returns:
+        The error of this rank's second reading. Its peers learn of it in the same sum.
     """
     packed = started.packed
     lost = packed.parts_to_read_again()
     if not lost or packed.is_refused(uses_max=False):
-        return
-    exact = pack_exact(plan, started.gradients, lost)
-    if work := start_reduce(exact, started.process_group):
+        return None
+    sums_and_failed, problem = packed.sums.new_zeros(len(lost) + 1), None
+    try:
+        sums_and_failed[:-1] = pack_exact(plan, started.gradients, lost)
+    except Exception as error:  # no memory, or a defect: this rank still has to join the sum
+        problem = _cannot_sum(plan.device, error)
+        sums_and_failed[-1] = 1.0
+    if work := start_reduce(sums_and_failed, started.process_group):
         work.wait()
-    packed.sums[lost] = exact
+    packed.sums[lost] = sums_and_failed[:-1]
+    packed.failed.add_(sums_and_failed[-1])
+    return problem
 
 
-def _error_of_peers(plan: NormPlan, request: NormRequest, total: SummedVector, *, uses_max: bool) -> ValueError | None:
+def _cannot_sum(device: torch.device, error: Exception) -> ValueError:
+    return unexpected(f"gradients cannot be summed on {device}", error)
+
+
+def _has_fp64(collected: list[Collected]) -> bool:
+    """Whether this rank has fp64 gradients."""
+    return any(g.locals and g.group.key.dtype == torch.float64 for g in collected)
+
+
+def _error_of_peers(plan: NormPlan, request: NormRequest, summed: Summed) -> ValueError | None:
     """The error that all ranks of a sum raise. (On a GPU it would wait: there, the clip uses `GlobalNorm.failed`.)"""
-    if total.failed.item():
-        why = _OTHER_CALL if total.wrong_call.item() else _OTHER_GRADIENT
+    if summed.total.failed.item():
+        why = OTHER_CALL if summed.total.wrong_call.item() else OTHER_GRADIENT
         whose = "no gradient" if plan.mesh is not None else "no gradient of this rank"
         return ValueError(f"{why}: {whose} has been changed")
-    return disagreement(plan, request, total.slots, uses_max=uses_max)
+    return disagreement(plan, request, summed.total.slots, uses_max=summed.uses_max)
 
 
 def warm_up(plan: NormPlan) -> None:
@@ -271,20 +340,20 @@ def warm_up(plan: NormPlan) -> None:
     if problem is not None:
         raise problem
     if failed.item():
-        raise ValueError("another rank cannot plan for its gradients, and its message says why")
+        raise ValueError(OTHER_PLAN)
 
 
-def _unpack(summed: _Summed, order: float, collected: list[Collected]) -> GlobalNorm:
-    total, sums, has_peers = summed.total, summed.total.sums, summed.has_peers
-    if math.isinf(order):
+def _unpack(summed: Summed, order: float, collected: list[Collected], request: NormRequest) -> GlobalNorm:
+    total, sums = summed.total, summed.total.sums
+    if summed.uses_max:
         by_part = torch.where(total.is_nan > 0, torch.nan, sums)
         norm = by_part.max()  # of NaN and numbers, it is NaN
     else:
         norm, by_part = sums.sum().pow(1.0 / order), sums.pow(1.0 / order)
     failed = total.failed
-    if has_peers and sums.device.type != "cpu":  # on the CPU the ranks have raised instead
-        failed = failed + disagreements(total.slots, uses_max=math.isinf(order)).any()
-    return GlobalNorm(norm, by_part, failed, total.is_double, total.is_single, collected, has_peers)
+    if summed.has_peers and sums.device.type != "cpu":  # on the CPU the ranks have raised instead
+        failed = failed + disagreements(total.slots, uses_max=summed.uses_max).any()
+    return GlobalNorm(norm, by_part, failed, total.is_double, total.is_single, collected, request, summed)
 
 
 def _sum_partial(plan: NormPlan, collected: list[Collected]) -> list[Collected]:

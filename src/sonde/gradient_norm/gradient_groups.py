@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.power_sums import is_read_in_blocks
@@ -100,21 +101,23 @@ class Grouping:
         meshes: the gradients' meshes that contain this rank, each once, in the same order on every rank.
         devices: of each gradient's local part, or of the parameter's if there is no gradient; [parameters].
         dtypes: of each gradient, or of the parameter; [parameters].
-        left_out: parameters in no group, since they are frozen and have no gradient.
+        left_out: parameters in no group: they have no gradient, and are frozen or not initialised.
+        lazy: those of them that are not initialised, as in `nn.LazyLinear`, and so have no shape.
         unusable: parameters in a group whose gradients cannot be counted.
         block_shapes: the shapes of gradients that are read in blocks, by parameter.
         problem: what is wrong with a gradient.
     """
 
-    groups: tuple[ParameterGroup, ...]
-    layouts: list[Layout]
-    meshes: list[DeviceMesh]
-    devices: list[torch.device]
-    dtypes: list[torch.dtype]
-    left_out: list[int]
-    unusable: set[int]
-    block_shapes: dict[int, torch.Size]
-    problem: HeldError
+    groups: tuple[ParameterGroup, ...] = ()
+    layouts: list[Layout] = field(default_factory=list)
+    meshes: list[DeviceMesh] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)
+    lazy: frozenset[int] = frozenset()
+    unusable: set[int] = field(default_factory=set)
+    block_shapes: dict[int, torch.Size] = field(default_factory=dict)
+    problem: HeldError = field(default_factory=HeldError)
 
 
 class SeenSpecs:
@@ -146,6 +149,7 @@ def group_gradients(
     *,
     mesh: DeviceMesh | None,
     pp_mesh: DeviceMesh | None,
+    in_stage: Collection[int],
     n_replicas: Mapping[int, int],
     parts: Sequence[int],
     allow_sparse: bool,
@@ -158,6 +162,7 @@ def group_gradients(
         seen: the specs seen before; updated.
         mesh: all ranks that hold any of the model, if it was given.
         pp_mesh: the pipeline stages, if they were given.
+        in_stage: the ranks of this rank's pipeline stage; empty without a mesh.
         n_replicas: how many ranks hold the same values, by parameter, where it was declared.
         parts: which part of the model each parameter belongs to.
         allow_sparse: whether sparse gradients count.
@@ -166,7 +171,7 @@ def group_gradients(
     Returns:
         The groups, and the first error of a gradient that cannot be counted.
     """
-    layouts = _DistinctLayouts(mesh, pp_mesh)
+    layouts = _DistinctLayouts(mesh, pp_mesh, in_stage)
     # Without a mesh, the order of layouts is the order of collectives. It must not depend on which gradients exist:
     # so the parameters' own layouts come first, and stand in for those of missing gradients.
     for parameter in parameters:
@@ -184,7 +189,7 @@ def group_gradients(
     usable: set[tuple[Any, ...]] = set()
     for i, (parameter, tensor) in enumerate(zip(parameters, tensors, strict=True)):
         has_gradient = tensor is not parameter
-        if not has_gradient and not parameter.requires_grad:
+        if not has_gradient and (not parameter.requires_grad or is_lazy(parameter)):
             left_out.append(i)
             continue
         try:
@@ -216,6 +221,7 @@ def group_gradients(
         devices=devices,
         dtypes=dtypes,
         left_out=left_out,
+        lazy=frozenset(i for i in left_out if is_lazy(parameters[i])),
         unusable=unusable,
         block_shapes=block_shapes,
         problem=problem,
@@ -297,9 +303,9 @@ def _meshes_of_this_rank(layouts: Sequence[Layout]) -> list[DeviceMesh]:
 class _DistinctLayouts:
     """The layouts of DTensor specs, each once and numbered: hashing a placement costs as much as all other planning."""
 
-    def __init__(self, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None, in_stage: Collection[int]) -> None:
         self.all: list[Layout] = []
-        self._mesh, self._pp_mesh = mesh, pp_mesh
+        self._mesh, self._pp_mesh, self._in_stage = mesh, pp_mesh, in_stage
         self._numbers: dict[tuple[Any, ...], int] = {}
 
     def offer(self, spec: Any) -> None:
@@ -327,4 +333,4 @@ class _DistinctLayouts:
             ValueError: as `check_layout` and `check_stages`.
         """
         check_layout(self.all[number], device, self._mesh, n_replicas=n_replicas)
-        check_stages(self.all[number], self._pp_mesh)
+        check_stages(self.all[number], self._pp_mesh, self._in_stage)

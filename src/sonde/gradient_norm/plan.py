@@ -5,22 +5,25 @@ Each later call only collects the gradients and checks that they are still place
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sonde.gradient_norm.gradient_groups import (
     Collected,
+    Grouping,
     Key,
     ParameterGroup,
     SeenSpecs,
     group_gradients,
     same_placement,
 )
-from sonde.gradient_norm.held_error import HeldError
-from sonde.parallel.placements import Layout, check_mesh, local_tensor, ranks_of
+from sonde.gradient_norm.held_error import HeldError, unexpected
+from sonde.parallel.placements import Layout, check_mesh, local_tensor, ranks_of, stage_ranks
 from sonde.parallel.wrappers import Inventory
 
 if TYPE_CHECKING:
@@ -56,6 +59,9 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         positions: where each of them first stood in the list that was passed.
         mesh: as passed.
         pp_mesh: the pipeline stages, if they are known.
+        in_stage: the ranks of the mesh that have the same parameters: those of this rank's pipeline stage, in order;
+            empty without a mesh.
+        n_stages_in_mesh: pipeline stages among the ranks of the mesh; 1 if the stages take a collective of their own.
         part_names: as passed.
         allow_sparse: as passed.
         n_parts: parts of the model.
@@ -95,6 +101,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         self.parameters = [parameters[i] for i in self.positions]
         self.mesh = mesh
         self.pp_mesh: DeviceMesh | None = None
+        self.in_stage: tuple[int, ...] = () if mesh is None else tuple(sorted(ranks_of(mesh)))
+        self.n_stages_in_mesh = 1
         self.allow_sparse = allow_sparse
         self.part_names = tuple(part_names)
         self.n_parts = len(part_names) or max(parts or (), default=0) + 1
@@ -108,6 +116,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         self._memory: dict[str, Any] = {}
         self._request_problem = HeldError(problem)
         self._n_replicas: dict[int, int] = {}
+        self._grouping = Grouping()
         if replicas is not None:
             index_of: dict[int | str, int] = {id(p): i for i, p in enumerate(self.parameters)}
             if names is not None:  # a tied weight goes by any of its names
@@ -119,16 +128,28 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         if self.pp_mesh is None:
             self._regroup()
 
+    def release(self) -> None:
+        """Keep no tensor alive from now on. The plan is of no use until `rebind`."""
+        self.parameters = []
+
+    def rebind(self, parameters: Sequence[Tensor], mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> None:
+        """Plan for the tensors of a list like the one that was passed, and for equal meshes, after `release`."""
+        self.parameters = [parameters[i] for i in self.positions]
+        self.mesh, self.pp_mesh = mesh, pp_mesh
+
     def use_stages(self, pp_mesh: DeviceMesh | None) -> None:
         """Sum over these pipeline stages from now on; None keeps the known ones.
 
         Raises:
-            ValueError: when it is not a mesh of one axis that contains this rank, or the plan knows other stages.
+            ValueError: when it is not a mesh of one axis that contains this rank, when it does not show which ranks of
+                `mesh` are in this stage, or when the plan knows other stages.
         """
         if pp_mesh is None or pp_mesh is self.pp_mesh:
             return
         check_mesh("pp_mesh", pp_mesh, n_axes=1)
         if self.pp_mesh is None:
+            if self.mesh is not None and pp_mesh.size() > 1 and ranks_of(pp_mesh) <= set(self.in_stage):
+                self.in_stage, self.n_stages_in_mesh = stage_ranks(self.mesh, pp_mesh), pp_mesh.size()
             self.pp_mesh = pp_mesh
             self._regroup()
         elif ranks_of(pp_mesh) != ranks_of(self.pp_mesh):
@@ -142,13 +163,6 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         return self.pp_mesh.size() if self.pp_mesh is not None else 1
 
     @property
-    def n_stages_in_mesh(self) -> int:
-        """Pipeline stages among the ranks of the mesh; 1 if the stages take a collective of their own."""
-        if self.pp_mesh is None or self.mesh is None or not ranks_of(self.pp_mesh) <= ranks_of(self.mesh):
-            return 1
-        return self.pp_mesh.size()
-
-    @property
     def has_names(self) -> bool:
         """Whether the caller named the parameters."""
         return self._names is not None
@@ -157,14 +171,16 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         """What to call a parameter in messages."""
         if self._names is not None:
             return self._names[index]
-        return f"parameter {index} of shape {tuple(self.parameters[index].shape)}"
+        parameter = self.parameters[index]
+        shape = "no shape yet" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
+        return f"parameter {index} of {shape}"
 
     @property
     def descriptions(self) -> list[str]:
-        """Name (if any), global shape and dtype of each parameter, except those whose replicas were declared."""
+        """Name (if any), global shape and dtype of each parameter with a shape whose replicas were not declared."""
         return [
             f"{self._names[i] if self._names is not None else ''}{tuple(p.shape)}{p.dtype}"
-            for i, p in enumerate(self.parameters)
+            for i, p in self.with_shapes()
             if i not in self._n_replicas
         ]
 
@@ -175,6 +191,11 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         return [
             f"{self._names[i] if self._names is not None else ''}{tuple(self.parameters[i].shape)}" for i in partial
         ]
+
+    def with_shapes(self) -> Iterator[tuple[int, Tensor]]:
+        """Indices and parameters, except those of lazy modules that have not run yet."""
+        lazy = self._grouping.lazy
+        return ((i, p) for i, p in enumerate(self.parameters) if i not in lazy)
 
     def is_declared(self, index: int) -> bool:
         """Whether the caller declared on how many ranks a parameter is."""
@@ -187,7 +208,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
 
     def remembered(self, name: str, compute: Callable[[NormPlan], T]) -> T:
         """What was computed under this name, until parameters change their shapes or are regrouped."""
-        shapes = [p.shape for p in self.parameters]
+        is_any_lazy = bool(self._grouping.lazy)
+        shapes = [p.shape for _, p in self.with_shapes()] if is_any_lazy else [p.shape for p in self.parameters]
         if shapes != self._shapes:
             self._shapes, self._memory = shapes, {}
         if name not in self._memory:
@@ -334,16 +356,21 @@ class NormPlan(Mapping[Key, list[Tensor]]):
 
     def _regroup(self) -> None:
         self._memory = {}
-        self._grouping = group_gradients(
-            self.parameters,
-            self._seen,
-            mesh=self.mesh,
-            pp_mesh=self.pp_mesh,
-            n_replicas=self._n_replicas,
-            parts=self._parts,
-            allow_sparse=self.allow_sparse,
-            name_of=self.name_of,
-        )
+        try:
+            self._grouping = group_gradients(
+                self.parameters,
+                self._seen,
+                mesh=self.mesh,
+                pp_mesh=self.pp_mesh,
+                in_stage=self.in_stage,
+                n_replicas=self._n_replicas,
+                parts=self._parts,
+                allow_sparse=self.allow_sparse,
+                name_of=self.name_of,
+            )
+        except Exception as error:  # a tensor of a kind that nobody knows, or a defect: peers wait for this rank
+            problem = HeldError(unexpected("gradients cannot be grouped", error))
+            self._grouping = dataclasses.replace(self._grouping, problem=problem)
         self.device = self._device_of_sums()
 
 

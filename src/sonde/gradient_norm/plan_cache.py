@@ -71,13 +71,14 @@ class PlanCache:
         return None
 
     def keep(self, request: PlanRequest, plan: NormPlan) -> None:
-        """Cache a plan that has served its call; the plan is usable again once it is taken."""
+        """Cache a plan that has served its call. It releases its tensors, and is usable again once it is taken."""
+        plan.release()
         self._entries.insert(0, _CacheEntry(request, plan))
         del self._entries[_MAX_ENTRIES:]
 
 
 class _CacheEntry:
-    """A plan without its tensors, and all that it depends on.
+    """A plan that has released its tensors, and all that it depends on.
 
     Tensors are known by their addresses, without any reference to them. A strong reference would keep them alive; a
     weak one would break `model.to()`, as torch does not swap sharded tensors that have weak references. Another tensor
@@ -89,7 +90,6 @@ class _CacheEntry:
         self._addresses = _addresses(request)
         self._specs, self._traits = _specs(request), _traits(request)
         self._names, self._meshes = request.names, (request.mesh, request.pp_mesh)
-        plan.parameters = []
 
     def matches(self, request: PlanRequest) -> bool:
         """Whether a new plan for this request would be the same."""
@@ -105,10 +105,8 @@ class _CacheEntry:
 
     def rebind(self, request: PlanRequest) -> NormPlan:
         """The plan with the parameters and meshes of a request that matches."""
-        plan = self._plan
-        plan.parameters = [request.parameters[i] for i in plan.positions]
-        plan.mesh, plan.pp_mesh = request.mesh, request.pp_mesh
-        return plan
+        self._plan.rebind(request.parameters, request.mesh, request.pp_mesh)
+        return self._plan
 
 
 def _addresses(request: PlanRequest) -> list[int]:

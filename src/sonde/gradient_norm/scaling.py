@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from sonde.gradient_norm.disagreement import first_names
 from sonde.gradient_norm.fused_clip import fold, unfold
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.gradient_norm.gradient_groups import Collected
@@ -20,7 +21,6 @@ Nonfinite = Literal["ignore", "skip", "raise", "assert_async"]
 """What to do when the norm is not finite; `clip_grad_norm_` says what each means."""
 
 _EPS = 1e-6  # torch's, so that clipped gradients equal torch's
-_MAX_NAMED = 5
 
 
 @torch.no_grad()
@@ -45,28 +45,26 @@ def clip_measured_(
         The norm, in fp32, or fp64 if a gradient is.
 
     Raises:
+        ValueError: on a GPU, with nonfinite="raise", if another rank found an error or ranks disagree.
         RuntimeError: when asked for, if the norm is not finite.
     """
-    is_double = any(g.locals and g.group.key.dtype == torch.float64 for g in measured.collected)
-    norm = measured.norm.to(torch.float64 if is_double else torch.float32)
     # On the CPU, an error of another rank has been raised by now. A GPU is not waited for: it only learns of the error
-    # here, by tensors. The norm becomes NaN and, further below, the coefficient 1, so that gradients stay as they are.
-    if norm.device.type != "cpu":
-        norm = torch.where(measured.failed > 0, torch.nan, norm)
+    # here, by tensors. The norm is NaN and, further below, the coefficient 1, so that gradients stay as they are.
+    norm = measured.rounded(measured.norm)
     skip = None
     if nonfinite != "ignore":
-        is_finite = measured.is_finite & (measured.failed == 0)
+        is_usable = measured.is_usable
         # Whether to skip is decided on the device too: the mask is passed on, never read here.
-        skip = ~is_finite if nonfinite == "skip" else None
+        skip = ~is_usable if nonfinite == "skip" else None
     if max_norm is not None:
         unfold(plan.parameters)
     # Both checks come before anything is written, so that gradients are unchanged if they fail.
-    if nonfinite == "raise" and not bool(is_finite):
-        if bool(measured.failed > 0):
-            raise ValueError("another rank found a gradient that cannot be counted, and its message names the gradient")
-        raise RuntimeError(_where_not_finite(plan, measured.collected, norm, max_norm))
+    if nonfinite == "raise" and not bool(is_usable):
+        if error := measured.error_of_peers(plan):
+            raise error
+        raise RuntimeError(_where_not_finite(plan, measured, norm, max_norm))
     if nonfinite == "assert_async":
-        torch._assert_async(is_finite, f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}")
+        torch._assert_async(is_usable, f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}")
     if max_norm is None:
         return norm
     _write_back(plan, measured.collected)
@@ -139,22 +137,28 @@ def _write_back(plan: NormPlan, collected: Sequence[Collected]) -> None:
                     plan.parameters[index].grad = gradient
 
 
-def _where_not_finite(plan: NormPlan, collected: Sequence[Collected], norm: Tensor, max_norm: float | None) -> str:
+def _where_not_finite(plan: NormPlan, measured: GlobalNorm, norm: Tensor, max_norm: float | None) -> str:
     bad_names = [
         plan.name_of(index)
-        for gradients in collected
+        for gradients in measured.collected
         for index, local in zip(gradients.indices, gradients.locals, strict=True)
         if not bool(torch.isfinite(_stored_values(local)).all())
     ]
+    remedy = "Find the loss that is not finite, or pass nonfinite='skip'"
     if bad_names:
-        more = f" and {len(bad_names) - _MAX_NAMED} more" if len(bad_names) > _MAX_NAMED else ""
-        where = f"not finite in {', '.join(bad_names[:_MAX_NAMED])}{more}"
-    elif norm.isnan() or not collected:
+        where = f"not finite in {first_names(bad_names)}"
+    elif not measured.summed.has_peers:
+        where = f"every gradient is finite, but their norm overflows in {str(norm.dtype).removeprefix('torch.')}"
+        remedy = "Make the loss smaller, or pass nonfinite='skip'"
+    elif norm.isnan() or not measured.collected:
         where = "not finite on another rank, whose message names the parameters"
     else:
-        where = "every gradient of this rank is finite: another rank's are not, or their norm overflows in fp32"
+        where = (
+            "every gradient of this rank is finite: gradients of another rank are not, or the norm of all ranks' "
+            "gradients overflows in fp32"
+        )
     to = "" if max_norm is None else f", so gradients cannot be clipped to {max_norm:g}"
-    return f"the gradient norm is {norm:g}{to}: {where}. Find the loss that is not finite, or pass nonfinite='skip'"
+    return f"the gradient norm is {norm:g}{to}: {where}. {remedy}"
 
 
 def check_max_norm(max_norm: object) -> float:

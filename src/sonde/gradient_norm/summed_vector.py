@@ -96,21 +96,10 @@ def pack(
     for gradients in collected:
         if not gradients.locals:
             continue
-        key, weight = gradients.group.key, _weight(plan, gradients)
-        unit = None if units is None else units.select(0, key.part)
-        n_elements = sum(g.numel() for g in gradients.locals)
-        part = packed.sums.select(0, key.part)
-        if key.dtype == torch.float64:
-            packed.is_double.fill_(1.0)
-        if _reads_in_blocks(gradients, order, unit):
-            packed.in_blocks.select(0, key.part).fill_(1.0)
-        value = to_device(_read(gradients, order, unit), plan.device)
-        if uses_max:
-            torch.maximum(part, value, out=part)
-        else:
-            part.add_(weight * value)
+        value = _add_group(packed, plan, gradients, order, units)
         # A maximum over ranks cannot compare the ranks of each stage apart.
         if cast is not None and held is not None and not (uses_max and has_stages):
+            key, n_elements = gradients.group.key, sum(g.numel() for g in gradients.locals)
             tolerance = copies_tolerance(order, key.dtype, n_elements)
             add_copies(cast, held, key, value, tolerance, only_whole=uses_max)
     if uses_max:
@@ -123,6 +112,25 @@ def pack(
             add_ties(cast, held.ties, weighed, places_over_stages(plan).everyone, plan.device)
         packed.slots.copy_(cast.slots(plan.device, packed.vector.dtype))
     return packed
+
+
+def _add_group(
+    packed: SummedVector, plan: NormPlan, gradients: Collected, order: float, units: Tensor | None
+) -> Tensor:
+    """Add a group of gradients to its part of the model; returns this rank's power sum, 0-dim on the plan's device."""
+    key = gradients.group.key
+    unit = None if units is None else units.select(0, key.part)
+    part = packed.sums.select(0, key.part)
+    if key.dtype == torch.float64:
+        packed.is_double.fill_(1.0)
+    if _reads_in_blocks(gradients, order, unit):
+        packed.in_blocks.select(0, key.part).fill_(1.0)
+    value = to_device(_read(gradients, order, unit), plan.device)
+    if math.isinf(order):
+        torch.maximum(part, value, out=part)
+    else:
+        part.add_(_weight(plan, gradients) * value)
+    return value
 
 
 def pack_exact(plan: NormPlan, collected: list[Collected], parts: list[int]) -> Tensor:

@@ -50,10 +50,10 @@ def tie_candidates(plan: NormPlan) -> dict[int, Candidate]:
     if plan.n_stages == 1:
         return {}
     by_shape: dict[tuple[int, ...], list[int]] = {}
-    for i, parameter in enumerate(plan.parameters):
+    for i, parameter in plan.with_shapes():
         if parameter.dim() > 0 and not plan.is_declared(i):
             by_shape.setdefault(tuple(parameter.shape), []).append(i)
-    declared = {tuple(p.shape) for i, p in enumerate(plan.parameters) if plan.is_declared(i)}
+    declared = {tuple(p.shape) for i, p in plan.with_shapes() if plan.is_declared(i)}
     # A slot takes the largest of its parameters alone: the numbers of two parameters would be added up.
     by_slot: dict[int, tuple[int, Candidate]] = {}
     for shape, indices in sorted(by_shape.items(), key=lambda item: math.prod(item[0])):

@@ -7,10 +7,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sonde.gradient_norm.clip import Parameters, plan_request
-from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
+from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.scaling import check_max_norm, check_order, clip_coefficient, is_one, scale_
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Tensors = Parameters | NormPlan
+
+_MODULE = (
+    "tensors must be gradients, got the module {}, whose tensors are its weights: pass "
+    "[p.grad for p in model.parameters() if p.grad is not None], or the plan of group_parameters_for_norm"
+)
 
 
 @overload
@@ -66,7 +71,7 @@ def get_total_norm(
         tensors: a tensor, tensors, or (name, tensor) pairs. The norm is of these tensors themselves: pass gradients,
             `[p.grad for p in model.parameters() if p.grad is not None]`. Or a plan that `group_parameters_for_norm`
             returned: then it is the norm of its parameters' gradients, and nothing is planned anew. A tensor that is
-            listed twice counts twice, as with torch: the norm is of the list that was passed.
+            listed twice counts twice, as with torch: the norm is of the list that was passed. A module is refused.
         norm_type: p > 0, or `math.inf`.
         error_if_nonfinite: raise when the norm is not finite; waits for the device.
         foreach: accepted so that calls written for torch run unchanged; it has no effect.
@@ -81,7 +86,7 @@ def get_total_norm(
         groups by name; the p-th powers of the groups' norms add up to the norm's.
 
     Raises:
-        ValueError: as `clip_grad_norm_`; and when `by_group` has another length than `tensors`.
+        ValueError: as `clip_grad_norm_`; for a module; and when `by_group` has another length than `tensors`.
         RuntimeError: for a norm that is not finite, with `error_if_nonfinite`.
 
     Example:
@@ -107,12 +112,13 @@ def get_total_norm(
         plan = _plan_of_tensors(tensors, mesh, pp_mesh, replicas, usable, groups)
     nonfinite = "raise" if error_if_nonfinite else "ignore"
     measured = global_norm(plan, order, nonfinite=nonfinite, problem=problem.first)
-    norm, by_part = _rounded(measured)
-    if error_if_nonfinite and not bool(measured.is_finite & (measured.failed == 0)):
-        where = " in fp32, in which another rank returns it" if norm.isfinite() else ""
+    norm, by_part = measured.rounded(measured.norm), measured.rounded(measured.by_part)
+    if error_if_nonfinite and not bool(measured.is_usable):
+        if error := measured.error_of_peers(plan):
+            raise error
+        what = "overflows in fp32, the dtype in which another rank returns it" if norm.isfinite() else "is not finite"
         raise RuntimeError(
-            f"the norm is {norm:g}, which is not finite{where}: find the loss that is not, or pass "
-            "error_if_nonfinite=False"
+            f"the norm is {norm:g}, which {what}: find the loss that is not finite, or pass error_if_nonfinite=False"
         )
     if by_group is None:
         return norm
@@ -125,7 +131,8 @@ def clip_grads_with_norm_(
 ) -> None:
     """Scale gradients in place as a clip to `max_norm` does, by a norm that is known already.
 
-    A drop-in for `torch.nn.utils.clip_grads_with_norm_`. It takes no collective, and does not wait for a GPU.
+    A drop-in for `torch.nn.utils.clip_grads_with_norm_`. It takes no collective, and does not wait for a GPU. (If
+    `total_norm` is a DTensor, as torch's function returns it, its parts are joined by one collective.)
 
     Args:
         parameters: as for `clip_grad_norm_`, or a plan; a tensor that comes twice is scaled once.
@@ -194,8 +201,13 @@ def _plan_of_tensors(
     groups: Sequence[str],
 ) -> NormPlan:
     """A plan whose gradients are these tensors: each tensor is the `.grad` of a view of itself."""
+    problem = HeldError()
+    if isinstance(tensors, nn.Module):
+        problem.keep(ValueError(_MODULE.format(type(tensors).__name__)))
+        tensors = []
     request = plan_request(tensors, mesh, pp_mesh)
-    problem = HeldError(request.problem)
+    if request.problem is not None:
+        problem.keep(request.problem)
     views = [tensor.detach() for tensor in request.parameters]
     views_of: dict[int, list[Tensor]] = {}
     for tensor, view in zip(request.parameters, views, strict=True):
@@ -223,12 +235,3 @@ def _plan_of_tensors(
         part_names=groups,
         problem=problem.first,
     )
-
-
-def _rounded(measured: GlobalNorm) -> tuple[Tensor, Tensor]:
-    """The norm and the norms of the parts, in fp64 if this rank has fp64 gradients, else in fp32."""
-    has_double = any(g.locals and g.group.key.dtype == torch.float64 for g in measured.collected)
-    dtype = torch.float64 if has_double else torch.float32
-    failed = measured.failed > 0  # on a GPU, where this rank has not raised
-    norm, by_part = (torch.where(failed, math.nan, x) for x in (measured.norm, measured.by_part))
-    return norm.to(dtype), by_part.to(dtype)

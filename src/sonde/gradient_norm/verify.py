@@ -12,6 +12,7 @@ from torch import Tensor
 from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest, digest
 from sonde.gradient_norm.cross_check import holdings, places_in_mesh
 from sonde.gradient_norm.disagreement import disagreement
+from sonde.gradient_norm.held_error import OTHER_PLAN
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.placements import is_dtensor, layout_of, local_tensor
@@ -54,7 +55,7 @@ def compare_plans(plan: NormPlan, *, verify: bool) -> None:
     if problem is not None:
         raise problem
     if total[-1].item():
-        raise ValueError("another rank cannot plan for its gradients, and its message says why")
+        raise ValueError(OTHER_PLAN)
     if problem := disagreement(plan, NormRequest(2.0), total[:-1], uses_max=False):
         raise problem
 

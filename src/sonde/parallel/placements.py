@@ -241,6 +241,35 @@ def place_along(mesh: DeviceMesh, axes: Collection[int]) -> tuple[int, int]:
     return at, of
 
 
+def stage_ranks(mesh: DeviceMesh, pp_mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of a mesh that are in this rank's pipeline stage, in order.
+
+    Args:
+        mesh: all ranks.
+        pp_mesh: the stages of this rank's pipeline, two or more; its ranks are in `mesh`.
+
+    Raises:
+        ValueError: when the meshes do not show which ranks these are.
+    """
+    coordinate, axes = mesh.get_coordinate(), axes_over(mesh, ranks_of(pp_mesh))
+    if coordinate is not None and axes is not None:
+        index = tuple(at if axis in axes else slice(None) for axis, at in enumerate(coordinate))
+        return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
+    # The stages are an axis of another grid of these ranks. In a regular grid, the same number of ranks is between all
+    # neighbouring stages.
+    ranks, pipeline = sorted(ranks_of(mesh)), pp_mesh.mesh.tolist()
+    first, n_stages = ranks.index(pipeline[0]), len(pipeline)
+    apart = ranks.index(pipeline[1]) - first
+    is_regular = apart > 0 and len(ranks) % (apart * n_stages) == 0 and first // apart % n_stages == 0
+    if not is_regular or pipeline != ranks[first : first + apart * n_stages : apart]:
+        raise ValueError(
+            f"pp_mesh= has ranks {', '.join(map(str, pipeline[:8]))}, and mesh= has no such axis: pass a mesh= that "
+            "has the pipeline stages as an axis, and that axis as pp_mesh="
+        )
+    stage = pp_mesh.get_local_rank()
+    return tuple(rank for at, rank in enumerate(ranks) if at // apart % n_stages == stage)
+
+
 def _list_ranks(ranks: frozenset[int]) -> str:
     first = sorted(ranks)[:8]
     return ", ".join(map(str, first)) + (f", … {max(ranks)}" if len(ranks) > len(first) else "")
@@ -261,11 +290,16 @@ def share(layout: Layout, *, n_ranks: int, n_stages: int = 1, n_replicas: int | 
     return 1.0 / n_replicas if n_replicas is not None else layout.n_shards * n_stages / n_ranks
 
 
-def check_stages(layout: Layout, pp_mesh: DeviceMesh | None) -> None:
+def check_stages(layout: Layout, pp_mesh: DeviceMesh | None, in_stage: Collection[int]) -> None:
     """Refuse a `pp_mesh` whose ranks are not pipeline stages: stages have parameters of their own.
 
+    Args:
+        layout: of the gradient.
+        pp_mesh: the stages, if they were given.
+        in_stage: the ranks of this rank's stage; empty if they are not known.
+
     Raises:
-        ValueError: when the gradient is cut over ranks of `pp_mesh`.
+        ValueError: when the gradient is cut over ranks of `pp_mesh`, or over ranks of several stages.
     """
     if pp_mesh is None or layout.mesh is None:
         return
@@ -273,6 +307,11 @@ def check_stages(layout: Layout, pp_mesh: DeviceMesh | None) -> None:
         raise ValueError(
             f"it is cut over ranks {_list_ranks(shared)} of pp_mesh=, whose ranks are pipeline stages with parameters "
             "of their own: pass the mesh axis of the stages alone"
+        )
+    if in_stage and (others := set(layout.sharding_ranks).difference(in_stage)):
+        raise ValueError(
+            f"it is cut over ranks {_list_ranks(frozenset(others))} too, which are in other pipeline stages than this "
+            "rank: pass a mesh= that has the pipeline stages as an axis, and that axis as pp_mesh="
         )
 
 

@@ -1,0 +1,60 @@
+"""What a rank on a GPU raises if other ranks found an error: it reads that from the sum, long after the sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sonde.gradient_norm.agreement import Ballot, NormRequest, Place, digest
+from sonde.gradient_norm.global_norm import GlobalNorm, Summed
+from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.scaling import clip_measured_
+from sonde.gradient_norm.summed_vector import SummedVector
+
+
+def measured(plan: NormPlan, thresholds: tuple[float, float], *, failed: float, wrong_call: float) -> GlobalNorm:
+    """A norm as two ranks with these thresholds leave it after their sum; `failed` and `wrong_call` count ranks."""
+    total = SummedVector(plan)
+    for rank, threshold in enumerate(thresholds):
+        ballot = Ballot("up to 6", uses_max=False)
+        ballot.add_digest("max_norm", digest(threshold), Place(rank, 2))
+        total.slots.add_(ballot.slots(plan.device, torch.float64))
+    total.failed.fill_(failed)
+    total.wrong_call.fill_(wrong_call)
+    norm = torch.tensor(5.0, dtype=torch.float64)
+    n_failed = total.failed + float(thresholds[0] != thresholds[1])
+    request = NormRequest(2.0, thresholds[0], "raise")
+    summed = Summed(total, uses_max=False, has_peers=True, error=None)
+    return GlobalNorm(norm, norm[None], n_failed, torch.zeros(()), torch.ones(()), plan.collect(), request, summed)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "failed", "wrong_call", "match"),
+    [
+        ((1.0, 2.0), 0.0, 0.0, "max_norm differs between ranks, got 1.0 on this rank: pass the same on every rank"),
+        ((1.0, 1.0), 1.0, 0.0, "another rank found a gradient that cannot be counted, and its message names"),
+        ((1.0, 1.0), 1.0, 1.0, "another rank was called with something that cannot be used"),
+    ],
+)
+def test_the_message_names_what_is_wrong(
+    thresholds: tuple[float, float], failed: float, wrong_call: float, match: str
+) -> None:
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0])
+    plan = NormPlan([p])
+    norm = measured(plan, thresholds, failed=failed, wrong_call=wrong_call)
+    assert not norm.is_usable
+    with pytest.raises(ValueError, match=match):
+        clip_measured_(plan, norm, 1.0, nonfinite="raise")
+    assert p.grad.tolist() == [3.0, 4.0]
+
+
+def test_ranks_that_agree_have_no_error() -> None:
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0])
+    plan = NormPlan([p])
+    norm = measured(plan, (1.0, 1.0), failed=0.0, wrong_call=0.0)
+    assert norm.error_of_peers(plan) is None
+    assert float(clip_measured_(plan, norm, 1.0, nonfinite="raise")) == 5.0
+    assert p.grad.tolist() == pytest.approx([0.6, 0.8])
