@@ -51,9 +51,9 @@ def clip_grad_norm_(
 
     A drop-in for `torch.nn.utils.clip_grad_norm_` that is right however the model is cut over ranks: DDP, FSDP2, HSDP,
     tensor, sequence, context, expert and pipeline parallelism, and mixes of them. Call it on every rank that holds a
-    part of the model. The norm is accumulated in fp64 (in fp32 within blocks of 256 elements, for large gradients on a
-    CPU) and rounded once. All ranks of `mesh` get the same bits. How the model is cut may change the last bit: about
-    once in 1e8 times, or more often if a cut runs through a block.
+    part of the model. The norm is accumulated in fp64 (in fp32 within blocks of a few hundred elements, for large
+    gradients on a CPU) and rounded once. All ranks of `mesh` get the same bits. How the model is cut may change the
+    last bit: about once in 1e8 times, or more often if a cut runs through a block.
 
     Args:
         parameters: a tensor, tensors, (name, tensor) pairs such as `model.named_parameters()`, or a module; messages
