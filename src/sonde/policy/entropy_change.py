@@ -373,7 +373,13 @@ class EntropyChangeProbe:
     def _sample(self, sampler: Sampler, seed: int) -> Rollouts:
         """This rank's fresh responses, with the random numbers of a seed."""
         seed_everything(seed)
-        rollouts = self._scorer.on_all_ranks(lambda: sampler(self._model))
+
+        def sampled() -> Rollouts:
+            rollouts = sampler(self._model)
+            rollouts.check_not_empty()
+            return rollouts
+
+        rollouts = self._scorer.on_all_ranks(sampled)
         set_evaluation_mode(self._model)  # samplers may leave the model in training mode
         return rollouts
 

@@ -113,10 +113,11 @@ class PromptNoiseProbe:
         All completions of a prompt must be on one rank.
 
         Raises:
-            ValueError: without advantages; if responses are scored at another temperature than they were sampled at; if
-                two ranks hold completions of one prompt; or if two forwards of the model do not agree.
+            ValueError: without responses or advantages; if responses are scored at another temperature than they were
+                sampled at; if two ranks hold completions of one prompt; or if two forwards of the model do not agree.
         """
         norms = NestedNorms(self._model)
+        self._scorer.on_all_ranks(rollouts.check_not_empty)
         if not self._is_repeatable:
             with preserve_training_state(self._model):
                 self._scorer.check_repeatable(rollouts)
