@@ -274,7 +274,7 @@ class EntropyChangeProbe:
         self._check_responses(evaluation, update)
         is_step = self._options.update == "step"
         if is_step and (why := why_no_forecast(self._optimizer)):
-            raise ValueError(f"{why}; or use around_step()")
+            raise ValueError(why)
         if not is_step and update is None:
             raise ValueError("update='gradient' forecasts along the update prompts' gradients: pass their rollouts")
         with self._measuring(evaluation, sampler) as measurement:
