@@ -57,6 +57,61 @@ def test_current_alerts_are_apart_from_earlier_alerts(tmp_path: Path) -> None:
     assert "first cause (windows 10 to 30)" in earlier
 
 
+@pytest.mark.parametrize(
+    ("alerts", "now", "earlier"),
+    [
+        ([(0, 900)], None, "(window 900)"),  # the restart undid it
+        ([(0, 300)], None, "(window 300)"),  # it did not
+        ([(0, 900), (1, 510)], None, "(window 510)"),
+        ([(0, 900), (1, 525)], "(since window 525)", None),  # no reading since
+        ([(1, 510), (1, 525)], "(since window 525)", None),
+    ],
+)
+def test_alerts_of_steps_that_a_restart_took_again(
+    tmp_path: Path, alerts: list[tuple[int, int]], now: str | None, earlier: str | None
+) -> None:
+    for start, windows in enumerate((range(10, 1010, 10), (510, 520))):
+        sink = JsonlSink(tmp_path)
+        sink.write(header_record())
+        for window in windows:
+            sink.write(reading_record(5, 100, status="resolved") | {"window": window})
+            for of_start, at in alerts:
+                if of_start == start and window <= at < window + 10:
+                    sink.write(alert_record("the cause", window=at))
+        sink.close()
+    _assert_alerts(visible_text(write_report(tmp_path)), now, earlier)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "now", "earlier"),
+    [
+        (range(900, 1010, 10), range(0), None, "(windows 900 to 1,000)"),
+        (range(300, 1010, 10), range(510, 530, 10), "(since window 300)", None),
+        (range(900, 1010, 10), range(510, 530, 10), "(since window 510)", None),
+        (range(900, 1010, 10), range(510, 520, 10), None, "(window 510)"),
+    ],
+)
+def test_a_check_that_fails_around_a_restart(
+    tmp_path: Path, first: range, second: range, now: str | None, earlier: str | None
+) -> None:
+    for failing, windows in ((first, range(10, 1010, 10)), (second, (510, 520))):
+        sink = JsonlSink(tmp_path)
+        sink.write(header_record())
+        for window in windows:
+            if failing and window == failing[0]:
+                sink.write(alert_record("the cause", window=window))
+            found = {"same_data": "the cause"} if window in failing else {}
+            sink.write(reading_record(5, 100, status="resolved", alerts=found) | {"window": window})
+        sink.close()
+    _assert_alerts(visible_text(write_report(tmp_path)), now, earlier)
+
+
+def _assert_alerts(text: str, now: str | None, earlier: str | None) -> None:
+    for title, when in (("Something looks wrong", now), ("Something looked wrong earlier", earlier)):
+        assert (title in text) == (when is not None)
+        assert when is None or f"{title} the cause {when}" in text
+
+
 def test_a_name_that_is_not_unicode_still_gets_its_report(tmp_path: Path) -> None:
     """The name of a folder may hold a byte that is not UTF-8. Python reads it as a lone surrogate."""
     text = visible_text(write_report(write_run(tmp_path, 3, header=header_record(run="run \udce9 7"))))
