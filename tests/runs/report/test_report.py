@@ -165,6 +165,23 @@ def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("low", "high", "tile"),
+    [
+        (0.0, 12.0, "< 12 sequences; no lower limit known"),
+        (5.0, None, "> 5 sequences; no upper limit known"),
+        (None, None, "– sequences; not known yet"),
+    ],
+)
+def test_a_bound_of_the_average_is_named_as_what_it_is(
+    tmp_path: Path, low: float | None, high: float | None, tile: str
+) -> None:
+    metrics = reading_record(0, 1, status="resolved")["metrics"]
+    ends = {"gns/b_simple_average": None, "gns/b_simple_average_low": low, "gns/b_simple_average_high": high}
+    text = visible_text(write_report(write_run(tmp_path, 3, status="resolved", metrics=metrics | ends)))
+    assert f"Average over the run {tile}" in text
+
+
+@pytest.mark.parametrize(
     ("status", "sentences"),
     [
         (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sonde.batch_size.stats.critical_batch import Verdict, judge_batch, steps_and_examples
@@ -12,6 +12,7 @@ from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.steps_kept import steps_kept
 from sonde.runs.reader import Reading, Run
+from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
 from sonde.runs.report.timeline import position_text
 from sonde.wording import number, percent, plural
 
@@ -156,13 +157,24 @@ def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
 
 def _average_tile(last: Reading, unit: str) -> Tile:
     """The noise scale of the run so far."""
-    names = ("gns/b_simple_average", "gns/b_simple_average_low", "gns/b_simple_average_high")
-    value, low, high = (last.metrics.get(name) for name in names)
-    if value is not None:
-        return Tile("Average over the run", number(value), f"{unit}; between {number(low)} and {number(high)}")
-    if low is not None:
-        return Tile("Average over the run", f"> {number(low)}", f"{unit}; no upper limit known")
-    return Tile("Average over the run", "–", "not known yet")
+    return _noise_scale_tile("Average over the run", last.metrics, "gns/b_simple_average", unit)
+
+
+def _noise_scale_tile(name: str, metrics: Mapping[str, float | None], metric: str, unit: str) -> Tile:
+    """A noise scale that the log holds with both ends of its interval, as far as it is known."""
+    known = logged_interval(metrics, metric)
+    if known.high == 0:
+        return Tile(name, "–", "no noise was seen")
+    match known.status:
+        case "resolved":
+            value = number(metrics.get(metric))
+            return Tile(name, value, f"{unit}; between {number(known.low)} and {number(known.high)}")
+        case "lower_bound":
+            return Tile(name, f"> {number(known.low)}", f"{unit}; no upper limit known")
+        case "upper_bound":
+            return Tile(name, f"< {number(known.high)}", f"{unit}; no lower limit known")
+        case "unresolved":
+            return Tile(name, "–", f"{unit}; not known yet")
 
 
 def _cost(batch: float, low: float, high: float, estimate: float | None, name: str) -> tuple[str, str]:
@@ -190,15 +202,8 @@ def _policy_tiles(run: Run) -> Iterator[Tile]:
         )
     else:
         yield Tile("Coverage", "–", "not known without fresh rollouts")
-    noise = [r.metrics for r in run.policy if r.metrics.get("gns_prompts/b_simple_low") is not None]
-    if not noise:
-        yield Tile("Noise scale", "–", "in prompts, not known yet")
-        return
-    value, low, high = (noise[-1].get(f"gns_prompts/{name}") for name in ("b_simple", "b_simple_low", "b_simple_high"))
-    if value is None:
-        yield Tile("Noise scale", f"> {number(low)}", "prompts; no upper limit known")
-    else:
-        yield Tile("Noise scale", number(value), f"prompts; between {number(low)} and {number(high)}")
+    noise = [r.metrics for r in run.policy if logged_interval(r.metrics, PROMPT_NOISE).low is not None]
+    yield _noise_scale_tile("Average noise scale", noise[-1] if noise else {}, PROMPT_NOISE, "prompts")
 
 
 def _entropy_tiles(run: Run) -> Iterator[Tile]:
