@@ -172,6 +172,23 @@ def test_a_negative_entropy_is_within_its_axis(tmp_path: Path) -> None:
     assert of_tokens.figures[0].y_range.start == 0
 
 
+def test_the_basis_of_the_verdict_counts_entropies(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(policy_header())
+    for i in range(9):
+        without_entropy = {"metrics": {"reward": 0.1}, **NOTHING} if i % 3 == 2 else {}
+        sink.write(policy_record(i, **without_entropy))
+    sink.close()
+    text = visible_text(write_report(tmp_path))
+    assert "Judged from the entropy of 6 measured steps; the last of them is step 36." in text
+
+
+@pytest.mark.parametrize("has_noise", [True, False])
+def test_the_unit_of_noise_scales_is_shown_where_there_is_one(tmp_path: Path, has_noise: bool) -> None:
+    text = visible_text(write_report(write_policy_run(tmp_path, 8, has_noise=has_noise)))
+    assert ("Batch sizes and noise scales are counted in prompts" in text) == has_noise
+
+
 def test_a_run_with_noise_scale_and_policy_shows_both(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path)
     sink.write(header_record())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sonde.records import RunLog
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from tests.runs.report.plausible_run import alert_record, header_record, reading_record, write_run
@@ -214,6 +215,27 @@ def test_the_report_says_what_is_not_known(tmp_path: Path, status: str, sentence
         assert sentence in text, sentence
 
 
+class Reward:
+    """A probe of one's own."""
+
+    def step(self) -> None: ...
+
+    def metrics(self) -> dict[str, float | None]:
+        return {"reward": 0.5}
+
+    def close(self) -> None: ...
+
+
+def test_a_log_of_ones_own_probe_alone_claims_no_batch_size(tmp_path: Path) -> None:
+    log = RunLog(JsonlSink(tmp_path))
+    log.measure(Reward(), 1)
+    log.end("done", window=1)
+    text = visible_text(write_report(tmp_path))
+    assert "How this was measured" in text
+    for word in ("atch size", "noise scale", "sample"):
+        assert word not in text, word
+
+
 def test_another_unit_reads_right(tmp_path: Path) -> None:
     text = visible_text(write_report(write_run(tmp_path, header=header_record(unit="prompts"))))
     assert "The batch of 64 prompts" in text
@@ -248,7 +270,7 @@ def test_every_value_that_could_break_an_axis_is_drawn(tmp_path: Path) -> None:
     sink.close()
     text = visible_text(write_report(tmp_path))
     assert "|G|² estimated at or below 0: not yet distinguishable from 0" in text
-    assert "no noise was seen. All pieces of a window gave the same gradient" in text
+    assert "no gradient noise was seen. All pieces had the same gradient" in text
 
 
 def test_a_restart_and_a_cut_off_line_are_shown(tmp_path: Path) -> None:

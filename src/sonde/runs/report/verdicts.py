@@ -80,7 +80,7 @@ def verdict_panels(run: Run) -> list[VerdictPanel]:
 def batch_size_panel(run: Run) -> VerdictPanel:
     """The verdict on the batch size, for a run that has at least one reading of the noise scale."""
     unit, last = run.probe("reading").unit, run.readings[-1]
-    verdict = _judge_batch(last, unit)
+    verdict = judge_reading(last, unit)
     basis = f"Judged from the last reading: {position_text(last, unit)}."
     needed = last.metrics.get("gns/windows_needed")
     if needed and last.status == "resolved":
@@ -92,10 +92,7 @@ def batch_size_panel(run: Run) -> VerdictPanel:
 def entropy_panel(run: Run) -> VerdictPanel:
     """The verdict on the entropy, for a run in which a policy was measured at least once."""
     verdict = judge_entropy([r.point for r in run.policy])
-    basis = (
-        f"Judged from {plural(len(run.policy), 'measured step')}; the last of them is step {run.policy[-1].window:,}."
-    )
-    basis = f"{basis} {verdict.basis}".strip()
+    basis = f"{_entropies_judged(run)} {verdict.basis}".strip()
     return VerdictPanel(
         verdict.kind,
         _ENTROPY_BADGES[verdict.kind],
@@ -106,25 +103,36 @@ def entropy_panel(run: Run) -> VerdictPanel:
     )
 
 
-def _judge_batch(last: Reading, unit: str) -> Verdict:
-    batch, estimate = last.metrics.get("gns/units_per_window"), last.metrics.get("gns/b_simple")
+def _entropies_judged(run: Run) -> str:
+    """From how many entropies the verdict was made."""
+    steps = [r.window for r in run.policy if r.point.entropy is not None]
+    if not steps:
+        return f"Judged from {plural(len(run.policy), 'measured step')} without an entropy."
+    return f"Judged from the entropy of {plural(len(steps), 'measured step')}; the last of them is step {steps[-1]:,}."
+
+
+def judge_reading(reading: Reading, unit: str) -> Verdict:
+    """Judge the batch size by one reading of a log.
+
+    Args:
+        reading: for a present verdict the last one.
+        unit: plural name of the unit.
+    """
+    batch = reading.metrics.get("gns/units_per_window")
     if not batch:
         return Verdict(
-            "unknown", "No verdict yet: the batch size is not known.", f"{last.reason or 'No window was measured'}."
+            "unknown", "No verdict yet: the batch size is not known.", f"{reading.reason or 'No window was measured'}."
         )
-    if last.status == "resolved" and not estimate:
-        why = "All pieces of a window gave the same gradient: check that each piece gets its own data."
-        return Verdict("unknown", f"No verdict on the batch of {number(batch, 4)} {unit}: no noise was seen.", why)
     return judge_batch(
         batch,
         unit=unit,
-        status=last.status,
-        b_simple=estimate,
-        low=last.metrics.get("gns/b_simple_low"),
-        high=last.high,
-        reason=last.reason,
-        doubling_windows=last.doubling_windows,
-        advice=last.advice,
+        status=reading.status,
+        b_simple=reading.metrics.get("gns/b_simple"),
+        low=reading.metrics.get("gns/b_simple_low"),
+        high=reading.high,
+        reason=reading.reason,
+        doubling_windows=reading.doubling_windows,
+        advice=reading.advice,
     )
 
 
