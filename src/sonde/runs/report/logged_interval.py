@@ -21,7 +21,7 @@ def logged_interval(metrics: Mapping[str, float | None], name: str) -> RatioInte
         >>> logged_interval(metrics, "gns_prompts/b_simple").status
         'upper_bound'
     """
-    low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+    low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
     if low is None:
         return RatioInterval("unresolved", None, None)
     if metrics.get(name) is not None:
