@@ -1,4 +1,4 @@
-"""sonde measures a PyTorch training run while it runs, changes nothing in it, and costs almost nothing."""
+"""sonde measures a PyTorch training run while it runs, changes nothing in it, and says what measuring costs."""
 
 import importlib
 from typing import Any

@@ -49,6 +49,9 @@ SCHEMA = 2
 """Raised when a reader of older records could misunderstand newer ones. Since 2, readings are written in columns."""
 READABLE_SCHEMAS = (1, 2)
 
+_DETAILS_EVERY = 10
+"""Readings between two with details: groups, which take most of a reading's time, `dropped` and `alerts`."""
+
 Writes = Literal["reading", "policy", "metrics"]
 """The kind of record that a probe writes."""
 
@@ -60,6 +63,11 @@ _LONGEST_WAIT = 3.0
 
 METRIC_NAME = r"[A-Za-z0-9_/]+"
 """What every tracker accepts."""
+
+
+def has_details(n: int) -> bool:
+    """Whether the n-th reading of a start, from 1, has details. The first ten have, so that a short run has all."""
+    return n <= _DETAILS_EVERY or n % _DETAILS_EVERY == 0
 
 
 class Sink(Protocol):

@@ -14,7 +14,7 @@ from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_entry import SetAside, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.probe import Metric
-from sonde.records import RunLog, json_number, logger
+from sonde.records import RunLog, has_details, json_number, logger
 
 METRICS: dict[str, Metric] = {
     "gns/b_simple": Metric("{unit}", "gradient noise scale tr Σ/|G|² now"),
@@ -48,9 +48,6 @@ METRICS: dict[str, Metric] = {
 
 NORM, CLIP_FRACTION = "grad/norm", "grad/clip_fraction"
 """Metrics that reach the log as scalars of a window, and are averaged as the user's own."""
-
-_GROUPS_EVERY = 10
-"""Readings between two with groups, which take most of a reading's time. The first ten have groups too."""
 
 _EXPECTED = {"no_second_moment", "no_gradient"}
 """Reasons to drop a window that are no cause for alarm."""
@@ -204,7 +201,7 @@ class NoiseScaleLog:
         if interval.windows == 0:
             return
         self._n_readings += 1
-        is_due = is_last or self._n_readings <= _GROUPS_EVERY or self._n_readings % _GROUPS_EVERY == 0
+        is_due = is_last or has_details(self._n_readings)
         self._lacks_groups = not is_due
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank

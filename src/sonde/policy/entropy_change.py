@@ -274,7 +274,7 @@ class EntropyChangeProbe:
         self._check_responses(evaluation, update)
         is_step = self._options.update == "step"
         if is_step and (why := why_no_forecast(self._optimizer)):
-            raise ValueError(f"{why}; or use around_step()")
+            raise ValueError(why)
         if not is_step and update is None:
             raise ValueError("update='gradient' forecasts along the update prompts' gradients: pass their rollouts")
         with self._measuring(evaluation, sampler) as measurement:
@@ -373,7 +373,13 @@ class EntropyChangeProbe:
     def _sample(self, sampler: Sampler, seed: int) -> Rollouts:
         """This rank's fresh responses, with the random numbers of a seed."""
         seed_everything(seed)
-        rollouts = self._scorer.on_all_ranks(lambda: sampler(self._model))
+
+        def sampled() -> Rollouts:
+            rollouts = sampler(self._model)
+            rollouts.check_not_empty()
+            return rollouts
+
+        rollouts = self._scorer.on_all_ranks(sampled)
         set_evaluation_mode(self._model)  # samplers may leave the model in training mode
         return rollouts
 

@@ -64,6 +64,9 @@ def check_responses(
     scored_at = evaluation.temperature if temperature is None else temperature
 
     def check() -> dict[str, Tensor]:
+        for rollouts in (evaluation, update):
+            if rollouts is not None:
+                rollouts.check_not_empty()
         if evaluation.is_truncated:
             raise ValueError(
                 "the evaluation responses were sampled with top_p < 1 or the like, so their entropy is not the "

@@ -74,13 +74,11 @@ class PolicyEntropyProbe:
         """Entropy and lengths of all ranks' responses; each rank passes its own.
 
         Raises:
-            ValueError: if the responses are scored at another temperature than they were sampled at.
+            ValueError: if this rank has no response, or if the responses are scored at another temperature than they
+                were sampled at.
+            RuntimeError: if another rank has raised an error.
         """
-        if self._temperature not in (None, rollouts.temperature):
-            raise ValueError(
-                f"responses were sampled at temperature {rollouts.temperature}, and are scored at {self._temperature}: "
-                f"token_statistics=CausalLMStatistics(temperature={rollouts.temperature})"
-            )
+        self._scorer.on_all_ranks(lambda: self._check(rollouts))
         with preserve_training_state(self._model):
             scored = self._scorer.scored(rollouts)
         advantage = None
@@ -88,6 +86,14 @@ class PolicyEntropyProbe:
             advantage = self._scorer.everywhere("advantage", lambda: rollouts.of_tokens("advantage").cpu())
         self._latest = policy_entropy(scored.log_prob, scored.entropy, scored.responses, advantage, level=self._level)
         return self._latest
+
+    def _check(self, rollouts: Rollouts) -> None:
+        rollouts.check_not_empty()
+        if self._temperature not in (None, rollouts.temperature):
+            raise ValueError(
+                f"responses were sampled at temperature {rollouts.temperature}, and are scored at {self._temperature}: "
+                f"token_statistics=CausalLMStatistics(temperature={rollouts.temperature})"
+            )
 
     def metrics(self) -> Mapping[str, float | None]:
         """The latest measurement by metric name; empty before the first measurement."""

@@ -26,13 +26,13 @@ from sonde.stats.intervals import Status
 
 @dataclass(frozen=True)
 class PromptNoiseReading:
-    """The noise scale in prompts, as far as it is known.
+    """The noise scale in prompts, as far as it is known: a running average, which lags while training moves.
 
     Attributes:
         b_simple: B_simple = tr Σ/|G|² in prompts; None unless resolved.
-        low: lower end of its 95 % interval; None if unresolved.
+        low: lower end of its 95 % interval; 0 for an upper bound, None if unresolved.
         high: upper end; infinite for a lower bound, None if unresolved.
-        status: "resolved", "lower_bound" or "unresolved".
+        status: "resolved", "lower_bound" (B_simple > low), "upper_bound" (B_simple < high) or "unresolved".
         reason: why B_simple is not resolved; empty if it is.
         trace_cov: running tr Σ of one prompt; None before the first window.
         grad_sq: running |G|², which may be negative; None before the first window.
@@ -61,13 +61,16 @@ class PromptNoiseProbe:
     runs its own forward and backward for each half of every prompt's group: call it in some windows, not in all. During
     a measurement it holds two vectors of parameter size.
 
+    Its noise scale is the ratio of two exponential averages over the measured windows. It is not the noise scale now,
+    as a reading of `sonde.attach` is: while |G|² shrinks, old windows outweigh new ones, and the ratio lags.
+
     Args:
         model: the policy: plain or in DDP.
         token_statistics: scores responses; by default `CausalLMStatistics`, for a causal language model of
             transformers.
         weighs: "completions" if every completion has the same weight in the loss: as a sum, or as a mean over its own
             tokens. "tokens" if the loss is divided by the number of all tokens, so that long responses weigh more.
-        horizon: length of the exponential average, in measured windows.
+        horizon: length of the exponential averages, in measured windows. A shorter one lags less and is noisier.
         process_group: the ranks that hold different responses; by default those of DDP.
 
     Raises:
@@ -78,7 +81,7 @@ class PromptNoiseProbe:
     """
 
     METRICS: ClassVar[Mapping[str, Metric]] = {
-        "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts"),
+        "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts, running average"),
         "gns_prompts/b_simple_low": Metric("prompts", "lower end of the noise scale's 95 % interval"),
         "gns_prompts/b_simple_high": Metric("prompts", "upper end of the noise scale's 95 % interval, if there is one"),
         "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
@@ -113,10 +116,11 @@ class PromptNoiseProbe:
         All completions of a prompt must be on one rank.
 
         Raises:
-            ValueError: without advantages; if responses are scored at another temperature than they were sampled at; if
-                two ranks hold completions of one prompt; or if two forwards of the model do not agree.
+            ValueError: without responses or advantages; if responses are scored at another temperature than they were
+                sampled at; if two ranks hold completions of one prompt; or if two forwards of the model do not agree.
         """
         norms = NestedNorms(self._model)
+        self._scorer.on_all_ranks(rollouts.check_not_empty)
         if not self._is_repeatable:
             with preserve_training_state(self._model):
                 self._scorer.check_repeatable(rollouts)

@@ -19,11 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from sonde.records import has_details
 from sonde.runs.json_values import as_list
 from sonde.runs.lines import LONGEST_LINE
-
-DETAILS_EVERY = 10
-"""Readings between two with details. The first ten have details too, so that a short run shows all it has."""
 
 READING_DIGITS, WINDOW_DIGITS = 7, 9
 """Significant digits: of readings, whose own error is far larger; and of windows, from which readings are computed."""
@@ -139,7 +137,7 @@ class LineWriter:
 
     def _reading(self, record: Mapping[str, Any]) -> bytes:
         n = self._n_readings + 1
-        is_due = n <= DETAILS_EVERY or n % DETAILS_EVERY == 0
+        is_due = has_details(n)
         written = dict(self._written)
         for key, content in record.items():
             if key in _IN_EVERY_LINE or written.get(key, ...) == content:

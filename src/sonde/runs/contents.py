@@ -230,7 +230,8 @@ class Contents:
                         check_own_number(self._file, line, name, value)
                 self._ended = None
             case "alert":
-                self._alerts.append(Alert(as_count(record["window"]), str(record["name"]), str(record["message"])))
+                window, name, message = as_count(record["window"]), str(record["name"]), str(record["message"])
+                self._alerts.append(Alert(len(self._headers) - 1, window, name, message))
             case "end":
                 self._ended = str(record["reason"])
 

@@ -39,8 +39,9 @@ def read_run(path: str | Path, *, thinned: bool = False) -> Run:
         path: the run's folder, or the `.jsonl` file itself.
         thinned: keep only the readings that a figure of about 1,000 pixels can show: for each pixel the first, the
             last, and those with the lowest and the highest value of each metric. Memory then depends on the figure, not
-            on the length of the run. Damage in content that no figure shows, such as the groups of earlier readings,
-            may go unnoticed.
+            on the length of the run, but for the readings of a policy: its verdict needs all of them, and only the
+            parts of single prompts are left out. Damage in content that no figure shows, such as the groups of earlier
+            readings, may go unnoticed.
 
     Returns:
         A `Run`. A line that a crash tore is left out, and `torn` says so: it is the last line, or a restart's header

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +136,16 @@ class MetricsReading:
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that looked wrong for the first time.
+    """Something that looked wrong for the first time in its start of the run.
 
     Attributes:
+        segment: index into `Run.headers` of the start it belongs to.
         window: when.
         name: which check.
         message: what, in plain words.
     """
 
+    segment: int
     window: int
     name: str
     message: str
@@ -241,9 +245,24 @@ class Run:
 
     @property
     def alerts_now(self) -> dict[str, str]:
-        """What looks wrong now, by the last reading of each kind: a message by name."""
+        """What looks wrong now, by the last reading of each kind that no restart undid: a message by name."""
         last: list[Reading | PolicyReading] = [*self.readings[-1:], *self.policy[-1:]]
-        return {name: message for reading in last for name, message in reading.alerts.items()}
+        standing = (reading for reading in last if not self.was_undone(reading.segment, reading.window))
+        return {name: message for reading in standing for name, message in reading.alerts.items()}
+
+    def was_undone(self, segment: int, window: int) -> bool:
+        """Whether a later start of the run began at or before a window of this start: it took that step again."""
+        return any(first <= window for later, first in self._first_windows.items() if later > segment)
+
+    @functools.cached_property
+    def _first_windows(self) -> dict[int, int]:
+        """The lowest window that each start wrote something of."""
+        first: dict[int, int] = {}
+        written: Iterable[Reading | PolicyReading | MetricsReading | Alert]
+        written = chain(self.readings, self.policy, self.own, self.alerts)
+        for each in written:
+            first[each.segment] = min(first.get(each.segment, each.window), each.window)
+        return first
 
     @property
     def name(self) -> str:

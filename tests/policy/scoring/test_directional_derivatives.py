@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import warnings
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonde.policy.scoring.directional_derivatives import Derivatives, derivatives_along
 from tests.ranks import Ranks
@@ -190,6 +193,44 @@ def test_parameters_are_restored_if_a_pass_fails(mode: str, call: int) -> None:
             run()
     assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+class Failure(Exception):
+    """Raised on purpose."""
+
+
+class FailsOnce(TorchDispatchMode):
+    """Raises at the n-th operation on a tensor of this shape: before it, or after it, as Ctrl-C does."""
+
+    def __init__(self, shape: torch.Size, n: int, *, after: bool) -> None:
+        super().__init__()
+        self.shape, self.left, self.after = shape, n, after
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counts = bool(args) and isinstance(args[0], Tensor) and args[0].shape == self.shape
+        self.left -= counts
+        fails = counts and self.left == 0
+        if fails and not self.after:
+            raise Failure
+        result = func(*args, **(kwargs or {}))
+        if fails:
+            raise Failure
+        return result
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_parameters_are_restored_whichever_operation_on_them_fails(after: bool) -> None:
+    """Memory may be missing in any of them, also in those that bring the parameters back."""
+    for n in itertools.count(1):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        before, direction = copy.deepcopy(model.state_dict()), random_direction(model)
+        failing = FailsOnce(torch.Size((4, 4)), n, after=after)
+        with contextlib.suppress(Failure), failing:
+            derivatives_along(lambda x: (model(x),), model, direction, [torch.ones(3, 4)], mode="central")  # noqa: B023
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), n
+        if failing.left > 0:
+            break
+    assert n > 20
 
 
 def test_an_error_that_is_not_about_forward_mode_is_not_hidden() -> None:

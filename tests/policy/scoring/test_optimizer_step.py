@@ -145,7 +145,7 @@ def test_a_step_that_cannot_be_forecast_is_refused() -> None:
     model = make_model()
     optimizer = torch.optim.RMSprop(model.parameters())
     assert why_no_forecast(torch.optim.SGD(model.parameters(), lr=0.1)) == ""
-    with pytest.raises(ValueError, match=r"the step of RMSprop is not known before it is taken: measure it"):
+    with pytest.raises(ValueError, match=r"cannot forecast the step of RMSprop: use around_step\(\)"):
         forecast_step(optimizer)
     embedding = nn.Embedding(4, 3, sparse=True)
     embedding(torch.tensor([1])).sum().backward()

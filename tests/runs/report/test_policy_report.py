@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bokeh.models import Line, Scatter
 
 from sonde.runs.reader import read_run
+from sonde.runs.report.curve_style import time_axis
+from sonde.runs.report.figures import LIGHT_GREY
+from sonde.runs.report.policy_curves import entropy_curve, prompt_noise_curve
 from sonde.runs.report.policy_sections import policy_sections
 from sonde.runs.report.timeline import timeline
 from sonde.runs.report.write import write_report
@@ -37,7 +42,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
     assert places == sorted(places)
     for fact in (
         "Coverage 100 % 22 of 22 intervals contain the truth",
-        "Noise scale 35 prompts; between 6 and 40",
+        "Average noise scale 35 prompts; between 6 and 40",
         "22 of 24 forecasts can be trusted.",
         "Step 1: not to be trusted: the step is too large to be linear",
         "400 ms per forecast, with the measured changes, on average",
@@ -109,12 +114,79 @@ NOTHING = {"shares": [], "causes": None}
         ({"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING}, "No entropy was measured in this run."),
         (
             {"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING},
-            "No measurement has an estimate or a lower bound",
+            "No measurement has an estimate or a bound of the noise scale in prompts yet",
         ),
     ],
 )
 def test_the_report_says_what_was_not_measured(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
     assert sentence in visible_text(write_report(write_policy_run(tmp_path, 8, **options)))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "sentences", "legend"),
+    [
+        (6.0, None, "> 6 prompts; no upper limit known", "lower bound: the noise scale lies above this"),
+        (0.0, 12.0, "< 12 prompts; no lower limit known", "upper bound: the noise scale lies below this"),
+        (0.0, 0.0, "– no noise was seen", "upper bound: the noise scale lies below this"),
+        (None, None, "– prompts; not known yet", "No measurement has an estimate or a bound"),
+    ],
+)
+def test_a_noise_scale_in_prompts_of_which_one_limit_is_known(
+    tmp_path: Path, low: float | None, high: float | None, sentences: str, legend: str
+) -> None:
+    record = policy_record(2)
+    ends = {"gns_prompts/b_simple": None, "gns_prompts/b_simple_low": low, "gns_prompts/b_simple_high": high}
+    text = visible_text(write_report(write_policy_run(tmp_path, 4, metrics=record["metrics"] | ends)))
+    assert f"Average noise scale {sentences}" in text
+    assert legend in text
+    for other in ("lower bound: the noise", "upper bound: the noise", "confidence interval of the noise"):
+        assert (other in text) == (other in legend)
+
+
+def test_the_bound_of_each_step_is_drawn_and_named(tmp_path: Path) -> None:
+    record = policy_record(2)
+    ends = {"gns_prompts/b_simple": None, "gns_prompts/b_simple_low": 0.0, "gns_prompts/b_simple_high": 12.0}
+    run = read_run(write_policy_run(tmp_path, 4, metrics=record["metrics"] | ends))
+    plot = prompt_noise_curve(run.policy, time_axis(timeline(run.policy, "prompts")))
+    assert not isinstance(plot, str)
+    marks = {r.glyph.marker: r.data_source.data for r in plot.figures[0].renderers if isinstance(r.glyph, Scatter)}
+    assert list(marks["inverted_triangle"]["y"]) == [12.0] * 4
+    assert len(marks["triangle"]["y"]) == 0
+    hover = [r.data_source.data["known"] for r in plot.figures[0].renderers if "known" in r.data_source.data]
+    assert list(hover[0]) == ["less than 12"] * 4
+
+
+def test_a_negative_entropy_is_within_its_axis(tmp_path: Path) -> None:
+    """As that of a policy over continuous actions may be."""
+    path = write_policy_run(tmp_path, 4, metrics={"entropy/per_token": -1.5, "entropy/per_token_se": 0.1})
+    run = read_run(path)
+    plot = entropy_curve(run.policy, time_axis(timeline(run.policy, "prompts")))
+    assert not isinstance(plot, str)
+    axis = plot.figures[0].y_range
+    assert axis.start < -1.5 - 2 * 0.1
+    assert axis.end >= 0
+    of_tokens = entropy_curve(
+        read_run(write_policy_run(tmp_path / "tokens", 4)).policy, time_axis(timeline(run.policy, "prompts"))
+    )
+    assert not isinstance(of_tokens, str)
+    assert of_tokens.figures[0].y_range.start == 0
+
+
+def test_the_basis_of_the_verdict_counts_entropies(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(policy_header())
+    for i in range(9):
+        without_entropy = {"metrics": {"reward": 0.1}, **NOTHING} if i % 3 == 2 else {}
+        sink.write(policy_record(i, **without_entropy))
+    sink.close()
+    text = visible_text(write_report(tmp_path))
+    assert "Judged from the entropy of 6 measured steps; the last of them is step 36." in text
+
+
+@pytest.mark.parametrize("has_noise", [True, False])
+def test_the_unit_of_noise_scales_is_shown_where_there_is_one(tmp_path: Path, has_noise: bool) -> None:
+    text = visible_text(write_report(write_policy_run(tmp_path, 8, has_noise=has_noise)))
+    assert ("Batch sizes and noise scales are counted in prompts" in text) == has_noise
 
 
 def test_a_run_with_noise_scale_and_policy_shows_both(tmp_path: Path) -> None:
@@ -146,12 +218,31 @@ def test_steps_that_a_restart_took_again_are_drawn_apart_and_left_out_of_the_ver
         for i in steps:
             sink.write(policy_record(i))
         sink.close()
-    run = read_run(tmp_path)
-    again = timeline(run.policy, "prompts").taken_again
-    assert again == [*(i >= second[0] for i in range(10)), False, *[False] * 8]
+    assert drawn_apart(tmp_path) == [5 * i + 1 for i in range(10) if i >= second[0]]
     text = visible_text(write_report(tmp_path))
     assert sentence in text
     assert "before a restart that took these steps again" in text
+
+
+def drawn_apart(path: Path) -> list[float]:
+    """The steps whose entropies are drawn as those before a restart."""
+    policy = read_run(path).policy
+    plot = entropy_curve(policy, time_axis(timeline(policy, "prompts")))
+    assert not isinstance(plot, str)
+    curves = [r for r in plot.figures[0].renderers if isinstance(r.glyph, Line) and r.glyph.line_color == LIGHT_GREY]
+    data = [r.data_source.data for r in curves]
+    return [x for each in data for x, y in zip(each["x"], each["y"], strict=True) if not math.isnan(y)]
+
+
+def test_steps_that_one_start_took_again_are_drawn_apart_too(tmp_path: Path) -> None:
+    """A loop may go back to a checkpoint without a new log."""
+    sink = JsonlSink(tmp_path)
+    sink.write(policy_header())
+    for i in (*range(10), *range(4, 12)):
+        sink.write(policy_record(i))
+    sink.close()
+    assert drawn_apart(tmp_path) == [5 * i + 1 for i in range(4, 10)]
+    assert "6 measurements of these steps before the restart are left out" in visible_text(write_report(tmp_path))
 
 
 def test_the_error_of_the_entropy_is_drawn_where_it_is_known(tmp_path: Path) -> None:

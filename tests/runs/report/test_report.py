@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sonde.records import RunLog
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from tests.runs.report.plausible_run import alert_record, header_record, reading_record, write_run
@@ -55,6 +56,61 @@ def test_current_alerts_are_apart_from_earlier_alerts(tmp_path: Path) -> None:
     assert "third cause (since window 52)" in now  # no reading since
     assert "first cause" not in now
     assert "first cause (windows 10 to 30)" in earlier
+
+
+@pytest.mark.parametrize(
+    ("alerts", "now", "earlier"),
+    [
+        ([(0, 900)], None, "(window 900)"),  # the restart undid it
+        ([(0, 300)], None, "(window 300)"),  # it did not
+        ([(0, 900), (1, 510)], None, "(window 510)"),
+        ([(0, 900), (1, 525)], "(since window 525)", None),  # no reading since
+        ([(1, 510), (1, 525)], "(since window 525)", None),
+    ],
+)
+def test_alerts_of_steps_that_a_restart_took_again(
+    tmp_path: Path, alerts: list[tuple[int, int]], now: str | None, earlier: str | None
+) -> None:
+    for start, windows in enumerate((range(10, 1010, 10), (510, 520))):
+        sink = JsonlSink(tmp_path)
+        sink.write(header_record())
+        for window in windows:
+            sink.write(reading_record(5, 100, status="resolved") | {"window": window})
+            for of_start, at in alerts:
+                if of_start == start and window <= at < window + 10:
+                    sink.write(alert_record("the cause", window=at))
+        sink.close()
+    _assert_alerts(visible_text(write_report(tmp_path)), now, earlier)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "now", "earlier"),
+    [
+        (range(900, 1010, 10), range(0), None, "(windows 900 to 1,000)"),
+        (range(300, 1010, 10), range(510, 530, 10), "(since window 300)", None),
+        (range(900, 1010, 10), range(510, 530, 10), "(since window 510)", None),
+        (range(900, 1010, 10), range(510, 520, 10), None, "(window 510)"),
+    ],
+)
+def test_a_check_that_fails_around_a_restart(
+    tmp_path: Path, first: range, second: range, now: str | None, earlier: str | None
+) -> None:
+    for failing, windows in ((first, range(10, 1010, 10)), (second, (510, 520))):
+        sink = JsonlSink(tmp_path)
+        sink.write(header_record())
+        for window in windows:
+            if failing and window == failing[0]:
+                sink.write(alert_record("the cause", window=window))
+            found = {"same_data": "the cause"} if window in failing else {}
+            sink.write(reading_record(5, 100, status="resolved", alerts=found) | {"window": window})
+        sink.close()
+    _assert_alerts(visible_text(write_report(tmp_path)), now, earlier)
+
+
+def _assert_alerts(text: str, now: str | None, earlier: str | None) -> None:
+    for title, when in (("Something looks wrong", now), ("Something looked wrong earlier", earlier)):
+        assert (title in text) == (when is not None)
+        assert when is None or f"{title} the cause {when}" in text
 
 
 def test_a_name_that_is_not_unicode_still_gets_its_report(tmp_path: Path) -> None:
@@ -110,6 +166,23 @@ def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("low", "high", "tile"),
+    [
+        (0.0, 12.0, "< 12 sequences; no lower limit known"),
+        (5.0, None, "> 5 sequences; no upper limit known"),
+        (None, None, "– sequences; not known yet"),
+    ],
+)
+def test_a_bound_of_the_average_is_named_as_what_it_is(
+    tmp_path: Path, low: float | None, high: float | None, tile: str
+) -> None:
+    metrics = reading_record(0, 1, status="resolved")["metrics"]
+    ends = {"gns/b_simple_average": None, "gns/b_simple_average_low": low, "gns/b_simple_average_high": high}
+    text = visible_text(write_report(write_run(tmp_path, 3, status="resolved", metrics=metrics | ends)))
+    assert f"Average over the run {tile}" in text
+
+
+@pytest.mark.parametrize(
     ("status", "sentences"),
     [
         (
@@ -140,6 +213,27 @@ def test_the_report_says_what_is_not_known(tmp_path: Path, status: str, sentence
     text = visible_text(write_report(write_run(tmp_path, 20, status=status)))
     for sentence in sentences:
         assert sentence in text, sentence
+
+
+class Reward:
+    """A probe of one's own."""
+
+    def step(self) -> None: ...
+
+    def metrics(self) -> dict[str, float | None]:
+        return {"reward": 0.5}
+
+    def close(self) -> None: ...
+
+
+def test_a_log_of_ones_own_probe_alone_claims_no_batch_size(tmp_path: Path) -> None:
+    log = RunLog(JsonlSink(tmp_path))
+    log.measure(Reward(), 1)
+    log.end("done", window=1)
+    text = visible_text(write_report(tmp_path))
+    assert "How this was measured" in text
+    for word in ("atch size", "noise scale", "sample"):
+        assert word not in text, word
 
 
 def test_another_unit_reads_right(tmp_path: Path) -> None:
@@ -176,7 +270,7 @@ def test_every_value_that_could_break_an_axis_is_drawn(tmp_path: Path) -> None:
     sink.close()
     text = visible_text(write_report(tmp_path))
     assert "|G|² estimated at or below 0: not yet distinguishable from 0" in text
-    assert "no noise was seen. All pieces of a window gave the same gradient" in text
+    assert "no gradient noise was seen. All pieces had the same gradient" in text
 
 
 def test_a_restart_and_a_cut_off_line_are_shown(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def judge_batch(
     size = f"{number(batch, 4)} {unit}"
     if status == "unresolved" or low is None or high is None:
         return Verdict("unknown", f"No verdict yet on the batch of {size}.", _sentences(reason, advice))
-    if high <= 0:
+    if high <= 0 or b_simple == 0:
         return Verdict(
             "unknown",
             f"No verdict on the batch of {size}: no gradient noise was seen.",

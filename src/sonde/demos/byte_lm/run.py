@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from sonde.batch_size.stats.critical_batch import Verdict, judge_batch
 from sonde.demos.byte_lm.data import find_sources
 from sonde.demos.byte_lm.interrupt import INTERRUPTED
 from sonde.demos.byte_lm.launch import TrainingFailed, launch
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
 from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
-from sonde.runs.reader import Reading, read_run
+from sonde.runs.reader import read_run
+from sonde.runs.report.verdicts import judge_reading
 from sonde.runs.sinks import RECORDS_NAME
 
 _VERDICT_STYLES = {"about_right": "green", "too_small": "yellow", "too_large": "yellow"}
@@ -90,21 +90,7 @@ def conclude(setup: Setup, console: Console) -> None:
     if not run.readings:
         console.print(f"Nothing was measured. The log is {run.path}.", soft_wrap=True)
         return
-    verdict = _judge(run.readings[-1], setup)
+    verdict = judge_reading(run.readings[-1], run.probe("reading").unit)
     style = _VERDICT_STYLES.get(verdict.kind, "cyan")
     console.print(verdict_panel(verdict.headline, verdict.detail, style=style, width=console.width))
     leave_report(run.path, setup.folder, console)
-
-
-def _judge(last: Reading, setup: Setup) -> Verdict:
-    return judge_batch(
-        setup.batch,
-        unit="sequences",
-        status=last.status,
-        b_simple=last.metrics["gns/b_simple"],
-        low=last.metrics["gns/b_simple_low"],
-        high=last.high,
-        reason=last.reason,
-        doubling_windows=last.doubling_windows,
-        advice=last.advice,
-    )

@@ -151,22 +151,11 @@ def _central(
     function: Callable[[Any], Outputs], model: nn.Module, direction: Direction, batches: Sequence[Any], pilot: Any
 ) -> tuple[list[Outputs], str]:
     pairs = [(local_tensor(p.detach()), local_tensor(step)) for p, step in direction.items()]
-    narrow = next((p.dtype for p, _ in pairs if p.dtype not in _RELATIVE_STEP), None)
-    if narrow is not None:
-        raise ValueError(
-            f"central differences need parameters of 32 bits or more, got {narrow}, whose rounding swallows "
-            "small movements: use derivatives='forward', or train parameters in fp32"
-        )
-    other = next(((p, step) for p, step in pairs if step.dtype != p.dtype), None)
-    if other is not None:
-        raise ValueError(
-            f"with central differences a direction stores the parameters, so it must have their dtype, got "
-            f"{other[1].dtype} for {other[0].dtype}: convert the direction"
-        )
+    _check_dtypes(pairs)
     h, size = _step_size(direction, pairs)
     tries = _Pilot(function, pilot, direction)
     lost = _Lost(h * size, direction)
-    moved = 0
+    moved = restored = 0
     try:
         # θ moves to θ + hΔ, and the direction's memory stores θ: a direction has the size of the parameters, so no
         # third vector of this size is made.
@@ -185,16 +174,17 @@ def _central(
         reshard(model)
         doubt = tries.doubt_below() or lost.doubt()
         below = [function(batch) for batch in batches]
+        # Parameters get their former bits back, and the direction the real movement over h.
+        for theta, old in pairs:
+            up = (old - theta).div_(h)  # makes a tensor, for which memory may be missing
+            theta.copy_(old)
+            restored += 1  # from here on `old` no longer stores θ
+            old.copy_(up)
     except BaseException:
-        for theta, old in pairs[:moved]:
+        for theta, old in pairs[restored:moved]:
             theta.copy_(old)
         reshard(model)
         raise
-    # Parameters get their former bits back, and the direction the real movement over h.
-    for theta, old in pairs:
-        up = (old - theta).div_(h)
-        theta.copy_(old)
-        old.copy_(up)
     reshard(model)
     differences = [
         tuple((a - b).div_(2.0) for a, b in zip(up, down, strict=True)) for up, down in zip(above, below, strict=True)
@@ -202,6 +192,21 @@ def _central(
     if not doubt and _root_mean_square(differences) > _TOO_FAR:
         doubt = LOST_IN_ROUNDING  # other outputs move far more than the pilot's
     return [tuple(d.div_(h) for d in batch) for batch in differences], doubt
+
+
+def _check_dtypes(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    narrow = next((p.dtype for p, _ in pairs if p.dtype not in _RELATIVE_STEP), None)
+    if narrow is not None:
+        raise ValueError(
+            f"central differences need parameters of 32 bits or more, got {narrow}, whose rounding swallows "
+            "small movements: use derivatives='forward', or train parameters in fp32"
+        )
+    other = next(((p, step) for p, step in pairs if step.dtype != p.dtype), None)
+    if other is not None:
+        raise ValueError(
+            f"with central differences a direction stores the parameters, so it must have their dtype, got "
+            f"{other[1].dtype} for {other[0].dtype}: convert the direction"
+        )
 
 
 class _Pilot:

@@ -21,10 +21,10 @@ Part = Literal["all", "momentum", "batch", "decay"]
 
 
 def why_no_forecast(optimizer: Any) -> str:
-    """Why an optimizer's step cannot be forecast; empty if it can."""
+    """Why an optimizer's step cannot be forecast, and the way out; empty if it can."""
     kind = type(unwrap_optimizer(optimizer))
     if kind not in _RULES:
-        return f"the step of {kind.__name__} is not known before it is taken: measure it, by StepMeter"
+        return f"sonde cannot forecast the step of {kind.__name__}: use around_step(), which measures it"
     return ""
 
 

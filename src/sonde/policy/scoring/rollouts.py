@@ -23,7 +23,7 @@ _SHAPES = {
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """Responses to prompts, one row each.
+    """Responses to prompts, one row each. Every rank that measures needs at least one.
 
     Attributes:
         inputs: tensors that `TokenStatistics` read; their rows are the responses.
@@ -67,6 +67,8 @@ class Rollouts:
                 f"inputs must map names to tensors, got {_kind(self.inputs)}: pass {{'input_ids': ids}}, or what your "
                 "token statistics read"
             )
+        if self.mask.shape[:1] == (0,):
+            return  # an error here would be raised on this rank alone: the probes refuse it, on all ranks
         responses = self.responses()  # checks the mask and the prompts
         for name, tensor in self.inputs.items():
             if not isinstance(tensor, Tensor) or tensor.shape[:1] != self.mask.shape[:1]:
@@ -92,6 +94,18 @@ class Rollouts:
     def n_prompts(self) -> int:
         """Number of prompts that were answered."""
         return len(self.prompt.unique())
+
+    def check_not_empty(self) -> None:
+        """Refuse rollouts without responses.
+
+        Raises:
+            ValueError: if there is no response.
+        """
+        if not len(self):
+            raise ValueError(
+                "a rank has no response, expected at least one on each rank: give it some of the other ranks' "
+                "responses, or pass the ranks that have responses as process_group="
+            )
 
     def responses(self) -> Responses:
         """The mask and the prompts, for equations; on the CPU."""

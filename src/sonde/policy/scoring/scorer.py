@@ -194,9 +194,9 @@ class Scorer:
         Raises:
             ValueError: if they differ by more than rounding and the order of sums can explain.
         """
-        batch = self._own(rollouts)[0]
 
         def check() -> None:
+            batch = self._own(rollouts)[0]
             first, second = self._outputs(batch), self._outputs(batch)
             difference = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
             if difference > _ROUNDING:

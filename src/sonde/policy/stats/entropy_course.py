@@ -14,8 +14,8 @@ from sonde.policy.stats.steps_kept import StepsKept
 Trend = Literal["holds", "falling", "fallen", "rising", "risen", "unknown"]
 
 HOLDS_WITHIN = 0.15
-"""Largest change, as a fraction, of an entropy that holds. A change within it moves neither the diversity of responses
-nor the room to learn much; a verdict that allowed more (it was a half) called a fall by 45 % no fall."""
+"""Largest change, as a fraction, of an entropy that holds. It matters little: responses stay about as diverse, and the
+policy can still learn about as much."""
 CHANGED_BY = 0.1
 """Smallest change, as a fraction, that is called a fall or a rise. Below it, one interval in twenty that misses 0 by
 chance would still make a verdict."""

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 
 from sonde.runs.reader import Run, Totals
+from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
 from sonde.wording import count, duration, moment, number, percent, plural
 
 MAX_TEXT = 4000
@@ -51,8 +52,10 @@ def _setup_rows(run: Run) -> list[Row]:
         training.insert(1, plural(int(ranks), "data-parallel rank"))
     if setup.get("parameters") is not None:
         training.append(plural(int(setup["parameters"]), "parameter"))
-    meaning = f"{unit}. Batch sizes and noise scales are counted in {unit}, each taken as one independent sample."
-    rows = [Row("Training set-up", (", ".join(training) or "not recorded",)), Row("Unit", (meaning,))]
+    rows = [Row("Training set-up", (", ".join(training) or "not recorded",))]
+    if run.readings or any(logged_interval(r.metrics, PROMPT_NOISE).status != "unresolved" for r in run.policy):
+        meaning = f"{unit}. Batch sizes and noise scales are counted in {unit}, each taken as one independent sample."
+        rows.append(Row("Unit", (meaning,)))
     taps = list(run.totals.taps) or [str(setup["tap"])] if run.readings and setup.get("tap") is not None else []
     if taps:
         rows.append(Row("Where gradients were read", (", then ".join(taps),)))

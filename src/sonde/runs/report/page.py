@@ -14,7 +14,7 @@ from string import Template
 from bokeh.embed import components
 from bokeh.resources import Resources
 
-from sonde.runs.reader import Run
+from sonde.runs.reader import Alert, Run
 from sonde.runs.report.figures import LegendEntry, Mark, Plot, Table
 from sonde.runs.report.how_measured import Row, cut, how_measured
 from sonde.runs.report.policy_sections import policy_sections
@@ -102,23 +102,40 @@ def _alerts(run: Run) -> str:
     """What looks wrong now, then what looked wrong earlier. A check that keeps failing is listed once."""
     last_alerted = dict(run.totals.last_alerted)
     for reading in run.policy:
-        last_alerted |= {name: max(reading.window, last_alerted.get(name, 0)) for name in reading.alerts}
-    last, failing = run.last, run.alerts_now
+        last_alerted |= dict.fromkeys(reading.alerts, reading.window)
+    failing = run.alerts_now
     now: list[tuple[str, str]] = []
     earlier: list[tuple[str, str]] = []
-    first = {alert.name: alert for alert in reversed(run.alerts)}
-    for name, alert in sorted(first.items(), key=lambda item: item[1].window):
-        if name in failing or alert.window > last.window:
-            now.append((failing.get(name, alert.message), f"since window {count(alert.window)}"))
+    for alerts in sorted(_alerts_by_name(run), key=lambda alerts: alerts[0].window):
+        first, last = alerts[0], alerts[-1]
+        if first.name in failing:
+            now.append((failing[first.name], f"since window {count(first.window)}"))
+        elif _is_newer_than_readings(last, run):
+            now.append((last.message, f"since window {count(last.window)}"))
         else:
-            until = last_alerted.get(name, alert.window)
-            when = f"windows {count(alert.window)} to {count(until)}" if until > alert.window else ""
-            earlier.append((alert.message, when or f"window {count(alert.window)}"))
+            until = last_alerted.get(first.name, first.window)
+            when = f"windows {count(first.window)} to {count(until)}" if until > first.window else ""
+            earlier.append((first.message, when or f"window {count(first.window)}"))
     blocks = (
         _alert_list("Something looks wrong", now, css_class="alerts"),
         _alert_list("Something looked wrong earlier", earlier, css_class="alerts over"),
     )
     return "\n".join(filter(None, blocks))
+
+
+def _alerts_by_name(run: Run) -> list[list[Alert]]:
+    """The alerts of each check without those that a restart undid; all of them if it undid them all."""
+    by_name: dict[str, list[Alert]] = {}
+    for alert in run.alerts:
+        by_name.setdefault(alert.name, []).append(alert)
+    return [[a for a in each if not run.was_undone(a.segment, a.window)] or each for each in by_name.values()]
+
+
+def _is_newer_than_readings(alert: Alert, run: Run) -> bool:
+    """Whether no reading followed that could show that all is well again."""
+    if alert.segment < len(run.headers) - 1:
+        return False
+    return run.last.segment < alert.segment or alert.window > run.last.window
 
 
 def _alert_list(title: str, alerts: list[tuple[str, str]], *, css_class: str) -> str:

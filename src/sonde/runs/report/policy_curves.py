@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import accumulate
 
 from bokeh.models import BasicTicker, NumeralTickFormatter
@@ -12,6 +12,7 @@ from sonde.policy.stats.coverage import Coverage
 from sonde.policy.stats.entropy_forecast import LINEAR_BETWEEN
 from sonde.policy.stats.forecast_point import Point, Z
 from sonde.policy.stats.importance import LEAST_ESS_FRACTION
+from sonde.policy.stats.steps_kept import steps_kept
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.report.curve_style import (
     WINDOW,
@@ -37,7 +38,9 @@ from sonde.runs.report.figures import (
     noise_scale_axis,
     scale_for,
 )
+from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
 from sonde.runs.report.timeline import MAX_POINTS, Timeline, timeline
+from sonde.stats.intervals import RatioInterval, Status
 from sonde.wording import estimate, number
 
 Line = Timeline[PolicyReading]
@@ -49,10 +52,12 @@ def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | s
     if line is None:
         return "No entropy was measured in this run."
     fresh, learned = line.metric("entropy/per_token"), line.metric("entropy/token_weighted")
-    errors, again = line.metric("entropy/per_token_se"), line.taken_again
+    errors, again = line.metric("entropy/per_token_se"), _undone(line)
     kept = [math.nan if is_again else 1.0 for is_again in again]
     low, high = ([k * (h + s * Z * e) for k, h, e in zip(kept, fresh, errors, strict=True)] for s in (-1, 1))
-    y = Scale("linear", 0.0, scale_for([0.0, *fresh, *learned, *high], "linear").end)
+    is_negative = any(v < 0 for v in [*fresh, *learned])  # as that of a continuous distribution may be
+    room = scale_for([0.0, *fresh, *learned, *high, *(low if is_negative else ())], "linear")
+    y = room if is_negative else Scale("linear", 0.0, room.end)
     fig = new_curve(line, axis, y, y_label="Entropy (nats a token)", height=320)
     add_bands(fig, line.x, low, high, y, fill_color=BLUE, fill_alpha=0.14)
     add_curve(fig, line.x, [k * v for k, v in zip(kept, learned, strict=True)], GREY, dash="dashed")
@@ -126,7 +131,7 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
         if trusted:
             low, high = [_drawn(p.low) for p in some], [_drawn(p.high) for p in some]
             fig.segment(low, truth, high, truth, color=color, line_width=4, alpha=0.3)
-            spread = [1.96 * (p.truth_se or 0.0) for p in some]
+            spread = [Z * (p.truth_se or 0.0) for p in some]
             forecasts = [_drawn(p.delta) for p in some]
             below, above = ([t + sign * s for t, s in zip(truth, spread, strict=True)] for sign in (-1, 1))
             fig.segment(forecasts, below, forecasts, above, color=ORANGE, line_width=2, alpha=0.6)
@@ -214,22 +219,24 @@ def prompt_noise_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plo
     line = _timeline_with(readings, "gns_prompts/prompts_per_window")
     if line is None:
         return "The noise scale in prompts was not measured in this run: turn gns_probe on."
-    low = line.metric("gns_prompts/b_simple_low")
-    if all(map(math.isnan, low)):
-        return (
-            "No measurement has an estimate or a lower bound of the noise scale in prompts yet: measure more windows."
-        )
-    resolved, batch = line.metric("gns_prompts/b_simple"), line.metric("gns_prompts/prompts_per_window")
-    bound = [v if math.isnan(r) else math.nan for v, r in zip(low, resolved, strict=True)]
-    high = line.column(_prompt_noise_high)
-    drawn = [a if math.isnan(b) else b for a, b in zip(resolved, bound, strict=True)]
-    y = noise_scale_axis([*drawn, *low, *batch], high)
+    known = [None if row is None else _prompt_noise(row) for row in line.rows]
+    statuses = {interval.status for interval in known if interval is not None}
+    if statuses <= {"unresolved"}:
+        return "No measurement has an estimate or a bound of the noise scale in prompts yet: measure more windows."
+    batch = line.metric("gns_prompts/prompts_per_window")
+    resolved = line.column(lambda r: r.metrics.get(PROMPT_NOISE) if _prompt_noise(r).status == "resolved" else None)
+    bound = line.column(lambda r: _prompt_noise(r).low if _prompt_noise(r).status == "lower_bound" else None)
+    upper = line.column(lambda r: _prompt_noise(r).high if _prompt_noise(r).status == "upper_bound" else None)
+    low = line.column(lambda r: _prompt_noise(r).low if _prompt_noise(r).status == "resolved" else None)
+    high = line.column(lambda r: _prompt_noise(r).high)
+    drawn = [next((v for v in row if not math.isnan(v)), math.nan) for row in zip(resolved, bound, upper, strict=True)]
+    y = noise_scale_axis([v for v in [*drawn, *low, *batch] if v > 0], high)
     fig = new_curve(line, axis, y, y_label="Noise scale (prompts)", height=320)
-    resolved_low = [v if r > 0 else math.nan for v, r in zip(low, resolved, strict=True)]
-    add_bands(fig, line.x, resolved_low, high, y, fill_color=BLUE, fill_alpha=0.16)
+    add_bands(fig, line.x, low, high, y, fill_color=BLUE, fill_alpha=0.16)
     add_curve(fig, line.x, batch, ORANGE, dash="dashed")
     add_curve(fig, line.x, [y.clamp(v) for v in resolved], BLUE)
     add_triangles(fig, line.x, [y.clamp(v) for v in bound], "triangle", GREY)
+    add_triangles(fig, line.x, [y.clamp(v) for v in upper], "inverted_triangle", GREY)
     columns = {
         "x": line.x,
         "y": [y.clamp(v) for v in drawn],
@@ -237,14 +244,27 @@ def prompt_noise_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plo
         "known": line.texts(_prompt_noise_text),
         "share": line.texts(lambda r: _percent(r.metrics.get("gns_prompts/completions_share"))),
     }
-    add_hover(fig, columns, [("noise scale", "@known"), ("part from completions", "@share"), WINDOW])
-    legend = [LegendEntry("dashed", ORANGE, "prompts that a step learns from (batch size)")]
-    if any(map(math.isfinite, resolved)):
-        legend.append(LegendEntry("line", BLUE, "noise scale"))
-        legend.append(LegendEntry("band", BLUE, "confidence interval of the noise scale"))
-    if any(map(math.isfinite, bound)):
-        legend.append(LegendEntry("up", GREY, "lower bound: the noise scale lies above this"))
-    return Plot((fig,), (*legend, *restart_legend(line)))
+    rows = [("noise scale, running average", "@known"), ("part from completions", "@share"), WINDOW]
+    add_hover(fig, columns, rows)
+    return Plot((fig,), (*_prompt_noise_legend(statuses), *restart_legend(line)))
+
+
+def _prompt_noise_legend(statuses: Set[Status]) -> Iterator[LegendEntry]:
+    yield LegendEntry("dashed", ORANGE, "prompts that a step learns from (batch size)")
+    if "resolved" in statuses:
+        yield LegendEntry("line", BLUE, "noise scale, running average")
+        yield LegendEntry("band", BLUE, "confidence interval of the noise scale")
+    if "lower_bound" in statuses:
+        yield LegendEntry("up", GREY, "lower bound: the noise scale lies above this")
+    if "upper_bound" in statuses:
+        yield LegendEntry("down", GREY, "upper bound: the noise scale lies below this")
+
+
+def _undone(line: Line) -> list[bool]:
+    """Whether a restart undid the measurement of each row, so that the verdict leaves it out."""
+    points = [None if row is None else row.point for row in line.rows]
+    kept = {id(point) for point in steps_kept([p for p in points if p is not None and p.entropy is not None]).points}
+    return [p is not None and p.entropy is not None and id(p) not in kept for p in points]
 
 
 def _timeline_with(readings: Sequence[PolicyReading], *names: str, at_most: int | None = None) -> Line | None:
@@ -285,16 +305,13 @@ def _forecast_legend(points: Sequence[Point], *, marks_truth: bool = True) -> li
     return legend
 
 
-def _prompt_noise_high(reading: PolicyReading) -> float | None:
-    if reading.metrics.get("gns_prompts/b_simple") is None:
-        return math.inf if reading.metrics.get("gns_prompts/b_simple_low") is not None else None
-    return reading.metrics.get("gns_prompts/b_simple_high")
+def _prompt_noise(reading: PolicyReading) -> RatioInterval:
+    return logged_interval(reading.metrics, PROMPT_NOISE)
 
 
 def _prompt_noise_text(reading: PolicyReading) -> str:
-    value, low = (reading.metrics.get(f"gns_prompts/{name}") for name in ("b_simple", "b_simple_low"))
-    status = "resolved" if value is not None else "lower_bound" if low is not None else "unresolved"
-    return estimate(status, value, low, _prompt_noise_high(reading))
+    known = _prompt_noise(reading)
+    return estimate(known.status, reading.metrics.get(PROMPT_NOISE), known.low, known.high)
 
 
 def _percent(value: float | None) -> str:

@@ -67,7 +67,8 @@ def policy_sections(run: Run) -> list[Section]:
         Section(
             "Noise scale in prompts",
             "The noise scale in prompts is the number of prompts per step at which the gradient of a step contains as "
-            "much noise as signal. Part of the noise comes from the completions: more completions per prompt would "
+            "much noise as signal. The curve is a running average over the measured steps, so it lags while the noise "
+            "scale changes. Part of the noise comes from the completions: more completions per prompt would "
             "reduce this part. Only more prompts reduce the rest.",
             (prompt_noise_curve(policy, axis),),
         ),

@@ -55,16 +55,6 @@ class Timeline(Generic[R]):
         """The window number of each row."""
         return self.column(lambda reading: reading.window)
 
-    @property
-    def taken_again(self) -> list[bool]:
-        """Whether a later start of the run began at or before each row's window: it took that step again."""
-        earliest, again = math.inf, []
-        for row, following in zip(reversed(self.rows), [None, *reversed(self.rows)], strict=False):
-            if row is None and following is not None:  # rows after this break belong to later starts
-                earliest = min(earliest, following.window)
-            again.append(row is not None and row.window >= earliest)
-        return again[::-1]
-
     def metric(self, name: str) -> list[float]:
         """One metric, NaN where it is not known."""
         return self.column(lambda reading: reading.metrics.get(name))

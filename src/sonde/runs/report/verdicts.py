@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sonde.batch_size.stats.critical_batch import Verdict, judge_batch, steps_and_examples
@@ -12,6 +12,7 @@ from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.steps_kept import steps_kept
 from sonde.runs.reader import Reading, Run
+from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
 from sonde.runs.report.timeline import position_text
 from sonde.wording import number, percent, plural
 
@@ -79,7 +80,7 @@ def verdict_panels(run: Run) -> list[VerdictPanel]:
 def batch_size_panel(run: Run) -> VerdictPanel:
     """The verdict on the batch size, for a run that has at least one reading of the noise scale."""
     unit, last = run.probe("reading").unit, run.readings[-1]
-    verdict = _judge_batch(last, unit)
+    verdict = judge_reading(last, unit)
     basis = f"Judged from the last reading: {position_text(last, unit)}."
     needed = last.metrics.get("gns/windows_needed")
     if needed and last.status == "resolved":
@@ -91,10 +92,7 @@ def batch_size_panel(run: Run) -> VerdictPanel:
 def entropy_panel(run: Run) -> VerdictPanel:
     """The verdict on the entropy, for a run in which a policy was measured at least once."""
     verdict = judge_entropy([r.point for r in run.policy])
-    basis = (
-        f"Judged from {plural(len(run.policy), 'measured step')}; the last of them is step {run.policy[-1].window:,}."
-    )
-    basis = f"{basis} {verdict.basis}".strip()
+    basis = f"{_entropies_judged(run)} {verdict.basis}".strip()
     return VerdictPanel(
         verdict.kind,
         _ENTROPY_BADGES[verdict.kind],
@@ -105,25 +103,36 @@ def entropy_panel(run: Run) -> VerdictPanel:
     )
 
 
-def _judge_batch(last: Reading, unit: str) -> Verdict:
-    batch, estimate = last.metrics.get("gns/units_per_window"), last.metrics.get("gns/b_simple")
+def _entropies_judged(run: Run) -> str:
+    """From how many entropies the verdict was made."""
+    steps = [r.window for r in run.policy if r.point.entropy is not None]
+    if not steps:
+        return f"Judged from {plural(len(run.policy), 'measured step')} without an entropy."
+    return f"Judged from the entropy of {plural(len(steps), 'measured step')}; the last of them is step {steps[-1]:,}."
+
+
+def judge_reading(reading: Reading, unit: str) -> Verdict:
+    """Judge the batch size by one reading of a log.
+
+    Args:
+        reading: for a present verdict the last one.
+        unit: plural name of the unit.
+    """
+    batch = reading.metrics.get("gns/units_per_window")
     if not batch:
         return Verdict(
-            "unknown", "No verdict yet: the batch size is not known.", f"{last.reason or 'No window was measured'}."
+            "unknown", "No verdict yet: the batch size is not known.", f"{reading.reason or 'No window was measured'}."
         )
-    if last.status == "resolved" and not estimate:
-        why = "All pieces of a window gave the same gradient: check that each piece gets its own data."
-        return Verdict("unknown", f"No verdict on the batch of {number(batch, 4)} {unit}: no noise was seen.", why)
     return judge_batch(
         batch,
         unit=unit,
-        status=last.status,
-        b_simple=estimate,
-        low=last.metrics.get("gns/b_simple_low"),
-        high=last.high,
-        reason=last.reason,
-        doubling_windows=last.doubling_windows,
-        advice=last.advice,
+        status=reading.status,
+        b_simple=reading.metrics.get("gns/b_simple"),
+        low=reading.metrics.get("gns/b_simple_low"),
+        high=reading.high,
+        reason=reading.reason,
+        doubling_windows=reading.doubling_windows,
+        advice=reading.advice,
     )
 
 
@@ -156,13 +165,24 @@ def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
 
 def _average_tile(last: Reading, unit: str) -> Tile:
     """The noise scale of the run so far."""
-    names = ("gns/b_simple_average", "gns/b_simple_average_low", "gns/b_simple_average_high")
-    value, low, high = (last.metrics.get(name) for name in names)
-    if value is not None:
-        return Tile("Average over the run", number(value), f"{unit}; between {number(low)} and {number(high)}")
-    if low is not None:
-        return Tile("Average over the run", f"> {number(low)}", f"{unit}; no upper limit known")
-    return Tile("Average over the run", "–", "not known yet")
+    return _noise_scale_tile("Average over the run", last.metrics, "gns/b_simple_average", unit)
+
+
+def _noise_scale_tile(name: str, metrics: Mapping[str, float | None], metric: str, unit: str) -> Tile:
+    """A noise scale that the log holds with both ends of its interval, as far as it is known."""
+    known = logged_interval(metrics, metric)
+    if known.high == 0:
+        return Tile(name, "–", "no noise was seen")
+    match known.status:
+        case "resolved":
+            value = number(metrics.get(metric))
+            return Tile(name, value, f"{unit}; between {number(known.low)} and {number(known.high)}")
+        case "lower_bound":
+            return Tile(name, f"> {number(known.low)}", f"{unit}; no upper limit known")
+        case "upper_bound":
+            return Tile(name, f"< {number(known.high)}", f"{unit}; no lower limit known")
+        case "unresolved":
+            return Tile(name, "–", f"{unit}; not known yet")
 
 
 def _cost(batch: float, low: float, high: float, estimate: float | None, name: str) -> tuple[str, str]:
@@ -190,15 +210,8 @@ def _policy_tiles(run: Run) -> Iterator[Tile]:
         )
     else:
         yield Tile("Coverage", "–", "not known without fresh rollouts")
-    noise = [r.metrics for r in run.policy if r.metrics.get("gns_prompts/b_simple_low") is not None]
-    if not noise:
-        yield Tile("Noise scale", "–", "in prompts, not known yet")
-        return
-    value, low, high = (noise[-1].get(f"gns_prompts/{name}") for name in ("b_simple", "b_simple_low", "b_simple_high"))
-    if value is None:
-        yield Tile("Noise scale", f"> {number(low)}", "prompts; no upper limit known")
-    else:
-        yield Tile("Noise scale", number(value), f"prompts; between {number(low)} and {number(high)}")
+    noise = [r.metrics for r in run.policy if logged_interval(r.metrics, PROMPT_NOISE).low is not None]
+    yield _noise_scale_tile("Average noise scale", noise[-1] if noise else {}, PROMPT_NOISE, "prompts")
 
 
 def _entropy_tiles(run: Run) -> Iterator[Tile]:

@@ -1,0 +1,31 @@
+"""How far a noise scale is known, by the numbers that a log holds of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from sonde.stats.intervals import RatioInterval
+
+PROMPT_NOISE = "gns_prompts/b_simple"
+"""The metric with the noise scale in prompts."""
+
+
+def logged_interval(metrics: Mapping[str, float | None], name: str) -> RatioInterval:
+    """The interval of a noise scale whose estimate is the metric `name` and whose ends are `name` + "_low", "_high".
+
+    A log holds no infinity: the unknown end of a bound is None. The estimate is None unless both ends are known.
+
+    Example:
+        >>> metrics = {"gns_prompts/b_simple": None, "gns_prompts/b_simple_low": 0.0, "gns_prompts/b_simple_high": 12.0}
+        >>> logged_interval(metrics, "gns_prompts/b_simple").status
+        'upper_bound'
+    """
+    low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
+    if low is None:
+        return RatioInterval("unresolved", None, None)
+    if metrics.get(name) is not None:
+        return RatioInterval("resolved", low, high)
+    if high is None:
+        return RatioInterval("lower_bound", low, math.inf)
+    return RatioInterval("upper_bound", low, high)
