@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import sonde
+from sonde.runs.locked_file import LockedFile
 from tests.batch_size.loops import Recording
 
 
@@ -96,6 +98,38 @@ def test_a_handler_that_ends_the_log_and_raises_leaves_the_interrupted_sink_whol
     assert not sink.was_entered_twice
     assert (kinds(sink), sink.closed) == (["header", "metrics", "end"], 1)
     assert (kinds(other), other.closed) == (["header", "metrics", "end"], 1)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_signal_within_the_write_of_a_log_on_disk_leaves_whole_lines(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    install: Callable[[Callable[[], object]], None],
+    is_written: bool,
+) -> None:
+    """The handler's records reach the disk at once, before or after the line that the signal interrupted."""
+    install(lambda: lines.append(records.read_text().splitlines()[-1]))
+    append, records, lines = LockedFile.append, tmp_path / "records.jsonl", list[str]()
+
+    def interrupted(file: LockedFile, line: bytes) -> None:
+        monkeypatch.setattr(LockedFile, "append", append)
+        if is_written:
+            append(file, line)
+        signal.raise_signal(signal.SIGTERM)
+        if not is_written:
+            append(file, line)
+
+    log, own = sonde.RunLog(sonde.JsonlSink(tmp_path)), Own()
+    log.measure(own, 1)
+    monkeypatch.setattr(LockedFile, "append", interrupted)
+    for step in (2, 3):
+        log.measure(own, step)
+    log.end("done", window=3)
+    assert len(lines) == 1
+    assert lines[0].startswith('{"kind":"end"')
+    run = sonde.read_run(tmp_path)
+    assert [reading.window for reading in run.own] == [1, 2, 3]
+    assert (run.ended, run.torn) == ("done, after the process was told to end (SIGTERM)", None)
 
 
 class Refuses(Recording):
