@@ -96,8 +96,28 @@ def test_a_handler_that_ends_the_log_and_raises_leaves_the_interrupted_sink_whol
     with pytest.raises(KeyboardInterrupt):
         log.measure(own, 2)
     assert not sink.was_entered_twice
-    assert (kinds(sink), sink.closed) == (["header", "metrics", "end"], 1)
+    assert (kinds(sink), sink.closed) == (["header", "metrics", "end", "report"], 1)
     assert (kinds(other), other.closed) == (["header", "metrics", "end"], 1)
+
+
+def test_an_error_of_a_handler_is_not_taken_for_the_sinks(install: Callable[[Callable[[], object]], None]) -> None:
+    """As one that leaves the training loop. It is an ordinary exception, and arrives within `write`."""
+
+    class Preempted(Exception):
+        pass
+
+    def stop() -> None:
+        raise Preempted
+
+    install(stop)
+    sink, own = Interrupted(), Own()
+    log = sonde.RunLog(sink)
+    log.measure(own, 1)
+    with pytest.raises(Preempted):
+        log.measure(own, 2)
+    assert (log.alerts, log.has_sinks) == ({}, True)
+    log.end("done", window=2)
+    assert kinds(sink) == ["header", "metrics", "end", "report"]
 
 
 @pytest.mark.parametrize("is_written", [False, True])

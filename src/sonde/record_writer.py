@@ -85,7 +85,7 @@ class RecordWriter:
             self.close()
             raise
         if self._is_first_rank and self.has_sinks:
-            self._termination = OnTermination(self._note_termination, self._write_reports, self._go_on)
+            self._termination = OnTermination(self._note_termination, self._note_the_end, self._go_on)
             if not self._termination.in_main_thread:
                 logger.warning(
                     "sonde: the log was begun outside the main thread, and only that thread hears signals. SIGTERM "
@@ -152,6 +152,12 @@ class RecordWriter:
             held, self._held = self._held, None
             for record in held or ():
                 self._hand_over(record)
+
+    def _note_the_end(self) -> None:
+        """The process ends, or a handler of the user's raises."""
+        for sink in self._sinks:
+            sink.note_error_of_handler()
+        self._write_reports()
 
     def _write_reports(self) -> None:
         if not self._has_report:

@@ -47,8 +47,12 @@ class GuardedSink:
         """Records in a row that were refused last."""
         self._is_inside = False
         """Whether a call of the sink's `write` has not returned yet."""
+        self._is_unwinding = False
+        """Whether a signal handler has raised within that call, so that the error is not the sink's."""
         self._waiting: list[Mapping[str, object]] = []
         """Records that came meanwhile."""
+        self._wants_report = False
+        """Whether a report was asked for meanwhile."""
 
     @property
     def _must_wait(self) -> bool:
@@ -74,20 +78,28 @@ class GuardedSink:
             if is_outermost:
                 self._catch_up()
 
+    def note_error_of_handler(self) -> None:
+        """A signal handler raises. If it has interrupted `write`, its error goes on to the training loop."""
+        self._is_unwinding = self._is_inside
+
     def _catch_up(self) -> None:
         """Do what a signal handler wanted while it had interrupted `write`."""
+        self._is_unwinding = False
         while self._waiting:
             self._hand_over(self._waiting.pop(0), raises=False)
         self._is_inside = False
         if not self.is_open:
             self._close_sink()
+        if self._wants_report:
+            self._wants_report = False
+            self.write_report()
 
     def _hand_over(self, record: Mapping[str, object], *, raises: bool) -> None:
         try:
             self._sink.write(record)
             self._n_refused = 0
         except Exception as error:
-            if raises:
+            if raises or self._is_unwinding:
                 raise
             if isinstance(error, ValueError):
                 self._note_refusal(record, error)
@@ -117,12 +129,13 @@ class GuardedSink:
         self._alerts[f"{name}_{n_before + 1}" if n_before else name] = message
 
     def write_report(self) -> None:
-        """Let a sink that can write a report do so."""
+        """Let a sink that can write a report do so; if a call of its `write` is interrupted, then after that."""
         if self._has_failed or (write_report := getattr(self._sink, "write_report", None)) is None:
             return
+        if self._must_wait:
+            self._wants_report = True
+            return
         try:
-            if self._must_wait:
-                raise RuntimeError("SIGTERM has interrupted it while it wrote a record")
             write_report()
         except Exception as error:  # the process ends: the log is what counts, and it is written
             logger.error("sonde: %s could not write a report: %s", self._name, error)
