@@ -1,4 +1,4 @@
-"""What a run writes down: its kinds of record, the metrics with their units, the sinks, and the log of the run.
+"""What a run writes down: its kinds of record, the metrics with their units, and the log of the run.
 
 A run is a sequence of records, each a JSON object with a `kind`:
 
