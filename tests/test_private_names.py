@@ -21,7 +21,7 @@ OF_ITS_OWN_CLASS = {
     "batch_size/stats/averages.py": {"_load"},
     "batch_size/stats/trend.py": {"_growth"},
     "policy/entropy_change.py": {"_forecast"},
-    "termination.py": {"_before", "_is_on"},
+    "termination.py": {"_before", "_is_on", "_pid", "_previous"},
 }
 """Names that a file defines, and takes from another object of the same class, not from `self`."""
 

@@ -13,17 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import sonde
-from tests.batch_size.loops import Recording
+from tests.batch_size.loops import Recording, windows_of_rows
 from tests.ranks import Ranks
-
-
-def train(probe: sonde.NoiseScaleProbe, model: nn.Module, windows: int) -> None:
-    for _ in range(windows):
-        for _ in range(2):
-            with probe.piece(units=4):
-                model(torch.randn(4, 3)).square().mean().backward()
-        probe.step()
-        model.zero_grad()
 
 
 class DeadUnits:
@@ -50,11 +41,11 @@ def test_probes_with_other_units_write_one_log(tmp_path: Path) -> None:
     log = sonde.RunLog(sonde.JsonlSink(tmp_path), run="both", every=2)
     noise = sonde.attach(model, unit="sequences", log=log, verbose=False)
     policy = sonde.PolicyLog(log, setup={"wrapper": "a loop"})
-    train(noise, model, 4)
+    windows_of_rows(noise, model, 4)
     policy.measured(1, {"entropy/per_token": 2.0})
     policy.end("sampling ended")
     assert sonde.read_run(tmp_path).ended is None  # the other probe goes on
-    train(noise, model, 2)
+    windows_of_rows(noise, model, 2)
     noise.close("training ended")
     run = sonde.read_run(tmp_path)
     assert [r.window for r in run.readings] == [2, 4, 6]
@@ -100,7 +91,7 @@ def test_a_probe_of_ones_own_gets_its_section(tmp_path: Path) -> None:
     noise, own = sonde.attach(model, unit="rows", log=log, verbose=False), DeadUnits()
     assert isinstance(own, sonde.Probe)
     for step in (1, 2, 3):
-        train(noise, model, 1)
+        windows_of_rows(noise, model, 1)
         log.measure(own, step)
     noise.close()
     run = sonde.read_run(tmp_path)
@@ -145,7 +136,7 @@ def test_a_second_probe_that_cannot_be_logged_leaves_the_first_its_log() -> None
     with sonde.attach(model, unit="rows", log=log, verbose=False) as noise:
         with pytest.raises(ValueError, match="no policies here"):
             sonde.PolicyLog(log)
-        train(noise, model, 1)
+        windows_of_rows(noise, model, 1)
     assert [r["kind"] for r in sink.records] == ["header", "reading", "end"]
 
 
@@ -197,7 +188,7 @@ def test_a_number_that_json_cannot_hold_is_null_and_costs_no_other_record(tmp_pa
     noise = sonde.attach(model, unit="rows", log=log, verbose=False)
     own = Fixed({"my/loss": float("nan"), "my/norm": torch.tensor(2.0), "my/range": float("inf")})
     for step in (1, 2):
-        train(noise, model, 1)
+        windows_of_rows(noise, model, 1)
         log.measure(own, step)
     noise.close()
     run = sonde.read_run(tmp_path)
@@ -211,6 +202,8 @@ def test_a_number_that_json_cannot_hold_is_null_and_costs_no_other_record(tmp_pa
         ({"my loss": 1.0}, 1, "a metric's name may hold letters, digits, '_' and '/', got 'my loss'"),
         ({"gns/b_simple": 1.0}, 1, "another probe of this log writes the metric 'gns/b_simple': rename yours"),
         ({"a": "much"}, 1, "the metric 'a' must be a number or None, got 'much'"),
+        ({"a": torch.zeros(2)}, 1, r"the metric 'a' must be a number or None, got tensor\(\[0., 0.\]\): pass a number"),
+        ({"a": 1.0}, -1, "window must be the number of an optimizer step, got -1: pass a whole number from 0 up"),
         ({"a": 1.0}, 2.5, "window must be the number of an optimizer step, got 2.5"),
         ({"a": 1.0}, True, "window must be the number of an optimizer step, got True"),
     ],
@@ -224,6 +217,14 @@ def test_what_would_damage_the_log_is_refused_at_the_door(
         log.measure(Fixed(metrics), window)
     probe.close()
     assert sonde.read_run(tmp_path).own == ()
+
+
+@pytest.mark.parametrize(("name", "value"), [("ranks", "two"), ("level", [0.95]), ("groups", 5), ("log_every", True)])
+def test_a_set_up_that_a_report_could_not_show_is_refused_at_the_door(name: str, value: object) -> None:
+    log = sonde.RunLog()
+    with pytest.raises(ValueError, match=rf"'{name}' in a set-up must be of the kind .*: give it another name"):
+        sonde.PolicyLog(log, setup={name: value})
+    sonde.PolicyLog(log, setup={name: None, "wrapper": value}).end("shown as it is")
 
 
 def test_a_record_that_cannot_be_written_costs_no_other_record(caplog: pytest.LogCaptureFixture) -> None:
@@ -293,7 +294,7 @@ def test_a_restart_without_one_of_the_probes_keeps_its_setup(tmp_path: Path) -> 
     model = nn.Linear(3, 1)
     log = sonde.RunLog(sonde.JsonlSink(tmp_path), every=1)
     noise = sonde.attach(model, unit="sequences", log=log, verbose=False)
-    train(noise, model, 2)
+    windows_of_rows(noise, model, 2)
     log.measure(DeadUnits(), 2)
     noise.close()
     policy = sonde.PolicyLog(sonde.RunLog(sonde.JsonlSink(tmp_path)))
@@ -326,7 +327,7 @@ def _end_without_a_process_group() -> list[str]:
     sink, model = Recording(), nn.Linear(3, 1)
     log = sonde.RunLog(sink, every=1)
     probe = sonde.attach(model, unit="rows", log=log, verbose=False)
-    train(probe, model, 1)
+    windows_of_rows(probe, model, 1)
     group, dist.group.WORLD = dist.group.WORLD, None  # as destroy_process_group leaves it
     try:
         probe.close()

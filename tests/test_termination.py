@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
-import logging
 import os
 import signal
-import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
 
 import bokeh.plotting  # noqa: F401  (here, so that the children need not import it)
 import pytest
@@ -21,89 +17,16 @@ import sonde
 import sonde.runs.report.page
 from sonde.runs.reader import read_run
 from sonde.termination import OnTermination
+from tests.terminated import CATCHES, RAISES, SEND, TOLD, ends_of, records_of, run_script
 
-SCRIPT = """
-import os, signal, sys
-import torch
-from torch import nn
-import sonde
-
-{before}
-model = nn.Linear(3, 1)
-log = sonde.RunLog(sonde.JsonlSink(sys.argv[1]), every={every})
-probe = sonde.attach(model, unit="rows", log=log, verbose=False)
-{after}
-def window():
-    for _ in range(2):
-        with probe.piece(units=4):
-            model(torch.randn(4, 3)).square().mean().backward()
-    probe.step()
-    model.zero_grad()
-for _ in range({windows}):
-    window()
-{signal}
-window()
-print("went on", flush=True)
-{end}
-"""
-
-
-SEND = "os.kill(os.getpid(), signal.SIGTERM)"
 MINE = "signal.signal(signal.SIGTERM, lambda *_: print('mine', flush=True))"
-
-
-def _run(
-    folder: Path,
-    *,
-    before: str = "",
-    after: str = "",
-    end: str = "",
-    send: str = SEND,
-    every: int = 2,
-    windows: int = 5,
-) -> tuple[int, str, str]:
-    """Run the script in a child that is forked here, since a new process takes seconds to import torch.
-
-    Returns:
-        Its status, minus the signal that ended it, and what it wrote to its two outputs.
-    """
-    code = SCRIPT.format(before=before, after=after, signal=send, end=end, every=every, windows=windows)
-    folder.mkdir(parents=True, exist_ok=True)
-    if (child := os.fork()) == 0:
-        status = 1
-        try:
-            for output, name in ((1, "out"), (2, "err")):
-                os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), output)
-            sys.argv = ["script", str(folder)]
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-            logging.basicConfig(stream=sys.stderr, force=True)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            exec(code, {"__name__": "script"})
-            status = 0
-        except SystemExit as asked:
-            status = int(asked.code or 0)
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    _, waited = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(waited), (folder / "out").read_text(), (folder / "err").read_text()
-
-
-def _records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-
-
-def _ends(folder: Path) -> list[str]:
-    return [record["reason"] for record in _records(folder) if record["kind"] == "end"]
-
+EXITS = "def stop(*_):\n    {}\nsignal.signal(signal.SIGTERM, stop)"
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
-TOLD = "the process was told to end (SIGTERM)"
-
 
 def test_without_a_handler_the_process_ends_by_the_signal_with_an_end_record_and_a_report(tmp_path: Path) -> None:
-    status, out, _ = _run(tmp_path)
+    status, out, _ = run_script(tmp_path)
     assert (status, out) == (-signal.SIGTERM, "")
     run = read_run(tmp_path)
     assert (run.ended, [reading.window for reading in run.readings]) == (TOLD, [2, 4, 5])
@@ -113,11 +36,11 @@ def test_without_a_handler_the_process_ends_by_the_signal_with_an_end_record_and
 @pytest.mark.parametrize(("every", "windows", "read"), [(10, 9, [9]), (10, 19, [10, 19]), (1, 12, [*range(1, 13)])])
 def test_no_measured_window_is_lost(tmp_path: Path, every: int, windows: int, read: list[int]) -> None:
     """Windows since the last reading are read before the `end` record, with their groups."""
-    status, _, _ = _run(tmp_path, every=every, windows=windows)
+    status, _, _ = run_script(tmp_path, every=every, windows=windows)
     assert status == -signal.SIGTERM
     run = read_run(tmp_path)
     assert [reading.window for reading in run.readings] == read
-    assert (_records(tmp_path)[-1]["window"], run.totals.last_groups) == (read[-1], read[-1])
+    assert (records_of(tmp_path)[-1]["window"], run.totals.last_groups) == (read[-1], read[-1])
     assert run.readings[-1].groups.keys() == {"weight", "bias"}
     assert (tmp_path / "report.html").exists()
 
@@ -129,9 +52,9 @@ def test_the_end_record_is_the_last_while_another_thread_trains(tmp_path: Path) 
 write_report = sonde.JsonlSink.write_report
 sonde.JsonlSink.write_report = lambda sink: (time.sleep(0.3), write_report(sink), time.sleep(0.3))
 """
-    status, _, _ = _run(tmp_path, after=slow_report, send=f"{train}\n{wait}\n{SEND}")
+    status, _, _ = run_script(tmp_path, after=slow_report, send=f"{train}\n{wait}\n{SEND}")
     assert status == -signal.SIGTERM
-    assert (_records(tmp_path)[-1]["kind"], read_run(tmp_path).ended) == ("end", TOLD)
+    assert (records_of(tmp_path)[-1]["kind"], read_run(tmp_path).ended) == ("end", TOLD)
     assert len(read_run(tmp_path).readings) > 2
     assert "Ended: the process was told to end (SIGTERM)." in (tmp_path / "report.html").read_text()
 
@@ -149,11 +72,11 @@ def interrupted(row):
     return drop
 probe._tracker.update = interrupted
 """
-    status, _, _ = _run(tmp_path, before=before, after=after, send="pass", end="probe.close()")
+    status, _, _ = run_script(tmp_path, before=before, after=after, send="pass", end="probe.close()")
     assert status == 0
     run = read_run(tmp_path)
     assert [reading.window for reading in run.readings] == [2, 4, 6]
-    assert (run.readings[-1].metrics["run/units_seen"], _ends(tmp_path)[0]) == (48, TOLD)
+    assert (run.readings[-1].metrics["run/units_seen"], ends_of(tmp_path)[0]) == (48, TOLD)
 
 
 @pytest.mark.parametrize("handler", ["global stop; stop = True", "probe.close(); sys.exit(3)"])
@@ -161,7 +84,7 @@ def test_a_graceful_shutdown_leaves_a_report(tmp_path: Path, handler: str) -> No
     """A handler that sets a flag, after which the loop breaks; and one that closes the probe and exits."""
     before = f"stop = False\ndef shut_down(*_):\n    {handler}\nsignal.signal(signal.SIGTERM, shut_down)"
     send = f"{SEND}\nwhile not stop:\n    window()"
-    status, _, _ = _run(tmp_path, before=before, send=send, end="probe.close()")
+    status, _, _ = run_script(tmp_path, before=before, send=send, end="probe.close()")
     run = read_run(tmp_path)
     assert "the process was told to end (SIGTERM)" in str(run.ended)
     text = (tmp_path / "report.html").read_text()
@@ -171,9 +94,9 @@ def test_a_graceful_shutdown_leaves_a_report(tmp_path: Path, handler: str) -> No
 
 def test_a_handler_of_the_users_that_goes_on_is_called_and_the_log_goes_on(tmp_path: Path) -> None:
     """As one that asks the loop to save a checkpoint and stop."""
-    status, out, _ = _run(tmp_path, before=MINE, end="probe.close()")
+    status, out, _ = run_script(tmp_path, before=MINE, end="probe.close()")
     assert (status, out) == (0, "mine\nwent on\n")
-    assert _ends(tmp_path) == [TOLD, f"closed, after {TOLD}"]
+    assert ends_of(tmp_path) == [TOLD, f"closed, after {TOLD}"]
     run = read_run(tmp_path)
     assert (run.ended, [reading.window for reading in run.readings]) == (f"closed, after {TOLD}", [2, 4, 5, 6])
 
@@ -181,21 +104,16 @@ def test_a_handler_of_the_users_that_goes_on_is_called_and_the_log_goes_on(tmp_p
 def test_until_a_run_that_goes_on_has_ended_it_has_not(tmp_path: Path) -> None:
     """Cut off after it went on: the `end` record of the signal does not count."""
     before = "signal.signal(signal.SIGTERM, lambda *_: None)"
-    status, _, _ = _run(tmp_path, before=before, end="probe.reading(); os._exit(0)")
+    status, _, _ = run_script(tmp_path, before=before, end="probe.reading(); os._exit(0)")
     assert status == 0
-    assert (read_run(tmp_path).ended, _ends(tmp_path)) == (None, [TOLD])
+    assert (read_run(tmp_path).ended, ends_of(tmp_path)) == (None, [TOLD])
 
 
 def test_a_handler_of_the_users_that_exits_has_its_status_and_a_report(tmp_path: Path) -> None:
-    status, out, _ = _run(tmp_path, before="signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))")
+    status, out, _ = run_script(tmp_path, before="signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))")
     assert (status, out) == (7, "")
-    assert _ends(tmp_path) == [TOLD]
+    assert ends_of(tmp_path) == [TOLD]
     assert (tmp_path / "report.html").exists()
-
-
-RAISES = "def stop(*_): raise KeyboardInterrupt\nsignal.signal(signal.SIGTERM, stop)"
-CATCHES = "try:\n    {}\nexcept KeyboardInterrupt:\n    {}"
-EXITS = "def stop(*_):\n    {}\nsignal.signal(signal.SIGTERM, stop)"
 
 
 @pytest.mark.parametrize(
@@ -205,8 +123,8 @@ def test_a_process_that_a_handler_ends_leaves_one_end_record_the_first(tmp_path:
     """Also if the handler, or what runs at exit, closes the probe: the log says why the run ended, not how."""
     handler = EXITS.format(last)
     send = f"try:\n    {SEND}\nfinally:\n    probe.close()"
-    status, _, _ = _run(tmp_path, before=handler, send=send)
-    assert (status, _ends(tmp_path)) == (7, [TOLD])
+    status, _, _ = run_script(tmp_path, before=handler, send=send)
+    assert (status, ends_of(tmp_path)) == (7, [TOLD])
     run = read_run(tmp_path)
     assert (run.ended, [reading.window for reading in run.readings]) == (TOLD, [2, 4, 5])
 
@@ -214,30 +132,30 @@ def test_a_process_that_a_handler_ends_leaves_one_end_record_the_first(tmp_path:
 def test_a_handler_that_raises_into_a_loop_that_goes_on_loses_no_reading(tmp_path: Path) -> None:
     """The loop may catch it, and train on."""
     send = CATCHES.format(SEND, "[window() for _ in range(8)]")
-    status, out, _ = _run(tmp_path, before=RAISES, send=send, end="probe.close()")
+    status, out, _ = run_script(tmp_path, before=RAISES, send=send, end="probe.close()")
     assert (status, out) == (0, "went on\n")
     run = read_run(tmp_path)
     assert run.ended == f"closed, after {TOLD}"
     assert [reading.window for reading in run.readings] == [2, 4, 5, 6, 8, 10, 12, 14]
-    assert _ends(tmp_path) == [TOLD, f"closed, after {TOLD}"]
+    assert ends_of(tmp_path) == [TOLD, f"closed, after {TOLD}"]
 
 
 def test_a_handler_that_closes_the_probe_and_returns_leaves_one_end_record(tmp_path: Path) -> None:
     handler = EXITS.format("probe.close()")
     send = f"{SEND}\nprint('closed', flush=True)\nos._exit(0)"
-    status, out, _ = _run(tmp_path, before=handler, send=send)
-    assert (status, out, _ends(tmp_path)) == (0, "closed\n", [TOLD])
+    status, out, _ = run_script(tmp_path, before=handler, send=send)
+    assert (status, out, ends_of(tmp_path)) == (0, "closed\n", [TOLD])
     assert read_run(tmp_path).ended == TOLD
 
 
 def test_a_handler_installed_later_replaces_this_one(tmp_path: Path) -> None:
-    status, out, _ = _run(tmp_path, after=MINE, end="probe.close()")
-    assert (status, out, _ends(tmp_path)) == (0, "mine\nwent on\n", ["closed"])
+    status, out, _ = run_script(tmp_path, after=MINE, end="probe.close()")
+    assert (status, out, ends_of(tmp_path)) == (0, "mine\nwent on\n", ["closed"])
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    status, out, _ = _run(tmp_path, before="signal.signal(signal.SIGTERM, signal.SIG_IGN)", end="probe.close()")
-    assert (status, out, _ends(tmp_path)) == (0, "went on\n", ["closed"])
+    status, out, _ = run_script(tmp_path, before="signal.signal(signal.SIGTERM, signal.SIG_IGN)", end="probe.close()")
+    assert (status, out, ends_of(tmp_path)) == (0, "went on\n", ["closed"])
 
 
 def test_a_child_that_is_told_to_end_ends_alone(tmp_path: Path) -> None:
@@ -253,9 +171,9 @@ os.read(reads, 1)
 os.kill(child, signal.SIGTERM)
 print(os.waitpid(child, 0)[1], flush=True)
 """
-    status, out, _ = _run(tmp_path, send=fork, end="probe.close()")
+    status, out, _ = run_script(tmp_path, send=fork, end="probe.close()")
     assert (status, out) == (0, f"{int(signal.SIGTERM)}\nwent on\n")
-    assert _ends(tmp_path) == ["closed"]
+    assert ends_of(tmp_path) == ["closed"]
     assert not (tmp_path / "report.html").exists()
 
 
@@ -291,21 +209,12 @@ def test_a_log_without_sinks_and_a_thread_install_nothing(tmp_path: Path) -> Non
     assert failures == []
 
 
-def test_two_logs_both_end(tmp_path: Path) -> None:
-    after = "other = sonde.RunLog(sonde.JsonlSink(sys.argv[1] + '/other'))\nsonde.PolicyLog(other)"
-    status, _, err = _run(tmp_path, after=after)
-    assert status == -signal.SIGTERM
-    assert (_ends(tmp_path), _ends(tmp_path / "other")) == ([TOLD], [TOLD])
-    assert (tmp_path / "report.html").exists()
-    assert "could not write a report" in err  # the other log holds nothing to report
-
-
 def test_a_report_that_fails_does_not_keep_the_process(tmp_path: Path) -> None:
     after = "sys.modules['bokeh'] = None"  # as if it were not installed
-    status, _, err = _run(tmp_path, after=after)
+    status, _, err = run_script(tmp_path, after=after)
     assert status == -signal.SIGTERM
     assert "JsonlSink could not write a report: the report needs bokeh" in err
-    assert _ends(tmp_path) == [TOLD]
+    assert ends_of(tmp_path) == [TOLD]
 
 
 def test_nothing_is_held_alive(tmp_path: Path) -> None:

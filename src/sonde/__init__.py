@@ -24,12 +24,13 @@ from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.probe import Metric, Partners, Probe, ProbeConfig, ReportSection, RolloutProbe
-from sonde.records import RunLog, Sink
+from sonde.records import RunLog
 from sonde.runs.reader import Run, WindowReading, read_run, read_windows
 from sonde.runs.replay import ReplayedReading, replay_windows
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from sonde.runs.tensorboard import TensorBoardSink
+from sonde.sink import Sink
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from sonde.version import __version__
 

@@ -87,7 +87,7 @@ def _parse_entropy_demo(args: Sequence[str]) -> EntropyDemoOptions:
 
 
 def _run(command: Command) -> int:
-    """Carry out a command. Each imports torch only here, so that --help is quick."""
+    """Carry out a command. The demos and the report are imported only here: --help needs none of them."""
     match command:
         case DemoOptions():
             from sonde.demos.byte_lm.run import run_demo

@@ -1,11 +1,12 @@
-"""What a run writes down: its kinds of record, the metrics with their units, the sinks, and the log of the run.
+"""What a run writes down: its kinds of record, the metrics with their units, and the log of the run.
 
-A run is a sequence of records, each a flat JSON object with a `kind`:
+A run is a sequence of records, each a JSON object with a `kind`:
 
 - `header`, once, first: versions, the set-up that was found, the name of the unit, metrics, the user's metadata.
 - `probe`, once for each further probe of the same log: which records it writes, its set-up, unit and metrics.
 - `reading`, every few windows: `metrics` (a number, or null where it is not known), `groups`, `status`, `reason`,
   `dropped`, and `alerts`: what looked wrong since the reading before, a message by name.
+- `details`, when the probe is closed or SIGTERM arrives: `groups` of the last reading, if it was written without them.
 - `window`, for each window that was averaged, if the log was asked for windows: `metrics` and `groups` of that window
   alone.
 - `policy`, around each optimizer step at which a policy's entropy was measured: `window`, `metrics`, `reason`, `per`
@@ -21,26 +22,21 @@ These are the records that sinks get. `JsonlSink` writes them in a compact form:
 from __future__ import annotations
 
 import logging
-import math
-import os
 import platform
 import re
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from numbers import Real
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from sonde.deprecation import warn_deprecated
 from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
-from sonde.termination import OnTermination
+from sonde.record_values import check_setup, metric_values, step_number
+from sonde.record_writer import RecordWriter
+from sonde.sink import Sink
 from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
@@ -55,12 +51,6 @@ _DETAILS_EVERY = 10
 Writes = Literal["reading", "policy", "metrics"]
 """The kind of record that a probe writes."""
 
-TOLD_TO_END = "the process was told to end (SIGTERM)"
-"""The reason in the log's `end` record."""
-
-_LONGEST_WAIT = 3.0
-"""Seconds to wait for another thread that writes. The thread may itself wait for one that a signal interrupted."""
-
 METRIC_NAME = r"[A-Za-z0-9_/]+"
 """What every tracker accepts."""
 
@@ -70,28 +60,17 @@ def has_details(n: int) -> bool:
     return n <= _DETAILS_EVERY or n % _DETAILS_EVERY == 0
 
 
-class Sink(Protocol):
-    """A place for records. Called on rank 0 only, when a window ends; it should return soon.
-
-    If SIGTERM has arrived, a sink with a method `write_report()` has it called after the `end` record.
-    """
-
-    def write(self, record: Mapping[str, object]) -> None:
-        """Take one record; its values are JSON values."""
-
-    def close(self) -> None:
-        """No record follows."""
-
-
 class RunLog:
     """The log of one run: give the same object to every probe of the run.
 
     Make it on every rank alike; records are written on rank 0 only, and never by a child that a rank forks. A sink that
-    fails gets no more records, the others go on, and training with them; `alerts` tells.
+    fails gets no more records, the others go on, and training with them; `alerts` tells. A record that a sink refuses
+    by a `ValueError` is left out of that sink; after 3 in a row the sink has failed.
 
-    When SIGTERM arrives, the windows since the last reading are read and an `end` record is written; a report follows
-    before the process ends. A handler of your own is called as before. If it raises, or closes the probe, that `end`
-    record stays the only one. If it lets the run go on, the report is written when the log ends.
+    When SIGTERM arrives, the windows since the last reading are read and an `end` record is written. Then a handler of
+    your own is called as before. If there is none, or if it raises or closes the probe, that `end` record stays the
+    only one, and a report follows before the process ends. If it returns, the run goes on, and so does the log; the
+    report is written when the log ends.
 
     Args:
         sinks: one sink, or several.
@@ -123,26 +102,13 @@ class RunLog:
         log_windows: bool = False,
     ) -> None:
         given: object = (sinks,) if callable(getattr(sinks, "write", None)) else sinks
-        self._sinks: tuple[Sink, ...] = tuple(given) if isinstance(given, Iterable) else ()
-        if not isinstance(given, Iterable) or any(not callable(getattr(s, "write", None)) for s in self._sinks):
+        checked: tuple[Sink, ...] = tuple(given) if isinstance(given, Iterable) else ()
+        if not isinstance(given, Iterable) or any(not callable(getattr(s, "write", None)) for s in checked):
             raise ValueError(f"sinks must be a sink or a list of sinks, got {sinks!r}: sonde.JsonlSink('runs/my-run')")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of windows from 1 up, got {every!r}")
         self.run, self.metadata, self.every, self.log_windows = run, dict(metadata or {}), every, log_windows
-        self.alerts: dict[str, str] = {}
-        """Sinks that write no more: a message by name."""
-        self._is_first_rank: bool | None = None
-        self._pid: int | None = None
-        """Of the process in which the log began."""
-        self._window = 0
-        self._termination: OnTermination | None = None
-        self._was_told_to_end = self._has_report = False
-        """Whether SIGTERM has arrived; whether a report was written since the last record."""
-        self._held: list[dict[str, Any]] | None = None
-        """Records since the process was told to end; None unless it may be ending."""
-        self._turn = threading.RLock()
-        """Held while a record is written: signals arrive in the main thread, and another thread may train."""
-        self._write_rest: dict[Writes, weakref.WeakMethod[Callable[[], None]]] = {}
+        self._writer = RecordWriter(checked, every)
         self._metrics: dict[str, Writes] = {}
         """The kind of record that each metric is written in."""
         self._has_begun = self._has_ended = False
@@ -152,16 +118,19 @@ class RunLog:
         """The user's own probes that were measured, by identity; held, so that no other probe gets that identity."""
 
     @property
+    def alerts(self) -> dict[str, str]:
+        """Sinks that write no more, or have refused a record: a message by name."""
+        return self._writer.alerts
+
+    @property
     def has_sinks(self) -> bool:
         """Whether records go anywhere still."""
-        return bool(self._sinks)
+        return self._writer.has_sinks
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this rank writes. Decided when the log begins: the process group may be gone when it ends."""
-        if self._is_first_rank is not None:
-            return self._is_first_rank
-        return not dist.is_initialized() or dist.get_rank() == 0
+        return self._writer.is_first_rank
 
     def begin(
         self,
@@ -178,7 +147,7 @@ class RunLog:
         Args:
             writes: the kind of record that the probe writes.
             unit: plural name of one independent sample.
-            setup: what was found, for people.
+            setup: what was found, for people; names in `record_values.SETUP_KINDS` have values of these kinds, or None.
             metrics: the probe's metrics, by name.
             sections: further sections of the report.
             write_rest: a method that writes what was measured since the probe's last record. It is called when SIGTERM
@@ -186,18 +155,20 @@ class RunLog:
 
         Raises:
             RuntimeError: when the log has ended already, or another open probe writes the same kind of record.
-            ValueError: for a metric whose name another probe has, or some trackers refuse.
+            ValueError: for a metric whose name another probe has, or some trackers refuse; for a set-up that a report
+                could not show.
             Exception: whatever a sink raises, so that the user sees it before training.
         """
         if self._has_ended:
             raise RuntimeError("this log has ended, as every probe that wrote to it was closed: make a new RunLog")
         if writes in self._open:
             raise RuntimeError(f"another probe writes {writes!r} records to this log: give each a RunLog of its own")
+        check_setup(setup)
         self._check_metrics(writes, metrics)
         self._describe(writes, unit, setup, metrics, sections, raises=True)
         self._open.add(writes)
         if write_rest is not None:
-            self._write_rest[writes] = weakref.WeakMethod(write_rest)
+            self._writer.write_rest[writes] = weakref.WeakMethod(write_rest)
 
     def _check_metrics(self, writes: Writes, metrics: Iterable[str]) -> None:
         for name in metrics:
@@ -228,108 +199,22 @@ class RunLog:
         }
         if sections:
             described["sections"] = [asdict(section) for section in sections]
-        self._is_first_rank, self._pid = self.is_first_rank, self._pid or os.getpid()
         if self._has_begun:
-            self._write({"kind": "probe", "time": time.time(), **described}, raises=raises)
+            self._writer.describe({"kind": "probe", "time": time.time(), **described}, raises=raises)
         else:
             versions = {"sonde": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
             header = {"kind": "header", "time": time.time(), "schema": SCHEMA, "run": self.run, **described}
             try:
-                self._write({**header, "versions": versions, "metadata": self.metadata}, raises=raises)
+                self._writer.begin({**header, "versions": versions, "metadata": self.metadata}, raises=raises)
             except Exception:  # a log without its header is no log
-                self._finish()
+                self._has_ended = True
                 raise
             self._has_begun = True
-            if self._is_first_rank and self._sinks:
-                self._termination = OnTermination(self._note_termination, self._write_reports, self._go_on)
-                if not self._termination.in_main_thread:
-                    logger.warning(
-                        "sonde: the log was begun outside the main thread, and only that thread hears signals. SIGTERM "
-                        "will leave no end record and no report: make the first probe in the main thread"
-                    )
         self._metrics |= dict.fromkeys(metrics, writes)
 
     def write(self, kind: str, **content: object) -> None:
         """Hand one record to the sinks. What a sink raises is logged, and does not end the run."""
-        if isinstance(window := content.get("window"), int):
-            self._window = window
-        if not self._may_write:  # asked first: in a forked child, the lock may be held for ever
-            return
-        record = {"kind": kind, "time": time.time(), **content}
-        with self._taking_turns():
-            if self._held is None:
-                self._write(record, raises=False)
-                return
-            # A probe that is closed still writes the windows since its last reading. More windows: the run goes on.
-            self._held.append(record)
-            windows = [each["window"] for each in self._held if "window" in each]
-            is_handling = self._termination is not None and self._termination.is_handling
-            if not is_handling and windows and max(windows) - min(windows) > 2 * self.every:
-                self._go_on()
-
-    @contextmanager
-    def _taking_turns(self) -> Iterator[None]:
-        is_ours = self._turn.acquire(timeout=_LONGEST_WAIT)
-        try:
-            yield
-        finally:
-            if is_ours:
-                self._turn.release()
-
-    def _write(self, record: Mapping[str, object], *, raises: bool) -> None:
-        if not self._may_write:
-            return
-        self._has_report = False
-        for sink in self._sinks:
-            try:
-                sink.write(record)
-            except Exception as error:  # a full disk or a tracker that is down must not end a run that has begun
-                if raises:
-                    raise
-                name = type(sink).__name__
-                if isinstance(error, ValueError):  # this record cannot be written, the next ones can
-                    logger.error("sonde: %s refuses a %r record: %s", name, record["kind"], error)
-                    continue
-                logger.error("sonde: %s writes no more: %s", name, error)
-                n_before = sum(alert.startswith(f"log_stopped_{name}") for alert in self.alerts)
-                alert = f"log_stopped_{name}" + (f"_{n_before + 1}" if n_before else "")
-                self.alerts[alert] = f"{name} writes no more: {error}. Training goes on without that log."
-                self._close_sinks([sink])
-
-    @property
-    def _may_write(self) -> bool:
-        """Whether this is the process whose log it is: rank 0, and no child that rank 0 has forked."""
-        return self.is_first_rank and self._pid in (None, os.getpid())
-
-    def _note_termination(self) -> None:
-        """The process was told to end. The log has its last record, unless `_go_on` is called."""
-        self._was_told_to_end = True
-        if self._held is not None:
-            return
-        for method in self._write_rest.values():
-            try:
-                if (write_rest := method()) is not None:
-                    write_rest()
-            except Exception as error:  # the end record counts more, and so does the user's own handler
-                logger.error("sonde: the windows since the last reading could not be written: %s", error)
-        with self._taking_turns():
-            self.write("end", window=self._window, reason=TOLD_TO_END)
-            self._held = []
-
-    def _go_on(self) -> None:
-        """The process goes on nevertheless: readers take the records that follow an `end`."""
-        with self._taking_turns():
-            held, self._held = self._held, None
-            for record in held or ():
-                self._write(record, raises=False)
-
-    def _write_reports(self) -> None:
-        for sink in self._sinks:
-            try:
-                getattr(sink, "write_report", lambda: None)()
-            except Exception as error:  # the process ends: the log is what counts, and it is written
-                logger.error("sonde: %s could not write a report: %s", type(sink).__name__, error)
-        self._has_report = True
+        self._writer.write(kind, **content)
 
     def measure(self, probe: Probe | RolloutProbe, window: int) -> None:
         """Write the present metrics of a probe of your own.
@@ -345,9 +230,8 @@ class RunLog:
         Raises:
             ValueError: for a window, metric or name that cannot be written.
         """
-        if isinstance(window, bool) or not isinstance(window, int) or window < 0:
-            raise ValueError(f"window must be the number of an optimizer step, got {window!r}")
-        metrics = {name: _metric_value(name, value) for name, value in probe.metrics().items()}
+        window = step_number("window", window)
+        metrics = metric_values(probe.metrics())
         if self._has_ended or not metrics:
             if self._has_ended:
                 logger.error("sonde: the log has ended: the metrics of %s are not written", type(probe).__name__)
@@ -376,9 +260,9 @@ class RunLog:
             window: number of the last optimizer step.
         """
         self._open.discard(writes)
-        self._write_rest.pop(writes, None)
+        self._writer.write_rest.pop(writes, None)
         if not self._open:
-            self._write_end(reason, window)
+            self._end(reason, window)
 
     def end(self, reason: str, *, window: int) -> None:
         """End a log to which only probes of your own write; with one of sonde's probes, it ends when that is closed.
@@ -393,52 +277,12 @@ class RunLog:
         if self._open:
             raise RuntimeError("one of sonde's probes still writes to this log: close that probe, and the log ends")
         if not self._has_ended:
-            self._write_end(reason, window)
+            self._end(reason, window)
 
-    def _write_end(self, reason: str, window: int) -> None:
-        if self._held is None:  # otherwise the log has ended already: the process was told to end
-            after = f", after {TOLD_TO_END}" if self._was_told_to_end else ""
-            self.write("end", window=window, reason=reason + after)
-        self._held = None
-        if self._was_told_to_end and not self._has_report and self._may_write:
-            self._write_reports()
-        self._finish()
-
-    def _finish(self) -> None:
+    def _end(self, reason: str, window: int) -> None:
         self._has_ended = True
         self._own = {}
-        if self._termination is not None:
-            self._termination.remove()
-        if self._may_write:
-            self._close_sinks(self._sinks)
-
-    def _close_sinks(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = tuple(sink for sink in self._sinks if sink not in sinks)
-        for sink in sinks:
-            try:
-                sink.close()
-            except Exception as error:  # the others must be closed too; what was written stays
-                logger.error("sonde: %s could not be closed: %s", type(sink).__name__, error)
-
-
-def _metric_value(name: str, value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"the metric {name!r} must be a number or None, got {value!r:.60}")
-    try:
-        return json_number(float(value))
-    except OverflowError:
-        raise ValueError(
-            f"the metric {name!r} is larger than a 64-bit number can be: pass None, or its logarithm"
-        ) from None
-
-
-def json_number(value: float | None) -> float | None:
-    """A number as records hold it: JSON has no NaN and no infinity, so these become None."""
-    return value if value is not None and math.isfinite(value) else None
+        self._writer.end(reason, window=window)
 
 
 def log_of(log: RunLog | None, deprecated: dict[str, Any], *, every: int = 10) -> RunLog:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -19,9 +19,12 @@ class OnTermination:
 
     Args:
         at_once: a method that takes milliseconds; called first. It is held weakly, as are the others.
-        before_the_end: a method that may take seconds; called when it is known that the process ends: the handler that
-            was installed before has raised, or there is none.
+        before_the_end: a method that may take seconds; called if the handler that was installed before has raised, or
+            if there is none, so that the process ends.
         if_it_goes_on: a method that is called if the handler that was installed before has returned.
+
+    If several of these listen, each of their functions is called for all of them, the newest first, before the next
+    function is called for any.
     """
 
     def __init__(
@@ -52,33 +55,58 @@ class OnTermination:
         previous = self._previous
         return previous._before() if isinstance(previous, OnTermination) and not previous._is_on else previous
 
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """The signal has arrived."""
-        self.is_handling = True
-        try:
-            self._handle(signum, frame)
-        finally:
-            self.is_handling = False
+    def _chain(self) -> tuple[list[OnTermination], Any]:
+        """The listeners of this process from this one on, and the handler behind them, which is none of ours."""
+        listeners = list[OnTermination]()
+        handler: Any = self
+        while isinstance(handler, OnTermination):
+            if handler._is_on and handler._pid == os.getpid():
+                listeners.append(handler)
+            handler = handler._previous
+        return listeners, handler
 
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        is_ours = self._is_on and os.getpid() == self._pid
-        previous = self._before()
-        if is_ours:
-            _call(self._at_once)
-        if is_ours and (isinstance(previous, OnTermination) or not callable(previous)):
-            _call(self._before_the_end)
-        if not callable(previous):
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
-            return
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """The signal has arrived. The listener that was made last handles it for all of them."""
+        listeners, handler = self._chain()
+        for listener in listeners:
+            listener.is_handling = True
         try:
-            previous(signum, frame)
-        except BaseException:
-            if is_ours and not isinstance(previous, OnTermination):
-                _call(self._before_the_end)
-            raise
-        if is_ours:
-            _call(self._if_it_goes_on)
+            _handle(listeners, handler, signum, frame)
+        finally:
+            for listener in listeners:
+                listener.is_handling = False
+
+    def call_at_once(self) -> None:
+        """The signal has arrived."""
+        _call(self._at_once)
+
+    def call_before_the_end(self) -> None:
+        """The handler that was installed before has raised, or there is none, and the process ends."""
+        _call(self._before_the_end)
+
+    def call_if_it_goes_on(self) -> None:
+        """The handler that was installed before has returned."""
+        _call(self._if_it_goes_on)
+
+
+def _handle(listeners: Sequence[OnTermination], handler: Any, signum: int, frame: FrameType | None) -> None:
+    """Call the listeners, and between them what the signal would have called without them."""
+    for listener in listeners:  # all of them before the first report, which takes seconds
+        listener.call_at_once()
+    if not callable(handler):
+        for listener in listeners:
+            listener.call_before_the_end()
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+        return
+    try:
+        handler(signum, frame)
+    except BaseException:
+        for listener in listeners:
+            listener.call_before_the_end()
+        raise
+    for listener in listeners:
+        listener.call_if_it_goes_on()
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -76,6 +76,16 @@ def train(
         optimizer.zero_grad()
 
 
+def windows_of_rows(probe: NoiseScaleProbe, model: nn.Module, windows: int) -> None:
+    """Windows of two micro-batches of 4 rows for a model of 3 inputs, without an optimizer."""
+    for _ in range(windows):
+        for _ in range(2):
+            with probe.piece(units=4):
+                model(torch.randn(4, 3)).square().mean().backward()
+        probe.step()
+        model.zero_grad()
+
+
 def attached(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,

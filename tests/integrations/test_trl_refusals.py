@@ -121,6 +121,20 @@ def test_too_many_evaluation_prompts_are_refused_before_training(
     integration.attach(trainer, on, evaluation="same", evaluation_prompts=most + 1).close()
 
 
+def test_many_ranks_need_no_number_of_evaluation_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 12 ranks learns from 48 of the 100 prompts. 16, the default of fewer ranks, is no multiple of 12."""
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setattr(trainer.accelerator.state, "num_processes", 12)
+    assert trainer.accelerator.num_processes == 12
+    integration.attach(trainer).close()
+    for unused in ({"config": {"gns_probe": {"enabled": True}}}, {"evaluation": "same"}):
+        integration.attach(trainer, **unused, evaluation_prompts=16).close()  # no fresh response is sampled
+    with pytest.raises(ValueError, match="a multiple of the 12 ranks and at least 2 for each, got 16: pass 24"):
+        integration.attach(trainer, evaluation_prompts=16)
+    with pytest.raises(ValueError, match=r"leaves 52 .* fewer than evaluation_prompts=60: pass evaluation_prompts=48"):
+        integration.attach(trainer, evaluation_prompts=60)
+
+
 def test_prompts_of_the_same_text_count_once(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     trainer.train_dataset = trainer.train_dataset.select([0, 1, 2, 3, 4] * 20)

@@ -1,4 +1,4 @@
-"""What a policy's journal writes, and what it says when something looks wrong."""
+"""What a policy's log writes, and what it says when something looks wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from sonde.policy.log import PolicyLog
 from sonde.policy.stats.attribution import Cause, Causes, Share
@@ -54,11 +56,11 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_what_was_measured_is_what_is_read(tmp_path: Path) -> None:
-    journal = PolicyLog(RunLog(JsonlSink(tmp_path), run="r", metadata={"note": 1}), setup={"loss": "dr_grpo"})
-    journal.measured(6, FORECAST.metrics() | {"reward": 0.5}, FORECAST, {1: "1+1=", 7: "7+7="})
-    journal.measured(11, {"gns_prompts/b_simple": 3.0, "reward": math.inf})
-    journal.end("training ended")
-    journal.end("closed")  # says nothing more
+    log = PolicyLog(RunLog(JsonlSink(tmp_path), run="r", metadata={"note": 1}), setup={"loss": "dr_grpo"})
+    log.measured(6, FORECAST.metrics() | {"reward": 0.5}, FORECAST, {1: "1+1=", 7: "7+7="})
+    log.measured(11, {"gns_prompts/b_simple": 3.0, "reward": math.inf})
+    log.end("training ended")
+    log.end("closed")  # says nothing more
     run = read_run(tmp_path)
     assert (run.name, run.header.unit, run.ended) == ("r", "prompts", "training ended")
     first, second = run.policy
@@ -68,15 +70,47 @@ def test_what_was_measured_is_what_is_read(tmp_path: Path) -> None:
     assert [(c.prompt, c.change) for c in first.causes.prompts] == [("7+7=", -0.01)]
     assert second.metrics == {"gns_prompts/b_simple": 3.0, "reward": None}
     assert (second.shares, second.causes) == ((), None)
-    assert len(journal.points) == 1
+    assert len(log.points) == 1
     assert [r["kind"] for r in records(tmp_path)] == ["header", "policy", "policy", "end"]
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
+    log = PolicyLog(RunLog(JsonlSink(tmp_path)))
+    entropy: Any = torch.tensor(2.0)
+    steps: list[Any] = [np.int64(3), torch.tensor(4)]
+    log.measured(steps[0], {"reward": np.float32(0.5), "entropy/per_token": entropy, "n": np.int64(3), "x": np.nan})
+    log.measured(steps[1], {"reward": entropy.reshape(1, 1)})
+    log.end("done")
+    first, second = read_run(tmp_path).policy
+    assert (first.window, first.metrics) == (3, {"reward": 0.5, "entropy/per_token": 2.0, "n": 3.0, "x": None})
+    assert (second.window, second.metrics, log.points[0].step) == (4, {"reward": 2.0}, 3)
+
+
+@pytest.mark.parametrize(
+    ("step", "metrics", "message"),
+    [
+        (1, {"reward": "much"}, "the metric 'reward' must be a number or None, got 'much': pass a number, or leave"),
+        (1, {"reward": np.zeros(2)}, "the metric 'reward' must be a number or None, got array"),
+        (1.5, {}, "step must be the number of an optimizer step, got 1.5: pass a whole number from 0 up"),
+        (-1, {}, "step must be the number of an optimizer step, got -1"),
+    ],
+)
+def test_what_no_record_can_hold_is_refused_at_the_door(
+    tmp_path: Path, step: Any, metrics: dict[str, Any], message: str
+) -> None:
+    log = PolicyLog(RunLog(JsonlSink(tmp_path)))
+    with pytest.raises(ValueError, match=message):
+        log.measured(step, metrics)
+    log.measured(7, {"reward": 1.0})
+    log.end("done")
+    assert [reading.window for reading in read_run(tmp_path).policy] == [7]
 
 
 def test_only_the_largest_of_many_prompts_are_kept(tmp_path: Path) -> None:
     shares = tuple(Share(n, (-1) ** n * n * 1e-3, 0.0, 0.0) for n in range(200))
-    journal = PolicyLog(RunLog(JsonlSink(tmp_path)))
-    journal.measured(1, {}, changed(shares=shares))
-    journal.end("done")
+    log = PolicyLog(RunLog(JsonlSink(tmp_path)))
+    log.measured(1, {}, changed(shares=shares))
+    log.end("done")
     found = [share["change"] for share in records(tmp_path)[1]["shares"]]
     assert len(found) == 64
     assert found == sorted(found)
@@ -84,35 +118,35 @@ def test_only_the_largest_of_many_prompts_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_collapse_is_told_once_and_stays_in_the_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = PolicyLog(RunLog(JsonlSink(tmp_path)))
+    log = PolicyLog(RunLog(JsonlSink(tmp_path)))
     with caplog.at_level(logging.WARNING, "sonde"):
         for step, entropy in enumerate([2.0, 1.0, 0.15, 0.1], start=1):
             forecast = changed(entropy=entropy)
-            journal.measured(step, forecast.metrics(), forecast)
+            log.measured(step, forecast.metrics(), forecast)
     assert sum("collapse" in message for message in caplog.messages) == 1
-    journal.end("done")
+    log.end("done")
     written = records(tmp_path)
     assert [r["kind"] for r in written] == ["header", "policy", "policy", "alert", "policy", "policy", "end"]
     assert [bool(r["alerts"]) for r in written if r["kind"] == "policy"] == [False, False, True, True]
-    assert list(journal.alerts) == ["entropy_collapse"]
+    assert list(log.alerts) == ["entropy_collapse"]
 
 
 def test_a_forecast_of_responses_says_so(tmp_path: Path) -> None:
-    journal = PolicyLog(RunLog(JsonlSink(tmp_path)))
-    journal.measured(1, {}, changed(objective="sequence", reason="why"))
-    journal.end("done")
+    log = PolicyLog(RunLog(JsonlSink(tmp_path)))
+    log.measured(1, {}, changed(objective="sequence", reason="why"))
+    log.end("done")
     [_, record, _] = records(tmp_path)
     assert (record["per"], record["reason"]) == ("response", "why")
-    assert journal.points[0].per == "response"
+    assert log.points[0].per == "response"
 
 
 def test_an_alert_stays_while_only_the_noise_is_measured(tmp_path: Path) -> None:
-    journal = PolicyLog(RunLog(JsonlSink(tmp_path)))
+    log = PolicyLog(RunLog(JsonlSink(tmp_path)))
     for step, entropy in enumerate([2.0, 0.1], start=1):
         forecast = changed(entropy=entropy, objective="sequence")
-        journal.measured(step, forecast.metrics(), forecast, {1: "x" * 1000})
-    journal.measured(3, {"gns_prompts/b_simple": 3.0})
-    journal.end("done")
+        log.measured(step, forecast.metrics(), forecast, {1: "x" * 1000})
+    log.measured(3, {"gns_prompts/b_simple": 3.0})
+    log.end("done")
     last = read_run(tmp_path).policy[-1]
     assert list(last.alerts) == ["entropy_collapse"]
     assert last.per == "response"
@@ -136,10 +170,10 @@ class FullDisk:
 
 
 def test_a_sink_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = PolicyLog(RunLog([FullDisk(), JsonlSink(tmp_path)]))
-    journal.measured(1, {}, FORECAST)
-    journal.measured(2, {}, FORECAST)
-    journal.end("done")
+    log = PolicyLog(RunLog([FullDisk(), JsonlSink(tmp_path)]))
+    log.measured(1, {}, FORECAST)
+    log.measured(2, {}, FORECAST)
+    log.end("done")
     assert caplog.text.count("FullDisk writes no more: no space left") == 1
     assert len(records(tmp_path)) == 4
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sonde.cli import main
 from sonde.runs.reader import read_run
 from sonde.runs.report.write import write_report
 from tests.runs.report.plausible_run import alert_record, end_record, header_record, known, reading_record, write_run
@@ -17,7 +18,12 @@ def _log(folder: Path, *lines: object, end: str = "\n") -> Path:
     return path
 
 
-HEADER = '{"kind":"header",' + json.dumps(header_record())[len('{"kind": "header", ') :]
+def _header(**changes: object) -> str:
+    """The header of a log whose readings are of schema 1: those that `_log` writes."""
+    return '{"kind":"header",' + json.dumps(header_record(schema=1, **changes))[len('{"kind": "header", ') :]
+
+
+HEADER = _header()
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -105,10 +111,11 @@ def test_records_of_a_kind_not_known_are_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second_line", "message"),
     [
-        ({"time": 1.0}, "line 2 .* got KeyError at 'kind'"),
-        ({"kind": "reading", "window": 1}, "line 2 .* got KeyError at 'metrics'"),
-        (reading_record(0, 1, status="superb"), "line 2 .* status 'superb' is none of resolved"),
-        (reading_record(0, 1) | {"groups": [1]}, "line 2 .* TypeError"),
+        ({"time": 1.0}, "line 2 .* is not a record of schema 2: it lacks 'kind'"),
+        ({"kind": "reading", "window": 1}, "line 2 .*: it lacks 'metrics'. Was it written by another"),
+        (reading_record(0, 1, status="superb"), "line 2 .*: the status 'superb', which is none of resolved"),
+        (reading_record(0, 1) | {"groups": [1]}, r"line 2 .*: \[1\] where an object is expected"),
+        (reading_record(0, 1) | {"pieces": {"per_window": "8"}}, "line 2 .*: '8' where a count is .* the pieces of a"),
         (header_record(unit="tokens"), "measured in 'sequences' and in 'tokens', expected one unit"),
         (header_record(schema=3), "record schema 3, expected 1 or 2: read it with the version of sonde that wrote it"),
     ],
@@ -117,6 +124,31 @@ def test_records_that_are_not_ours_are_refused(tmp_path: Path, second_line: obje
     _log(tmp_path, HEADER, second_line)
     with pytest.raises(ValueError, match=message):
         read_run(tmp_path)
+
+
+SETUP = header_record()["setup"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"setup": SETUP | {"ranks": "two"}}, "'two' where a count is expected, for 'ranks' in its set-up"),
+        ({"setup": SETUP | {"groups": 5}}, "5 where an array is expected, for 'groups' in its set-up"),
+        ({"setup": SETUP | {"horizon": "long"}}, "'long' where a finite number or null is expected, for 'horizon'"),
+        ({"metrics": {"mine": {"meaning": "m"}}}, "None where a text is expected, for the unit of the metric 'mine'"),
+        ({"metrics": {"mine": 3}}, "3 where an object is expected"),
+    ],
+)
+def test_damage_within_a_header_is_refused_with_its_line(
+    tmp_path: Path, changes: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"kind": "metrics", "time": 1.0, "window": 1, "metrics": {"mine": 1.0}}
+    section = {"title": "t", "text": "", "metrics": ["mine"]}
+    _log(tmp_path, _header(sections=[section], **changes), reading_record(0, 2), reading_record(1, 2), own)
+    assert main(["report", str(tmp_path)]) == 2
+    file = tmp_path / "records.jsonl"
+    said = capsys.readouterr().err
+    assert said.startswith(f"sonde: error: line 1 of {file} is not a record of schema 2: {message}")
 
 
 def test_what_is_not_a_run(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_damaged_groups_of_the_last_reading_are_refused_with_their_line(
         at = max(i for i, each in enumerate(lines, 1) if '"groups":[[' in each)
         lines[at - 1] = lines[at - 1].partition('"groups":[[')[0] + '"groups":[[1]]}'
     log.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match=rf"line {at} of .*1 groups for \d columns: was it written by another program"):
+    with pytest.raises(ValueError, match=rf"line {at} of .*1 groups for \d columns. Was it written by another program"):
         read_run(tmp_path, thinned=thinned)
 
 
@@ -162,17 +162,17 @@ def test_a_crash_within_the_groups_of_the_last_line_is_read_as_a_crash(tmp_path:
 
 
 def test_names_that_stand_twice_and_windows_beyond_exact_numbers_are_refused(tmp_path: Path) -> None:
-    for n, damage in enumerate(
+    for n, (damage, message) in enumerate(
         (
-            '{"kind":"columns","of":"reading","values":["a","a"]}',
-            '{"kind":"metrics","window":9007199254740993,"time":1.0,"metrics":{}}',
+            ('{"kind":"columns","of":"reading","values":["a","a"]}', r"\('a', 'a'\) where each name is expected once"),
+            ('{"kind":"metrics","window":9007199254740993,"time":1.0,"metrics":{}}', "993 where a count is expected"),
         )
     ):
         write_run(tmp_path / str(n), 2)
         with (tmp_path / str(n) / "records.jsonl").open("a") as log:
             log.write(damage + "\n")
         for thinned in (False, True):
-            with pytest.raises(ValueError, match=r"is not a record of schema 2, got TypeError"):
+            with pytest.raises(ValueError, match=rf"is not a record of schema 2: .*{message}"):
                 read_run(tmp_path / str(n), thinned=thinned)
 
 

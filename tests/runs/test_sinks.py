@@ -110,6 +110,35 @@ def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, content: bytes
     assert (tmp_path / "records.jsonl").read_bytes() == content
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"kind":"header","schema":3,"unit":"rows"}', r"line 1 of .* header of record schema 3, expected 1 or 2"),
+        ('{"kind":"header","schema":2}', r"line 1 of .* names no unit, as each 'header' record does"),
+        ('{"kind":"header","schema":2,"unit":"sequences"}\n{"kind":"probe"}', r"line 2 of .* names no unit"),
+    ],
+)
+def test_a_log_that_nobody_could_read_afterwards_is_left_alone(tmp_path: Path, line: str, message: str) -> None:
+    log = tmp_path / "records.jsonl"
+    log.write_text(line + "\n")
+    sink = JsonlSink(tmp_path)
+    with pytest.raises(ValueError, match=rf"{message}.* written; log to another folder"):
+        sink.write(header_record())
+    sink.close()
+    assert log.read_text() == line + "\n"
+
+
+def test_a_long_log_is_not_read_before_the_first_record(tmp_path: Path) -> None:
+    """Every rank makes a sink, and only one of them writes. The damage is in the second megabyte."""
+    write_run(tmp_path, 1)
+    with (tmp_path / "records.jsonl").open("ab") as file:
+        file.write(b"\n" * 2**20)
+        file.truncate(file.tell() + 17 * 2**20)
+    sink = JsonlSink(tmp_path)
+    with pytest.raises(ValueError, match=r"is longer than 16 MiB"):
+        sink.write(header_record())
+
+
 def test_an_empty_file_is_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").touch()
     assert len(read_run(write_run(tmp_path, 2)).readings) == 2

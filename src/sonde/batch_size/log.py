@@ -14,7 +14,8 @@ from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_entry import SetAside, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.probe import Metric
-from sonde.records import RunLog, has_details, json_number, logger
+from sonde.record_values import json_number
+from sonde.records import RunLog, has_details, logger
 
 METRICS: dict[str, Metric] = {
     "gns/b_simple": Metric("{unit}", "gradient noise scale tr Σ/|G|² now"),

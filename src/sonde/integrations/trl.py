@@ -29,7 +29,7 @@ try:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    from sonde.integrations.trl_checks import check_arguments
+    from sonde.integrations.trl_checks import check_arguments, default_prompts
     from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts
 except ImportError as error:
     raise ImportError("this needs trl: run pip install '.[trl]' in the checkout of sonde") from error
@@ -51,7 +51,7 @@ def attach(
     config: ProbesConfig | Mapping[str, Any] | str | Path = DEFAULT,
     *,
     evaluation: Literal["fresh", "same"] = "fresh",
-    evaluation_prompts: int = 16,
+    evaluation_prompts: int | None = None,
     causes: bool = False,
     rollouts: bool = False,
     log: RunLog | None = None,
@@ -72,7 +72,7 @@ def attach(
             that the step learns from: it needs no generation, but an update changes its own prompts more than others,
             so the forecast is biased.
         evaluation_prompts: number of prompts of "fresh" on all ranks, each with as many responses as the trainer
-            generates.
+            generates. By default 16, and at least 2 on each rank.
         causes: also split the change into momentum and this batch, and by prompt of the step; this takes another
             backward.
         rollouts: also measure the step's effect by fresh rollouts: as many prompts, answered before and after it.
@@ -88,6 +88,8 @@ def attach(
     refuse_unknown(attach, deprecated)
     config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
     config.warn_if_nothing_is_on()
+    if evaluation_prompts is None:
+        evaluation_prompts = default_prompts(trainer)
     check_arguments(
         trainer,
         config,

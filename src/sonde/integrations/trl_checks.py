@@ -26,12 +26,6 @@ def check_arguments(
     """
     if evaluation not in ("fresh", "same"):
         raise ValueError(f"evaluation must be 'fresh' or 'same', got {evaluation!r}")
-    n_ranks = trainer.accelerator.num_processes
-    if evaluation_prompts < 2 * n_ranks or evaluation_prompts % n_ranks:
-        raise ValueError(
-            f"evaluation_prompts must be a multiple of the {n_ranks} ranks and at least 2 for each, got "
-            f"{evaluation_prompts}: pass {max(2, evaluation_prompts // n_ranks) * n_ranks}"
-        )
     if config.gns_probe.enabled:
         _check_whole_groups(trainer)
     if config.entropy_probe.enabled and config.entropy_probe.derivatives != "forward":
@@ -166,9 +160,20 @@ def _check_whole_groups(trainer: Any) -> None:
         )
 
 
+def default_prompts(trainer: Any) -> int:
+    """The smallest number of evaluation prompts from 16 up that gives each rank as many as the others, and 2."""
+    n_ranks = int(trainer.accelerator.num_processes)
+    return max(-(-16 // n_ranks), 2) * n_ranks
+
+
 def _check_prompts(trainer: Any, evaluation_prompts: int) -> None:
-    """Refuse a dataset that, besides the prompts a step learns from, has too few for the evaluation."""
+    """Refuse numbers that ranks cannot share, and a dataset with too few prompts besides those a step learns from."""
     n_learned, n_ranks = _prompts_of_a_step(trainer), trainer.accelerator.num_processes
+    if evaluation_prompts < 2 * n_ranks or evaluation_prompts % n_ranks:
+        raise ValueError(
+            f"evaluation_prompts must be a multiple of the {n_ranks} ranks and at least 2 for each, got "
+            f"{evaluation_prompts}: pass {max(2, evaluation_prompts // n_ranks) * n_ranks}"
+        )
     data, different = trainer.train_dataset, set[str]()
     for i in range(len(data)):
         different.add(str(data[i]["prompt"]))

@@ -14,7 +14,9 @@ from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
 from sonde.policy.stats.policy_alerts import PolicyAlerts
-from sonde.records import RunLog, Sink, json_number, log_of, logger
+from sonde.record_values import json_number, metric_values, step_number
+from sonde.records import RunLog, log_of, logger
+from sonde.sink import Sink
 
 METRICS = {**EntropyChangeProbe.METRICS, **PolicyEntropyProbe.METRICS, **PromptNoiseProbe.METRICS}
 
@@ -29,7 +31,8 @@ class PolicyLog:
 
     Args:
         log: of the run.
-        setup: how the probes measure, for people; JSON values.
+        setup: how the probes measure, for people; JSON values. A report computes with the counts `ranks`, `parameters`
+            and `log_every`, and with the number `level`.
         **deprecated: `run` and `metadata`, which are arguments of `RunLog` now.
 
     Example:
@@ -72,17 +75,18 @@ class PolicyLog:
         """Write the measurements around one optimizer step; nothing once the log has ended.
 
         Args:
-            step: number of the step, from 1.
-            metrics: numbers by metric name, None where one is not known; those of `forecast` among them.
+            step: number of the optimizer step, from 0 up.
+            metrics: numbers by metric name, also of numpy's or torch's types; None where one is not known. Those of
+                `forecast` among them.
             forecast: of the entropy's change; its reason, shares and causes are written too.
             texts: of prompts, by their numbers.
 
         Raises:
-            ValueError: for a forecast whose interval is not one of 95 %.
+            ValueError: for a step or a metric that is no number, and a forecast whose interval is not one of 95 %.
         """
         if self._has_ended:
             return
-        self._step = step
+        step, metrics = step_number("step", step), metric_values(metrics)
         if forecast is not None:
             if forecast.level != LEVEL:
                 raise ValueError(
@@ -90,6 +94,7 @@ class PolicyLog:
                     f"use EntropyChangeOptions(level={LEVEL})"
                 )
             self._per = "response" if forecast.objective == "sequence" else "token"
+        self._step = step
         point = forecast_point(step, metrics, self._per, "" if forecast is None else forecast.reason)
         if forecast is not None or point.entropy is not None:
             self.points.append(point)
@@ -103,7 +108,7 @@ class PolicyLog:
         self._log.write(
             "policy",
             window=step,
-            metrics={name: json_number(value) for name, value in metrics.items()},
+            metrics=metrics,
             reason="" if forecast is None else forecast.reason,
             per=self._per,
             shares=[] if forecast is None else _shares(forecast, texts or {}),

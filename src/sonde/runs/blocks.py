@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.records import SCHEMA
 from sonde.runs.columns import Columns, check_length
-from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_status, as_time
+from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_pieces, as_status, as_time
 from sonde.runs.run import Reading, Totals
 from sonde.stats.intervals import Status
 
@@ -45,7 +45,7 @@ class State:
             str(record["advice"]) if "advice" in record else self.advice,
             {reason: as_count(n) for reason, n in dropped.items()} if "dropped" in record else self.dropped,
             {name: str(message) for name, message in alerts.items()} if "alerts" in record else self.alerts,
-            as_mapping(record["pieces"]) if "pieces" in record else self.pieces,
+            as_pieces(record["pieces"]) if "pieces" in record else self.pieces,
         )
 
 
@@ -133,9 +133,9 @@ def refuse(file: Path, line: int, error: Exception) -> NoReturn:
     Raises:
         ValueError: always.
     """
+    found = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
     raise ValueError(
-        f"line {line} of {file} is not a record of schema {SCHEMA}, "
-        f"got {type(error).__name__} at {error}: was it written by another program?"
+        f"line {line} of {file} is not a record of schema {SCHEMA}: {found}. Was it written by another program?"
     ) from error
 
 

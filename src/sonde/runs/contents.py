@@ -25,7 +25,7 @@ from sonde.runs.blocks import (
     refuse,
 )
 from sonde.runs.columns import Columns
-from sonde.runs.json_values import as_count, as_list, as_mapping, as_numbers, as_time
+from sonde.runs.json_values import as_count, as_descriptions, as_list, as_mapping, as_numbers, as_setup, as_time
 from sonde.runs.lines import parse_block
 from sonde.runs.own_metrics import OwnMetrics
 from sonde.runs.policy_reading import PolicyReadings
@@ -323,8 +323,8 @@ def _probe(record: Mapping[str, Any]) -> ProbeSetup:
     return ProbeSetup(
         writes=str(record.get("writes", "")),
         unit=str(record["unit"]),
-        setup=as_mapping(record["setup"]),
-        metrics=as_mapping(record["metrics"]),
+        setup=as_setup(record["setup"]),
+        metrics=as_descriptions(record["metrics"]),
         sections=tuple(_section(as_mapping(section)) for section in as_list(record.get("sections", []))),
     )
 

@@ -34,17 +34,23 @@ class LockedFile:
 
     Args:
         path: of the file; it and its folder are made if they do not exist.
+        n_bytes: the size that the file must have; None for any size.
 
     Raises:
-        ValueError: when another process, or this one, has the file open for writing.
+        ValueError: when another process, or this one, has the file open for writing, or the file has another size.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, n_bytes: int | None = None) -> None:
         self._path, self._absolute = path, path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO | None = path.open("ab", buffering=0)
         try:
             self._lock(self._file)
+            if n_bytes not in (None, self.n_bytes):
+                raise ValueError(
+                    f"another run has written to {path} since this one was told to end (SIGTERM), so this run writes "
+                    "there no more: let only one of them go on"
+                )
         except BaseException:
             self._file.close()
             raise
@@ -70,6 +76,11 @@ class LockedFile:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
+    @property
+    def n_bytes(self) -> int | None:
+        """Its size; None once it is closed."""
+        return None if self._file is None else os.fstat(self._file.fileno()).st_size
+
     def close(self) -> None:
         """Close the file, which unlocks it. A second call does nothing."""
         if self._file is not None:
@@ -88,6 +99,7 @@ class LockedFile:
 
     def _lock(self, file: BinaryIO) -> None:
         if fcntl is None:
+            self._warn("this system has no locks for files")
             return
         deadline = time.monotonic() + SECONDS_TO_WAIT
         while True:
@@ -101,14 +113,15 @@ class LockedFile:
             except OSError as error:
                 if error.errno not in _CANNOT_LOCK:
                     raise
-                logger.warning(
-                    "sonde: %s lies on a disk without locks: two runs in one folder go unnoticed", self._path
-                )
+                self._warn("its disk has no locks")
                 return
             raise ValueError(
                 f"{self._path} is open in another run, or in a probe of this process that was not closed, and two "
                 "writers would mix their records: log to another folder, or close the other run first"
             )
+
+    def _warn(self, why: str) -> None:
+        logger.warning("sonde: %s is not locked, as %s: two runs in one folder go unnoticed", self._path, why)
 
 
 @functools.cache

@@ -52,7 +52,7 @@ class PolicyReading:
 
     Attributes:
         segment: index into `Run.headers` of the start it belongs to.
-        window: the optimizer step, from 1.
+        window: the optimizer step, from 0 up, as it was passed to `PolicyLog.measured`.
         time: seconds since 1970.
         metrics: a number for each name, None where it is not known.
         reason: why the forecast is unknown or not to be trusted; empty when it is.

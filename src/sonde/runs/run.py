@@ -121,7 +121,7 @@ class MetricsReading:
 
     Attributes:
         segment: index into `Run.headers` of the start it belongs to.
-        window: the optimizer step, from 1.
+        window: the optimizer step, from 0 up, as it was passed to `RunLog.measure`.
         time: seconds since 1970.
         metrics: a number per name, None where it is not known.
         alerts: always empty; the user's own probes have no alerts.

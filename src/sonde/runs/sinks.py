@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
+from typing import Any, ClassVar
 
+from sonde.records import READABLE_SCHEMAS
 from sonde.runs.columns import LineWriter
 from sonde.runs.lines import HEADER_START, blocks_of_lines, parse_record
 from sonde.runs.locked_file import LockedFile
@@ -13,6 +16,7 @@ RECORDS_NAME = "records.jsonl"
 """Name of the log in a run's folder."""
 
 _PROBE_START = b'{"kind":"probe"'
+_ADVICE = "nothing was written; log to another folder"
 
 
 class JsonlSink:
@@ -21,13 +25,13 @@ class JsonlSink:
     Nothing in the file is ever changed. If a crash left its last line torn, that line is ended before anything else is
     written, so the torn rest cannot merge with a new record. Files are touched with the first record, so every rank may
     make a sink: a run's log writes on rank 0 only. From then on the file is locked until `close`, or until the process
-    ends.
+    ends. While the process writes its report because it was told to end, the file is not locked: a successor can start.
 
     Args:
         folder: the run's folder.
 
     Raises:
-        ValueError: when the folder is a file, or its log is something else than a run's log.
+        ValueError: when the folder is a file, or its log does not begin like a run's log.
 
     Example:
         >>> import tempfile
@@ -39,13 +43,20 @@ class JsonlSink:
         '{"kind":"header","schema":2,"unit":"sequences"}\\n'
     """
 
+    is_reentrant: ClassVar[bool] = True
+    """No lock is waited for, so a signal handler may call `write` while a call is interrupted: the process may end."""
+
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / RECORDS_NAME
         _check_folder(Path(folder))
-        self._units = _units_of_existing(self.path)
+        _check_beginning(self.path)
+        self._units: dict[str, str] | None = None
+        """Units by kind of record; None until the log is read, which the first rank alone does."""
         self._lines = LineWriter()
         self._file: LockedFile | None = None
-        self._closed = False
+        self._n_bytes: int | None = None
+        """Size of the log when it was unlocked for the report; None before that."""
+        self._has_begun = self._closed = False
 
     def write(self, record: Mapping[str, object]) -> None:
         """Append one record and hand it to the operating system before returning.
@@ -54,8 +65,9 @@ class JsonlSink:
             record: JSON values under string keys; the first record must be a header. Unknown numbers are None.
 
         Raises:
-            ValueError: when a value is not JSON, NaN and infinity included, when a probe names another unit than the
-                run so far had for the same kind of record, or when another process writes to the same log.
+            ValueError: when a value is not JSON, NaN and infinity included; when a probe names another unit than the
+                run so far had for the same kind of record; when another process writes to the same log, or did so after
+                `write_report`; when the log is damaged, or of a newer sonde.
             RuntimeError: after `close`, or when the first record is not a header.
             OSError: when the disk is full, or the folder cannot be written to.
         """
@@ -63,13 +75,14 @@ class JsonlSink:
             raise RuntimeError(f"the log {self.path} is closed, got a {record['kind']!r} record: open a new JsonlSink")
         if record["kind"] in ("header", "probe"):
             self._check_unit(record)
-        if record["kind"] != "header" and self._file is None:
+        if record["kind"] != "header" and not self._has_begun:
             raise RuntimeError(f"a run starts with its header, got a {record['kind']!r} record: write the header first")
         lines = self._lines.encode(record)
         if self._file is None:
-            self._file = LockedFile(self.path)
+            self._file = LockedFile(self.path, n_bytes=self._n_bytes)
         self._file.append(lines)  # killed here or later, the lines before stay whole
         self._lines.commit()
+        self._has_begun = True
 
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
@@ -80,13 +93,20 @@ class JsonlSink:
     def write_report(self) -> None:
         """Write the report of the log so far beside it; see `sonde.write_report`.
 
-        Called when the process is told to end (SIGTERM).
+        Called when the process is told to end (SIGTERM). The log is unlocked first: a report takes longer than a
+        successor waits. If the process goes on nevertheless, the next record locks the log again.
         """
         from sonde.runs.report.write import write_report  # here, since the report reads the log that this file writes
 
+        if self._file is not None:
+            self._n_bytes = self._file.n_bytes
+            self._file.close()
+            self._file = None
         write_report(self.path.parent)
 
     def _check_unit(self, probe: Mapping[str, object]) -> None:
+        if self._units is None:
+            self._units = _units_of_existing(self.path)
         writes, unit = str(probe.get("writes", "")), str(probe["unit"])
         if (other := other_unit(self._units, writes, unit)) is not None:
             raise ValueError(
@@ -121,14 +141,37 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"a run is logged to a file, but {folder / RECORDS_NAME} is a folder: give another folder")
 
 
+def _check_beginning(path: Path) -> None:
+    """Refuse a file that does not begin like a run's log; a megabyte of it is read, however long it is."""
+    if path.exists() and path.stat().st_size:
+        with path.open("rb") as file:
+            next(blocks_of_lines(file, path, advice=_ADVICE), None)
+
+
 def _units_of_existing(path: Path) -> dict[str, str]:
     """Units by kind of record, of all starts of the run that are already in the log; empty when there is none."""
     units: dict[str, str] = {}
     if not path.exists() or path.stat().st_size == 0:
         return units
     with path.open("rb") as file:
-        for lines in blocks_of_lines(file, path, advice="nothing was written; log to another folder"):
-            for line in lines:
-                if line.startswith((HEADER_START, _PROBE_START)) and (probe := parse_record(line)) is not None:
-                    units[str(probe.get("writes", ""))] = str(probe["unit"])
+        blocks = blocks_of_lines(file, path, advice=_ADVICE)
+        for number, line in enumerate(chain.from_iterable(blocks), start=1):
+            if line.startswith((HEADER_START, _PROBE_START)) and (probe := parse_record(line)) is not None:
+                units[str(probe.get("writes", ""))] = _unit_of(probe, path, number)
     return units
+
+
+def _unit_of(probe: Mapping[str, Any], path: Path, number: int) -> str:
+    """The unit in a header, or in the record of a further probe. Line `number` of the log holds it."""
+    schema = probe.get("schema")
+    if probe["kind"] == "header" and schema not in READABLE_SCHEMAS:
+        raise ValueError(
+            f"line {number} of {path} is a header of record schema {schema!r}, expected "
+            f"{' or '.join(map(str, READABLE_SCHEMAS))}; no sonde could read both that start and this one: {_ADVICE}"
+        )
+    if not isinstance(unit := probe.get("unit"), str):
+        raise ValueError(
+            f"line {number} of {path} names no unit, as each {probe['kind']!r} record does: was the log edited? "
+            f"{_ADVICE[0].upper()}{_ADVICE[1:]}"
+        )
+    return unit

@@ -1,4 +1,4 @@
-"""Keeps of a long run what a figure can show: for each pixel its ends, and the lowest and highest value of each metric.
+"""Thins out a long run: for each pixel of a figure it keeps the first and last reading, and each metric's extremes.
 
 Readings are collected until there are many. Then the horizontal axis is cut into bins of about a pixel, and only the
 first and the last reading of each bin are kept, and the readings in which a metric is lowest or highest. The width of a

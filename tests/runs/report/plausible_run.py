@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sonde.batch_size.log import METRICS
+from sonde.records import SCHEMA
 from sonde.runs.sinks import JsonlSink
 
 STARTED = 1_790_000_000.0
@@ -32,7 +33,7 @@ def header_record(**changes: Any) -> Record:
     }
     record = {
         "kind": "header",
-        "schema": 1,
+        "schema": SCHEMA,
         "time": STARTED,
         "run": "small language model",
         "unit": "sequences",

@@ -1,0 +1,87 @@
+"""Values of a record, checked where they enter a log: a record that cannot be written would be lost unnoticed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+
+from torch import Tensor
+
+SETUP_KINDS: dict[str, type] = {
+    **dict.fromkeys(("ranks", "parameters", "batch_norms", "log_every"), int),
+    **dict.fromkeys(("horizon", "level"), float),
+    "groups": list,
+}
+"""What a report computes with in a probe's set-up. It shows the rest as it is."""
+
+_PYTHON_KINDS: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), list: (list, tuple)}
+
+
+def check_setup(setup: Mapping[str, object]) -> None:
+    """Refuse a set-up that a report could not show.
+
+    Args:
+        setup: what a probe found, for people.
+
+    Raises:
+        ValueError: for a name in `SETUP_KINDS` with a value of another kind; None is of every kind.
+    """
+    for name, kind in SETUP_KINDS.items():
+        value = setup.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, _PYTHON_KINDS[kind])):
+            raise ValueError(
+                f"{name!r} in a set-up must be of the kind {kind.__name__}, which reports compute with, got "
+                f"{value!r:.60}: give it another name"
+            )
+
+
+def step_number(name: str, value: object) -> int:
+    """The number of an optimizer step, also of numpy's or torch's types.
+
+    Args:
+        name: of the argument, for the message.
+        value: the number.
+
+    Raises:
+        ValueError: for anything but a whole number from 0 up.
+    """
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, Integral) or int(number) < 0:
+        raise ValueError(
+            f"{name} must be the number of an optimizer step, got {value!r:.60}: pass a whole number from 0 up"
+        )
+    return int(number)
+
+
+def metric_values(metrics: Mapping[str, object]) -> dict[str, float | None]:
+    """Metrics as records hold them.
+
+    Args:
+        metrics: numbers by name, also of numpy's or torch's types; None where a number is not known.
+
+    Raises:
+        ValueError: for a value of another kind.
+    """
+    return {name: _metric_value(name, value) for name, value in metrics.items()}
+
+
+def _metric_value(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise ValueError(
+            f"the metric {name!r} must be a number or None, got {value!r:.60}: pass a number, or leave it out"
+        )
+    try:
+        return json_number(float(number))
+    except OverflowError:
+        raise ValueError(
+            f"the metric {name!r} is larger than a 64-bit number can be: pass None, or its logarithm"
+        ) from None
+
+
+def json_number(value: float | None) -> float | None:
+    """A number as records hold it: JSON has no NaN and no infinity, so these become None."""
+    return value if value is not None and math.isfinite(value) else None
