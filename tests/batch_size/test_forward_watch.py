@@ -162,10 +162,10 @@ def test_a_copy_of_the_model_counts_for_itself_and_close_removes_the_hook() -> N
     assert not model._forward_hooks
 
 
-def test_a_model_that_is_compiled_for_some_shapes_only_is_not_accused(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_a_model_that_is_compiled_for_some_shapes_only_is_not_accused() -> None:
     """Its compiled forwards are not counted, and those of other shapes are."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     model = small_model()
     generator = torch.Generator().manual_seed(0)
     with attached(model, units_per_piece=4, log_every=1) as probe:
