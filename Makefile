@@ -13,7 +13,7 @@ TORCH_ENVS ?= .torch
 TORCH_ENV  := $(TORCH_ENVS)/$(TORCH)-$(notdir $(PYTHON))
 TORCH_PIN  := $(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
 
-.PHONY: help demo demo-entropy test test-torch check bench bench-norm bench-entropy bench-log clean
+.PHONY: help demo demo-entropy test test-torch check bench bench-present bench-norm bench-entropy bench-log newest-torch clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test-torch TORCH=2.9.1   run the tests with another torch; PYTHON=python3.13 with another Python"
 	@echo "make check   lint, type-check, then run all tests (what CI runs)"
 	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/"
+	@echo "make bench-present   compare the noise scale with exact values while weights move; writes benchmarks/results/"
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
 	@echo "make bench-entropy   measure how right forecasts of entropy are, and what they cost; writes benchmarks/results/"
 	@echo "make bench-log   measure the log of a long run and its report; writes benchmarks/results/"
@@ -65,7 +66,12 @@ $(TORCH_ENV)/.created: pyproject.toml constraints.txt
 	@$(TORCH_ENV)/bin/python -m pip --disable-pip-version-check --quiet install --constraint $(TORCH_ENV)/constraints.txt \
 		'$(TORCH_PIN)' --editable '.[dev]' && touch $@
 
-test-torch: $(TORCH_ENV)/.created
+# "newest" is a moving version: an environment that is there already gets the release that is newest today.
+newest-torch: $(TORCH_ENV)/.created
+	@$(if $(filter newest,$(TORCH)),$(TORCH_ENV)/bin/python -m pip --disable-pip-version-check --quiet install --upgrade \
+		--constraint $(TORCH_ENV)/constraints.txt torch)
+
+test-torch: newest-torch
 	@echo "==> tests with $(TORCH_PIN), $(TORCH_ENV)"
 	@PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 $(TORCH_ENV)/bin/python \
 		-m $(if $(ONLY),pytest $(ONLY),tests.where_it_works) -n 2 --dist worksteal
@@ -83,6 +89,11 @@ bench: $(VENV)/.bench
 	@echo "==> benchmarks (about 45 minutes on 2 cores; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.noise_scale
 
+bench-present: $(VENV)/.dev
+	@echo "==> benchmarks of the present noise scale (about an hour on 1 core)"
+	@$(BIN)/python -m benchmarks.demo_verdict
+	@$(BIN)/python -m benchmarks.present_noise_scale
+
 bench-norm: $(VENV)/.bench
 	@echo "==> benchmarks of the norm (about 10 minutes on 2 cores; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.norm
@@ -96,4 +107,4 @@ bench-log: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks.long_run
 
 clean:
-	rm -rf $(VENV) .torch .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCH_ENVS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

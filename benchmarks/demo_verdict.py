@@ -4,7 +4,9 @@
 
 Trains the demo's model on the demo's data, with the pieces of its two ranks in one process. At some windows training
 stops, and the gradients of many fresh sequences give tr Σ and |G|² of the present weights, far more exactly than a
-window can: "exact" below, with its own standard error. The verdict is right where it allows the verdict of that value.
+window can: "exact" below, with its own standard error. A verdict is right if it allows the verdict of that value. It
+has decided if it allows no other. A reading without an interval holds nothing, and the verdict "unknown" is neither
+right nor wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +35,8 @@ N_BLOCKS, SEQUENCES_PER_BLOCK, SEQUENCES_PER_PIECE = 8, 128, 8
 ALLOWS: dict[Kind, tuple[Kind, ...]] = {
     "about_right_or_too_small": ("about_right", "too_small"),
     "about_right_or_too_large": ("about_right", "too_large"),
-    "unknown": ("too_small", "about_right", "too_large"),
 }
+"""What a verdict allows besides itself."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Checkpoint:
         exact: B_simple of the present weights, in sequences.
         exact_error: its standard error.
         reading: the probe's, in words.
-        holds: whether the reading's interval holds the exact value.
+        holds: whether the reading's interval holds the exact value; None without an interval.
         average: the ratio of plain averages over the horizon, which sonde reported before.
         verdict: kind of the verdict.
         exact_verdict: kind of the verdict on the exact value.
@@ -56,26 +58,37 @@ class Checkpoint:
     exact: float
     exact_error: float
     reading: str
-    holds: bool
+    holds: bool | None
     average: float
     verdict: Kind
     exact_verdict: Kind
 
     @property
-    def is_right(self) -> bool:
-        """Whether the verdict allows that of the exact value."""
-        return self.exact_verdict in ALLOWS.get(self.verdict, (self.verdict,))
+    def is_right(self) -> bool | None:
+        """Whether the verdict allows that of the exact value; None if it says nothing."""
+        return None if self.verdict == "unknown" else self.exact_verdict in ALLOWS.get(self.verdict, (self.verdict,))
+
+    @property
+    def has_decided(self) -> bool:
+        """Whether the verdict is a single one."""
+        return self.verdict != "unknown" and self.verdict not in ALLOWS
 
 
-def run(setup: Setup) -> Iterator[Checkpoint]:
-    """Train as the demo does, and look at the checkpoints."""
+def run(
+    setup: Setup,
+    *,
+    checkpoints: Sequence[int] = CHECKPOINTS,
+    n_blocks: int = N_BLOCKS,
+    sequences_per_block: int = SEQUENCES_PER_BLOCK,
+) -> Iterator[Checkpoint]:
+    """Train as the demo does, and look at the checkpoints; `exact_noise_scale` explains the rest."""
     corpus = read_corpus(find_sources())
     torch.manual_seed(setup.seed)
     model = ByteTransformer(context=setup.context)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
     log = sonde.RunLog(every=setup.log_every)
     with sonde.attach(model, optimizer, unit="sequences", horizon=setup.horizon, log=log, verbose=False) as probe:
-        for step in range(max(CHECKPOINTS)):
+        for step in range(max(checkpoints)):
             for group in optimizer.param_groups:
                 group["lr"] = setup.learning_rate * rate_at(step, setup.n_steps)
             n_pieces = setup.n_ranks * setup.n_micro_batches
@@ -86,20 +99,28 @@ def run(setup: Setup) -> Iterator[Checkpoint]:
                     with probe.piece(units=len(micro)):
                         (next_byte_loss(model, micro) / n_pieces).backward()
             probe.clip_grad_norm_(MAX_GRAD_NORM)
-            if step + 1 in CHECKPOINTS:
-                yield look(setup, model, corpus, probe.reading(), step + 1)
+            if step + 1 in checkpoints:
+                exact = exact_noise_scale(
+                    model,
+                    corpus,
+                    setup.context,
+                    seed=1000 + step + 1,
+                    n_blocks=n_blocks,
+                    sequences_per_block=sequences_per_block,
+                )
+                yield compare(setup.batch, exact, probe.reading(), step + 1)
             optimizer.step()
             optimizer.zero_grad()
 
 
-def look(
-    setup: Setup, model: ByteTransformer, corpus: torch.Tensor, reading: sonde.NoiseScaleReading, window: int
+def compare(
+    batch: int, exact_with_error: tuple[float, float], reading: sonde.NoiseScaleReading, window: int
 ) -> Checkpoint:
     """Compare a reading with the exact value at the same weights."""
-    exact, error = exact_noise_scale(model, corpus, setup.context, seed=1000 + window)
+    exact, error = exact_with_error
     known = {"unit": "sequences", "reason": "", "status": "resolved"}
     verdict = sonde.judge_batch(
-        setup.batch,
+        batch,
         unit="sequences",
         status=reading.status,
         b_simple=reading.b_simple,
@@ -107,56 +128,106 @@ def look(
         high=reading.high,
         reason=reading.reason,
     )
-    exact_verdict = sonde.judge_batch(setup.batch, b_simple=exact, low=exact, high=exact, **known)  # type: ignore[arg-type]
+    exact_verdict = sonde.judge_batch(batch, b_simple=exact, low=exact, high=exact, **known)  # type: ignore[arg-type]
     return Checkpoint(
         window,
         exact,
         error,
         str(reading),
-        reading.low is None or reading.high is None or reading.low <= exact <= reading.high,
+        None if reading.low is None or reading.high is None else reading.low <= exact <= reading.high,
         (reading.trace_cov or math.nan) / (reading.grad_sq or math.nan),
         verdict.kind,
         exact_verdict.kind,
     )
 
 
-def exact_noise_scale(model: ByteTransformer, corpus: torch.Tensor, context: int, *, seed: int) -> tuple[float, float]:
+def exact_noise_scale(
+    model: ByteTransformer,
+    corpus: torch.Tensor,
+    context: int,
+    *,
+    seed: int,
+    n_blocks: int = N_BLOCKS,
+    sequences_per_block: int = SEQUENCES_PER_BLOCK,
+) -> tuple[float, float]:
     """B_simple of the present weights from fresh sequences, and its standard error from blocks of them."""
     generator = torch.Generator().manual_seed(seed)
     parameters = [p for p in model.parameters() if p.requires_grad]
     total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
     squares: list[float] = []
     blocks = []
-    for _ in range(N_BLOCKS):
+    for _ in range(n_blocks):
         block = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
-        sequences = draw_windows(corpus, SEQUENCES_PER_BLOCK, context, generator)
+        sequences = draw_windows(corpus, sequences_per_block, context, generator)
         for piece in sequences.split(SEQUENCES_PER_PIECE):
             grads = torch.autograd.grad(next_byte_loss(model, piece), parameters)
             squares.append(sum(float(g.double().square().sum()) for g in grads))
             for into, grad in zip(block, grads, strict=True):
-                into.add_(grad.double(), alpha=SEQUENCES_PER_PIECE / SEQUENCES_PER_BLOCK)
+                into.add_(grad.double(), alpha=SEQUENCES_PER_PIECE / sequences_per_block)
         blocks.append(block)
         for into, mean in zip(total, block, strict=True):
-            into.add_(mean, alpha=1 / N_BLOCKS)
-    n = N_BLOCKS * SEQUENCES_PER_BLOCK
+            into.add_(mean, alpha=1 / n_blocks)
+    n = n_blocks * sequences_per_block
     small, big = sum(squares) / len(squares), sum(float(t.square().sum()) for t in total)
     whole = sonde.noise_scale(small, big, n_small=SEQUENCES_PER_PIECE, n_big=n)
     # Leave one block out at a time.
-    per_block = len(squares) // N_BLOCKS
+    per_block = len(squares) // n_blocks
     left = []
     for i, block in enumerate(blocks):
-        rest = [(t - b / N_BLOCKS) * N_BLOCKS / (N_BLOCKS - 1) for t, b in zip(total, block, strict=True)]
+        rest = [(t - b / n_blocks) * n_blocks / (n_blocks - 1) for t, b in zip(total, block, strict=True)]
         kept = [s for j, s in enumerate(squares) if j // per_block != i]
         part = sonde.noise_scale(
             sum(kept) / len(kept),
             sum(float(t.square().sum()) for t in rest),
             n_small=SEQUENCES_PER_PIECE,
-            n_big=n - SEQUENCES_PER_BLOCK,
+            n_big=n - sequences_per_block,
         )
         left.append(part.trace_cov / part.grad_sq)
     mean = sum(left) / len(left)
-    error = math.sqrt((N_BLOCKS - 1) / N_BLOCKS * sum((value - mean) ** 2 for value in left))
+    error = math.sqrt((n_blocks - 1) / n_blocks * sum((value - mean) ** 2 for value in left))
     return whole.trace_cov / whole.grad_sq, error
+
+
+def in_words(holds: bool | None, unknown: str) -> str:
+    """A cell of the table."""
+    return unknown if holds is None else "yes" if holds else "no"
+
+
+def as_table(found: Sequence[Checkpoint]) -> str:
+    """One row for each checkpoint."""
+    lines = [
+        "| window | exact B_simple | reading | held | old average | verdict | by the exact value | right | decided |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {at.window} | {at.exact:.0f} ± {at.exact_error:.0f} | {at.reading} | {in_words(at.holds, 'no interval')} | "
+        f"{at.average:.0f} | {at.verdict} | {at.exact_verdict} | {in_words(at.is_right, 'says nothing')} | "
+        f"{in_words(at.has_decided, '')} |"
+        for at in found
+    ]
+    return "\n".join(lines)
+
+
+def summary(found: Sequence[Checkpoint]) -> str:
+    """The whole table in two sentences."""
+    n = len(found)
+    return (
+        f"The interval held the exact value in {sum(at.holds is True for at in found)} of {n} windows. The verdict was "
+        f"right in {sum(at.is_right is True for at in found)} of {n}, and had decided in "
+        f"{sum(at.has_decided for at in found)}."
+    )
+
+
+def as_page(found: Sequence[Checkpoint], setup: Setup, machine: Mapping[str, str], n_fresh: int) -> str:
+    """The page of results."""
+    where = ", ".join(f"{name}: {value}" for name, value in machine.items())
+    return (
+        "# The demo's reading and verdict beside the exact noise scale\n\n"
+        f"`python -m benchmarks.demo_verdict`, {where}. Batch {setup.batch} sequences, horizon {setup.horizon:g}. "
+        f"Exact values come from {n_fresh:,} fresh sequences, and have standard errors of their own. The old average "
+        "is the ratio of averages over the horizon.\n\n"
+        f"{summary(found)}\n\n{as_table(found)}\n"
+    )
 
 
 def main() -> None:
@@ -166,27 +237,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     setup = decide(DemoOptions(device="cpu"), Path("unused"), n_gpus=0, n_cores=2)
-    lines = [
-        "| window | exact B_simple | reading | held | old average | verdict | by the exact value | right |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
     found = []
     for at in run(setup):
         found.append(at)
-        lines.append(
-            f"| {at.window} | {at.exact:.0f} ± {at.exact_error:.0f} | {at.reading} | {'yes' if at.holds else 'no'} | "
-            f"{at.average:.0f} | {at.verdict} | {at.exact_verdict} | {'yes' if at.is_right else 'no'} |"
-        )
-        print(lines[-1], flush=True)
-    machine = ", ".join(f"{name}: {value}" for name, value in describe("cpu", ()).items())
-    text = (
-        "# The demo's reading and verdict beside the exact noise scale\n\n"
-        f"`python -m benchmarks.demo_verdict`, {machine}. Batch {setup.batch} sequences, horizon {setup.horizon:g}. "
-        f"Exact values come from {N_BLOCKS * SEQUENCES_PER_BLOCK:,} fresh sequences. The old average is the ratio of "
-        "averages over the horizon.\n\n" + "\n".join(lines) + "\n"
-    )
+        print(as_table([at]).splitlines()[-1], flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "demo_verdict.md").write_text(text)
+    page = as_page(found, setup, describe("cpu", ()), N_BLOCKS * SEQUENCES_PER_BLOCK)
+    (options.out / "demo_verdict.md").write_text(page)
     (options.out / "demo_verdict.json").write_text(json.dumps([dataclasses.asdict(at) for at in found], indent=1))
 
 

@@ -76,11 +76,13 @@ class Cell:
         part: of the model.
         window: the last window.
         present: exact B_simple now, median over runs.
-        covered: share of the runs whose interval, of any kind, holds the present value.
+        covered: share of the runs whose interval, of any kind, holds the present value. An interval that is not known
+            holds every value.
         resolved: share with a two-sided interval.
         bias: estimate over present value, median over the resolved runs; None without any.
         width: upper over lower end, median likewise.
         average_covered: share of the runs in which Fieller's interval of the averages holds the present value.
+        unknown: share of the runs whose interval is not known, neither an upper nor a lower end.
     """
 
     optimizer: str
@@ -93,6 +95,7 @@ class Cell:
     bias: float | None
     width: float | None
     average_covered: float
+    unknown: float
 
 
 def simulate(
@@ -234,6 +237,7 @@ def cells(
                 if resolved
                 else None,
                 sum(holds(own[part].interval(), now) for own, now in zip(averages, present, strict=True)) / n_runs,
+                sum(fit.interval.status == "unresolved" for fit in fits) / n_runs,
             )
 
 
@@ -288,6 +292,8 @@ def summary(found: list[Cell]) -> str:
         f"- {len(found)} cells: present value held in {100 * statistics.mean(covered):.1f} % on average, "
         f"{100 * min(covered):.1f} % to {100 * max(covered):.1f} %; below 90 %: {sum(c < 0.9 for c in covered)} cells, "
         f"above 98 %: {sum(c > 0.98 for c in covered)}.\n"
+        f"- Not known, which counts as held: {100 * statistics.mean(c.unknown for c in found):.1f} % on average, "
+        f"{100 * max(c.unknown for c in found):.1f} % at most.\n"
         f"- By the average over 100 windows: {100 * statistics.mean(by_average):.1f} % on average, "
         f"{100 * min(by_average):.1f} % at worst.\n"
         f"- {len(near)} cells with B_simple below 4 × batch: two-sided in at least "

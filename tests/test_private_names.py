@@ -19,7 +19,6 @@ OF_PYTHON = {"_getframe", "_exit"}
 OF_ITS_OWN_CLASS = {
     "batch_size/probe.py": {"_close"},
     "batch_size/stats/averages.py": {"_load"},
-    "batch_size/stats/trend.py": {"_growth"},
     "policy/entropy_change.py": {"_forecast"},
     "termination.py": {"_before", "_is_on", "_pid", "_previous"},
 }

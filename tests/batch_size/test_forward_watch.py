@@ -160,3 +160,21 @@ def test_a_copy_of_the_model_counts_for_itself_and_close_removes_the_hook() -> N
         assert probe.reading().windows <= 1
         assert "more_backwards" in probe.alerts
     assert not model._forward_hooks
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_a_model_that_is_compiled_for_some_shapes_only_is_not_accused() -> None:
+    """Its compiled forwards are not counted, and those of other shapes are."""
+    torch._dynamo.reset()
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, units_per_piece=4, log_every=1) as probe:
+        compiled = torch.compile(model, backend="eager", dynamic=False)
+        for _ in range(6):
+            for n in (4, 5, 6):
+                x, y = batch(n, generator)
+                (compiled(x) - y).square().sum(-1).mean().backward()
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows == 6, probe.reading().dropped
+        assert "more_backwards" not in probe.alerts

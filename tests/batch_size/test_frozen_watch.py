@@ -60,7 +60,7 @@ def test_a_block_that_is_trained_again_starts_the_averages_again() -> None:
         assert list(probe.alerts) == ["frozen", "unfrozen"]
         assert probe.reading().windows == 15
         by_name = {name: s.numbers.tolist() for names, s in probe._tracker._averages.history.series() for name in names}
-        assert by_name[""] == by_name["0"] == [11, 12, 13, 14, 15]  # since it was trained again
+        assert by_name[None] == by_name["0"] == [11, 12, 13, 14, 15]  # since it was trained again
         assert by_name["2"] == list(range(1, 16))
 
 
@@ -173,3 +173,39 @@ def test_a_state_from_before_a_block_was_frozen_lets_the_freezing_be_noticed_aga
         windows_of(model, probe, 10, seed=1)
         assert "0" not in probe.reading().groups
         assert probe.reading().b_simple is not None
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_block_that_is_half_frozen_keeps_its_history_at_a_restart(is_old: bool) -> None:
+    model = small_model()
+    with attached(model, log_every=1) as probe:
+        windows_of(model, probe, 10)
+        model[0].weight.requires_grad_(False)
+        windows_of(model, probe, 20, seed=1)
+        state = probe.state_dict()
+        assert state["frozen"] == ["0.weight"]
+    model[0].weight.requires_grad_(True)
+    with attached(model, log_every=1) as probe:
+        if is_old:  # as it was written before the frozen parameters were saved
+            del state["frozen"]
+        probe.load_state_dict(state)
+        model[0].weight.requires_grad_(False)
+        windows_of(model, probe, 4, seed=2)
+        probe.reading()
+        by_name = {name: s.numbers.tolist() for names, s in probe._tracker._averages.history.series() for name in names}
+        expected = list(range(31, 35)) if is_old else list(range(11, 35))
+        assert by_name[None] == by_name["0"] == expected
+        assert list(probe.alerts) == (["frozen"] if is_old else [])
+        model[0].weight.requires_grad_(True)
+        windows_of(model, probe, 4, seed=3)
+        probe.reading()
+        assert "unfrozen" in probe.alerts
+
+
+def test_a_state_with_an_unknown_frozen_parameter_is_refused() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        windows_of(model, probe, 2)
+        for damaged in (["9.weight"], [3], "0.weight", None):
+            with pytest.raises(ValueError, match="frozen must be names of measured parameters"):
+                probe.load_state_dict(probe.state_dict() | {"frozen": damaged})

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import sonde
+from sonde.batch_size.setup import describe
 from sonde.runs.reader import read_run
 from sonde.runs.report.how_measured import how_measured
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
+from tests.ranks import Ranks
 
 
 def with_batch_norm() -> nn.Sequential:
@@ -79,3 +82,32 @@ def test_the_watched_optimizer_is_said_at_attach(capsys: pytest.CaptureFixture[s
     ):
         with attached(model, optimizer, verbose=True):
             assert said in capsys.readouterr().err
+
+
+def test_batch_normalisation_that_trains_only_after_attach_is_said_at_the_first_window() -> None:
+    """Pretrained models often come in evaluation mode."""
+    model = with_batch_norm().eval()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model) as probe:
+        model.train()
+        for _ in range(2):
+            for _ in range(2):
+                with probe.piece(units=4):
+                    mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        assert "2 layers, 0 of them so at attach: batch normalisation in train mode" in probe.alerts["batch_norm"]
+
+
+def _sync_batch_norm() -> tuple[dict[str, object], str]:
+    model = nn.Sequential(nn.Linear(12, 6), nn.SyncBatchNorm(6), nn.Linear(6, 3))  # DDP takes it on GPUs only
+    with attached(model, process_group=dist.group.WORLD) as probe:
+        return probe._setup(), describe(probe._setup(), "rows")
+
+
+def test_synchronised_batch_normalisation_has_a_sentence_of_its_own(ranks2: Ranks) -> None:
+    for setup, text in ranks2(_sync_batch_norm):
+        assert (setup["batch_norms"], setup["sync_batch_norms"]) == (1, 1)
+        assert "1 layers share their statistics over ranks, which couples the samples of all pieces" in text
+    with attached(with_batch_norm()) as probe:
+        assert probe._setup()["sync_batch_norms"] == 0

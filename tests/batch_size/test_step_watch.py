@@ -292,3 +292,48 @@ def test_an_optimizer_that_steps_another_inside_its_step_is_one_optimizer() -> N
         optimizer.step()
         train(model, probe, optimizer, windows=1)
         assert list(probe.alerts) == ["never_called"]
+
+
+def step_without_an_optimizer(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(p.grad, alpha=1e-3)  # type: ignore[arg-type]
+
+
+def test_without_an_optimizer_weights_that_change_unseen_are_named() -> None:
+    model = small_model()
+    with attached(model, log_every=1) as probe:
+        for window in range(24):
+            for loss in piece_losses(model, [4, 4]):
+                with probe.piece(units=4):
+                    loss().backward()
+            probe.step()
+            step_without_an_optimizer(model)
+            model.zero_grad()
+            assert ("steps_unwatched" in probe.alerts) == (window > 20)
+    assert "no optimizer was given" in probe.alerts["steps_unwatched"]
+    assert "as optimizer=" in probe.alerts["steps_unwatched"]
+
+
+def test_weights_that_rest_need_no_optimizer() -> None:
+    """A noise scale measured at one checkpoint, or at a few of them."""
+    model = small_model()
+    state = model.state_dict()
+    with attached(model, log_every=1) as probe:
+        for window in range(60):
+            if window % 20 == 0:
+                model.load_state_dict(state)
+            windows_of(model, probe, 1)
+        assert probe.alerts == {}
+
+
+def test_parameters_that_join_an_optimizer_later_are_its_own() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(small_model().parameters(), lr=0.0)  # those of another model at first
+    with attached(model, optimizer, log_every=1) as probe:
+        windows_of(model, probe, 2, optimizer)
+        optimizer.add_param_group({"params": list(model.parameters())})
+        windows_of(model, probe, 8, optimizer, sgd(model))
+        assert probe.alerts == {}
+        windows_of(model, probe, 2, optimizer, ended=False)
+    assert list(probe.alerts) == ["never_called"]

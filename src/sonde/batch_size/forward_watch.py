@@ -10,7 +10,8 @@ class ForwardWatch:
     """Compares the forward passes of a model with the backwards that were taken for pieces.
 
     Only backwards outside `piece()` are compared: whoever declares pieces knows them. A model whose submodules are
-    called one by one has no forward pass of its own, and is not judged.
+    called one by one has no forward pass of its own, and is not judged. Nor is a model whose forward was compiled
+    with its hooks: forwards inside a graph are not counted, while those of other shapes may still run uncompiled.
 
     Args:
         model: as the user calls it.
@@ -36,7 +37,7 @@ class ForwardWatch:
         """
         forwards, backwards = self._forwards.n, self._backwards
         self._forwards.n = self._backwards = 0
-        had_more, self._had_more = self._had_more, 0 < forwards < backwards
+        had_more, self._had_more = self._had_more, 0 < forwards < backwards and not self._forwards.was_compiled
         return self._had_more and had_more
 
     def close(self) -> None:
@@ -50,8 +51,11 @@ class _ForwardCounter:
 
     def __init__(self) -> None:
         self.n = 0
+        self.was_compiled = False
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        # Inside a compiled graph, a count would be a side effect that breaks the graph.
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            # A count would be guarded by its value, and compiled again at each call. A constant is set without a guard.
+            self.was_compiled = True
+        else:
             self.n += torch.is_grad_enabled()

@@ -52,9 +52,20 @@ class FrozenWatch:
         self._absences = [0] * len(self._parameters)
         self._gone: set[int] = set()
 
-    def restore(self, gone_groups: Collection[str]) -> None:
-        """Go on after a state was loaded, in which no parameter of these groups was trained."""
-        self._gone = {i for i, name in enumerate(self._group_names) if name in gone_groups}
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the parameters that are no longer trained."""
+        return [self._names[i] for i in sorted(self._gone)]
+
+    def restore(self, gone_groups: Collection[str], frozen: Collection[str] = ()) -> None:
+        """Go on after a state was loaded.
+
+        Args:
+            gone_groups: groups of which no parameter was trained.
+            frozen: names of all parameters that were no longer trained; older states do not have them.
+        """
+        named = enumerate(zip(self._names, self._group_names, strict=True))
+        self._gone = {i for i, (name, group) in named if group in gone_groups or name in frozen}
         self._off_for, self._absent_for, self._back_for = {}, {}, {}
 
     def window_ends(self) -> TrainedChange | None:

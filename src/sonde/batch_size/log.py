@@ -131,7 +131,7 @@ class NoiseScaleLog:
         self._pieces: dict[str, object] = {}
         self._window = 0
         self._last_drop, self._n_same_drops = "", 0
-        self._set_asides: tuple[SetAside | None, SetAside | None] = (None, None)
+        self._set_asides: tuple[SetAside | None, tuple[SetAside, ...]] = (None, ())
         self._n_readings = 0
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
@@ -175,9 +175,10 @@ class NoiseScaleLog:
 
     def _alert_set_asides(self, now: SetAsides) -> None:
         """Alert about each window that has just been set aside, not about the first only."""
-        before, self._set_asides = self._set_asides, (now.last, now.last_in_group)
-        new = [aside if aside is not seen else None for aside, seen in zip(self._set_asides, before, strict=True)]
-        for name, message in set_aside_alerts(*new).items():
+        (last, in_groups), self._set_asides = self._set_asides, (now.last, now.last_in_groups)
+        new = now.last if now.last is not last else None
+        new_in_groups = now.last_in_groups if now.last_in_groups is not in_groups else ()
+        for name, message in set_aside_alerts(new, new_in_groups).items():
             self.alerts.pop(name, None)
             self.alert(name, message)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from sonde.batch_size.forward_watch import ForwardWatch
 from sonde.batch_size.frozen_watch import FrozenWatch, TrainedChange
-from sonde.batch_size.model_checks import STEPS_IN_BACKWARD, n_post_accumulate_hooks
+from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, n_batch_norms, n_post_accumulate_hooks
 from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
@@ -39,7 +39,7 @@ class LoopWatch:
         wrapper: of the model.
         group_names: the parameter group of each measured parameter, [parameters].
         reader: the reader of the window.
-        alert: called with an alert's name and message.
+        alert: called with an alert's name and message; besides those of `StepWatch` with "batch_norm".
     """
 
     def __init__(
@@ -58,6 +58,9 @@ class LoopWatch:
         self._trained = FrozenWatch(parameters, list(wrapper.parameters), group_names)
         self._parameters, self._reader = parameters, reader
         self._n_hooks = n_post_accumulate_hooks(parameters)
+        self._model, self._alert = model, alert
+        self._n_batch_norms: int | None = n_batch_norms(model)
+        """Batch-normalisation layers in train mode at attach; None once the first window has ended."""
 
     def backward_ended(self) -> None:
         """Count a backward outside `piece()`."""
@@ -65,6 +68,7 @@ class LoopWatch:
 
     def window_ends(self) -> LoopNotes:
         """Note that a window is being ended."""
+        self._count_batch_norms_again()
         found = {
             Problem.ENDED_LATE: self._steps.window_ends(),
             Problem.STEPPED_IN_BACKWARD: self._steps.take_stepped_in_backward(),
@@ -72,6 +76,14 @@ class LoopWatch:
             Problem.MORE_BACKWARDS: self._forwards.window_ends(),
         }
         return LoopNotes(tuple(p for p, is_found in found.items() if is_found), self._trained.window_ends())
+
+    def _count_batch_norms_again(self) -> None:
+        """In the first window. A model may be attached in evaluation mode, as pretrained models often come."""
+        if self._n_batch_norms is None:
+            return
+        n_before, self._n_batch_norms = self._n_batch_norms, None
+        if (n := n_batch_norms(self._model)) > n_before:
+            self._alert("batch_norm", f"{n} layers, {n_before} of them so at attach: {BATCH_NORM}")
 
     def _gradients_were_taken(self) -> bool:
         """Whether hooks may have taken the gradients that the window's pieces had."""
@@ -87,9 +99,14 @@ class LoopWatch:
         n_new = self._n_hooks - n_before
         return f"{n_new} parameters have post-accumulate-grad hooks since attach: {STEPS_IN_BACKWARD}"
 
-    def restore(self, gone_groups: Collection[str]) -> None:
-        """Go on after a state was loaded, in which no parameter of these groups was trained."""
-        self._trained.restore(gone_groups)
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the measured parameters that are no longer trained."""
+        return self._trained.frozen
+
+    def restore(self, gone_groups: Collection[str], frozen: Collection[str]) -> None:
+        """Go on after a state was loaded; see `FrozenWatch.restore`."""
+        self._trained.restore(gone_groups, frozen)
 
     def alert_if_due(self) -> None:
         """Report a window that was not ended, once it can no longer be ended late."""

@@ -1,4 +1,4 @@
-"""What a model and its optimizer bring along that bears on a noise scale: looked up once, at attach."""
+"""What a model and its optimizer bring along that bears on a noise scale: looked up at attach."""
 
 from __future__ import annotations
 
@@ -17,14 +17,24 @@ BATCH_NORM = (
     "compare runs at the same piece size only"
 )
 
+SYNC_BATCH_NORM = (
+    "layers share their statistics over ranks, which couples the samples of all pieces of a window: the noise between "
+    "ranks is no longer that of independent data, however large the pieces are"
+)
+"""What also follows from synchronised batch normalisation."""
+
 STEPS_IN_BACKWARD = "if these step an optimizer inside backward, no window can be measured"
 """What follows from post-accumulate-grad hooks."""
 
 
-def n_batch_norms(model: nn.Module) -> int:
+def n_batch_norms(model: nn.Module, kinds: tuple[type[nn.Module], ...] = _BATCH_NORMS) -> int:
     """Batch-normalisation layers that use the statistics of their batch now."""
-    layers = (m for m in model.modules() if isinstance(m, _BATCH_NORMS))
-    return sum(m.training or not m.track_running_stats for m in layers)
+    return sum(m.training or not m.track_running_stats for m in model.modules() if isinstance(m, kinds))
+
+
+def n_sync_batch_norms(model: nn.Module, n_ranks: int) -> int:
+    """Those of them that share their statistics over ranks."""
+    return n_batch_norms(model, (nn.SyncBatchNorm,)) if n_ranks > 1 else 0
 
 
 def refuse_steps_in_backward(parameters: dict[str, nn.Parameter]) -> None:

@@ -29,6 +29,7 @@ from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.model_checks import (
     n_batch_norms,
     n_post_accumulate_hooks,
+    n_sync_batch_norms,
     optimizer_in_words,
     refuse_steps_in_backward,
 )
@@ -153,6 +154,7 @@ class NoiseScaleProbe:
         self._found = {
             "optimizer": optimizer_in_words(optimizer, parameters),
             "batch_norms": n_batch_norms(model),
+            "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
             "post_accumulate_hooks": n_post_accumulate_hooks(parameters),
         }
         self._verbose = verbose and log.is_first_rank
@@ -299,6 +301,7 @@ class NoiseScaleProbe:
                 "version": VERSION,
                 "what": self._identity(),
                 "averages": self._tracker.state_dict(),
+                "frozen": self._loop.frozen,
                 "run": self._log.state_dict(),
             }
 
@@ -309,11 +312,11 @@ class NoiseScaleProbe:
             ValueError: when it is of another version, unit, metric, horizon or of other parameters, has unknown or
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
-        check_state(state, self._identity())
+        check_state(state, self._identity(), self._wrapper.parameters)
         with self._delivery.alone():
             self._delivery.receive_all()  # windows still on their way belong to the time before
             self._tracker.load_state_dict(state["averages"])
-            self._loop.restore(self._tracker.gone_groups)
+            self._loop.restore(self._tracker.gone_groups, state.get("frozen", ()))
             self._log.load_state_dict(state["run"])
             self._n_windows = state["run"]["window"]
 

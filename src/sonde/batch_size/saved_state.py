@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -23,12 +23,13 @@ def identity(unit: str, metric: str, parameters: Iterable[tuple[str, Tensor]]) -
     }
 
 
-def check_state(state: Any, own: Mapping[str, str]) -> None:
+def check_state(state: Any, own: Mapping[str, str], parameters: Collection[str]) -> None:
     """Refuse a state that does not fit this probe. The tracker checks the averages in it.
 
     Args:
         state: an object that should be the result of `state_dict`.
         own: this probe's `identity`.
+        parameters: names of the measured parameters.
 
     Raises:
         ValueError: when it is of another version, unit, metric or of other parameters, has unknown or missing keys, or
@@ -39,7 +40,8 @@ def check_state(state: Any, own: Mapping[str, str]) -> None:
         raise ValueError(
             f"probe state has version {got!r:.60}, but this sonde reads version {VERSION}: start without the state"
         )
-    check_keys("noise-scale probe state", state, {"version", "what", "averages", "run"})
+    # States from before "frozen" was saved are still read.
+    check_keys("noise-scale probe state", {"frozen": [], **state}, {"version", "what", "averages", "frozen", "run"})
     check_keys("noise-scale probe state", state["what"], set(own))
     for name, value in own.items():
         if state["what"][name] != value and name == "parameters":
@@ -52,6 +54,9 @@ def check_state(state: Any, own: Mapping[str, str]) -> None:
                 f"the state was saved with {name} {state['what'][name]!r:.60}, but this probe has {name} {value!r}: "
                 "load the state into a probe of the same unit, metric and parameters"
             )
+    frozen = state.get("frozen", [])
+    if not isinstance(frozen, list) or not all(isinstance(name, str) and name in parameters for name in frozen):
+        raise ValueError(f"frozen must be names of measured parameters, got {frozen!r:.60}: is the state damaged?")
     run = state["run"]
     check_keys("run of the probe state", run, {"window", "units_seen"})
     check_count("run of the probe state", run, "window")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
 from typing_extensions import TypeIs
 
-from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD
+from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.parallel.wrappers import GroupOf, block_of, unwrap_optimizer
 from sonde.records import RunLog
@@ -76,9 +76,15 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler
     if options.metric == "adam" and optimizer is None:
         raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass optimizer=")
     if optimizer is not None and not hasattr(unwrap_optimizer(optimizer), "register_step_pre_hook"):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+        raise ValueError(
+            f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}: pass the optimizer that steps this model, "
+            "or leave out optimizer= to find it by its steps"
+        )
     if grad_scaler is not None and not hasattr(grad_scaler, "is_enabled"):
-        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
+        raise ValueError(
+            f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}: pass the scaler of the loop, or leave "
+            "out grad_scaler= if there is none"
+        )
     if not isinstance(log, RunLog):
         raise ValueError(f"log must be a sonde.RunLog, got {log!r}: use sonde.RunLog(sonde.JsonlSink('runs/my-run'))")
 
@@ -87,7 +93,7 @@ def _is_number(value: object) -> TypeIs[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def group_names(groups: object, parameters: Iterable[str]) -> list[str]:
+def group_names(groups: object, parameters: Collection[str]) -> list[str]:
     """The name of each parameter's group.
 
     Args:
@@ -102,10 +108,17 @@ def group_names(groups: object, parameters: Iterable[str]) -> list[str]:
     if groups is None:
         return ["all" for _ in parameters]
     if not callable(groups):
-        raise ValueError(f"groups must be 'blocks', None or a function from a parameter's name, got {groups!r}")
+        raise ValueError(
+            f"groups must be 'blocks', None or a function from a parameter's name, got {groups!r}: use 'blocks' for "
+            "one group per top-level block"
+        )
     names = [groups(name) for name in parameters]
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"groups must return a group's name, a str, for each parameter, got {names[0]!r}, …")
+    for parameter, name in zip(parameters, names, strict=True):
+        if not isinstance(name, str):
+            raise ValueError(
+                f"groups must return a group's name, a str, for each parameter, got {name!r} for {parameter!r}: return "
+                "one name for all parameters that belong nowhere else"
+            )
     return names
 
 
@@ -124,6 +137,8 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
     }
     if setup["batch_norms"]:
         rows["note"] = f"{setup['batch_norms']} layers: {BATCH_NORM}"
+    if setup["sync_batch_norms"]:
+        rows["ranks"] += f"; {setup['sync_batch_norms']} {SYNC_BATCH_NORM}"
     if setup["post_accumulate_hooks"]:
         n_hooks = setup["post_accumulate_hooks"]
         rows["hooks"] = f"{n_hooks} parameters have post-accumulate-grad hooks: {STEPS_IN_BACKWARD}"

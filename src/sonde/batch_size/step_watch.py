@@ -26,8 +26,9 @@ class StepWatch:
     """Listens to the steps of the model's optimizers: every window must be ended before the first of its steps.
 
     The optimizer is the given one. Where none was given, or the given one no longer steps, it is the one that steps the
-    measured parameters, or those that share them out. The check says so if it finds no such optimizer, or several of
-    the same parameters. Steps with a closure are not judged.
+    measured parameters, or those that share them out. The check says so if several step the same parameters, if the
+    given one does not step, or if none was given and parameters change without a step. Steps with a closure are not
+    judged.
 
     Args:
         optimizer: the optimizer of the loop; None to find it by its steps.
@@ -39,13 +40,17 @@ class StepWatch:
 
     def __init__(self, optimizer: Any, parameters: Collection[Tensor], reader: WindowReader, *, alert: Alert) -> None:
         self._reader, self._alert = reader, alert
-        self._parameters = frozenset(id(p) for p in parameters)
-        self._held: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._parameters, self._ids = list(parameters), frozenset(id(p) for p in parameters)
+        self._held: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
+        """By optimizer: how many parameters it has, and the measured ones among them."""
         self._given = unwrap_optimizer(optimizer) if optimizer is not None else None
         self._watched = [self._given] if self._given is not None else []
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
         """Other optimizers of these parameters that have stepped since one of the watched did."""
         self._windows_unstepped = 0
+        self._n_writes = self._written()
+        self._windows_written = 0
+        """Windows in which parameters changed, while no optimizer is watched."""
         self._stepped_unended = self._ended_since_step = self._stepped_in_backward = False
         self._stepping: list[Any] = []
         """Optimizers of these parameters inside whose step we are, the outermost first."""
@@ -101,8 +106,21 @@ class StepWatch:
                 self._say_blind(
                     f"{len(others)} optimizers step the same parameters, and none of them was given to attach"
                 )
-        elif self._windows_unstepped > _UNSEEN_AFTER and self._watched:
-            self._say_blind(f"the optimizer has not stepped in {_UNSEEN_AFTER} windows")
+        elif self._watched:
+            if self._windows_unstepped > _UNSEEN_AFTER:
+                self._say_blind(f"the optimizer has not stepped in {_UNSEEN_AFTER} windows")
+        elif self._written_unseen():
+            self._say_blind("no optimizer was given, and the parameters change without a step that can be seen")
+
+    def _written(self) -> int:
+        """How often the parameters were written to. Not counted: writes through `.data`, and by foreign kernels."""
+        return sum(p._version for p in self._parameters)
+
+    def _written_unseen(self) -> bool:
+        """Whether parameters have changed in so many windows that someone must step them."""
+        n_before, self._n_writes = self._n_writes, self._written()
+        self._windows_written += self._n_writes != n_before
+        return self._windows_written > _UNSEEN_AFTER
 
     def _follow(self, others: list[Any]) -> None:
         """Watch other optimizers beside those whose parameters they leave alone, or in their place."""
@@ -148,16 +166,17 @@ class StepWatch:
 
     def _held_by(self, optimizer: Any) -> frozenset[int]:
         """The measured parameters that an optimizer holds, by id."""
-        if optimizer not in self._held:
+        n = sum(len(group["params"]) for group in optimizer.param_groups)  # more after `add_param_group`
+        if optimizer not in self._held or self._held[optimizer][0] != n:
             held = (id(p) for group in optimizer.param_groups for p in group["params"])
-            self._held[optimizer] = self._parameters.intersection(held)
-        return self._held[optimizer]
+            self._held[optimizer] = n, self._ids.intersection(held)
+        return self._held[optimizer][1]
 
     def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # With a closure, backward runs inside the step, and the window may be ended there: it cannot be judged here.
         has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
         if in_backward():
-            self._stepped_in_backward = True
+            self._stepped_in_backward, self._windows_written = True, 0
         elif not any(optimizer is watched for watched in self._watched):
             self._others.add(optimizer)
         elif self._held_by(optimizer) or not self._others:  # another model's gives way to one of this model

@@ -41,29 +41,39 @@ def replay_windows(
 
     Args:
         windows: of one start of the run, in order; `sonde.read_windows` reads those of a log that was written with
-            `RunLog(log_windows=True)`.
+            `RunLog(log_windows=True)`. If the run was restarted, choose a start by `WindowReading.segment`.
         horizon: of the trend, in windows.
-        every: windows between two readings.
+        every: windows between two readings, from 1 up.
         level: confidence level of the intervals.
 
     Yields:
         A reading at every window whose number is a multiple of `every`.
 
     Raises:
-        ValueError: for a window without tr Σ or |G|².
+        ValueError: for `every` below 1, a window without tr Σ or |G|², or windows of several starts.
 
     Example:
         >>> from sonde import read_windows, replay_windows
-        >>> for reading in replay_windows(read_windows("runs/my-run"), horizon=100):  # doctest: +SKIP
+        >>> first_start = (w for w in read_windows("runs/my-run") if w.segment == 0)  # doctest: +SKIP
+        >>> for reading in replay_windows(first_start, horizon=100):  # doctest: +SKIP
         ...     print(reading.window, reading.total.ratio, reading.total.interval)
     """
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be a whole number of windows from 1 up, got {every!r}: use 1 for all readings")
+    return _replayed(windows, horizon, every, level)
+
+
+def _replayed(windows: Iterable[WindowReading], horizon: float, every: int, level: float) -> Iterator[ReplayedReading]:
     history: WindowHistory | None = None
+    before: WindowReading | None = None
     for window in windows:
+        _check_follows(before, window)
+        before = window
         history = history or WindowHistory(tuple(window.groups), horizon)
         history.add(_solved(window), window.window)
         if window.window % every:
             continue
-        fits = {
+        fits: dict[str | None, TrendFit] = {
             name: fit
             for names, series in history.series()
             for name, fit in zip(
@@ -72,7 +82,21 @@ def replay_windows(
                 strict=True,
             )
         }
-        yield ReplayedReading(window.window, fits.pop(""), fits, history.set_asides.n)
+        total = fits.pop(None)
+        groups = {name: fit for name, fit in fits.items() if name is not None}
+        yield ReplayedReading(window.window, total, groups, history.set_asides.n)
+
+
+def _check_follows(before: WindowReading | None, window: WindowReading) -> None:
+    """Refuse windows of several starts: a restart takes windows again, so that numbers and ages would go back."""
+    if before is None or (window.segment == before.segment and window.window > before.window):
+        return
+    raise ValueError(
+        f"windows must come from one start of the run, with rising numbers, got window {window.window} of start "
+        f"{window.segment} after window {before.window} of start {before.segment}: choose one, for example "
+        f"[w for w in windows if w.segment == {window.segment}]; if a state was loaded within that start, also leave "
+        "out the windows that were measured again"
+    )
 
 
 def _solved(window: WindowReading) -> SolvedWindow:

@@ -54,7 +54,7 @@ def test_averages_by_hand() -> None:
         averages.add(solved(trace_cov, grad_sq), SOUND)
     before = math.exp(-1 / 10)  # the weight of a window, one window ago
     ((names, series),) = averages.history.series()
-    assert names == ("", "a", "b")
+    assert names == (None, "a", "b")
     assert series.mean_trace_cov[0].item() == pytest.approx((before * 30 + 34) / (1 + before))
     assert series.mean_grad_sq[2].item() == pytest.approx(0.75 * (before * 14 + 18) / (1 + before))
     assert averages.consistency == pytest.approx(2.0)

@@ -10,6 +10,7 @@ import torch
 
 from sonde.batch_size.stats.history import WindowHistory
 from sonde.batch_size.stats.noise_scale import WindowEstimate
+from sonde.batch_size.stats.reading import set_aside_alerts
 from sonde.batch_size.stats.solved_window import SolvedWindow
 
 
@@ -42,8 +43,8 @@ def filled(windows: list[SolvedWindow], *, horizon: float = 20.0, groups: tuple[
     return history
 
 
-def numbers_of(history: WindowHistory, name: str = "") -> list[float]:
-    """The windows that count in a series."""
+def numbers_of(history: WindowHistory, name: str | None = None) -> list[float]:
+    """The windows that count in a series: a group's, or that of the total."""
     ((series, row),) = [(s, names.index(name)) for names, s in history.series() if name in names]
     return series.numbers[series.trace_cov[row] != 0].tolist()
 
@@ -160,17 +161,17 @@ def test_groups_that_changed_begin_anew_and_groups_that_are_gone_leave_the_total
     history = filled(windows, groups=("a", "b", "frozen"))
     history.parameters_changed(["frozen"], gone=["frozen"], number=31)
     by_name = {name: (series, row) for names, series in history.series() for row, name in enumerate(names)}
-    assert set(by_name) == {"", "a", "b"}
-    series, row = by_name[""]
+    assert set(by_name) == {None, "a", "b"}
+    series, row = by_name[None]
     ratios = (series.trace_cov[row] / series.grad_sq[row]).tolist()
     assert ratios == pytest.approx(
         [(15.0 + i % 3) / 3.0 for i in range(30)]
     )  # without the frozen group, of the past too
     history.parameters_changed(["b"], gone=[], number=31)
     assert numbers_of(history, "a") == list(range(1, 31))
-    assert numbers_of(history, "b") == numbers_of(history, "") == []
+    assert numbers_of(history, "b") == numbers_of(history) == []
     history.add(windows[0], 31)
-    assert numbers_of(history, "b") == numbers_of(history, "") == [31]
+    assert numbers_of(history, "b") == numbers_of(history) == [31]
 
 
 def test_the_state_round_trips_through_json_and_goes_on_alike() -> None:
@@ -204,8 +205,7 @@ def test_a_window_that_outweighs_the_rest_in_one_group_is_set_aside_for_that_gro
     assert 40 in numbers_of(history)
     assert history.set_asides.n == 0
     assert history.set_asides.n_in_group == {"large": 0, "small": 1}
-    aside = history.set_asides.last_in_group
-    assert aside is not None
+    (aside,) = history.set_asides.last_in_groups
     assert (aside.window, aside.group) == (40, "small")
     assert aside.times == pytest.approx(1e6, rel=0.5)
     restored = WindowHistory(("large", "small"), 20.0)
@@ -257,3 +257,27 @@ def test_a_state_with_a_window_set_aside_for_an_unknown_group_is_refused() -> No
     state["settled"][0].append(7)
     with pytest.raises(ValueError, match="unknown groups"):
         WindowHistory(("a",), 20.0).load_state_dict(state)
+
+
+def test_a_group_may_have_an_empty_name() -> None:
+    """Such as `lambda name: name.rpartition(".")[0]` gives parameters of the model itself."""
+    windows = [window((10.0 + i % 3, 1.0), (5.0, 2.0)) for i in range(30)]
+    by_name = {
+        name: series.trace_cov[row]
+        for names, series in filled(windows, groups=("", "layer")).series()
+        for row, name in enumerate(names)
+    }
+    assert set(by_name) == {None, "", "layer"}
+    torch.testing.assert_close(by_name[None], by_name[""] + by_name["layer"])
+
+
+def test_a_window_that_is_set_aside_for_several_groups_is_named_for_each() -> None:
+    windows = [window((30.0, 1.0), *[(5e-6 + 1e-7 * (i % 3), 1e-6)] * 2, (5e-6, 1e-6)) for i in range(60)]
+    windows[39] = window((30.0, 1.0), (0.5, 0.1), (0.5, 0.1), (5e-6, 1e-6))
+    history = filled(windows, groups=("large", "b", "c", "d"))
+    assert [(aside.window, aside.group) for aside in history.set_asides.last_in_groups] == [(40, "b"), (40, "c")]
+    alerts = set_aside_alerts(None, history.set_asides.last_in_groups)
+    assert "window 40" in alerts["group_outweighs"]
+    assert "times in group 'b'" in alerts["group_outweighs"]
+    assert "times in group 'c'" in alerts["group_outweighs"]
+    assert "these groups" in alerts["group_outweighs"]

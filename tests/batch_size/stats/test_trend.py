@@ -230,3 +230,29 @@ def test_an_estimate_never_sits_on_the_end_of_its_interval() -> None:
             assert fit.interval.high is not None
             assert fit.interval.low * 1.01 < fit.ratio < fit.interval.high * 0.99
             assert fit.log_error is not None
+
+
+@pytest.mark.parametrize("horizon", [2.0, 50.0])
+def test_windows_of_any_age_give_a_result(horizon: float) -> None:
+    """e^(−age/h) of all windows is 0 beyond 745 horizons."""
+    x, y, ages = series(60)
+    (fit,) = fit_trends(x, y, ages + 800 * horizon, horizon)
+    assert fit.interval.status == "unresolved"
+    assert f"{800 * horizon:.0f} windows old" in fit.interval.reason
+    assert effective_windows(ages + 800 * horizon, torch.ones_like(ages), horizon) > 1
+    (long,) = fit_trends(*series(round(1600 * horizon)), horizon)  # the oldest, when the youngest is new
+    assert long.interval.low is not None
+    assert not math.isnan(long.interval.low)
+
+
+def test_a_bound_has_a_drift_too() -> None:
+    """Advice needs it: a series that drifts does not fit into a longer horizon."""
+    fits = [fit_trends(*series(250, drift=0.05, noise_y=4.0, seed=seed), 50.0)[0] for seed in range(40)]
+    known = [
+        (fit.drift, fit.drift_error)
+        for fit in fits
+        if fit.interval.status == "lower_bound" and fit.drift is not None and fit.drift_error is not None
+    ]
+    assert len(known) >= 5
+    assert sum(drift > 2 * error for drift, error in known) >= 3
+    assert not any(drift < -2 * error for drift, error in known)

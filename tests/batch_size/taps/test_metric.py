@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sonde.batch_size.taps.metric import AdamMetric
 from tests.batch_size.loops import (
     assert_same,
     attached,
@@ -74,3 +76,16 @@ def test_adam_metric_needs_an_optimizer_of_adams_kind() -> None:
         attached(model, torch.optim.Adamax(model.parameters()), metric="adam")
     with pytest.raises(ValueError, match="metric must be"):
         attached(model, metric="sign")
+
+
+def test_sums_are_kept_in_a_dtype_that_the_device_has() -> None:
+    """Apple's GPUs have no float64. Fake tensors know a device's dtypes without having the device."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+        parameter = torch.nn.Parameter(torch.empty(6, device="mps"))
+        optimizer = torch.optim.AdamW([parameter])
+        metric = AdamMetric(optimizer, [parameter])
+        gradient = torch.empty(6, device="mps")
+        assert metric.dot(0, gradient, gradient).dtype == torch.float32  # before a second moment
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg_sq": torch.empty(6, device="mps")}
+        got = metric.dot(0, gradient, gradient)
+        assert (got.dtype, got.device.type) == (torch.float32, "mps")

@@ -302,3 +302,21 @@ def test_the_time_of_a_replaced_tap_still_counts(ranks2: Ranks) -> None:
     for tap_name, seconds, seconds_of_both in ranks2(_seconds_of_both_taps):
         assert tap_name == "DDP's communication hook"
         assert seconds == pytest.approx(seconds_of_both)
+
+
+def _buckets_on_one_rank() -> str:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    model = DistributedDataParallel(small_model(), process_group=alone)
+    attached(model, tap="leaf").close()
+    try:
+        attached(model, tap="comm_hook")
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_buckets_of_a_single_rank_are_refused_with_the_way_out(ranks2: Ranks) -> None:
+    """Its whole window would be one piece, however many micro-batches it has."""
+    for message in ranks2(_buckets_on_one_rank):
+        assert "got 1 rank" in message
+        assert "use tap='leaf'" in message

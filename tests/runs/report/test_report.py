@@ -142,7 +142,7 @@ def test_the_rest_of_the_set_up_is_shown(tmp_path: Path) -> None:
     more = {"horizon": None, "grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
     header = header_record(setup=header_record()["setup"] | more)
     text = visible_text(write_report(write_run(tmp_path, 3, header=header)))
-    assert "All windows weigh the same." in text
+    assert "the first has 0.29 of the last one's" in text
     assert "grad scaler: yes units per piece: 8" in text
     assert "comm hook" not in text
     assert "adam: squared norms are weighted as this optimizer weights gradients." in text

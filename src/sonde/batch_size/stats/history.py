@@ -10,16 +10,23 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
-from sonde.batch_size.stats.window_entry import Series, SetAside, SetAsides, WindowEntry, entry_from_list
+from sonde.batch_size.stats.trend import REACH
+from sonde.batch_size.stats.window_entry import (
+    EntryColumns,
+    Series,
+    SetAside,
+    SetAsides,
+    WindowEntry,
+    entry_from_list,
+)
 from sonde.stats.state import check_count, check_keys, check_number
 
 _NEIGHBOURS = 5
 """Windows on each side that a window is compared with. Their median is its expected size."""
-_REACH = 4.0
-"""Horizons that are kept. Older windows would have less than 2 % of the present one's weight."""
 _MOST_ENTRIES = 512
 """Entries kept. If the horizon is longer, neighbouring windows share an entry."""
 _LEAST_OUTWEIGHING = 100.0
@@ -51,7 +58,7 @@ class WindowHistory:
         self._index = {name: i for i, name in enumerate(self.groups)}
         self.windows = 0
         """Windows added, those set aside included."""
-        self.set_asides = SetAsides(0, None, dict.fromkeys(self.groups, 0), None)
+        self.set_asides = SetAsides(0, None, dict.fromkeys(self.groups, 0), ())
         """Of settled windows, which have all of their neighbours."""
         self._settled: list[WindowEntry] = []
         self._recent: list[WindowEntry] = []
@@ -82,7 +89,7 @@ class WindowHistory:
             self._settle(len(self._recent) - 1 - _NEIGHBOURS)
         if len(self._recent) > 2 * _NEIGHBOURS:
             del self._recent[0]
-        oldest = number - _REACH * self.horizon
+        oldest = number - REACH * self.horizon
         while self._settled and self._settled[0].number < oldest:
             del self._settled[0]
         if len(self._settled) > _MOST_ENTRIES:
@@ -196,8 +203,10 @@ class WindowHistory:
         trace_cov, grad_sq = (math.fsum(values[i] for i in alive) for values in (entry.trace_cov, entry.grad_sq))
         average.update(WindowEstimate(trace_cov / entry.size, grad_sq / entry.size))
 
-    def series(self, now: float | None = None, *, with_groups: bool = True) -> list[tuple[tuple[str, ...], Series]]:
-        """The windows of the total, under an empty name, and of each group that trains.
+    def series(
+        self, now: float | None = None, *, with_groups: bool = True
+    ) -> list[tuple[tuple[str | None, ...], Series]]:
+        """The windows of the total, under None, and of each group that trains, under its name.
 
         Args:
             now: number of the present window, from which ages are counted; by default the last window added.
@@ -209,45 +218,36 @@ class WindowHistory:
             adds nothing to the sums that the trend is made of.
         """
         entries = [*self._settled, *self._unsettled()]
-        numbers, counts, sizes = (
-            torch.tensor(column, dtype=torch.float64, device="cpu")
-            for column in ([e.number for e in entries], [e.n_windows for e in entries], [e.size for e in entries])
-        )
-        flat = torch.tensor([[*e.trace_cov, *e.grad_sq] for e in entries], dtype=torch.float64, device="cpu")
-        table = flat.reshape(len(entries), 2, len(self.groups)).permute(2, 0, 1)  # [groups, entries, 2]
+        columns = self._columns(entries, now=self.last_window if now is None else now)
         alive = [self._index[name] for name in self.groups if name not in self._gone]
-        rows = {"": table[alive].sum(0), **{name: table[self._index[name]] for name in self.groups}}
-        ages = (self.last_window if now is None else now) - numbers
+        rows: dict[str | None, Tensor] = {
+            None: columns.sums[alive].sum(0),
+            **{name: columns.sums[self._index[name]] for name in self.groups},
+        }
         since = self._first_windows()
         if not with_groups:
-            since = {"": since[""]}
+            since = {None: since[None]}
         counted = torch.ones(len(self.groups) + 1, len(entries), dtype=torch.float64, device="cpu")  # the total is last
         for i, entry in enumerate(entries):
             counted[list(entry.aside), i] = 0.0
         series = []
         for first in dict.fromkeys(since.values()):
             names = tuple(name for name in since if since[name] == first)
-            kept = numbers >= first
-            counts_here = counted[[self._index.get(name, -1) for name in names]][:, kept]  # [series, entries]
-            sums = torch.stack([rows[name][kept] for name in names]) * counts_here[..., None]
-            weights = torch.exp(-ages[kept] / self.horizon)
-            levels = (weights @ sums) / (counts_here @ (weights * counts[kept]))[:, None]  # [series, 2]
-            per_size = sums / sizes[kept, None]
-            series.append(
-                (
-                    names,
-                    Series(
-                        trace_cov=per_size[..., 0],
-                        grad_sq=per_size[..., 1],
-                        ages=ages[kept],
-                        counts=counts[kept],
-                        numbers=numbers[kept],
-                        mean_trace_cov=levels[:, 0],
-                        mean_grad_sq=levels[:, 1],
-                    ),
-                )
-            )
+            kept = columns.numbers >= first
+            # The total, None, has no index.
+            counts_here = counted[[-1 if name is None else self._index[name] for name in names]][:, kept]
+            sums = torch.stack([rows[name][kept] for name in names]) * counts_here[..., None]  # [series, entries, 2]
+            series.append((names, columns.series(sums, counts_here, kept, self.horizon)))
         return series
+
+    def _columns(self, entries: Sequence[WindowEntry], *, now: float) -> EntryColumns:
+        numbers, counts, sizes = (
+            torch.tensor(column, dtype=torch.float64, device="cpu")
+            for column in ([e.number for e in entries], [e.n_windows for e in entries], [e.size for e in entries])
+        )
+        flat = torch.tensor([[*e.trace_cov, *e.grad_sq] for e in entries], dtype=torch.float64, device="cpu")
+        sums = flat.reshape(len(entries), 2, len(self.groups)).permute(2, 0, 1)
+        return EntryColumns(numbers, now - numbers, counts, sizes, sums)
 
     @property
     def last_window(self) -> float:
@@ -259,10 +259,10 @@ class WindowHistory:
         """The groups in which no parameter is trained now."""
         return frozenset(self._gone)
 
-    def _first_windows(self) -> dict[str, int]:
-        """The first window that counts: for the total, under an empty name, and for each group that trains."""
-        since = {name: first for name, first in self._since.items() if name not in self._gone}
-        return {"": max(since.values(), default=0), **since}
+    def _first_windows(self) -> dict[str | None, int]:
+        """The first window that counts: for the total, under None, and for each group that trains."""
+        since: dict[str | None, int] = {n: first for n, first in self._since.items() if n not in self._gone}
+        return {None: max(since.values(), default=0), **since}
 
     def run_average(self) -> RunningNoiseScale:
         """tr Σ and |G|² of the whole model, each over E|F|², averaged over the run so far."""
@@ -334,7 +334,7 @@ class WindowHistory:
         average.load_state_dict(state["average"])
         self.windows = state["windows"]
         n_in_group = {name: state["group_set_aside"][name] for name in self.groups}
-        self.set_asides = SetAsides(state["n_set_aside"], None, n_in_group, None)
+        self.set_asides = SetAsides(state["n_set_aside"], None, n_in_group, ())
         self._settled, self._recent, self._average = settled, recent, average
         self._since = {name: state["since"][name] for name in self.groups}
         self._gone = set(state["gone"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.window_entry import SetAside
@@ -12,6 +12,8 @@ from sonde.wording import number
 
 _QUIET_WINDOWS = 10
 """The first windows may outweigh the rest with no cause for alarm: gradients are large before the first steps."""
+_MOST_NAMED = 4
+"""Groups that one alert names."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class NoiseScaleReading:
         windows: windows measured, those set aside included.
         set_aside: how many of them were left out because each would have outweighed all others of its horizon together.
         last_set_aside: the last of them since this probe was attached, for a horizon.
-        last_group_set_aside: the last window that was left out of one group alone, likewise.
+        last_group_set_asides: the last window that was left out of single groups, once for each of them, likewise.
         influence: the window that moves B_simple most; None where that is not known.
         dropped: windows left out because they could not be used, by reason.
         windows_needed: windows still needed for ± 20 %; None when their number cannot be estimated.
@@ -118,7 +120,7 @@ class NoiseScaleReading:
     windows: int
     set_aside: int
     last_set_aside: SetAside | None
-    last_group_set_aside: SetAside | None
+    last_group_set_asides: tuple[SetAside, ...]
     influence: Influence | None
     dropped: Mapping[str, int]
     windows_needed: int | None
@@ -206,15 +208,15 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
     Returns:
         Messages by name: those of the doubts, "outweighs", "group_outweighs"; empty when nothing looks wrong.
     """
-    return dict(reading.doubts) | set_aside_alerts(reading.last_set_aside, reading.last_group_set_aside)
+    return dict(reading.doubts) | set_aside_alerts(reading.last_set_aside, reading.last_group_set_asides)
 
 
-def set_aside_alerts(aside: SetAside | None, aside_in_group: SetAside | None) -> dict[str, str]:
+def set_aside_alerts(aside: SetAside | None, aside_in: Sequence[SetAside]) -> dict[str, str]:
     """Messages about windows that were set aside.
 
     Args:
         aside: a window that was left out of everything.
-        aside_in_group: a window that was left out of one group.
+        aside_in: a window that was left out of single groups, once for each of them.
 
     Returns:
         Messages by name: "outweighs", "group_outweighs".
@@ -226,11 +228,14 @@ def set_aside_alerts(aside: SetAside | None, aside_in_group: SetAside | None) ->
             "all other windows of the horizon together. The noise scale is given without it. Check the data of that "
             "window"
         )
-    if aside_in_group is not None and aside_in_group.window > _QUIET_WINDOWS:
-        window, times, group = aside_in_group.window, number(aside_in_group.times), aside_in_group.group
+    if aside_in and aside_in[0].window > _QUIET_WINDOWS:
+        where = ", ".join(f"{number(each.times)} times in group {each.group!r}" for each in aside_in[:_MOST_NAMED])
+        more = f" and in {len(aside_in) - _MOST_NAMED} more groups" if len(aside_in) > _MOST_NAMED else ""
+        of_these = "this group" if len(aside_in) == 1 else "these groups"
         alerts["group_outweighs"] = (
-            f"window {window} had {times} times the squared gradient of its neighbours in group {group!r}, more "
-            "than all other windows of the horizon together. The noise scale of this group is given without it. Check "
-            "the data of that window"
+            f"window {aside_in[0].window} had many times the squared gradient of its neighbours: {where}{more}. That "
+            "is more than all other windows of the horizon together. The noise scale of "
+            f"{of_these} is given without it. "
+            "Check the data of that window"
         )
     return alerts

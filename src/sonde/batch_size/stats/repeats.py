@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sonde.stats.state import check_keys, check_number
 
-FEWEST_PIECES = 3
-"""Fewest pieces of a rank of which two can be the same while another differs."""
+FEWEST_RANKS = 3
+"""Fewest ranks of which two can be the same while another differs."""
 _ROUNDING = 2e-6
 """Relative difference up to which two gradients are the same: fp32 kernels that add in another order, and a weight that
 was divided out. Independent pieces differ by far more."""
@@ -40,7 +40,8 @@ def repeats_piece(pieces: Tensor) -> Tensor:
     pieces differ.
 
     Args:
-        pieces: elements of the pieces' gradients over their weights; [pieces, elements], at least `FEWEST_PIECES`.
+        pieces: elements of the pieces' gradients over their weights; [pieces, elements], at least `FEWEST_PIECES` of
+            `neighbours`.
 
     Returns:
         1 or 0, which add up over ranks; 0-dim.
@@ -91,7 +92,7 @@ def same_ranks(marks: Tensor, *, spread: float) -> frozenset[tuple[int, int]]:
         Each rank that repeats a lower one, after the lowest such rank.
     """
     # The mean squared difference of two ranks, over the mean square, is twice the spread.
-    if len(marks) < FEWEST_PIECES or not 2 * spread >= _LEAST_DIFFERENCE:
+    if len(marks) < FEWEST_RANKS or not 2 * spread >= _LEAST_DIFFERENCE:
         return frozenset()
     order = marks[:, 0].argsort(stable=True)  # equal ranks become neighbours
     sizes, projections = marks[order].unbind(1)

@@ -48,8 +48,8 @@ def summarise(
     why = next(iter(doubts.values())) if doubts else _stale(averages)
     doubted = RatioInterval("unresolved", None, None, why) if why else None
     asides = history.set_asides_now() if as_if_last else history.set_asides
-    fitted = _fit(averages, level, with_groups=with_groups)
-    total = fitted[""]
+    fitted = _fit(averages, level, doubted, with_groups=with_groups)
+    total = fitted[None]
     own = _group(total, doubted)
     is_resolved = own.status == "resolved"
     advice, needed = ("", None) if doubted else _advice(averages, total)
@@ -70,8 +70,8 @@ def summarise(
         u=averages.u,
         windows=averages.windows,
         set_aside=asides.n,
-        last_set_aside=_of_this_horizon(asides.last, averages),
-        last_group_set_aside=_of_this_horizon(asides.last_in_group, averages),
+        last_set_aside=asides.last if asides.last and _still_matters(asides.last, averages) else None,
+        last_group_set_asides=tuple(each for each in asides.last_in_groups if _still_matters(each, averages)),
         influence=None if doubted else _influence(total),
         dropped=dict(averages.dropped),
         windows_needed=needed,
@@ -88,10 +88,9 @@ def summarise(
     )
 
 
-def _of_this_horizon(aside: SetAside | None, averages: NoiseScaleAverages) -> SetAside | None:
-    """A window that was set aside, as long as it would still matter."""
-    matters_for = min(averages.history.horizon, _LONGEST_MATTER)
-    return aside if aside is not None and averages.n_seen - aside.window < matters_for else None
+def _still_matters(aside: SetAside, averages: NoiseScaleAverages) -> bool:
+    """Whether a window that was set aside is so recent that it would still have weight."""
+    return averages.n_seen - aside.window < min(averages.history.horizon, _LONGEST_MATTER)
 
 
 def _stale(averages: NoiseScaleAverages) -> str:
@@ -104,11 +103,16 @@ def _stale(averages: NoiseScaleAverages) -> str:
     return f"the last {missing} windows could not be used{last}"
 
 
-def _fit(averages: NoiseScaleAverages, level: float, *, with_groups: bool) -> dict[str, _Fitted]:
-    """The trends of the total, under an empty name, and of each group."""
+def _fit(
+    averages: NoiseScaleAverages, level: float, doubted: RatioInterval | None, *, with_groups: bool
+) -> dict[str | None, _Fitted]:
+    """The trends of the total, under None, and of each group. Of a doubted reading, no trend is computed."""
     fitted, horizon = {}, averages.history.horizon
     for names, series in averages.history.series(averages.n_seen, with_groups=with_groups):
-        fits = fit_trends(series.trace_cov, series.grad_sq, series.ages, horizon, level=level)
+        if doubted:
+            fits = [TrendFit(doubted)] * len(names)
+        else:
+            fits = fit_trends(series.trace_cov, series.grad_sq, series.ages, horizon, level=level)
         means = zip(series.mean_trace_cov.tolist(), series.mean_grad_sq.tolist(), strict=True)
         for name, fit, mean in zip(names, fits, means, strict=True):
             fitted[name] = _Fitted(fit, series, WindowEstimate(*mean) if len(series.ages) else None)
@@ -117,27 +121,27 @@ def _fit(averages: NoiseScaleAverages, level: float, *, with_groups: bool) -> di
 
 def _advice(averages: NoiseScaleAverages, total: _Fitted) -> tuple[str, int | None]:
     """What would make the noise scale known better, and the windows that are still needed for ± 20 %."""
-    history, fit = averages.history, total.fit
-    effective, most_effective = _effective_windows(total.series, history.horizon)
+    fit, horizon = total.fit, averages.history.horizon
+    effective, most_effective = _effective_windows(total.series, fit.horizon or horizon, horizon)
     advice = advise(
         fit.interval.status,
         fit.log_error,
-        windows=averages.windows,
         effective=effective,
         most_effective=most_effective,
-        horizon=history.horizon,
-        drift=fit.drift,
+        horizon=horizon,
+        drift=max(abs(fit.drift or 0.0) - (fit.drift_error or 0.0), 0.0),
         n_pieces=averages.u * averages.effective_units if averages.u and averages.effective_units else None,
+        n_units=averages.effective_units,
+        misfit=fit.misfit,
     )
-    needed = windows_needed(fit.log_error, windows=averages.windows, effective=effective, most_effective=most_effective)
-    return advice, needed
+    return advice, windows_needed(fit.log_error, effective=effective, most_effective=most_effective)
 
 
-def _effective_windows(series: Series, horizon: float) -> tuple[float, float]:
-    """Effective windows of a trend now, and at most with this horizon."""
+def _effective_windows(series: Series, used: float, horizon: float) -> tuple[float, float]:
+    """Effective windows of a trend with the horizon that it used, and at most with the horizon that it may use."""
     if not len(series.ages):
         return 0.0, math.inf
-    now = effective_windows(series.ages, series.counts, horizon)
+    now = effective_windows(series.ages, series.counts, used)
     return now, max(now, most_effective_windows(horizon))
 
 

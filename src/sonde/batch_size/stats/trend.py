@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,8 +45,10 @@ _MISFIT = 3.5
 """Standard errors by which the last windows' residuals must differ from 0 before the horizon is halved."""
 _SHORTEST = 12.0
 """Shortest horizon in windows that is checked, or that a misfit leads to."""
-_REACH = 4.0
+REACH = 4.0
 """Horizons within which windows count; older ones would have less than 2 % of the present one's weight."""
+_OLDEST = 2 * REACH
+"""Horizons at which a window's age stops growing: its weight is below 0.04 %, and e^(c τ) stays a finite number."""
 _SPAN = 0.8
 """The horizon is at most this part of the windows seen. Chosen by coverage, as the shapes and the range of c."""
 _N_DRIFTS, _N_DRIFTS_NEAR, _N_RATIOS, _N_RATIOS_NEAR = 33, 17, 65, 9
@@ -55,6 +57,9 @@ _HOST: Any = {"dtype": torch.float64, "device": "cpu"}
 """Of all tensors made here, whatever default device the user has set."""
 _MIN_WINDOWS = 4
 """A level and a drift take two windows; their errors take two more."""
+
+Misfit = Literal["", "jump", "drift"]
+"""Why a trend over the whole horizon does not fit: the last windows contradict it, or no drift in range does."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,14 @@ class TrendFit:
         interval: confidence interval of the present ratio.
         ratio: the estimate; None unless the interval is two-sided. Where the moments have no root in the range of
             drifts, it is the middle of the interval on a log scale.
-        drift: change of log(ratio) per window, now; None without roots, or unless the interval is two-sided.
+        drift: change of log(ratio) per window, now; None without roots. It has a value beside a bound too.
         drift_error: standard error of the drift.
         log_error: standard error of log(ratio), to first order, or from the interval's width; None where neither is
             known.
         influence: change of log(ratio) that each window makes, to first order, [windows]; empty without a root.
+        horizon: windows in which a window's weight fell by a factor of e; None if nothing was fitted.
+        misfit: "jump" where the horizon was shortened, since the last windows contradict a longer one; "drift" where no
+            drift in range fits; otherwise empty.
     """
 
     interval: RatioInterval
@@ -78,6 +86,8 @@ class TrendFit:
     drift_error: float | None = None
     log_error: float | None = None
     influence: tuple[float, ...] = ()
+    horizon: float | None = None
+    misfit: Misfit = ""
 
 
 def fit_trends(x: Tensor, y: Tensor, ages: Tensor, horizon: float, *, level: float = 0.95) -> list[TrendFit]:
@@ -88,15 +98,19 @@ def fit_trends(x: Tensor, y: Tensor, ages: Tensor, horizon: float, *, level: flo
         y: unbiased estimates of the denominator, likewise. A factor that x and y of one window share does not bias the
             fit; dividing both by the window's expected squared gradient norm lets every window count alike.
         ages: how many windows ago each was, 0 for the present one; [windows].
-        horizon: h in windows; `math.inf` weighs all windows alike.
+        horizon: h in windows, at most 0.8 of the windows seen. With `math.inf` it is always 0.8 of them, so that the
+            first window has 0.29 of the last one's weight.
         level: confidence level.
 
     Returns:
-        A fit for each series. With fewer than four effective windows it is unresolved.
+        A fit for each series. It is unresolved with fewer than four entries, or if all of them are old.
     """
     n_series, n_windows = x.shape
     if n_windows < _MIN_WINDOWS:
         return [TrendFit(_unresolved(f"{n_windows} windows are too few for an interval: measure more"))] * n_series
+    if (youngest := float(ages.min())) > REACH * _local_horizon(ages, horizon):
+        reason = f"the last window is {youngest:.0f} windows old, which says nothing about now: measure more windows"
+        return [TrendFit(_unresolved(reason))] * n_series
     solver = _Solver(x, y, ages, horizon, level)
     fits = solver.fits()
     # A noise scale that has jumped is no trend. Then the past is given up, half by half, until a trend fits.
@@ -105,12 +119,12 @@ def fit_trends(x: Tensor, y: Tensor, ages: Tensor, horizon: float, *, level: flo
         horizon = solver.horizon / 2
         if horizon < _SHORTEST:
             reason = "the noise scale has just changed by more than a trend can follow: measure more windows"
-            shorter = [TrendFit(_unresolved(reason))] * len(misfits)
+            shorter = [TrendFit(_unresolved(reason), horizon=horizon)] * len(misfits)
         else:
-            kept = ages <= _REACH * horizon
+            kept = ages <= REACH * horizon
             shorter = fit_trends(x[misfits][:, kept], y[misfits][:, kept], ages[kept], horizon, level=level)
         for i, fit in zip(misfits, shorter, strict=True):
-            fits[i] = replace(fit, influence=())
+            fits[i] = replace(fit, influence=(), horizon=fit.horizon or horizon, misfit=fit.misfit or "jump")
     return fits
 
 
@@ -128,7 +142,7 @@ def effective_windows(ages: Tensor, counts: Tensor, horizon: float) -> float:
 
 def most_effective_windows(horizon: float) -> float:
     """The same once the horizon is filled: with q = e^(−1/h), (Σ q^a)² / Σ q^(2a) over ages a below 4 h."""
-    return math.inf if math.isinf(horizon) else math.tanh(_REACH / 2) / math.tanh(1 / (2 * horizon))
+    return math.inf if math.isinf(horizon) else math.tanh(REACH / 2) / math.tanh(1 / (2 * horizon))
 
 
 def _local_horizon(ages: Tensor, horizon: float) -> float:
@@ -136,7 +150,8 @@ def _local_horizon(ages: Tensor, horizon: float) -> float:
 
 
 def _kernel(ages: Tensor, horizon: float) -> Tensor:
-    return torch.exp(-ages / horizon)
+    """Weights up to a factor: that of the youngest window is 1, however old it is."""
+    return torch.exp((ages.min() - ages) / horizon)
 
 
 class _Solver:
@@ -146,7 +161,7 @@ class _Solver:
         self.horizon = _local_horizon(ages, horizon)
         weights = _kernel(ages, self.horizon)
         self.weights = weights / weights.sum()
-        time = -ages / self.horizon
+        time = (-ages / self.horizon).clamp(min=-_OLDEST)
         self.time = time
         self.bends = torch.tensor(_SHAPES, **_HOST)[:, None] * time * time  # s τ², [shapes, windows]
         self.powers = torch.stack([torch.ones_like(time), time, time * time])  # 1, τ, τ²
@@ -177,18 +192,18 @@ class _Solver:
         fastest = _FASTEST_PER_WINDOW * self.horizon
         slowest, fastest = max(_FASTEST_FALL, -fastest), min(_FASTEST_RISE, fastest)
         drifts = torch.linspace(slowest, fastest, _N_DRIFTS, **_HOST)
-        growth = self._growth(drifts.expand(1, len(_SHAPES), -1))
+        growth = self.growth(drifts.expand(1, len(_SHAPES), -1))
         sums = self._sums(growth)
         roots = _Roots(self, drifts, sums[0])
         near = torch.linspace(-4.0, 4.0, _N_DRIFTS_NEAR, **_HOST) * roots.drift_error.clamp(max=1.0)[..., None]
         near = (roots.drift[..., None] + near).clamp(slowest, fastest)
-        sums_near = self._sums(self._growth(near))
+        sums_near = self._sums(self.growth(near))
         quartic = self._quartic(*(torch.cat(pair, 1) for pair in zip(sums, sums_near, strict=True)))
         low, high = self._ends(quartic, roots)
         self.misfits = roots.misfits.tolist() if self.horizon >= _SHORTEST else [False] * len(self.x)
         return [self._fit(i, float(low[i]), float(high[i]), roots) for i in range(len(self.x))]
 
-    def _growth(self, drifts: Tensor) -> Tensor:
+    def growth(self, drifts: Tensor) -> Tensor:
         """e^(c g(τ)): [series or 1, shapes, drifts] → [series or 1, shapes · drifts, windows]."""
         exponent = drifts[..., None] * self.time - drifts.clamp(min=0.0)[..., None] * self.bends[:, None, :]
         return torch.exp(exponent).flatten(1, 2)
@@ -237,19 +252,19 @@ class _Solver:
     def _fit(self, i: int, low: float, high: float, roots: _Roots) -> TrendFit:
         unit = float(self.size_x[i] / self.size_y[i])
         interval = _interval(low * unit, high * unit)
+        fit = TrendFit(interval, horizon=self.horizon, misfit="drift" if math.isnan(low) else "")
         has_root = bool(roots.exists[i].all())
-        log_error = float(roots.log_error[i].mean()) if has_root else None
-        influence = tuple(roots.influence[i].tolist()) if has_root else ()
+        if has_root:
+            drift, drift_error = (float(v[i].mean()) / self.horizon for v in (roots.drift, roots.drift_error))
+            log_error, influence = float(roots.log_error[i].mean()), tuple(roots.influence[i].tolist())
+            fit = replace(fit, drift=drift, drift_error=drift_error, log_error=log_error, influence=influence)
         if interval.status != "resolved":
-            return TrendFit(interval, log_error=log_error, influence=influence)
-        if log_error is None:  # without roots, the middle of the interval on a log scale
-            middle = math.sqrt(low * high)
-            return TrendFit(interval, middle * unit, log_error=math.log(high / low) / (2 * self.t))
+            return fit
+        middle = math.sqrt(low * high)
+        if not has_root:  # the middle of the interval on a log scale
+            return replace(fit, ratio=middle * unit, log_error=math.log(high / low) / (2 * self.t))
         ratio = math.exp(float(roots.log_ratio[i].mean()))  # between the shapes
-        drift, drift_error = (float(v[i].mean()) / self.horizon for v in (roots.drift, roots.drift_error))
-        if not low <= ratio <= high:
-            ratio = math.sqrt(low * high)
-        return TrendFit(interval, ratio * unit, drift, drift_error, log_error, influence)
+        return replace(fit, ratio=(ratio if low <= ratio <= high else middle) * unit)
 
 
 class _Roots:
@@ -274,7 +289,7 @@ class _Roots:
         for _ in range(8):  # false position, kept off the ends: the function is smooth and nearly straight here
             share = (gap_low / (gap_low - gap_high)).nan_to_num(0.5).clamp(0.05, 0.95)
             middle = low + share * (high - low)
-            at_middle = (solver.weights * solver._growth(middle[..., None]) * solver.y[:, None]) @ solver.powers[:2].T
+            at_middle = (solver.weights * solver.growth(middle[..., None]) * solver.y[:, None]) @ solver.powers[:2].T
             gap_middle = x0[..., 0] * at_middle[..., 1] - x1[..., 0] * at_middle[..., 0]
             same = gap_middle * gap_low > 0
             low, gap_low = torch.where(same, middle, low), torch.where(same, gap_middle, gap_low)
@@ -284,7 +299,7 @@ class _Roots:
 
     def _linearise(self, solver: _Solver) -> None:
         """Errors and influences from the moments' first derivatives: the sandwich of generalised moments."""
-        growth = solver._growth(self.drift[..., None])  # [series, shapes, windows]
+        growth = solver.growth(self.drift[..., None])  # [series, shapes, windows]
         grown = growth * solver.y[:, None]
         level = (solver.weights * grown).sum(-1)
         self.log_ratio = (solver.moments_x[:, :1] / level).clamp(min=1e-4).log().nan_to_num(0.0, 0.0, 0.0)

@@ -35,22 +35,24 @@ class SetAsides:
     Attributes:
         n: windows that were left out of everything.
         last: the last of them; None before the first, and after a restart.
-        n_in_group: windows that were left out of one group only, by group.
-        last_in_group: the last of them, likewise.
+        n_in_group: windows that were left out of single groups, by group.
+        last_in_groups: the last of them, once for each group that it was left out of; empty before
+            the first, and after a restart.
     """
 
     n: int
     last: SetAside | None
     n_in_group: dict[str, int]
-    last_in_group: SetAside | None
+    last_in_groups: tuple[SetAside, ...]
 
     def count(self, aside: SetAside | None, aside_in: Iterable[SetAside]) -> None:
         """Count a window that is left out of everything, or of some groups."""
         if aside is not None:
             self.n, self.last = self.n + 1, aside
-        for each in aside_in:
+        if in_groups := tuple(aside_in):
+            self.last_in_groups = in_groups
+        for each in in_groups:
             self.n_in_group[each.group] += 1
-            self.last_in_group = each
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,48 @@ class Series:
     numbers: Tensor
     mean_trace_cov: Tensor
     mean_grad_sq: Tensor
+
+
+@dataclass(frozen=True)
+class EntryColumns:
+    """The entries of a history, column by column.
+
+    Attributes:
+        numbers: of the windows; [entries].
+        ages: in windows; [entries].
+        counts: windows that share an entry; [entries].
+        sizes: expected |F|²; [entries].
+        sums: tr Σ and |G|² of each group; [groups, entries, 2].
+    """
+
+    numbers: Tensor
+    ages: Tensor
+    counts: Tensor
+    sizes: Tensor
+    sums: Tensor
+
+    def series(self, sums: Tensor, counted: Tensor, kept: Tensor, horizon: float) -> Series:
+        """Series of some entries.
+
+        Args:
+            sums: tr Σ and |G|² of each series; [series, entries kept, 2].
+            counted: 0 where an entry does not count for a series, otherwise 1; [series, entries kept].
+            kept: which entries; [entries].
+            horizon: of the averages, in windows.
+        """
+        # Weights count from the last entry: from now on, those of a history that is long past would all be 0.
+        weights = torch.exp((self.numbers[kept] - self.numbers[-1:]) / horizon)
+        levels = (weights @ sums) / (counted @ (weights * self.counts[kept]))[:, None]  # [series, 2]
+        per_size = sums / self.sizes[kept, None]
+        return Series(
+            trace_cov=per_size[..., 0],
+            grad_sq=per_size[..., 1],
+            ages=self.ages[kept],
+            counts=self.counts[kept],
+            numbers=self.numbers[kept],
+            mean_trace_cov=levels[:, 0],
+            mean_grad_sq=levels[:, 1],
+        )
 
 
 @dataclass

@@ -128,11 +128,11 @@ class AdamMetric:
         moment = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
         if moment not in state:
             self._lacks_moments = True
-            return torch.full((), torch.nan, dtype=torch.float64, device=a.device)
+            return torch.full((), torch.nan, dtype=accumulation_dtype(a.device), device=a.device)
         # `step` is a 0-dim tensor on the CPU, or on the device for fused and capturable optimizers. Either kind divides
         # a tensor on the device without being read on the host.
         correction = (1.0 - group["betas"][1] ** state["step"]) ** 0.5
-        total = torch.zeros((), dtype=torch.float64, device=a.device)
+        total = torch.zeros((), dtype=accumulation_dtype(a.device), device=a.device)
         # Chunk by chunk, so that no temporary has the size of a gradient.
         chunks = (t.reshape(-1).split(_CHUNK) for t in (a, b, state[moment]))
         for x, y, v in zip(*chunks, strict=True):

@@ -153,6 +153,11 @@ class TapChoice:
                 "tap='comm_hook' reads the buckets of one DDP module, got a model with trainable parameters outside: "
                 "use tap='leaf' or 'auto'"
             )
+        if self._wrapper.n_ranks < 2:
+            raise ValueError(
+                "tap='comm_hook' takes each rank's whole window for one piece, got 1 rank, whose one piece shows no "
+                "noise: use tap='leaf', which reads each micro-batch, or train on 2 or more ranks"
+            )
         return DDPBucketTap(
             self._wrapper.ddp,
             self._parameters,

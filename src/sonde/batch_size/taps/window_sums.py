@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neighbour_products
 from sonde.batch_size.stats.noise_scale import effective_units
-from sonde.batch_size.stats.repeats import Repeats, rank_mark, repeats_piece, same_ranks
+from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.parallel.devices import accumulation_dtype, to_device
@@ -314,7 +314,7 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
             n_ranks=round(n_comparing),
             n_repeating=round(float(compared[2])),
             same_ranks=same_ranks(marks.double().view(-1, 2), spread=_spread(weight * float(witness_ranks), witness)),
-            n_compared=len(marks) // 2 if len(marks) >= 2 * FEWEST_PIECES else 0,
+            n_compared=len(marks) // 2 if len(marks) >= 2 * FEWEST_RANKS else 0,
         ),
     )
 

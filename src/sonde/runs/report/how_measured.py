@@ -15,7 +15,7 @@ MAX_TEXT = 4000
 _MAX_ITEMS = 20
 _SETUP_SHOWN = (
     "wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric",
-    "evaluation", "optimizer", "batch_norms",
+    "evaluation", "optimizer", "batch_norms", "sync_batch_norms",
 )  # fmt: skip
 
 
@@ -71,6 +71,8 @@ def _setup_rows(run: Run) -> list[Row]:
             f"{layers} in train mode. The samples of a piece share its statistics and are not independent. B_simple "
             "therefore depends on the size of the pieces: compare runs at the same piece size only."
         )
+        if setup.get("sync_batch_norms"):
+            meaning += " Some share their statistics over ranks, which couples the pieces of all ranks too."
         rows.append(Row("Batch normalisation", (meaning,)))
     rest = {key: value for key, value in setup.items() if key not in _SETUP_SHOWN and value not in (None, False)}
     if rest:
@@ -103,7 +105,10 @@ def _window_rows(run: Run) -> list[Row]:
     if horizon:
         averaging += f" A window's weight falls by a factor of e in {number(float(horizon))} windows."
     elif "horizon" in setup:
-        averaging += " All windows weigh the same."
+        averaging += (
+            " A window's weight falls by a factor of e in 0.8 of the windows so far: the first has 0.29 of the last "
+            "one's."
+        )
     if level:
         averaging += (
             f" Intervals are at {percent(float(level))} confidence, and open where noise or signal is not known."

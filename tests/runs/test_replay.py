@@ -1,0 +1,49 @@
+"""Windows of one start are replayed; windows of several starts are refused, since their numbers and ages go back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sonde
+
+
+def write_start(folder: Path, n: int) -> None:
+    torch.manual_seed(0)
+    model, log = nn.Linear(4, 1), sonde.RunLog(sonde.JsonlSink(folder), log_windows=True)
+    with sonde.attach(model, unit="rows", log=log, verbose=False) as probe:
+        for _ in range(n):
+            for _ in range(3):
+                with probe.piece(units=8):
+                    (model(torch.randn(8, 4)) - 1 - torch.randn(8, 1)).square().mean().backward()
+            probe.step()
+            model.zero_grad()
+
+
+def test_windows_of_two_starts_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    for n in (20, 12):
+        write_start(tmp_path, n)
+    windows = list(sonde.read_windows(tmp_path))
+    assert [w.segment for w in windows] == [0] * 20 + [1] * 12
+    with pytest.raises(ValueError, match=r"got window 1 of start 1 after window 20 of start 0.*w.segment == 1"):
+        list(sonde.replay_windows(windows))
+    for segment, n in ((0, 20), (1, 12)):
+        replayed = list(sonde.replay_windows((w for w in windows if w.segment == segment), every=5))
+        assert [r.window for r in replayed] == list(range(5, n + 1, 5))
+
+
+def test_windows_that_were_measured_again_are_refused(tmp_path: Path) -> None:
+    write_start(tmp_path, 8)
+    windows = list(sonde.read_windows(tmp_path))
+    with pytest.raises(ValueError, match="got window 5 of start 0 after window 8 of start 0"):
+        list(sonde.replay_windows([*windows, *windows[4:]]))
+
+
+@pytest.mark.parametrize("every", [0, -3, 2.5])
+def test_every_must_be_a_number_of_windows(every: Any) -> None:
+    with pytest.raises(ValueError, match="every must be a whole number of windows from 1 up"):
+        sonde.replay_windows([], every=every)
