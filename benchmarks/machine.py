@@ -33,13 +33,18 @@ def describe(device: str, compared: Sequence[str] = ("adaptdl", "fairscale", "k-
 
 
 def import_seconds(n_repeats: int) -> float:
-    """Seconds that `import sonde` takes beyond `import torch`: medians of new processes, which alternate."""
+    """Seconds that `import sonde` takes beyond `import torch`: medians of new processes, which alternate.
+
+    Of both, Python finds the compiled files, as in an installation by pip.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     took: dict[str, list[float]] = {"torch": [], "sonde": []}
-    for _ in range(n_repeats):
+    for k in range(n_repeats + 1):
         for name, seconds in took.items():
             start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", f"import {name}"], check=True)
-            seconds.append(time.perf_counter() - start)
+            subprocess.run([sys.executable, "-c", f"import {name}"], check=True, env=environment)
+            if k:  # the first run compiles
+                seconds.append(time.perf_counter() - start)
     return statistics.median(took["sonde"]) - statistics.median(took["torch"])
 
 

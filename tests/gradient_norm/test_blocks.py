@@ -65,6 +65,17 @@ def test_large_gradients_are_not_converted(columns: int) -> None:
     assert seen.elements <= max(2**20 // 128, 1000)
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_convolutions_are_not_converted(memory_format: torch.memory_format) -> None:
+    """The last dim is too short for a block. All dims but the first are one row of blocks."""
+    gradient = torch.randn(512, 256, 3, 3).to(memory_format=memory_format)
+    exact, parameter = float(gradient.double().norm()), with_gradient(gradient)
+    with LargestBuffer() as seen:
+        norm = float(sonde.clip_grad_norm_(parameter, None))
+    assert norm == pytest.approx(exact, rel=1e-7)
+    assert seen.elements <= gradient.numel() // 128
+
+
 def test_blocks_divide_the_last_dim_and_its_usual_shards() -> None:
     for size in range(1, 6000):
         length = block_length(size)
@@ -116,9 +127,9 @@ def test_no_cut_on_a_block_border_changes_one_bit(size: int) -> None:
     assert max(sums) / min(sums) - 1 < 1e-13
 
 
-def _any_cut(columns: int) -> list[float]:
+def _any_cut(*inner: int) -> list[float]:
     mesh = mesh_of((2, 2), ("a", "b"))
-    gradient = torch.randn(130, columns, generator=torch.Generator().manual_seed(1))
+    gradient = torch.randn(130, *inner, generator=torch.Generator().manual_seed(1))
     cuts: list[list[Any]] = [
         [Replicate(), Replicate()],
         [Shard(0), Replicate()],
@@ -135,9 +146,9 @@ def _any_cut(columns: int) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("columns", [1024, 1000, 2880])
-def test_the_norm_does_not_depend_on_the_ranks(ranks4: Ranks, columns: int) -> None:
-    assert len({norm for norms in ranks4(_any_cut, columns) for norm in norms}) == 1
+@pytest.mark.parametrize("inner", [(1024,), (1000,), (2880,), (512, 3, 3), (6, 1000)], ids=str)
+def test_the_norm_does_not_depend_on_the_ranks(ranks4: Ranks, inner: tuple[int, ...]) -> None:
+    assert len({norm for norms in ranks4(_any_cut, *inner) for norm in norms}) == 1
 
 
 def _cut_inside_a_block() -> list[Any]:

@@ -23,9 +23,9 @@ _CHUNK_ON_GPU = 2**24
 """Elements converted at a time on a GPU: larger, since each kernel launch costs time."""
 
 _BLOCK = 256
-"""Elements along the last dim whose norm is taken in fp32: enough to be as fast as memory, few enough for 1e-9."""
+"""Elements whose norm is taken in fp32: enough to be as fast as memory, few enough for 1e-9."""
 _OTHER_BLOCKS, _LONG_BLOCKS = range(128, 513), range(513, 2049)
-"""Lengths of blocks where the last dim is no multiple of `_BLOCK`. Many short blocks round less than few long ones."""
+"""Lengths of blocks where a row is no multiple of `_BLOCK`. Many short blocks round less than few long ones."""
 _MIN_ELEMENTS = 2**16
 """Smaller tensors are read in fp64 together, which costs less than a call for each."""
 _BLOCK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,22 +75,41 @@ def is_read_in_blocks(gradient: Tensor) -> bool:
     """Whether squares of a gradient are summed in blocks: by its global shape, so for every way to cut it alike.
 
     Args:
-        gradient: plain or a DTensor. If its last dim is cut inside a block, it is read in fp64.
+        gradient: plain or a DTensor. If it is cut inside a block, it is read in fp64.
     """
-    if gradient.numel() < _MIN_ELEMENTS or gradient.dim() < 2 or not (length := block_length(gradient.shape[-1])):
+    if gradient.numel() < _MIN_ELEMENTS or gradient.device.type != "cpu" or gradient.dtype not in _BLOCK_DTYPES:
         return False
-    if gradient.device.type != "cpu" or gradient.dtype not in _BLOCK_DTYPES or gradient.layout is not torch.strided:
+    shape = gradient.shape
+    dim, length = blocks_of(shape)
+    if not length or gradient.layout is not torch.strided:
         return False
-    size, cut = gradient.shape[-1], cut_every(gradient, gradient.dim() - 1)
-    return cut == 0 or all(block_length(shard) == length for shard in (cut, size % cut or cut))
+    if any(cut_every(gradient, inner) for inner in range(dim + 1, len(shape))):
+        return False
+    cut, n_inner = cut_every(gradient, dim), math.prod(shape[dim + 1 :])
+    return cut == 0 or all(block_length(rows * n_inner) == length for rows in (cut, shape[dim] % cut or cut))
+
+
+def blocks_of(shape: Sequence[int]) -> tuple[int, int]:
+    """How a tensor of this shape is divided into blocks.
+
+    Returns:
+        The dim from which on the dims are one row of blocks, the last dim if that has room for one, never the first;
+        and the length of a block. (0, 0) if there is no good way.
+    """
+    size = 1
+    for dim in range(len(shape) - 1, 0, -1):
+        size *= shape[dim]
+        if length := block_length(size):
+            return dim, length
+    return 0, 0
 
 
 @functools.lru_cache(maxsize=256)
 def block_length(size: int) -> int:
-    """How many neighbouring elements of a last dim of this size form a block; 0 if there is no good way to divide it.
+    """How many neighbouring elements of a row of this size form a block; 0 if there is no good way to divide it.
 
-    Blocks must divide the dim: the kernel is fast only if all of a tensor's blocks follow each other in memory. Of the
-    lengths that do, this takes one that still divides the dim when it is cut into 2, 4, 8, … shards.
+    Blocks must divide the row: the kernel is fast only if all of a tensor's blocks follow each other in memory. Of the
+    lengths that do, this takes one that still divides the row when it is cut into 2, 4, 8, … shards.
     """
     if size % _BLOCK == 0:
         return _BLOCK
@@ -106,7 +125,7 @@ def _halvings(n: int) -> int:
 
 
 def square_sum_in_blocks(tensors: Sequence[Tensor]) -> Tensor:
-    """Σx² of large tensors on the CPU: fp32 norms of blocks along the last dim, and fp64 across.
+    """Σx² of large tensors on the CPU: fp32 norms of blocks along the last dim or dims, and fp64 across.
 
     Sums of squares that leave the range of fp32 come out infinite or too small: see `SMALLEST_EXACT`.
 
@@ -121,12 +140,15 @@ def square_sum_in_blocks(tensors: Sequence[Tensor]) -> Tensor:
     # A transposed gradient has its blocks along the dim that is contiguous in memory: blocks along its last dim would
     # need a copy. If its shards are not transposed, one norm in 100 differs in its last bit from the uncut gradient's.
     for tensor in map(_dense_view, tensors):
-        length = block_length(tensor.shape[-1])
-        if length == 0 or tensor.stride(-1) != 1:  # the kernel would add such elements one after the other
-            others.append(tensor)
-        else:
+        dim, length = blocks_of(tensor.shape)
+        if tensor.is_contiguous() and length:
+            blocks = tensor.view(-1, length)
+        elif length and dim == tensor.dim() - 1 and tensor.stride(-1) == 1:
             blocks = tensor.unflatten(-1, (-1, length))
-            norms.append(torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float32).reshape(-1))
+        else:  # elements apart from each other: the kernel would add them one after the other
+            others.append(tensor)
+            continue
+        norms.append(torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float32).reshape(-1))
     in_blocks = torch.cat(norms).double().square().sum() if norms else 0.0
     return power_sum(others, 2.0) + in_blocks
 
