@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -48,6 +49,29 @@ class PlanRequest:
             problem=self.problem,
         )
 
+    # Each is read once a call, by `PlanCache.take`; `PlanCache.keep` takes what was read.
+
+    @cached_property
+    def addresses(self) -> list[int]:
+        """Which tensors these are."""
+        return list(map(id, self.parameters))
+
+    @cached_property
+    def specs(self) -> list[Any]:
+        """How each parameter itself is placed."""
+        return [getattr(p, "_spec", None) for p in self.parameters]
+
+    @cached_property
+    def traits(self) -> list[tuple[object, ...]]:
+        """What else a plan takes from each parameter. (The plan compares shapes itself.)
+
+        They are: whether it is trained, and has a gradient (without a gradient, a plan uses what it saw of the gradient
+        before); its dtype; the marks of other frameworks.
+        """
+        return [
+            (p.requires_grad, p.grad is not None, p.dtype, marks_of(p) if vars(p) else None) for p in self.parameters
+        ]
+
 
 class PlanCache:
     """The plans of the last few requests.
@@ -87,19 +111,16 @@ class _CacheEntry:
 
     def __init__(self, request: PlanRequest, plan: NormPlan) -> None:
         self._plan = plan
-        self._addresses = _addresses(request)
-        self._specs, self._traits = _specs(request), _traits(request)
+        self._addresses, self._specs, self._traits = request.addresses, request.specs, request.traits
         self._names, self._meshes = request.names, (request.mesh, request.pp_mesh)
 
     def matches(self, request: PlanRequest) -> bool:
         """Whether a new plan for this request would be the same."""
         return (
-            self._addresses == _addresses(request)
+            self._addresses == request.addresses
             and self._meshes == (request.mesh, request.pp_mesh)  # by value: mesh["pp"] is another object at every call
-            and all(
-                map(operator.is_, self._specs, _specs(request))
-            )  # by `is`: specs of a new process group may be equal
-            and self._traits == _traits(request)
+            and all(map(operator.is_, self._specs, request.specs))  # by `is`: a new process group's may be equal
+            and self._traits == request.traits
             and self._names == request.names
         )
 
@@ -107,23 +128,3 @@ class _CacheEntry:
         """The plan with the parameters and meshes of a request that matches."""
         self._plan.rebind(request.parameters, request.mesh, request.pp_mesh)
         return self._plan
-
-
-def _addresses(request: PlanRequest) -> list[int]:
-    return list(map(id, request.parameters))
-
-
-def _specs(request: PlanRequest) -> list[Any]:
-    """How each parameter itself is placed."""
-    return [getattr(p, "_spec", None) for p in request.parameters]
-
-
-def _traits(request: PlanRequest) -> list[tuple[object, ...]]:
-    """What else a plan takes from each parameter. (The plan compares shapes itself.)
-
-    They are: whether it is trained, and has a gradient (without a gradient, a plan uses what it saw of the gradient
-    before); its dtype; the marks of other frameworks.
-    """
-    return [
-        (p.requires_grad, p.grad is not None, p.dtype, marks_of(p) if vars(p) else None) for p in request.parameters
-    ]
