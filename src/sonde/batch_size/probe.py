@@ -107,8 +107,13 @@ class NoiseScaleProbe:
         self._inventory = Inventory(model)
         self._wrapper = wrapper = find_wrapper(model, process_group)
         refuse_steps_in_backward(wrapper.parameters)
+        if options.metric == "adam" and wrapper.mesh is not None:
+            raise ValueError(
+                f"metric='adam' needs the whole second moment on each rank, got a model cut by {wrapper.name}: "
+                "use metric='euclidean'"
+            )
         parameters = list(wrapper.parameters.values())
-        self._known = {id(p) for p in parameters}
+        self._known = {id(p) for p in (*parameters, *wrapper.stand_ins)}
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._options = options
         self._metric: GradientMetric = Euclidean()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
+from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
@@ -36,7 +37,10 @@ class LeafHookTap:
     """Leaf hooks on parameters that reduce each piece's gradient to its squared norms.
 
     Args:
-        parameters: leaf tensors that require a gradient, each once.
+        leaves: leaf tensors that require a gradient, each once.
+        parameters: whose `.grad` the optimizer reads, [leaves]; by default the leaves. Under FSDP2, leaves are gathered
+            parameters, and these are the sharded ones.
+        cut: what this rank counts of a gradient that it shares with other ranks; None if every rank has its own pieces.
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
@@ -47,10 +51,12 @@ class LeafHookTap:
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
+        leaves: Sequence[Tensor],
         witness: Witness,
         metric: GradientMetric,
         *,
+        parameters: Sequence[Tensor] | None = None,
+        cut: CutGradients | None = None,
         on_backward_end: Callable[[], None],
         n_collectives: Callable[[], int] = lambda: 0,
         staging_bytes: int = 8 * 2**20,
@@ -58,21 +64,21 @@ class LeafHookTap:
     ) -> None:
         self.name = "leaf hooks"
         self.seconds = 0.0
-        self._parameters = list(parameters)
+        self._leaves, self._cut = list(leaves), cut
         self._witness, self._metric = witness, metric
         self._on_backward_end, self._n_collectives = on_backward_end, n_collectives
         self._staging_bytes = staging_bytes
-        self._n_bytes = sum(p.numel() * p.element_size() for p in parameters)
-        self._device = parameters[0].device
-        self._one_device = all(p.device == self._device for p in parameters)
+        self._n_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        self._device = leaves[0].device
+        self._one_device = all(leaf.device == self._device for leaf in leaves)
         default = STAGED_NUMEL_ON_CPU if self._device.type == "cpu" else STAGED_NUMEL
         self._staged_numel = default if staged_numel is None else staged_numel
         self._sums_backwards = False
         self._problems = [0] * len(Problem)
         self._explicit = self._only_explicit = False
-        self._left_overs = LeftOvers(self._parameters, witness)
+        self._left_overs = LeftOvers(self._leaves if parameters is None else parameters, witness)
         self._reset()
-        self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
+        self._handles = [leaf.register_hook(self._hook(i)) for i, leaf in enumerate(self._leaves)]
 
     def _reset(self) -> None:
         self._parts: list[Part] = []
@@ -82,10 +88,12 @@ class LeafHookTap:
         self._staged: dict[torch.cuda.Stream | None, dict[int, Tensor]] = {None: {}}
         self._staged_bytes = 0
         self._results: list[tuple[torch.cuda.Stream, list[Tensor]]] = []
-        self._fired = bytearray(len(self._parameters))
+        self._fired = bytearray(len(self._leaves))
         self._backwards: set[int] = set()
         self._grad_is_piece = False
         self._n_open = 0
+        if self._cut is not None:
+            self._cut.forget()
 
     def begin_piece(self, *, is_first: bool) -> None:
         """From here until `end_piece` all backwards are one piece. Later backwards outside pieces never count.
@@ -102,9 +110,12 @@ class LeafHookTap:
         self._problems[Problem.EMPTY_PIECE] += not self._backwards
         with torch.no_grad():
             # Gradients that still wait come first: they add to the parts and to the witness.
+            if self._cut is not None:
+                for index, part in self._cut.sum_partial().items():
+                    self._keep((index,), (part,), self._metric.roots(index, part))
             self._flush()
             self._adopt_results()
-            sq_norms = add_squares(len(self._parameters), self._parts, self._device)
+            sq_norms = add_squares(len(self._leaves), self._parts, self._device)
             # Where a piece had several backwards, the parts hold their squares, and these are the cross terms.
             for index, twice_the_product in self._cross:
                 sq_norms[index] += to_device(twice_the_product, self._device)
@@ -157,7 +168,7 @@ class LeafHookTap:
     def _opens_backward(self, index: int, grad: Tensor) -> bool:
         """Whether a backward that is met for the first time counts; if so, add it to a piece and watch for its end."""
         # Once pieces are declared, a backward outside them does not count; torch.autograd.grad never counts.
-        if (self._only_explicit and not self._explicit) or not accumulates(self._parameters[index]):
+        if (self._only_explicit and not self._explicit) or not accumulates(self._leaves[index]):
             return False
         if not self._explicit:
             nested = inside_another_backward(grad)
@@ -188,6 +199,10 @@ class LeafHookTap:
         """Let a gradient wait for a shared kernel, or reduce it at once."""
         if index in self._left_overs.unseen:
             self._left_overs.look(index)
+        if self._cut is not None:
+            if (part := self._cut.take(index, grad)) is None:
+                return
+            grad = part
         if self._fired[index]:
             self._take_again(index, grad)
             return
@@ -206,7 +221,7 @@ class LeafHookTap:
         if index in staged:
             staged[index] = staged[index] + grad
             return
-        so_far = self._parameters[index].grad
+        so_far = self._leaves[index].grad if self._cut is None else None
         if self._grad_is_piece and so_far is not None and not (grad.is_sparse or so_far.is_sparse):
             # h₁ has been squared, but `.grad` still holds it: |h₁ + h₂|² = |h₁|² + |h₂|² + 2⟨h₁, h₂⟩.
             self._cross.append((index, 2 * self._metric.dot(index, so_far, grad)))
@@ -251,7 +266,8 @@ class LeafHookTap:
         results = [roots]
         for index, grad in zip(indices, grads, strict=True):
             if index in self._witness:
-                elements = self._witness.read(index, grad)
+                spec = self._cut.specs[index] if self._cut is not None else None
+                elements = self._witness.read_shard(index, grad, spec)
                 # Cloned: the elements are a view of the gradient, which autograd may write to once the hook returns.
                 sum_of_elements = self._witnessed[index] + elements if index in self._witnessed else elements.clone()
                 self._witnessed[index] = sum_of_elements

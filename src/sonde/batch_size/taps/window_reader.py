@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.taps.metric import GradientMetric
@@ -15,9 +14,10 @@ from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGrad
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
-from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
+from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import to_device
+from sonde.parallel.placements import holds_first_copy, layout_of, local_tensor, ranks_of, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
@@ -45,7 +45,7 @@ class WindowReader:
         grad_scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
-        self.device = self.parameters[0].device
+        self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
         self._wrapper, self._metric, self._witness = wrapper, metric, witness
         self._taps, self._grad_scaler = taps, grad_scaler
@@ -56,8 +56,7 @@ class WindowReader:
             n_groups=len(self.groups),
             n_witness=witness.size,
             device=self.device,
-            rank=dist.get_rank(wrapper.group) if wrapper.group is not None else 0,
-            n_ranks=wrapper.n_ranks,
+            data=wrapper.data,
             has_loss_scale=grad_scaler is not None,
         )
         self._unmeasured: list[int] | None = None
@@ -126,26 +125,65 @@ class WindowReader:
         rank_gradient = self._taps.tap.end_window()
         if rank_gradient is not None and self._sums.n_pieces:
             self._sums.merge(self._unscaled(rank_gradient.local))
+        if self._wrapper.mesh is not None:
+            window, norm = self._end_window_of_shards(grads, problems, reads_grad=reads_grad)
+        else:
+            window, norm = self._end_window_of_whole(grads, rank_gradient, problems, reads_grad=reads_grad)
+        self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
+        self._seconds += time.perf_counter() - start
+        return window, norm
+
+    def _end_window_of_whole(
+        self,
+        grads: Sequence[Tensor | None],
+        rank_gradient: RankGradient | None,
+        problems: Collection[Problem],
+        *,
+        reads_grad: bool,
+    ) -> tuple[Window, GlobalNorm | None]:
+        """Every rank holds the whole gradient: only the pieces are summed over ranks."""
         witness = self._read_witness(grads)
         # |F|² comes from the cheapest source: DDP's buckets, the norm that a clip needs anyway, or a read of `.grad`.
         norm = global_norm(self.plan, 2.0) if reads_grad else None
         if rank_gradient is not None and norm is None:
             sq_norm_big = self._scaled_since_reduction(rank_gradient, witness)
         elif norm is not None and self._metric.is_plain:
-            by_group = to_device(norm.by_part[: len(self.groups)], self.device)
-            sq_norm_big = by_group.to(self._sums.dtype).square()
+            sq_norm_big = self._squared(norm)
         else:
             sq_norm_big = self._sums.per_group(self._sq_norms(grads))
-        # Problems are taken after all reading, since the metric may have met some too.
+        packed = self._pack(problems)
+        work = start_reduce(packed, self._wrapper.group)
+        return Window(packed, sq_norm_big, witness, dict(self._witness.sizes), work), norm
+
+    def _end_window_of_shards(
+        self, grads: Sequence[Tensor | None], problems: Collection[Problem], *, reads_grad: bool
+    ) -> tuple[Window, GlobalNorm | None]:
+        """Each rank holds a part of the gradient: its elements and squares are summed over ranks with the pieces.
+
+        One collective does it all. A clip waits for that collective, as it has to.
+        """
+        packed, witness = self._pack(problems), self._read_witness_of_shards(grads)
+        sizes = dict(self._witness.sizes)
+        if reads_grad:
+            vector = torch.cat([packed, witness])
+            norm = global_norm(self.plan, 2.0, riding=vector)
+            packed, witness = vector.split([len(packed), len(witness)])
+            return Window(packed, self._squared(norm), witness, sizes, None), norm
+        squares = to_device(own_square_sums(self.plan)[: len(self.groups)], self.device).to(packed.dtype)
+        vector = torch.cat([packed, squares, witness])
+        work = start_reduce(vector, self._wrapper.group)
+        return Window(*vector.split([len(packed), len(squares), len(witness)]), sizes, work), None
+
+    def _squared(self, norm: GlobalNorm) -> Tensor:
+        """|F|² per group from a measured norm; [groups]."""
+        return to_device(norm.by_part[: len(self.groups)], self.device).to(self._sums.dtype).square()
+
+    def _pack(self, problems: Collection[Problem]) -> Tensor:
+        """This rank's sums. They are packed after all reading, since the metric may have met problems too."""
         counts = self._take_problems()
         for problem in problems:
             counts[problem] += 1
-        packed = self._sums.pack(counts)
-        work = start_reduce(packed, self._wrapper.group)
-        window = Window(packed, sq_norm_big, witness, dict(self._witness.sizes), work)
-        self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
-        self._seconds += time.perf_counter() - start
-        return window, norm
+        return self._sums.pack(counts)
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
@@ -163,6 +201,7 @@ class WindowReader:
             [*measured.values(), *unmeasured.values()],
             [*measured, *unmeasured],
             parts=[*self._group_index, *[len(self.groups)] * len(unmeasured)],
+            mesh=self._wrapper.mesh,
             allow_sparse=True,
         )
 
@@ -174,6 +213,16 @@ class WindowReader:
 
     def _read_witness(self, grads: Sequence[Tensor | None]) -> Tensor:
         elements = {i: self._witness.read(i, g) for i in self._witness.indices if (g := grads[i]) is not None}
+        return self._witness.join(elements, self.device)
+
+    def _read_witness_of_shards(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The elements that this rank is the first to hold; 0 for the others."""
+        assert self._wrapper.mesh is not None
+        first = min(ranks_of(self._wrapper.mesh))
+        elements = {}
+        for i in self._witness.indices:
+            if (grad := grads[i]) is not None and holds_first_copy(layout_of(grad), first):
+                elements[i] = self._witness.read_shard(i, local_tensor(grad), spec_of(grad))
         return self._witness.join(elements, self.device)
 
     def _scaled_since_reduction(self, rank_gradient: RankGradient, witness: Tensor) -> Tensor:

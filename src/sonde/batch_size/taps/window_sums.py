@@ -19,6 +19,7 @@ from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
+from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import accumulation_dtype, to_device
 
 
@@ -126,8 +127,7 @@ class WindowSums:
         n_groups: number of groups.
         n_witness: elements of the witness.
         device: where the sums live.
-        rank: this rank's number.
-        n_ranks: data-parallel ranks.
+        data: this rank's place among those that have data of their own.
         has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
     """
 
@@ -138,15 +138,15 @@ class WindowSums:
         n_groups: int,
         n_witness: int,
         device: torch.device,
-        rank: int = 0,
-        n_ranks: int = 1,
+        data: DataRanks = DataRanks(),
         has_loss_scale: bool = False,
     ) -> None:
         self.dtype = accumulation_dtype(device)
         self._device = device
         self._group_index = torch.tensor(group_index, device=device)
         self._n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
-        self._rank, self._n_marked = rank, min(n_ranks, _MOST_MARKED) if n_ranks > 1 else 0
+        self._data = data
+        self._n_marked = min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
         self._small = torch.zeros(len(group_index), dtype=self.dtype, device=device)
         self._witness = torch.zeros(n_witness, dtype=self.dtype, device=device)
         self._witness_squares = torch.zeros(n_witness, dtype=self.dtype, device=device)
@@ -209,7 +209,10 @@ class WindowSums:
         Args:
             problems: count per `Problem`.
         """
-        has_pieces, may_compare = self.n_pieces > 0, len(self._compared) >= FEWEST_PIECES
+        # Ranks that share a piece hold parts of its gradient: all add their squares, and one of them counts the piece.
+        counts_pieces = self._data.counts_pieces
+        has_pieces = self.n_pieces > 0
+        may_compare = counts_pieces and len(self._compared) >= FEWEST_PIECES
         no_rank_sum = self._witness_small.new_zeros(())
         # The last ratio and `rank_sum` are ratios of this rank's own sums: they are formed before the sum over ranks.
         counts: list[Number] = [
@@ -221,6 +224,8 @@ class WindowSums:
             self._sq_weight_over_units / self._weight if has_pieces else 0.0,
             float(may_compare),
         ]
+        if not counts_pieces:
+            counts = [0.0] * _N_COUNTS
         numbers = as_vector([*counts, *problems], self._device)
         self._add_not_finite(numbers[_N_COUNTS:])
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
@@ -264,8 +269,8 @@ class WindowSums:
     def _mark(self) -> Tensor:
         """This rank's mark in its own place, so that the sum over ranks holds the marks of all; [2 · marked ranks]."""
         marks = self._witness.new_zeros(self._n_marked, 2)
-        if self._rank < self._n_marked:
-            marks[self._rank] = rank_mark(self._witness)
+        if self._data.counts_pieces and self._data.rank < self._n_marked:
+            marks[self._data.rank] = rank_mark(self._witness)
         return marks.view(-1)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.placements import offset_of_shard
 
 _VECTORS, _MATRICES = 4, 2
 """Vectors and matrices that are read in every window. As many again change from window to window.
@@ -39,6 +41,7 @@ class Witness:
         n_read = sum(min(len(fixed) + len(moving), 2 * n) for fixed, moving, n in self._kinds)
         self.size = n_read * _ELEMENTS_PER_PARAMETER
         """Length of what `join` returns."""
+        self._offsets: dict[int, tuple[Any, tuple[int, ...]]] = {}
         self._window = -1
         self.move()
 
@@ -81,6 +84,34 @@ class Witness:
             [s.step * stride for s, stride in zip(slices, strides, strict=True)],
             grad.storage_offset() + sum(s.start * stride for s, stride in zip(slices, strides, strict=True)),
         )
+
+    def read_shard(self, index: int, local: Tensor, spec: Any) -> Tensor:
+        """As `read`, of a gradient of which this rank holds a shard: 0 in place of elements on other ranks.
+
+        Args:
+            index: of the parameter.
+            local: this rank's shard.
+            spec: how the gradient is placed, as a DTensor's; None if the shard is all of it.
+        """
+        if spec is None:
+            return self.read(index, local)
+        block = local.new_zeros(self._shapes_read[index])
+        if spec.shape != self._shapes[index]:  # the parameter was replaced since attach
+            return block
+        into, out_of = [], []
+        for chosen, n_local, offset in zip(self._slices[index], local.shape, self._offset(index, spec), strict=True):
+            n_before = max(-((chosen.start - offset) // chosen.step), 0)  # chosen elements that come before the shard
+            start = chosen.start + n_before * chosen.step - offset
+            into.append(slice(n_before, n_before + len(range(start, n_local, chosen.step))))
+            out_of.append(slice(start, None, chosen.step))
+        block[tuple(into)] = local[tuple(out_of)]
+        return block
+
+    def _offset(self, index: int, spec: Any) -> tuple[int, ...]:
+        """Where this rank's shard begins in the whole gradient, along each dim. Worked out once for each placement."""
+        if self._offsets.get(index, (None,))[0] is not spec:
+            self._offsets[index] = spec, offset_of_shard(spec)
+        return self._offsets[index][1]
 
     def join(self, elements: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """The elements read of each parameter, by index, as one vector: [size], the same length in every window.
