@@ -6,14 +6,16 @@ python -m benchmarks.long_run
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +91,14 @@ def window_row(rng: random.Random, done: float) -> WindowRow:
     )
 
 
-def write_log(log: RunLog, n_windows: int) -> float:
-    """Log a run through the probe's own log. Returns the seconds that it took."""
+def write_log(log: RunLog, n_windows: int) -> None:
+    """Log a run through the probe's own log."""
     rng = random.Random(0)
     tracker = NoiseScaleTracker(
         unit="sequences", groups=GROUPS, horizon=100, n_ranks=1, rounding=RoundingTolerance(1e-3, 0.0, "rounding")
     )
     setup = {"wrapper": "plain", "ranks": 1, "groups": list(GROUPS), "horizon": 100, "log_every": log.every}
     noise = NoiseScaleLog(tracker, log, setup)
-    start = time.perf_counter()
     began = time.time()
     for number in range(1, n_windows + 1):
         row = window_row(rng, number / n_windows)
@@ -107,16 +108,14 @@ def write_log(log: RunLog, n_windows: int) -> float:
         window = MeasuredWindow(row, number, began + 0.5 * number, 2e-4 * rng.gauss(1, 0.1), "leaf hooks", scalars)
         noise.window(window, drop, tracker.last.norm if tracker.last is not None else None)
     noise.end("training ended")
-    return time.perf_counter() - start
 
 
 def write_again(
     folder: Path, n_readings: int, readings: list[Mapping[str, object]], header: Mapping[str, object]
-) -> float:
-    """Write the same readings again and again, each at a window of its own. Returns the seconds that it took."""
+) -> None:
+    """Write the same readings again and again, each at a window of its own."""
     sink = JsonlSink(folder)
     sink.write(header)
-    start = time.perf_counter()
     for i in range(n_readings):
         record: dict[str, Any] = dict(readings[i % len(readings)])
         record["window"] = i + 1
@@ -125,7 +124,6 @@ def write_again(
         sink.write(record)
     sink.write({"kind": "end", "time": record["time"], "window": n_readings, "reason": "training ended"})
     sink.close()
-    return time.perf_counter() - start
 
 
 def report(folder: Path) -> dict[str, float]:
@@ -163,32 +161,52 @@ def as_markdown(results: Mapping[str, Any], before: Mapping[str, Any] | None) ->
     return "\n".join([*lines, "", goal, ""])
 
 
+def sizes_and_report(folder: Path, write: Callable[[Path], None]) -> dict[str, float]:
+    """What one log and its report take. A log that is there already is not written again."""
+    if not folder.exists():
+        unfinished = folder.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write(unfinished)
+        unfinished.rename(folder)
+    return {"log_bytes": float((folder / "records.jsonl").stat().st_size), **report(folder)}
+
+
 def main() -> None:
+    torch.set_num_threads(1)  # the tensors are small: more threads would only wait for each other
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--readings", type=int, default=100_000)
     parser.add_argument("--again", type=int, default=10, help="the second log has this many times the readings")
+    parser.add_argument("--logs", type=Path, help="keep the logs here; logs that are here are not written again")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    found: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        first = Path(folder) / "first"
-        kept = Kept(3_000)
-        seconds = write_log(RunLog([JsonlSink(first), kept], run="long", every=1), options.readings)
-        size = (first / "records.jsonl").stat().st_size
-        found[f"{options.readings:,}"] = {"write_seconds": seconds, "log_bytes": size, **report(first)}
-        print(found, flush=True)
-        (first / "records.jsonl").unlink()
-        if options.again > 1:
-            second, n = Path(folder) / "second", options.again * options.readings
-            seconds = write_again(second, n, kept.readings, kept.header)
-            size = (second / "records.jsonl").stat().st_size
-            found[f"{n:,}"] = {"write_seconds": seconds, "log_bytes": size, **report(second)}
+    with contextlib.ExitStack() as stack:
+        folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        found = measure(folder, options.readings, options.again)
     command = "python -m benchmarks.long_run"
     results = {"machine": describe("cpu", ()), "command": command, "found": found}
     earlier = options.out / "long_run_before_cpu.json"
     before = json.loads(earlier.read_text()) if earlier.exists() else None
     (options.out / "long_run_cpu.json").write_text(json.dumps(results, indent=2) + "\n")
     (options.out / "long_run_cpu.md").write_text(as_markdown(results, before))
+
+
+def measure(folder: Path, n_readings: int, again: int) -> dict[str, dict[str, float]]:
+    """The log of a run, and one of many times its readings: what each takes, by the number of readings."""
+    kept, first, second = Kept(3_000), folder / "first", folder / "second"
+
+    def write_first(path: Path) -> None:
+        write_log(RunLog([JsonlSink(path), kept], run="long", every=1), n_readings)
+
+    def write_second(path: Path) -> None:
+        if not kept.readings:  # the first log was there already
+            write_log(RunLog([kept], run="long", every=1), 3_000)
+        write_again(path, again * n_readings, kept.readings, kept.header)
+
+    found = {f"{n_readings:,}": sizes_and_report(first, write_first)}
+    print(found, flush=True)
+    if again > 1:
+        found[f"{again * n_readings:,}"] = sizes_and_report(second, write_second)
+    return found
 
 
 if __name__ == "__main__":
