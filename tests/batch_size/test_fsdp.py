@@ -74,6 +74,15 @@ def test_four_ranks(ranks4: Ranks, loop: Loop) -> None:
     assert_as_by_hand(ranks4(_values, loop), loop)
 
 
+def test_reduced_in_bf16(ranks2: Ranks) -> None:
+    """The gradient is rounded to bf16 before it is summed: the windows count, and their numbers are near."""
+    loop = Loop(reduced_in_bf16=True, clips=False)
+    for result in ranks2(_values, loop):
+        assert result["alerts"] == {}
+        for window, exact in zip(result["windows"], result["by hand"], strict=True):
+            assert window[0] == pytest.approx(exact[0], rel=2e-2, abs=2e-2 * exact[0][0])
+
+
 ZERO_IMPACT = {
     name: Loop(**{**vars(loop), "dropout": True, "windows": 6}) for name, loop in LOOPS.items() if name != "late"
 }

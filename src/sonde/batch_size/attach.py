@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from sonde.deprecation import with_deprecated
 from sonde.parallel.wrappers import GroupOf
 from sonde.probe import Partners
 from sonde.records import RunLog, log_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def attach(
@@ -32,6 +35,7 @@ def attach(
     staging_mib: float = 8.0,
     grad_scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     comm_hook: CommHook | None = None,
     comm_state: object = None,
     log: RunLog | None = None,
@@ -43,7 +47,9 @@ def attach(
     `NoiseScaleOptions` explains `unit` to `staging_mib`, and `NoiseScaleProbe` the other arguments.
 
     Args:
-        model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
+        model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
+            its final `requires_grad`. A model of FSDP2 is attached on all its ranks together: its parameters are
+            gathered once.
         optimizer: whose steps end the windows. The probe warns about windows that are not measured, or measured twice.
             Without it, the probe looks for the only optimizer that steps the model's parameters.
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
@@ -55,6 +61,7 @@ def attach(
         staging_mib: limit of the memory for gradients that wait, in MiB.
         grad_scaler: the `torch.amp.GradScaler` in use.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
+        mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -65,7 +72,8 @@ def attach(
         The probe; close it at the end, or use it in a `with` statement.
 
     Raises:
-        ValueError: for an argument outside its range, a model that is sharded or has no trainable parameters.
+        ValueError: for an argument outside its range, and a model that has no trainable parameters or hides its
+            gradients: FSDP's first version, DeepSpeed, Megatron's own parallelism, the module inside a DDP module.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -90,6 +98,7 @@ def attach(
         with_deprecated(attach, options, NoiseScaleOptions, deprecated),
         grad_scaler=grad_scaler,
         process_group=process_group,
+        mesh=mesh,
         comm_hook=comm_hook,
         comm_state=comm_state,
         log=log,

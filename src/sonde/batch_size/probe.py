@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -50,28 +50,35 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.deprecation import with_deprecated
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
-from sonde.parallel.wrappers import Inventory, clean_name, find_wrapper, unwrap_optimizer
+from sonde.parallel.inventory import Inventory
+from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.wrappers import clean_name, find_wrapper
 from sonde.probe import Metric
 from sonde.records import RunLog, log_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _WINDOWS_HELD = 100
 """Most windows that wait on the device, however rarely a reading is written."""
 
 
 class NoiseScaleProbe:
-    """Measures the gradient noise scale B_simple = tr Σ/|G|² of a plain or DDP model while it trains.
+    """Measures the gradient noise scale B_simple = tr Σ/|G|² of a model while it trains, however it is cut over ranks.
 
     Training does not change: gradients are read as backward makes them. One small vector per window (all pieces of one
     optimizer step) is summed over ranks, asynchronously. Nothing waits for the device between attach and `reading()`,
     `state_dict()` or `close()`. Attach on every rank, since every rank takes part in the sum.
 
     Args:
-        model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
+        model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
+            its final `requires_grad`.
         optimizer: whose steps end the windows. The probe warns about windows that are not measured, or measured twice.
             Without it, the probe looks for the only optimizer that steps the model's parameters.
         options: how to measure.
         grad_scaler: the `torch.amp.GradScaler` in use; a piece is divided by the scale that it was taken at.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
+        mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -79,7 +86,8 @@ class NoiseScaleProbe:
         **deprecated: see `attach`.
 
     Raises:
-        ValueError: for an argument outside its range, a model that is sharded or has no trainable parameters.
+        ValueError: for an argument outside its range, a model without trainable parameters or one that hides its
+            gradients.
 
     Reference:
         McCandlish et al. 2018, arXiv:1812.06162.
@@ -95,6 +103,7 @@ class NoiseScaleProbe:
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         log: RunLog | None = None,
@@ -105,7 +114,7 @@ class NoiseScaleProbe:
         options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
         self._inventory = Inventory(model)
-        self._wrapper = wrapper = find_wrapper(model, process_group)
+        self._wrapper = wrapper = find_wrapper(model, process_group, mesh)
         refuse_steps_in_backward(wrapper.parameters)
         if options.metric == "adam" and wrapper.mesh is not None:
             raise ValueError(

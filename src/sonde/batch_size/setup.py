@@ -12,7 +12,8 @@ from typing_extensions import TypeIs
 
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
 from sonde.batch_size.taps.tap_choice import TapName
-from sonde.parallel.wrappers import GroupOf, block_of, unwrap_optimizer
+from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.wrappers import GroupOf, block_of
 from sonde.records import RunLog
 
 

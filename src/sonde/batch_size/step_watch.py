@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.parallel.wrappers import unwrap_optimizer
+from sonde.parallel.unwrap import unwrap_optimizer
 
 Alert = Callable[[str, str], None]
 """Takes the name of an alert and its message."""

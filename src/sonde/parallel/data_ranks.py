@@ -63,8 +63,8 @@ def check_whole_mesh(parameters: Mapping[str, Tensor], mesh: Any = None) -> Devi
 def data_ranks(mesh: DeviceMesh, leaves: Sequence[Tensor]) -> DataRanks:
     """Which ranks of a mesh have data of their own.
 
-    FSDP2 cuts parameters over ranks with data of their own, and gathers them for forward and backward. What is still cut
-    then is cut over ranks that work on the same data.
+    FSDP2 cuts parameters over ranks with data of their own, and gathers them for forward and backward. What is still
+    cut then is cut over ranks that work on the same data.
 
     Args:
         mesh: all ranks that hold any of the model.

@@ -16,8 +16,8 @@ def gathered_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
     FSDP2 makes a gathered parameter at its first gathering and keeps it: later it only frees and refills its memory. So
     a hook on it sees the gradient of every backward on this rank, before FSDP2 adds it up or reduces it.
 
-    Each module of FSDP2 is gathered once, one after another. All ranks have to call this. Afterwards the model shows its
-    sharded parameters.
+    Each module of FSDP2 is gathered once, one after another. All ranks have to call this. Afterwards the model shows
+    its sharded parameters.
 
     Raises:
         ValueError: for parameters on the meta device.
@@ -40,7 +40,7 @@ def gathered_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
 
 
 def reduction_dtypes(model: nn.Module) -> list[torch.dtype]:
-    """The dtypes in which FSDP2 reduces gradients over ranks, where these were set to others than the gradients' own."""
+    """The dtypes in which FSDP2 reduces gradients over ranks, where a policy sets them."""
     # A private path, since torch has no public one; a test guards it.
     policies = [module._get_fsdp_state()._mp_policy for module in _fsdp_modules(model)]
     return list(dict.fromkeys(p.reduce_dtype for p in policies if p.reduce_dtype is not None))

@@ -151,8 +151,8 @@ def from_local(local: Tensor, spec: Any) -> Tensor:
     return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
-def offset_of_shard(spec: Any) -> tuple[int, ...]:
-    """The index in the whole tensor of the first element that this rank holds; along each dim.
+def shard_of(spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of what this rank holds of a tensor, and the index of its first element in the whole; along each dim.
 
     Args:
         spec: of a DTensor; each dim of this rank's part is one range of the whole dim, as FSDP2 and tensor parallelism
@@ -160,8 +160,8 @@ def offset_of_shard(spec: Any) -> tuple[int, ...]:
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
-    return tuple(offset)
+    shape, offset = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    return tuple(shape), tuple(offset)
 
 
 def holds_first_copy(layout: Layout, first_rank: int) -> bool:

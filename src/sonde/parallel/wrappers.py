@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -88,7 +86,7 @@ def find_wrapper(
         raise ValueError("DDP holds sharded parameters (DTensors), which it cannot reduce: use fully_shard (FSDP2)")
     if is_cut and process_group is not None:
         raise ValueError("process_group= is for plain modules, and a sharded model knows its ranks: leave it out")
-    leaves = [gathered.get(id(p), p) for p in parameters.values()]
+    leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
     if is_cut:
         mesh = check_whole_mesh(parameters, mesh)
         group, data = group_of_mesh(mesh), data_ranks(mesh, leaves)
@@ -142,49 +140,6 @@ def _wrapper_name(ddp: nn.Module | None, gathered: Mapping[int, nn.Parameter], *
     return "FSDP2 over tensor parallel" if any(map(is_dtensor, gathered.values())) else "FSDP2"
 
 
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """The module inside DDP and torch.compile, in any nesting. Calling it issues none of DDP's collectives."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-class Inventory:
-    """A model's parameters by name, looked up again only if modules or parameters were added, removed or replaced."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._named: dict[str, nn.Parameter] = {}
-        self._seen: list[nn.Module] = []
-        self._held_then: tuple[list[int], list[object]] = ([], [])
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters that the model has now; the same dictionary until they change."""
-        if not self._seen or not self._is_unchanged():
-            self._named = dict(self._model.named_parameters())
-            self._seen = list(self._model.modules())
-            sizes, held = _held(self._seen)
-            self._held_then = sizes, list(held)
-        return self._named
-
-    def _is_unchanged(self) -> bool:
-        sizes, held = _held(self._seen)
-        return sizes == self._held_then[0] and all(map(operator.is_, held, self._held_then[1]))
-
-
-def _held(modules: Sequence[nn.Module]) -> tuple[list[int], Iterator[object]]:
-    """How many parameters and children each module holds, and these: without Python code for each of them."""
-    dictionaries = [m._parameters for m in modules] + [m._modules for m in modules]
-    return list(map(len, dictionaries)), itertools.chain.from_iterable(map(_VALUES, dictionaries))
-
-
-_VALUES = operator.methodcaller("values")
-
-
 def n_collectives(group: dist.ProcessGroup | None) -> int:
     """How many collectives have been issued on a process group so far; 0 without one."""
     # A private method, since torch has no public count; tests fail if torch removes it.
@@ -222,10 +177,3 @@ def block_of(name: str) -> str:
 def lowest_precision(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype with the fewest mantissa bits."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper such as Accelerate's, which steps only when a step is due."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer

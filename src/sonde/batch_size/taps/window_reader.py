@@ -172,7 +172,8 @@ class WindowReader:
         squares = to_device(own_square_sums(self.plan)[: len(self.groups)], self.device).to(packed.dtype)
         vector = torch.cat([packed, squares, witness])
         work = start_reduce(vector, self._wrapper.group)
-        return Window(*vector.split([len(packed), len(squares), len(witness)]), sizes, work), None
+        packed, squares, witness = vector.split([len(packed), len(squares), len(witness)])
+        return Window(packed, squares, witness, sizes, work), None
 
     def _squared(self, norm: GlobalNorm) -> Tensor:
         """|F|² per group from a measured norm; [groups]."""

@@ -127,7 +127,7 @@ class WindowSums:
         n_groups: number of groups.
         n_witness: elements of the witness.
         device: where the sums live.
-        data: this rank's place among those that have data of their own.
+        data: this rank's place among those that have data of their own; None for a single process.
         has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
     """
 
@@ -138,14 +138,14 @@ class WindowSums:
         n_groups: int,
         n_witness: int,
         device: torch.device,
-        data: DataRanks = DataRanks(),
+        data: DataRanks | None = None,
         has_loss_scale: bool = False,
     ) -> None:
         self.dtype = accumulation_dtype(device)
         self._device = device
         self._group_index = torch.tensor(group_index, device=device)
         self._n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
-        self._data = data
+        self._data = data = data if data is not None else DataRanks()
         self._n_marked = min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
         self._small = torch.zeros(len(group_index), dtype=self.dtype, device=device)
         self._witness = torch.zeros(n_witness, dtype=self.dtype, device=device)

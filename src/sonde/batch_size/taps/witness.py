@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sonde.parallel.devices import accumulation_dtype, to_device
-from sonde.parallel.placements import offset_of_shard
+from sonde.parallel.placements import shard_of
 
 _VECTORS, _MATRICES = 4, 2
 """Vectors and matrices that are read in every window. As many again change from window to window.
@@ -110,7 +110,7 @@ class Witness:
     def _offset(self, index: int, spec: Any) -> tuple[int, ...]:
         """Where this rank's shard begins in the whole gradient, along each dim. Worked out once for each placement."""
         if self._offsets.get(index, (None,))[0] is not spec:
-            self._offsets[index] = spec, offset_of_shard(spec)
+            self._offsets[index] = spec, shard_of(spec)[1]
         return self._offsets[index][1]
 
     def join(self, elements: Mapping[int, Tensor], device: torch.device) -> Tensor:
