@@ -18,6 +18,7 @@ COMMANDS = {
     "plain_loop.py": [sys.executable],
     "ddp_torchrun.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "accelerate_ddp.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "fsdp2.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "fsdp2_clip.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
 COMMANDS["trl_grpo.py"] = [sys.executable]
