@@ -36,7 +36,14 @@ from sonde.batch_size.model_checks import (
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
 from sonde.batch_size.scalars import Scalars
-from sonde.batch_size.setup import NoiseScaleOptions, check_partners, describe, describe_window, group_names
+from sonde.batch_size.setup import (
+    NoiseScaleOptions,
+    check_partners,
+    describe,
+    describe_window,
+    group_names,
+    same_on_ranks,
+)
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
@@ -51,6 +58,7 @@ from sonde.deprecation import with_deprecated
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
 from sonde.parallel.inventory import Inventory
+from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.parallel.wrappers import clean_name, find_wrapper
 from sonde.probe import Metric
@@ -87,7 +95,7 @@ class NoiseScaleProbe:
 
     Raises:
         ValueError: for an argument outside its range, a model without trainable parameters or one that hides its
-            gradients.
+            gradients; on all ranks, when they were attached with other options or hold other parameters.
 
     Reference:
         McCandlish et al. 2018, arXiv:1812.06162.
@@ -132,6 +140,7 @@ class NoiseScaleProbe:
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
         names = group_names(options.groups, wrapper.parameters)
+        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, wrapper, names))
         # A GradScaler and Adam's metric change the size of squares, so that the limit for plain squares does not apply.
         has_own_size = self._grad_scaler is not None or options.metric == "adam"
         self._tracker = NoiseScaleTracker(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -13,7 +13,7 @@ from typing_extensions import TypeIs
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.parallel.wrappers import GroupOf, block_of
+from sonde.parallel.wrappers import GroupOf, Wrapper, block_of
 from sonde.records import RunLog
 
 
@@ -121,6 +121,23 @@ def group_names(groups: object, parameters: Collection[str]) -> list[str]:
                 "one name for all parameters that belong nowhere else"
             )
     return names
+
+
+def same_on_ranks(options: NoiseScaleOptions, wrapper: Wrapper, names: Sequence[str]) -> dict[str, object]:
+    """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums.
+
+    Args:
+        options: as given.
+        wrapper: the model.
+        names: the group of each parameter, [parameters].
+    """
+    return {
+        "unit": options.unit,
+        "horizon": options.horizon,
+        "metric": options.metric,
+        "the list of measured parameters": [(name, tuple(p.shape)) for name, p in wrapper.parameters.items()],
+        "the groups of parameters": list(names),
+    }
 
 
 def describe(setup: Mapping[str, Any], unit: str) -> str:
