@@ -18,6 +18,7 @@ from sonde.batch_size.taps.autograd_internals import accumulates, inside_another
 from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
+from sonde.batch_size.taps.switched_hooks import SwitchedHooks
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import to_device
@@ -72,7 +73,7 @@ class LeafHookTap:
         self._explicit = self._only_explicit = False
         self._left_overs = LeftOvers(self._parameters, witness)
         self._reset()
-        self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
+        self._hooks = SwitchedHooks(self._parameters, map(self._hook, range(len(self._parameters))))
 
     def _reset(self) -> None:
         self._parts: list[Part] = []
@@ -131,11 +132,17 @@ class LeafHookTap:
         problems[Problem.NOT_ZEROED] = self._left_overs.take()
         return problems
 
+    def pause(self) -> None:
+        """Take the hooks off until `resume`; between windows."""
+        self._hooks.lift()
+
+    def resume(self) -> None:
+        """Put the hooks on again."""
+        self._hooks.put_back()
+
     def close(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.close()
         self._reset()
 
     def _hook(self, index: int) -> Callable[[Tensor | None], None]:
