@@ -2,9 +2,9 @@
 
     python -m benchmarks.budget [--windows 1500] [--runs 60] [--out benchmarks/results]
 
-**Cost.** A residual network of 75, 750 or 7,500 parameter tensors trains beside itself without a probe, window by window
-in turn. Once the pace has settled, the table has the share that the probe says it costs, and how much longer the probed
-windows took: the median over blocks of windows, with its 95 % interval by the sign test.
+**Cost.** A residual network of 75, 750 or 7,500 parameter tensors trains beside itself without a probe, window by
+window in turn. Once the pace has settled, the table has the share that the probe says it costs, and how much longer the
+probed windows took: the median over blocks of windows, with its 95 % interval by the sign test.
 
 **Interval.** The runs of `benchmarks.present_noise_scale`, of which one window in 1, 4 or 16 is measured: how often the
 interval holds the present value, with a horizon of 50 measured windows, and with one of 50 windows of training.

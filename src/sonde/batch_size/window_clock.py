@@ -87,7 +87,7 @@ class WindowClock:
         self._marks: deque[tuple[Mark, bool]] = deque()
 
     def window_ended(self, *, was_measured: bool) -> None:
-        """Mark the end of a window."""
+        """Mark the end of a window. Marks of a device are read when it has passed them; nothing waits for it."""
         self._marks.append((self._mark(), was_measured))
 
     def take(self) -> WindowTimes:
