@@ -64,6 +64,22 @@ def test_guard_hooks_after_accumulation_can_be_seen() -> None:
     assert not parameter._post_accumulate_grad_hooks
 
 
+def test_guard_hooks_of_a_tensor_are_taken_off_with_their_dictionary() -> None:
+    parameter, calls = torch.nn.Parameter(torch.ones(2)), []
+    assert parameter._backward_hooks is None
+    handle = parameter.register_hook(calls.append)
+    hooks = parameter._backward_hooks
+    assert hooks == {handle.id: calls.append}
+    parameter._backward_hooks = None
+    parameter.sum().backward()
+    assert not calls
+    parameter._backward_hooks = hooks
+    parameter.sum().backward()
+    assert len(calls) == 1
+    handle.remove()
+    assert not parameter._backward_hooks
+
+
 def test_guard_a_tensor_counts_writes_in_place() -> None:
     """A fold is dropped when gradients were written to since."""
     gradient = torch.ones(3)

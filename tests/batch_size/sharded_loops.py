@@ -204,7 +204,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
     torch.manual_seed(11 + rank)
     for window in range(-loop.late, loop.windows):
         if window == 0 and probed:
-            options = {"unit": "sequences", "verbose": False, "log": sonde.RunLog(every=1000)}
+            options = {"unit": "sequences", "verbose": False, "every": 1, "log": sonde.RunLog(every=1000)}
             probe = sonde.attach(model, optimizer, **(options | loop.options))  # type: ignore[arg-type]
         if window == 0:
             before = n_collectives()

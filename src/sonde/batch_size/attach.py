@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sonde.batch_size.budget import DEFAULT_BUDGET
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.taps.ddp_buckets import CommHook
@@ -33,6 +34,8 @@ def attach(
     metric: Literal["euclidean", "adam"] = "euclidean",
     tap: TapName = "auto",
     staging_mib: float = 8.0,
+    budget: float | None = DEFAULT_BUDGET,
+    every: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
@@ -44,7 +47,7 @@ def attach(
 ) -> NoiseScaleProbe:
     """Measure the gradient noise scale of a model while it trains.
 
-    `NoiseScaleOptions` explains `unit` to `staging_mib`, and `NoiseScaleProbe` the other arguments.
+    `NoiseScaleOptions` explains `unit` to `every`, and `NoiseScaleProbe` the other arguments.
 
     Args:
         model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
@@ -54,11 +57,13 @@ def attach(
             Without it, the probe looks for the only optimizer that steps the model's parameters.
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
         units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number.
-        horizon: how many windows back the noise scale's trend is fitted; `math.inf` for the whole run.
+        horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks", None, or a function from a parameter's name to its group's.
         metric: "euclidean" or "adam".
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
+        budget: part of the run's time that measuring may cost; None to measure every window.
+        every: measure one window in so many, whatever it costs.
         grad_scaler: the `torch.amp.GradScaler` in use.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
         mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
@@ -91,7 +96,7 @@ def attach(
         >>> probe.close()
     """
     log = log_of(log, deprecated)
-    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib)
+    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib, budget, every)
     return NoiseScaleProbe(
         model,
         optimizer,

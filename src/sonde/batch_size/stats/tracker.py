@@ -21,7 +21,7 @@ class NoiseScaleTracker:
     Args:
         unit: plural name of the unit.
         groups: names of the parameter groups, in the order of a row's entries.
-        horizon: of the trend and of the averages, in windows.
+        horizon: of the trend and of the averages, in measured windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
         rounding: the residual that rounding alone explains, and the likely cause of a larger one.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
@@ -46,14 +46,19 @@ class NoiseScaleTracker:
         self.last: SolvedWindow | None = None
         """The last window; None if it was dropped."""
 
-    def update(self, row: WindowRow) -> Drop | None:
-        """Take one window.
+    def update(self, row: WindowRow, *, number: int | None = None, every: float = 1.0) -> Drop | None:
+        """Take one measured window.
+
+        Args:
+            row: its numbers.
+            number: of the window in training, which sets ages; by default it follows the last one.
+            every: one window in so many is measured at that time, on average.
 
         Returns:
             Why the window was dropped; None when it was averaged.
         """
         self.last = None
-        self._averages.n_seen += 1
+        self._averages.see(self._averages.n_seen + 1 if number is None else number, every)
         # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
         # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
@@ -79,26 +84,28 @@ class NoiseScaleTracker:
         self.last = solved
         return None
 
-    def parameters_changed(self, groups: Sequence[str], *, gone: Sequence[str], n_windows: int) -> None:
+    def parameters_changed(self, groups: Sequence[str], *, gone: Sequence[str], first: int) -> None:
         """Forget the windows in which other parameters of these groups were trained than are trained now.
 
         Args:
             groups: names of all groups that changed.
             gone: those in which no parameter is trained now; they leave the past of the total too.
-            n_windows: how long ago the change was, the last window included.
+            first: number of the first window with the parameters of now.
         """
-        first = max(self._averages.n_seen - n_windows + 1, 0)
-        self._averages.history.parameters_changed(groups, gone=gone, number=first)
+        self._averages.history.parameters_changed(groups, gone=gone, number=max(first, 0))
 
-    def reading(self, *, with_groups: bool = True, as_if_last: bool = True) -> NoiseScaleReading:
+    def reading(
+        self, *, with_groups: bool = True, as_if_last: bool = True, now: int | None = None
+    ) -> NoiseScaleReading:
         """The present reading.
 
         Args:
             with_groups: also read each group of parameters, which costs as much time for eight of them as the total.
             as_if_last: judge the last windows as if none followed; otherwise they wait for their neighbours.
+            now: number of the present window, measured or not; by default the last measured one.
         """
         return summarise(
-            self._averages, unit=self.unit, level=self.level, with_groups=with_groups, as_if_last=as_if_last
+            self._averages, unit=self.unit, level=self.level, with_groups=with_groups, as_if_last=as_if_last, now=now
         )
 
     @property

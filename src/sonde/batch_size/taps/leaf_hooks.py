@@ -19,6 +19,7 @@ from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
+from sonde.batch_size.taps.switched_hooks import SwitchedHooks
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import to_device
@@ -78,7 +79,7 @@ class LeafHookTap:
         self._explicit = self._only_explicit = False
         self._left_overs = LeftOvers(self._leaves if parameters is None else parameters, witness)
         self._reset()
-        self._handles = [leaf.register_hook(self._hook(i)) for i, leaf in enumerate(self._leaves)]
+        self._hooks = SwitchedHooks(self._leaves, map(self._hook, range(len(self._leaves))))
 
     def _reset(self) -> None:
         self._parts: list[Part] = []
@@ -142,11 +143,17 @@ class LeafHookTap:
         problems[Problem.NOT_ZEROED] = self._left_overs.take()
         return problems
 
+    def pause(self) -> None:
+        """Take the hooks off until `resume`; between windows."""
+        self._hooks.lift()
+
+    def resume(self) -> None:
+        """Put the hooks on again."""
+        self._hooks.put_back()
+
     def close(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.close()
         self._reset()
 
     def _hook(self, index: int) -> Callable[[Tensor | None], None]:

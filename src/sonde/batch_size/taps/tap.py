@@ -71,6 +71,12 @@ class Tap(Protocol):
     def take_problems(self) -> list[Number]:
         """Counts per `Problem` since the last call, some of them on the device; the counts start again from 0."""
 
+    def pause(self) -> None:
+        """Read nothing until `resume`, and cost nothing in a backward; between windows."""
+
+    def resume(self) -> None:
+        """Read again from the next window on."""
+
     def close(self) -> None:
         """Remove every hook."""
 

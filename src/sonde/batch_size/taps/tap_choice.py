@@ -124,6 +124,14 @@ class TapChoice:
             return f"leaf hooks keep reading the gradients, since DDP accepts no communication hook: {error}"
         return "each rank has one piece per window: DDP's communication hook reads the gradients from now on"
 
+    def pause(self) -> None:
+        """Read nothing until `resume`; between windows."""
+        self.tap.pause()
+
+    def resume(self) -> None:
+        """Read again from the next window on."""
+        self.tap.resume()
+
     def close(self) -> None:
         """Remove every hook."""
         self.tap.close()

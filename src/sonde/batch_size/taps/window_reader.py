@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
@@ -69,7 +70,7 @@ class WindowReader:
 
     @property
     def seconds(self) -> float:
-        """Host time spent reading so far."""
+        """Host time spent reading so far, without the norm of a clip."""
         return self._seconds + self._taps.seconds
 
     @property
@@ -107,7 +108,9 @@ class WindowReader:
 
     # Windows.
 
-    def end_window(self, *, reads_grad: bool, problems: Collection[Problem] = ()) -> tuple[Window, GlobalNorm | None]:
+    def end_window(
+        self, *, reads_grad: bool, problems: Collection[Problem] = (), costs: WindowCosts | None = None
+    ) -> tuple[Window, GlobalNorm | None]:
         """Read the gradient at the end of the window and start the sum over ranks.
 
         A rank without pieces takes part too: only all ranks together know whether a window was ended twice.
@@ -115,11 +118,13 @@ class WindowReader:
         Args:
             reads_grad: read `.grad` itself, as a clip needs it, even where DDP's buckets gave its norm.
             problems: those of the window that no tap can see.
+            costs: what this rank has spent since the window before; rides along in the sum over ranks.
 
         Returns:
             The window; and the plain norm of its gradient, including parameters given to `clip_also`, if `reads_grad`.
         """
         start = time.perf_counter()
+        self._sums.costs = costs or WindowCosts()
         grads = [p.grad for p in self.parameters]
         self._taps.saw_final_gradients(grads)
         rank_gradient = self._taps.tap.end_window()
@@ -144,7 +149,7 @@ class WindowReader:
         """Every rank holds the whole gradient: only the pieces are summed over ranks."""
         witness = self._read_witness(grads)
         # |F|² comes from the cheapest source: DDP's buckets, the norm that a clip needs anyway, or a read of `.grad`.
-        norm = global_norm(self.plan, 2.0) if reads_grad else None
+        norm = self._norm_of_clip() if reads_grad else None
         if rank_gradient is not None and norm is None:
             sq_norm_big = self._scaled_since_reduction(rank_gradient, witness)
         elif norm is not None and self._metric.is_plain:
@@ -166,7 +171,7 @@ class WindowReader:
         sizes = dict(self._witness.sizes)
         if reads_grad:
             vector = torch.cat([packed, witness])
-            norm = global_norm(self.plan, 2.0, riding=vector)
+            norm = self._norm_of_clip(riding=vector)
             packed, witness = vector.split([len(packed), len(witness)])
             return Window(packed, self._squared(norm), witness, sizes, None), norm
         squares = to_device(own_square_sums(self.plan)[: len(self.groups)], self.device).to(packed.dtype)
@@ -174,6 +179,14 @@ class WindowReader:
         work = start_reduce(vector, self._wrapper.group)
         packed, squares, witness = vector.split([len(packed), len(squares), len(witness)])
         return Window(packed, squares, witness, sizes, work), None
+
+    def _norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
+        start = time.perf_counter()
+        norm = global_norm(self.plan, 2.0, riding=riding)
+        self._seconds -= (
+            time.perf_counter() - start
+        )  # a clip needs its norm in any window: that is no cost of measuring
+        return norm
 
     def _squared(self, norm: GlobalNorm) -> Tensor:
         """|F|² per group from a measured norm; [groups]."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.batch_size.measuring_cost import N_COSTS, WindowCosts
 from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neighbour_products
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
@@ -66,6 +67,16 @@ def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[fl
         )
     units = _positive("units", units)
     return PieceCounts(_positive("weight", weight), units if effective is None else effective, units)
+
+
+def check_counts(units: Number | None, weight: Number, unit_weights: Sequence[float] | Tensor | None) -> None:
+    """Check the counts of a piece that is not measured, as `piece_counts` does, without any work for a device.
+
+    Raises:
+        ValueError: for a number that is not positive and finite.
+    """
+    if not any(isinstance(value, Tensor) and not at_hand(value) for value in (units, weight, unit_weights)):
+        piece_counts(units, weight, unit_weights)
 
 
 def _positive(name: str, value: Number) -> Number:
@@ -153,6 +164,8 @@ class WindowSums:
         self._witness_small = torch.zeros((), dtype=self.dtype, device=device)
         self._squares = torch.zeros((), dtype=self.dtype, device=device)
         self._bad_counts = torch.zeros((), dtype=self.dtype, device=device)
+        self.costs = WindowCosts()
+        """What this rank has spent since the window before; rides along with the sums."""
         self._reset_counts()
 
     def _reset_counts(self) -> None:
@@ -226,15 +239,15 @@ class WindowSums:
         ]
         if not counts_pieces:
             counts = [0.0] * _N_COUNTS
-        numbers = as_vector([*counts, *problems], self._device)
-        self._add_not_finite(numbers[_N_COUNTS:])
+        numbers = as_vector([*self.costs.numbers(), *counts, *problems], self._device)
+        self._add_not_finite(numbers[N_COSTS + _N_COUNTS :])
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
         compared = self._compare_pieces() if may_compare else rank_sum.new_zeros(_N_COMPARISONS)
         # `read_row` splits the vector in this order.
         packed = torch.cat(
             [
                 self.per_group(self._small),
-                numbers,
+                numbers,  # costs, counts, problems
                 torch.stack([self._witness_small, rank_sum]),
                 compared,
                 self._witness,
@@ -284,8 +297,8 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         witness_sizes: as in `Window`.
     """
     n_groups, n_witness = len(sq_norm_big), len(witness_final)
-    lengths = [n_groups, _N_COUNTS, len(Problem), 2, _N_COMPARISONS, n_witness, n_witness]
-    small, counts, problems, (witness_small, witness_ranks), compared, witness, squares, marks = packed.split(
+    lengths = [n_groups, N_COSTS, _N_COUNTS, len(Problem), 2, _N_COMPARISONS, n_witness, n_witness]
+    small, _, counts, problems, (witness_small, witness_ranks), compared, witness, squares, marks = packed.split(
         [*lengths, len(packed) - sum(lengths)]
     )
     weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units, n_comparing = (
@@ -322,6 +335,16 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
             n_compared=len(marks) // 2 if len(marks) >= 2 * FEWEST_RANKS else 0,
         ),
     )
+
+
+def read_costs(packed: Tensor, n_groups: int) -> WindowCosts:
+    """The costs that rode along with a window, summed over ranks.
+
+    Args:
+        packed: as in `Window`, summed over ranks; on the CPU.
+        n_groups: number of groups.
+    """
+    return WindowCosts(*packed[n_groups : n_groups + N_COSTS].tolist())
 
 
 def _spread(mean_square: float, rank_total: Tensor) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sonde.runs.reader import Run, Totals
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
@@ -14,7 +16,8 @@ MAX_TEXT = 4000
 
 _MAX_ITEMS = 20
 _SETUP_SHOWN = (
-    "wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric",
+    "wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric", "budget",
+    "every",
     "evaluation", "optimizer", "batch_norms", "sync_batch_norms",
 )  # fmt: skip
 
@@ -103,7 +106,8 @@ def _window_rows(run: Run) -> list[Row]:
         "and no ratio is averaged."
     )
     if horizon:
-        averaging += f" A window's weight falls by a factor of e in {number(float(horizon))} windows."
+        measured = "measured windows" if (last.metrics.get("cost/every") or 1) > 1 else "windows"
+        averaging += f" A window's weight falls by a factor of e in {number(float(horizon))} {measured}."
     elif "horizon" in setup:
         averaging += (
             " A window's weight falls by a factor of e in 0.8 of the windows so far: the first has 0.29 of the last "
@@ -133,6 +137,8 @@ def _trust_rows(run: Run) -> list[Row]:
         if residual is not None:
             rest = f" The part that this factor does not explain is {percent(residual)} of the gradient's norm."
         rows.append(Row("Scale", (factor + rest,)))
+    if last.metrics.get("cost/every") is not None:
+        rows.append(Row("Measured windows", (_pace(run.probe("reading").setup, last.metrics),)))
     rows.append(Row("Overhead", (_overhead(run.totals),)))
     return rows
 
@@ -223,6 +229,18 @@ def _overhead(totals: Totals) -> str:
     per_window = "" if seconds is None else f", {duration(seconds)} per window"
     share = "" if fraction is None else f"{percent(fraction)} of the training time{per_window}"
     return f"{share or per_window.removeprefix(', ')}. This is host time spent inside the probe, averaged over the run."
+
+
+def _pace(setup: Mapping[str, Any], metrics: Mapping[str, float | None]) -> str:
+    """Which windows were measured, and the part of the run's time that it took at the end."""
+    every, share, error = (metrics.get(f"cost/{name}") for name in ("every", "share", "share_error"))
+    budget = setup.get("budget")
+    allowed = f" {percent(budget)} of the time was allowed." if isinstance(budget, float) else ""
+    which = "All" if every is None or every <= 1 else f"One in {number(every)}"
+    cost = (
+        "" if share is None or error is None else f", which takes {percent(share)} ± {percent(2 * error)} of the time"
+    )
+    return f"{which} at the end{cost}.{allowed}"
 
 
 def _end(run: Run) -> str:
