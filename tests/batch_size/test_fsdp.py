@@ -102,3 +102,14 @@ def test_training_is_unchanged_by_one_collective_a_window(ranks2: Ranks, name: s
 
 def _unchanged(loop: Loop, probed: bool) -> dict[str, Any]:
     return train(loop, probed=probed)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_windows_that_are_not_measured_take_no_collective(ranks2: Ranks, clips: bool) -> None:
+    loop = Loop(clips=clips, dropout=True, windows=60, options={"every": 3})  # all, until the ranks have agreed
+    for with_probe, without in zip(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), strict=True):
+        assert all(map(torch.equal, with_probe["weights"], without["weights"]))
+        assert with_probe["norms"] == without["norms"]
+        assert 20 <= with_probe["reading"].windows <= 45
+        n_more = 0 if clips else with_probe["reading"].windows
+        assert with_probe["collectives"] - without["collectives"] == n_more
