@@ -12,8 +12,9 @@ from torch.autograd import Variable
 
 import sonde
 from sonde.batch_size.taps.autograd_internals import accumulates
-from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL, LeafHookTap
+from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.taps.metric import Euclidean
+from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL
 from sonde.batch_size.taps.witness import Witness
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,16 +36,16 @@ class CutGradients:
     def __init__(self, n_parameters: int, first_rank: int) -> None:
         self._first_rank = first_rank
         self._placed: list[_Placed | None] = [None] * n_parameters
-        self._kept: dict[int, Tensor] = {}
         self.specs: list[Any] = [None] * n_parameters
         """How the part of each gradient that counts here is placed; None for a plain one."""
 
-    def take(self, index: int, gradient: Tensor) -> Tensor | None:
+    def take(self, index: int, gradient: Tensor, partial: dict[int, Tensor]) -> Tensor | None:
         """This rank's part of a gradient; None if it counts later or on another rank.
 
         Args:
             index: of the parameter.
             gradient: as a leaf hook sees it.
+            partial: the piece's partial gradients so far, by parameter; added to.
         """
         spec, placed = spec_of(gradient), self._placed[index]
         if placed is None or (spec is not placed.spec and not same_placement(spec, placed.spec)):
@@ -54,26 +55,21 @@ class CutGradients:
         if placed.is_partial:
             # Local tensors: to clone or add DTensors may reduce them.
             local = local_tensor(gradient)
-            self._kept[index] = self._kept[index] + local if index in self._kept else local.clone()
+            partial[index] = partial[index] + local if index in partial else local.clone()
             return None
         self.specs[index] = spec
         return local_tensor(gradient) if placed.counts else None
 
-    def sum_partial(self) -> dict[int, Tensor]:
+    def sum_partial(self, partial: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Sum the partial gradients over their ranks, by one all-reduce of each kind. All these ranks have to call it.
 
         Returns:
             This rank's parts, by parameter.
         """
-        kept, self._kept = self._kept, {}
-        indices, parts = sorted(kept), {}
-        placed = [from_local(kept[i], placed.spec) for i in indices if (placed := self._placed[i]) is not None]
+        indices, parts = sorted(partial), {}
+        placed = [from_local(partial[i], placed.spec) for i in indices if (placed := self._placed[i]) is not None]
         for index, gradient in zip(indices, reduce_partial(placed), strict=True):
             self.specs[index] = spec_of(gradient)
             if holds_first_copy(layout_of_spec(self.specs[index]), self._first_rank):
                 parts[index] = local_tensor(gradient)
         return parts
-
-    def forget(self) -> None:
-        """Forget what was kept of the present piece."""
-        self._kept = {}
