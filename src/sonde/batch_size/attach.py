@@ -39,6 +39,7 @@ def attach(
     grad_scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
+    pp_mesh: DeviceMesh | None = None,
     comm_hook: CommHook | None = None,
     comm_state: object = None,
     log: RunLog | None = None,
@@ -67,6 +68,8 @@ def attach(
         grad_scaler: the `torch.amp.GradScaler` in use.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
         mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
+        pp_mesh: the pipeline stages, an axis of `mesh`. `model` is this rank's stage, or an `nn.ModuleList` of its
+            stages, and `probe.pieces(n)` goes around each step of the schedule.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -104,6 +107,7 @@ def attach(
         grad_scaler=grad_scaler,
         process_group=process_group,
         mesh=mesh,
+        pp_mesh=pp_mesh,
         comm_hook=comm_hook,
         comm_state=comm_state,
         log=log,

@@ -22,13 +22,23 @@ class Pieces:
         reader: of the pieces.
         loop: counts pieces of windows that are not measured.
         pacing: says whether a window is measured.
+        in_pipeline: whether the model is a pipeline's stage, so that a backward alone is no piece.
     """
 
-    def __init__(self, units_per_piece: float | None, *, reader: WindowReader, loop: LoopWatch, pacing: Pacing) -> None:
+    def __init__(
+        self,
+        units_per_piece: float | None,
+        *,
+        reader: WindowReader,
+        loop: LoopWatch,
+        pacing: Pacing,
+        in_pipeline: bool = False,
+    ) -> None:
         self._units_per_piece = units_per_piece
         self._reader, self._loop, self._pacing = reader, loop, pacing
         self._is_open = False
         self._units_unknown = False
+        self._in_pipeline, self._ran_outside = in_pipeline, False
 
     @contextmanager
     def declared(
@@ -59,10 +69,7 @@ class Pieces:
             Its counts; None in a window that is not measured.
         """
         start = time.perf_counter()
-        if self._is_open:
-            raise RuntimeError(
-                "piece() was entered inside another piece: open one 'with probe.piece():' per micro-batch"
-            )
+        self._check_closed("piece()")
         if units is None and unit_weights is None:
             units = self._known_units()
         if not self._pacing.is_measured:
@@ -77,10 +84,62 @@ class Pieces:
         self._pacing.spent(start)
         return counts
 
+    @contextmanager
+    def scheduled(
+        self,
+        n: int,
+        units: float | Sequence[float] | None,
+        weights: float | Sequence[float],
+    ) -> Iterator[None]:
+        """A context around a pipeline schedule's step; see `NoiseScaleProbe.pieces`."""
+        start = time.perf_counter()
+        counts = self._counts_of(n, units, weights)
+        self._check_closed("pieces()")
+        self._is_open, self._units_unknown = True, False
+        is_measured = self._pacing.is_measured
+        if is_measured:
+            self._reader.begin_pieces(n)
+        else:
+            self._loop.piece_passed()
+        (self._pacing.spent if is_measured else self._pacing.spent_idle)(start)
+        try:
+            yield
+        except BaseException:
+            if is_measured:
+                self._reader.discard_piece()
+            raise
+        finally:
+            self._is_open = False
+        if is_measured:
+            self._reader.end_pieces(counts)
+
+    def _counts_of(
+        self, n: int, units: float | Sequence[float] | None, weights: float | Sequence[float]
+    ) -> list[PieceCounts]:
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"n must be the schedule's number of micro-batches, got {n!r}: pass n_microbatches")
+        if units is None:
+            units = self._known_units()
+        both = [list(value) if isinstance(value, Sequence) else [value] * n for value in (units, weights)]
+        for name, values in zip(("units", "weights"), both, strict=True):
+            if len(values) != n:
+                raise ValueError(f"{name} must have one number for each of {n} micro-batches, got {len(values)}")
+        return [piece_counts(u, w, None) for u, w in zip(*both, strict=True)]
+
+    def _check_closed(self, called: str) -> None:
+        if self._is_open:
+            raise RuntimeError(
+                f"{called} was entered inside another piece: open one 'with probe.piece():' per micro-batch, or one "
+                "'with probe.pieces(n):' per step of a pipeline schedule"
+            )
+
     def backward_ended(self) -> None:
         """End the piece that was a backward outside `piece()`."""
         self._loop.backward_ended()
-        if self._units_per_piece is None:
+        if self._in_pipeline:
+            self._reader.discard_piece()
+            self._ran_outside = True
+        elif self._units_per_piece is None:
             self._reader.discard_piece()
             self._units_unknown = True  # the error is raised from the user's own call, not inside autograd
         else:
@@ -94,6 +153,12 @@ class Pieces:
         """
         if self._is_open:
             raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
+        if self._ran_outside:
+            self._ran_outside = False
+            raise RuntimeError(
+                "a pipeline schedule ran outside pieces(), so its micro-batches cannot be told apart: run each step in "
+                "'with probe.pieces(n_microbatches):'"
+            )
         if self._units_unknown:
             self._known_units()
 

@@ -64,6 +64,7 @@ from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
 from sonde.parallel.same_on_ranks import check_same_on_ranks
+from sonde.parallel.stages import model_parameters
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.parallel.wrappers import find_wrapper
 from sonde.probe import Metric
@@ -99,6 +100,7 @@ class NoiseScaleProbe:
         grad_scaler: the `torch.amp.GradScaler` in use; a piece is divided by the scale that it was taken at.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
         mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
+        pp_mesh: the pipeline stages, an axis of `mesh`.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -124,6 +126,7 @@ class NoiseScaleProbe:
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        pp_mesh: DeviceMesh | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         log: RunLog | None = None,
@@ -133,7 +136,7 @@ class NoiseScaleProbe:
         log = log_of(log, deprecated)
         options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
-        self._wrapper = wrapper = find_wrapper(model, process_group, mesh)
+        self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh)
         refuse_steps_in_backward(wrapper.parameters)
         if options.metric == "adam" and wrapper.mesh is not None:
             raise ValueError(
@@ -150,8 +153,9 @@ class NoiseScaleProbe:
             self._metric = AdamMetric(unwrap_optimizer(optimizer), parameters)
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
-        names = group_names(options.groups, wrapper.parameters)
-        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, wrapper, names))
+        whole = self._whole = model_parameters(wrapper.parameters, wrapper.pp_mesh)
+        names = group_names(options.groups, whole.names)
+        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, whole, names))
         # A GradScaler and Adam's metric change the size of squares, so that the limit for plain squares does not apply.
         has_own_size = self._grad_scaler is not None or options.metric == "adam"
         self._tracker = NoiseScaleTracker(
@@ -159,11 +163,11 @@ class NoiseScaleProbe:
             groups=tuple(dict.fromkeys(names)),
             horizon=options.horizon,
             n_ranks=wrapper.n_ranks,
-            least_sq_norm=0.0 if has_own_size else LEAST_SQ_NORM * sum(p.numel() for p in parameters),
+            least_sq_norm=0.0 if has_own_size else LEAST_SQ_NORM * whole.numel,
             rounding=self._rounding.now(),
         )
         # The taps install hooks, so they come after everything that may refuse the model.
-        witness = Witness(parameters)
+        witness = Witness(whole.shapes, whole.first, len(parameters))
         self._taps = TapChoice(
             wrapper,
             witness,
@@ -174,7 +178,15 @@ class NoiseScaleProbe:
             staging_bytes=int(options.staging_mib * 2**20),
             on_backward=lambda: self._pieces.backward_ended(),
         )
-        self._reader = WindowReader(wrapper, names, self._metric, witness, self._taps, grad_scaler=self._grad_scaler)
+        self._reader = WindowReader(
+            wrapper,
+            names,
+            self._metric,
+            witness,
+            self._taps,
+            grad_scaler=self._grad_scaler,
+            first=whole.first,
+        )
         self._delivery = Delivery(self._take, self._reader.device)
         pace = Pace(every=options.every, budget=options.budget, n_ranks=wrapper.group.size() if wrapper.group else 1)
         self._pacing = Pacing(pace, self._taps, self._reader)
@@ -196,8 +208,15 @@ class NoiseScaleProbe:
         }
         self._verbose = verbose and log.is_first_rank
         self._log_every = log.every
-        self._loop = LoopWatch(model, optimizer, wrapper, names, self._reader, alert=self._alert)
-        self._pieces = Pieces(options.units_per_piece, reader=self._reader, loop=self._loop, pacing=self._pacing)
+        own_names = names[whole.first : whole.first + len(parameters)]
+        self._loop = LoopWatch(model, optimizer, wrapper, own_names, self._reader, alert=self._alert)
+        self._pieces = Pieces(
+            options.units_per_piece,
+            reader=self._reader,
+            loop=self._loop,
+            pacing=self._pacing,
+            in_pipeline=wrapper.pp_mesh is not None,
+        )
         try:
             self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest)
         except BaseException:  # the log could not be begun: leave no hook behind
@@ -233,6 +252,25 @@ class NoiseScaleProbe:
         """
         self._check_open()
         return self._pieces.declared(units, weight, unit_weights)
+
+    def pieces(
+        self, n: int, *, units: float | Sequence[float] | None = None, weights: float | Sequence[float] = 1.0
+    ) -> AbstractContextManager[None]:
+        """A context around the step of a pipeline schedule, which runs the backwards of several micro-batches.
+
+        Every rank of the pipeline enters it, with the same numbers.
+
+        Args:
+            n: the schedule's micro-batches; each is a piece.
+            units: units in each of them, > 0, one number for all or [n]; by default `units_per_piece`.
+            weights: the weight of each in the loss, > 0, one number for all or [n].
+
+        Raises:
+            ValueError: for numbers that are not positive and finite, or not n of them.
+            RuntimeError: inside another piece, or when the number of units is not known.
+        """
+        self._check_open()
+        return self._pieces.scheduled(n, units, weights)
 
     def step(self) -> None:
         """End the window: call once per optimizer step, after the last backward and before `optimizer.step()`.
@@ -363,7 +401,7 @@ class NoiseScaleProbe:
                 self._log.write_rest()
 
     def _identity(self) -> dict[str, str]:
-        return identity(self._tracker.unit, self._metric.name, self._wrapper.parameters.items())
+        return identity(self._tracker.unit, self._metric.name, self._whole)
 
     def close(self, reason: str = "closed") -> None:
         """Remove every hook, write what is left and end this probe's part of the log. A second call does nothing.
@@ -527,6 +565,7 @@ class NoiseScaleProbe:
     def _setup(self) -> dict[str, object]:
         """The setup that was found, for the log and for people."""
         setup = setup_record(self._options, self._wrapper, self._reader.tap_name, self._reader.groups)
+        setup["parameters"] = self._whole.numel
         has_scaler, level = self._grad_scaler is not None, self._tracker.level
         return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found
 

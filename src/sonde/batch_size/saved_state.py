@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from sonde.batch_size.budget import check_pace
+from sonde.parallel.stages import ModelParameters
 from sonde.stats.state import check_count, check_keys, check_number
 
 VERSION = 4
 
 
-def identity(unit: str, metric: str, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def identity(unit: str, metric: str, parameters: ModelParameters) -> dict[str, str]:
     """The unit, metric and parameters that are measured. Averages of others must not be continued."""
-    shapes = [(name, tuple(p.shape)) for name, p in parameters]  # in order: the state refers to parameters by index
+    # In order: the state refers to parameters by index.
+    shapes = list(zip(parameters.names, parameters.shapes, strict=True))
     return {
         "unit": unit,
         "metric": metric,

@@ -15,6 +15,7 @@ from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.tap_choice import TapName
+from sonde.parallel.stages import ModelParameters
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.parallel.wrappers import GroupOf, Wrapper, block_of
 from sonde.records import RunLog
@@ -143,13 +144,13 @@ def group_names(groups: object, parameters: Collection[str]) -> list[str]:
     return names
 
 
-def same_on_ranks(options: NoiseScaleOptions, wrapper: Wrapper, names: Sequence[str]) -> dict[str, object]:
+def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Sequence[str]) -> dict[str, object]:
     """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums.
 
     Args:
         options: as given.
-        wrapper: the model.
-        names: the group of each parameter, [parameters].
+        whole: the parameters of the whole model.
+        names: the group of each of them.
     """
     return {
         "unit": options.unit,
@@ -157,7 +158,7 @@ def same_on_ranks(options: NoiseScaleOptions, wrapper: Wrapper, names: Sequence[
         "metric": options.metric,
         "every": options.every,
         "budget": options.budget,
-        "the list of measured parameters": [(name, tuple(p.shape)) for name, p in wrapper.parameters.items()],
+        "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
         "the groups of parameters": list(names),
     }
 

@@ -25,9 +25,9 @@ class DataRanks:
     Attributes:
         rank: number of this rank's data.
         n_ranks: how many ranks have data of their own.
-        n_sharing: how many ranks work on this rank's data together, this rank included.
-        first_sharing: the lowest of them, by its global number; it counts the pieces.
-        counts_pieces: whether this rank is that one.
+        n_sharing: how many ranks share this rank's parameters and its data, this rank included.
+        first_sharing: the lowest of them, by its global number.
+        counts_pieces: whether this rank counts the pieces of its data. (In a pipeline, one stage does.)
     """
 
     rank: int = 0
@@ -60,30 +60,32 @@ def check_whole_mesh(parameters: Mapping[str, Tensor], mesh: Any = None) -> Devi
     return cast("DeviceMesh", mesh)
 
 
-def data_ranks(mesh: DeviceMesh, leaves: Sequence[Tensor]) -> DataRanks:
+def data_ranks(mesh: DeviceMesh, leaves: Sequence[Tensor], pp_mesh: DeviceMesh | None = None) -> DataRanks:
     """Which ranks of a mesh have data of their own.
 
     FSDP2 cuts parameters over ranks with data of their own, and gathers them for forward and backward. What is still
-    cut then is cut over ranks that work on the same data.
+    cut then is cut over ranks that work on the same data, as pipeline stages do.
 
     Args:
         mesh: all ranks that hold any of the model.
         leaves: the parameters as forward uses them.
+        pp_mesh: the pipeline stages.
 
     Raises:
-        ValueError: when the ranks over which they are cut are no whole axes of the mesh.
+        ValueError: when the ranks over which they are cut, or the pipeline stages, are no whole axes of the mesh.
     """
-    together = [cast(Any, leaf).device_mesh for leaf in leaves if is_dtensor(leaf)]
-    if not together:
-        return DataRanks(*place_along(mesh, range(mesh.ndim)))
-    largest = max(together, key=lambda m: m.size())
-    axes = axes_over(mesh, ranks_of(largest))
-    if axes is None or any(not ranks_of(m) <= ranks_of(largest) for m in together):
+    meshes = [cast(Any, leaf).device_mesh for leaf in leaves if is_dtensor(leaf)]
+    sharing = ranks_of(max(meshes, key=lambda m: m.size())) if meshes else frozenset([dist.get_rank()])
+    axes = axes_over(mesh, sharing)
+    if axes is None or any(not ranks_of(m) <= sharing for m in meshes):
         raise ValueError(
             "parameters are cut over ranks that are no axes of one mesh, so it is not known which ranks have data of "
             "their own: cut the model over axes of one mesh"
         )
-    others = [axis for axis in range(mesh.ndim) if axis not in axes]
-    rank, n_ranks = place_along(mesh, others)
-    sharing = ranks_of(largest)
-    return DataRanks(rank, n_ranks, len(sharing), min(sharing), counts_pieces=dist.get_rank() == min(sharing))
+    stages = axes_over(mesh, ranks_of(pp_mesh)) if pp_mesh is not None else ()
+    if stages is None:
+        raise ValueError("pp_mesh= is no axis of mesh=: pass a mesh= that has the pipeline stages as an axis")
+    together = {*axes, *stages}
+    rank, n_ranks = place_along(mesh, [axis for axis in range(mesh.ndim) if axis not in together])
+    counts_pieces = place_along(mesh, sorted(together))[0] == 0
+    return DataRanks(rank, n_ranks, len(sharing), min(sharing), counts_pieces)

@@ -35,7 +35,8 @@ class Wrapper:
         group: the ranks that windows are summed over; None for a single process.
         data: which of these ranks have data of their own.
         mesh: these ranks, if parameters are cut over them; None if every rank holds whole parameters.
-        parameters: trainable parameters by clean name (no `module.`, no `_orig_mod.`), each tensor once.
+        pp_mesh: the pipeline stages, each with parameters of its own; None without a pipeline.
+        parameters: trainable parameters of this rank by clean name (no `module.`, no `_orig_mod.`), each tensor once.
         leaves: the tensor that backward makes the gradient of each of them for, [parameters]: the parameter itself, or
             the whole one that FSDP2 gathers.
         frozen: the other parameters, likewise by name.
@@ -49,6 +50,7 @@ class Wrapper:
     group: dist.ProcessGroup | None
     data: DataRanks
     mesh: DeviceMesh | None
+    pp_mesh: DeviceMesh | None
     parameters: dict[str, nn.Parameter]
     leaves: list[Tensor]
     frozen: dict[str, nn.Parameter]
@@ -62,7 +64,10 @@ class Wrapper:
 
 
 def find_wrapper(
-    model: nn.Module, process_group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
+    model: nn.Module,
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    pp_mesh: DeviceMesh | None = None,
 ) -> Wrapper:
     """Find a model's wrapper, its ranks and its trainable parameters. Under FSDP2, all ranks have to call this.
 
@@ -70,6 +75,7 @@ def find_wrapper(
         model: a plain or compiled module, one wrapped in DDP, in any nesting of the two, or one cut by FSDP2.
         process_group: for a plain module whose gradients the user reduces over ranks.
         mesh: all ranks that hold any of the model, where no parameter is on all of them.
+        pp_mesh: the pipeline stages, one axis of `mesh`, which it stands for where it is all of it.
 
     Raises:
         ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones.
@@ -79,27 +85,28 @@ def find_wrapper(
     gathered = gathered_parameters(model)
     parameters = _by_name(model, requires_grad=True)
     _check_parameters(model, parameters)
-    is_cut = any(map(is_dtensor, parameters.values()))
+    is_cut = pp_mesh is not None or any(map(is_dtensor, parameters.values()))
     if ddp is None and not is_cut and process_group is None:
         refuse_inner_module(model)
-    if is_cut and ddp is not None:
+    if ddp is not None and any(map(is_dtensor, parameters.values())):
         raise ValueError("DDP holds sharded parameters (DTensors), which it cannot reduce: use fully_shard (FSDP2)")
     if is_cut and process_group is not None:
         raise ValueError("process_group= is for plain modules, and a sharded model knows its ranks: leave it out")
     leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
     if is_cut:
-        mesh = check_whole_mesh(parameters, mesh)
-        group, data = group_of_mesh(mesh), data_ranks(mesh, leaves)
+        mesh = check_whole_mesh(parameters, mesh if mesh is not None else pp_mesh)
+        group, data = group_of_mesh(mesh), data_ranks(mesh, leaves, pp_mesh)
     else:
         group, mesh = (ddp.process_group if ddp is not None else process_group), None
         data = DataRanks(*((dist.get_rank(group), group.size()) if group is not None else (0, 1)))
     return Wrapper(
-        name=_wrapper_name(ddp, gathered, is_cut=is_cut),
+        name=_wrapper_name(ddp, gathered, parameters) + (" in pipeline stages" if pp_mesh is not None else ""),
         ddp=ddp,
         ddp_holds_all=ddp is not None and {id(p) for p in parameters.values()} <= {id(p) for p in ddp.parameters()},
         group=group,
         data=data,
         mesh=mesh,
+        pp_mesh=pp_mesh,
         parameters=parameters,
         leaves=leaves,
         frozen=_by_name(model, requires_grad=False),
@@ -130,10 +137,12 @@ def _check_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) 
         )
 
 
-def _wrapper_name(ddp: nn.Module | None, gathered: Mapping[int, nn.Parameter], *, is_cut: bool) -> str:
+def _wrapper_name(
+    ddp: nn.Module | None, gathered: Mapping[int, nn.Parameter], parameters: Mapping[str, nn.Parameter]
+) -> str:
     if ddp is not None:
         return "DistributedDataParallel"
-    if not is_cut:
+    if not any(map(is_dtensor, parameters.values())):
         return "plain"
     if not gathered:
         return "tensor parallel"
@@ -148,10 +157,20 @@ def n_collectives(group: dist.ProcessGroup | None) -> int:
 
 def _by_name(model: nn.Module, *, requires_grad: bool) -> dict[str, nn.Parameter]:
     named: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named_parameters(model):
         if parameter.requires_grad == requires_grad:
             clean = clean_name(name)
             named[name if clean in named else clean] = parameter  # a model's own child may be named "module"
+    return named
+
+
+def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters by name; those of a list of pipeline stages without the stage's place, if the names differ anyway."""
+    named = list(model.named_parameters())
+    if isinstance(model, nn.ModuleList):
+        short = [(name.partition(".")[2], p) for name, p in named]
+        if len({name for name, _ in short}) == len(short):
+            return short
     return named
 
 

@@ -143,6 +143,18 @@ class DDPBucketTap:
         self._problems[Problem.EMPTY_PIECE] += not self._has_backward
         self._explicit = self._has_backward = False
 
+    def begin_pieces(self, n: int) -> None:
+        """Not for pipelines.
+
+        Raises:
+            RuntimeError: always, since DDP's buckets do not show single pieces.
+        """
+        raise RuntimeError("tap='comm_hook' cannot read the pieces of a pipeline schedule: use tap='leaf'")
+
+    def end_pieces(self) -> list[GradientSummary]:
+        """Not for pipelines; see `begin_pieces`."""
+        raise RuntimeError("tap='comm_hook' cannot read the pieces of a pipeline schedule: use tap='leaf'")
+
     def discard_piece(self) -> None:
         """Count the interruption. The buckets keep the interrupted piece's part."""
         self._problems[Problem.INTERRUPTED_IN_BUCKETS] += self._has_backward

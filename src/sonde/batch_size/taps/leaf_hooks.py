@@ -71,6 +71,8 @@ class LeafHookTap:
         self._problems = [0] * len(Problem)
         self._explicit = self._only_explicit = False
         self._left_overs = LeftOvers(leaves if parameters is None else parameters, witness)
+        self._scheduled: list[PieceGradient] = []
+        self._turns: list[int] = []
         self._reset()
         self._hooks = SwitchedHooks(leaves, map(self._hook, range(len(leaves))))
 
@@ -98,9 +100,33 @@ class LeafHookTap:
         self._explicit = False
         return summary
 
+    def begin_pieces(self, n: int) -> None:
+        """From here until `end_pieces` the backwards of a pipeline schedule are n pieces.
+
+        A stage runs the pieces' backwards in their order, whatever runs between them. So the k-th gradient of each
+        parameter is of the k-th piece.
+        """
+        self._reset()
+        self._explicit = self._only_explicit = True
+        bound = self._reading.staging_bytes // n
+        self._scheduled = [PieceGradient(self._reading, bound, clones=True) for _ in range(n)]
+        self._turns = [0] * len(self._reading.leaves)
+
+    def end_pieces(self) -> list[GradientSummary]:
+        """The gradients of the pieces that end here, in their order."""
+        summaries = [piece.summary(1) for piece in self._scheduled]
+        self._problems[Problem.EMPTY_PIECE] += not any(self._turns)
+        # A parameter that took part in some pieces only does not tell in which.
+        self._problems[Problem.NOT_IN_EVERY_PIECE] += any(turn not in (0, len(summaries)) for turn in self._turns)
+        self._scheduled = []
+        self._reset()
+        self._explicit = False
+        return summaries
+
     def discard_piece(self) -> None:
         """Forget the present piece. Whatever its backward has added to `.grad` stays there."""
-        self._problems[Problem.INTERRUPTED] += bool(self._backwards)
+        self._problems[Problem.INTERRUPTED] += bool(self._backwards) or (bool(self._scheduled) and any(self._turns))
+        self._scheduled = []
         self._reset()
         self._explicit = False
 
@@ -134,7 +160,10 @@ class LeafHookTap:
             if grad is None:  # a custom Function may return None for a leaf
                 return
             start = time.perf_counter()
-            if torch._C._current_graph_task_id() in self._backwards or self._opens_backward(index, grad):
+            if self._scheduled:
+                with torch.no_grad():
+                    self._take_in_turn(index, grad)
+            elif torch._C._current_graph_task_id() in self._backwards or self._opens_backward(index, grad):
                 if torch.is_grad_enabled():  # create_graph: the measurement must stay out of the user's graph
                     with torch.no_grad():
                         self._take(index, grad)
@@ -173,6 +202,15 @@ class LeafHookTap:
             self._grad_is_piece &= self._n_collectives() == self._collectives_before
         elif self._backwards:
             self._on_backward_end()
+
+    def _take_in_turn(self, index: int, grad: Tensor) -> None:
+        """Take a gradient for the piece whose turn it is."""
+        if index in self._left_overs.unseen:
+            self._left_overs.look(index)
+        turn = self._turns[index]
+        self._turns[index] += 1
+        if turn < len(self._scheduled) and (problem := self._scheduled[turn].take(index, grad)) is not None:
+            self._problems[problem] += 1
 
     def _take(self, index: int, grad: Tensor) -> None:
         if index in self._left_overs.unseen:

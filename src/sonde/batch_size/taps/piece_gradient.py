@@ -58,10 +58,12 @@ class PieceGradient:
     Args:
         reading: how gradients are read.
         staging_bytes: bound of the memory for gradients that wait; by default that of `reading`.
+        clones: copy gradients that wait. autograd leaves a gradient alone that somebody holds. Zero-bubble schedules
+            add to it.
     """
 
-    def __init__(self, reading: Reading, staging_bytes: int | None = None) -> None:
-        self._reading, self._device = reading, reading.device
+    def __init__(self, reading: Reading, staging_bytes: int | None = None, *, clones: bool = False) -> None:
+        self._reading, self._device, self._clones = reading, reading.device, clones
         self._staging_bytes = reading.staging_bytes if staging_bytes is None else staging_bytes
         self._parts: list[Part] = []
         self._cross: list[tuple[int, Tensor]] = []
@@ -136,7 +138,7 @@ class PieceGradient:
         return GradientSummary(sq_norms, reading.witness.join(self._witnessed, self._device), n_backwards)
 
     def _stage(self, index: int, grad: Tensor) -> None:
-        self._staged.setdefault(_stream(grad), {})[index] = grad
+        self._staged.setdefault(_stream(grad), {})[index] = grad.clone() if self._clones else grad
         self._staged_bytes += grad.numel() * grad.element_size()
         if self._staged_bytes > self._staging_bytes and not self._reading.sums_backwards:
             self._flush()

@@ -18,7 +18,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import to_device
-from sonde.parallel.placements import holds_first_copy, layout_of, local_tensor, ranks_of, spec_of
+from sonde.parallel.placements import holds_first_copy, layout_of, local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
@@ -28,7 +28,8 @@ class WindowReader:
 
     Args:
         wrapper: the model.
-        group_names: the parameter group of each parameter, [parameters].
+        group_names: the parameter group of each parameter of the whole model, [parameters of all pipeline stages].
+        first: where this rank's parameters begin in that list.
         metric: how gradients are squared.
         witness: which elements are compared.
         taps: the choice of the tap that reads the pieces.
@@ -44,6 +45,7 @@ class WindowReader:
         taps: TapChoice,
         *,
         grad_scaler: torch.amp.GradScaler | None,
+        first: int = 0,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
@@ -51,7 +53,8 @@ class WindowReader:
         self._wrapper, self._metric, self._witness = wrapper, metric, witness
         self._taps, self._grad_scaler = taps, grad_scaler
         self._seconds = 0.0
-        self._group_index = [self.groups.index(name) for name in group_names]
+        own = group_names[first : first + len(self.parameters)]
+        self._group_index = [self.groups.index(name) for name in own]
         self._sums = WindowSums(
             self._group_index,
             n_groups=len(self.groups),
@@ -97,6 +100,17 @@ class WindowReader:
         else:
             self._taps.saw_piece(gradient)
             self._sums.add(self._unscaled(gradient), counts)
+        self._seconds += time.perf_counter() - start
+
+    def begin_pieces(self, n: int) -> None:
+        """From here until `end_pieces` the backwards of a pipeline schedule are n pieces."""
+        self._taps.tap.begin_pieces(n)
+
+    def end_pieces(self, counts: Sequence[PieceCounts]) -> None:
+        """Add the pieces that end here to the window."""
+        start = time.perf_counter()
+        for gradient, of_piece in zip(self._taps.tap.end_pieces(), counts, strict=True):
+            self._sums.add(self._unscaled(gradient), of_piece)
         self._seconds += time.perf_counter() - start
 
     def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
@@ -215,7 +229,9 @@ class WindowReader:
             [*measured.values(), *unmeasured.values()],
             [*measured, *unmeasured],
             parts=[*self._group_index, *[len(self.groups)] * len(unmeasured)],
+            part_names=[*self.groups, "not measured"],
             mesh=self._wrapper.mesh,
+            pp_mesh=self._wrapper.pp_mesh,
             allow_sparse=True,
         )
 
@@ -232,7 +248,7 @@ class WindowReader:
     def _read_witness_of_shards(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The elements that this rank is the first to hold; 0 for the others."""
         assert self._wrapper.mesh is not None
-        first = min(ranks_of(self._wrapper.mesh))
+        first = min(self.plan.in_stage)
         elements = {}
         for i in self._witness.indices:
             if (grad := grads[i]) is not None and holds_first_copy(layout_of(grad), first):
