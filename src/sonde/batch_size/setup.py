@@ -210,7 +210,7 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
     if setup["post_accumulate_hooks"]:
         n_hooks = setup["post_accumulate_hooks"]
         rows["hooks"] = f"{n_hooks} parameters have post-accumulate-grad hooks: {STEPS_IN_BACKWARD}"
-    return "noise scale attached\n" + "\n".join(f"  {name:<8}{text}" for name, text in rows.items())
+    return "noise scale attached\n" + "\n".join(f"  {name:<10}{text}" for name, text in rows.items())
 
 
 def _windows_in_words(budget: float | None, every: int | None) -> str:
