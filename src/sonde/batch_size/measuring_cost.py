@@ -106,7 +106,7 @@ def affordable_every(rows: Sequence[CostRow], budget: float) -> int | None:
 
         (c + (N − 1) i) / (N w + c + (N − 1) i) = b,     N = (c − i) / (w b/(1 − b) − i).
     """
-    if len(rows) < FEWEST:
+    if len(rows) < FEWEST or not any(_lengths(rows)):  # a device may be so far behind that no window was timed
         return None
     costs, aim = _mean_costs(rows), _AIM * budget
     room = costs.window * aim / (1 - aim) - costs.idle

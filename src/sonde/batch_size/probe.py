@@ -62,6 +62,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
+from sonde.parallel.process_groups import n_summed
 from sonde.parallel.wrappers import find_wrapper, unwrap_optimizer
 from sonde.probe import Metric
 from sonde.records import RunLog, log_of
@@ -160,7 +161,7 @@ class NoiseScaleProbe:
         )
         self._reader = WindowReader(wrapper, names, self._metric, witness, self._taps, grad_scaler=self._grad_scaler)
         self._delivery = Delivery(self._take, self._reader.device)
-        pace = Pace(every=options.every, budget=options.budget, n_ranks=wrapper.n_ranks)
+        pace = Pace(every=options.every, budget=options.budget, n_ranks=n_summed(wrapper.group))
         self._pacing = Pacing(pace, self._taps, self._reader)
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
@@ -280,7 +281,7 @@ class NoiseScaleProbe:
             return self._tracker.reading(now=self._n_windows)
 
     def window(self) -> SolvedWindow | None:
-        """The last window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits for the device."""
+        """The last measured window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits."""
         with self._delivery.alone():
             self._delivery.receive_all()
             return self._tracker.last
