@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 import sonde
 from sonde import NoiseScaleProbe
+from sonde.batch_size.measuring_cost import WindowCosts
 from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, small_model
 from tests.oracles import window_by_hand
 
@@ -232,6 +233,25 @@ def test_a_log_of_sparse_windows_replays_to_the_same_reading() -> None:
     assert last.window == reading["window"]
     expected = [reading["metrics"][f"gns/{name}"] for name in ("b_simple", "drift")]
     assert [last.total.ratio, last.total.drift] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_cost_above_the_budget_at_the_slowest_pace_raises_an_alert() -> None:
+    """Even windows that are not measured cost a fifth of the time here."""
+    sink = Recording()
+    model, probe, optimizer = at_fixed_weights(every=None, budget=0.01, sinks=[sink], log_every=1)
+    with probe:
+        costs = WindowCosts(
+            seconds=0.201, idle_seconds=0.2, idle_time=1.0, n_idle=999, measured_time=0.002, n_measured=1
+        ).numbers()
+        pace = {"windows": 5000, "every": 1000, "base": 4000, "has_verdict": 1, "costs": [[4000, 1000, *costs]] * 20}
+        probe.load_state_dict(probe.state_dict() | {"pace": pace})
+        list(windows(model, probe, optimizer, 1))
+        cost = probe.cost()
+        assert (cost.every, cost.budget) == (1000, 0.01)
+        assert cost.share == pytest.approx(0.2, rel=0.1)
+        list(windows(model, probe, optimizer, 1, first=2))
+    assert "still takes 20" in probe.alerts["over_budget"]
+    assert sink.of_kind("reading")[-1]["metrics"]["cost/share"] == pytest.approx(0.2, rel=0.1)
 
 
 # What a loop does wrong, and what it does not.

@@ -138,6 +138,7 @@ class NoiseScaleLog:
         setup: what was found at attach, for people.
         write_rest: a method that calls `write_rest` of this log when SIGTERM arrives; see `RunLog.begin`. Without it,
             the windows since the last reading are lost then.
+        cost: what measuring costs now.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class NoiseScaleLog:
         log: RunLog,
         setup: Mapping[str, object],
         write_rest: Callable[[], None] | None = None,
+        cost: Callable[[], Cost] | None = None,
     ) -> None:
         self.alerts: dict[str, str] = {}
         self._tracker, self._log = tracker, log
@@ -157,23 +159,21 @@ class NoiseScaleLog:
         self._n_readings = 0
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
-        self._cost: Cost | None = None
+        self._cost = cost
         self._interval = _Interval(start=time.time())
         log.begin("reading", unit=tracker.unit, setup=setup, metrics=METRICS, write_rest=write_rest)
 
-    def window(self, window: MeasuredWindow, drop: Drop | None, norm: float | None, cost: Cost | None = None) -> None:
+    def window(self, window: MeasuredWindow, drop: Drop | None, norm: float | None) -> None:
         """Add a window that the tracker has taken; write a reading when one is due.
 
         Args:
             window: its numbers.
             drop: why the tracker left it out; None if it was averaged.
             norm: the plain norm of its gradient, as the tracker knows it; None if it does not.
-            cost: what measuring costs now.
         """
         # A measured window stands for the windows since the one before too.
         before, n_windows = self._window, max(window.known.number - self._window, 1)
         n_units = n_windows * window.row.n_units
-        self._cost = cost
         self._window, self._pieces = window.known.number, {"per_window": window.row.n_pieces, "tap": window.known.tap}
         interval = self._interval
         interval.windows += n_windows
@@ -237,7 +237,8 @@ class NoiseScaleLog:
         reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last)
         for name, message in find_alerts(reading).items():
             self.alert(name, message)
-        if (cost := self._cost) is not None and cost.is_over:
+        cost = self._cost() if self._cost is not None else None
+        if cost is not None and cost.is_over:
             self.alert(*_over_budget(cost))
         elapsed = now - interval.start
         metrics = reading.metrics() | {

@@ -184,7 +184,7 @@ class NoiseScaleProbe:
         self._loop = LoopWatch(model, optimizer, wrapper, names, self._reader, alert=self._alert)
         self._pieces = Pieces(options.units_per_piece, reader=self._reader, loop=self._loop, pacing=self._pacing)
         try:
-            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest)
+            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest, lambda: pace.cost)
         except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
@@ -504,7 +504,7 @@ class NoiseScaleProbe:
         self._say_first(window)
         solved = self._tracker.last
         norm = solved.norm if solved is not None and self._metric.is_plain else None
-        self._log.window(window, drop, norm, pace.cost)
+        self._log.window(window, drop, norm)
 
     def _alert(self, name: str, message: str) -> None:
         self._log.alert(name, message)

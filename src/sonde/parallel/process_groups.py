@@ -68,7 +68,7 @@ def is_fake(group: dist.ProcessGroup | None) -> bool:
 
 
 def n_summed(group: dist.ProcessGroup | None) -> int:
-    """How many ranks add to a sum over a group: 1 without a group, and in dry runs, where a rank gets its own numbers."""
+    """How many ranks add to a sum over a group: 1 without one, and in dry runs, where a rank gets its own numbers."""
     return 1 if group is None or is_fake(group) else group.size()
 
 
