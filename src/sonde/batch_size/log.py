@@ -196,6 +196,23 @@ class NoiseScaleLog:
         if window.known.number // self._log.every > before // self._log.every:
             self.reading(window.known.time)
 
+    def passed(self, number: int, scalars: Mapping[str, float]) -> None:
+        """Count the windows after the last measured one, at the end of a run.
+
+        Args:
+            number: of the last window of training.
+            scalars: the user's own, averaged over these windows.
+        """
+        if (n_windows := number - self._window) <= 0:
+            return
+        self._window = number
+        self._interval.windows += n_windows
+        units = n_windows * (self._tracker.units_per_window or 0.0)
+        self._interval.units += units
+        self._units_seen += units
+        for name, value in scalars.items():
+            self._interval.scalars.setdefault(name, _Mean()).add(value)
+
     def _alert_drop(self, number: int, drop: Drop) -> None:
         if drop.kind not in _PASSING or self._n_same_drops >= _NO_LONGER_PASSING:
             self.alert(drop.kind, f"window {number} was dropped: {drop.reason}")
@@ -234,7 +251,7 @@ class NoiseScaleLog:
         self._lacks_groups = not is_due
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank
-        reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last)
+        reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last, now=self._window)
         for name, message in find_alerts(reading).items():
             self.alert(name, message)
         cost = self._cost() if self._cost is not None else None

@@ -372,6 +372,8 @@ class NoiseScaleProbe:
             finally:  # also of a run whose peers failed: take what has arrived
                 self._delivery.receive(wait=not abandon_unfinished)
                 self._loop.alert_if_due()
+                if not abandon_unfinished:
+                    self._log.passed(self._n_windows, {name: float(v) for name, v in self._scalars.take().items()})
         finally:
             self._remove_hooks()
             self._log.end(reason)
