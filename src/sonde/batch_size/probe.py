@@ -69,8 +69,6 @@ from sonde.records import RunLog, log_of
 
 _WINDOWS_HELD = 8
 """Most windows that wait on the device, however rarely a reading is written. `Pace` needs their costs soon."""
-
-
 _JUDGED_EVERY = 16
 """Windows between two looks at whether a verdict is possible, while all windows are measured."""
 
@@ -83,7 +81,8 @@ class NoiseScaleProbe:
     `state_dict()` or `close()`. Attach on every rank, since every rank takes part in the sum.
 
     Not every window is measured: `NoiseScaleOptions` says how many, by `budget` and `every`. In the others, no hook
-    runs in backward and nothing is summed, and `clip_grad_norm_` still clips.
+    runs in backward and nothing is summed, and `clip_grad_norm_` still clips. With several ranks, a rank on which the
+    costs of a window are still missing 15 windows later waits for them, since all ranks must choose the same windows.
 
     Args:
         model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
