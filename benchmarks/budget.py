@@ -27,7 +27,7 @@ from torch import nn
 import sonde
 from benchmarks.machine import describe
 from benchmarks.present_noise_scale import HORIZON, Windows, as_window, holds, simulate
-from sonde.batch_size.budget import Pace
+from sonde.batch_size.budget import REVIEW, Pace
 from sonde.batch_size.stats.history import WindowHistory
 from sonde.batch_size.stats.trend import TrendFit, fit_trends
 
@@ -127,11 +127,12 @@ def cost_of(n_tensors: int, width: int, n_windows: int, budget: float = BUDGET) 
     assert probed.probe is not None
     settled, before, n = 0, 1, 0
     while settled < 200 and n < min(MOST_SETTLING, 4 * n_windows):
-        plain.window()
-        probed.window()
-        n += 1
+        for _ in range(REVIEW):
+            plain.window()
+            probed.window()
+        n += REVIEW
         every = probed.probe.cost().every
-        settled, before = (settled + 1 if every == before and n > 200 else 0), every
+        settled, before = (settled + REVIEW if every == before and n > 200 else 0), every
     without, with_probe = [], []
     for k in range(n_windows):
         for loop in (plain, probed) if k % 2 else (probed, plain):

@@ -38,7 +38,7 @@ stage = PipelineStage(model, rank, 2, device, group=mesh.get_group("pp"))
 schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=nn.functional.cross_entropy)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 log = sonde.RunLog(sonde.JsonlSink("runs/pipeline"))
-probe = sonde.attach(model, optimizer, unit="contexts", mesh=mesh, pp_mesh=mesh["pp"], log=log)
+probe = sonde.attach(model, optimizer, unit="contexts", every=1, mesh=mesh, pp_mesh=mesh["pp"], log=log)
 
 for _ in range(150):
     starts = torch.randint(len(text) - CONTEXT, (MICRO_BATCHES * MICRO_BATCH,), generator=generator)

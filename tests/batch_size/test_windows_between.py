@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 import sonde
 from sonde import NoiseScaleProbe
+from sonde.batch_size.measuring_cost import WindowCosts
 from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, small_model
 from tests.oracles import window_by_hand
 
@@ -194,7 +195,7 @@ def test_the_log_counts_windows_of_training_and_keeps_scalars_of_all() -> None:
     model, probe, optimizer = at_fixed_weights(every=4, sinks=[sink], log_every=10)
     measured = []
     with probe:
-        for number in range(1, 101):
+        for number in range(1, 100):
             if probe._pacing.is_measured:
                 measured.append(number)
             probe.log(step=float(number))
@@ -204,7 +205,7 @@ def test_the_log_counts_windows_of_training_and_keeps_scalars_of_all() -> None:
     # A reading is written at the first measured window from each multiple of 10 on; and one at the end.
     due = [next(n for n in measured if n // 10 >= k) for k in range(1, max(measured) // 10 + 1)]
     assert [r["window"] for r in readings][: len(due)] == list(dict.fromkeys(due))
-    assert readings[-1]["metrics"]["run/units_seen"] == 8 * measured[-1]
+    assert [r["metrics"]["run/units_seen"] for r in readings] == [8 * r["window"] for r in readings]
     # Each scalar is averaged over the windows up to the measured one, and then over measured windows.
     stretches = list(itertools.pairwise([0, *measured]))
     means = {b: (a + 1 + b) / 2 for a, b in stretches}
@@ -213,6 +214,10 @@ def test_the_log_counts_windows_of_training_and_keeps_scalars_of_all() -> None:
         inside = [n for n in measured if since < n <= record["window"]]
         assert record["metrics"]["step"] == pytest.approx(sum(means[n] for n in inside) / len(inside), rel=1e-6)
         since = record["window"]
+    # The last reading holds what the windows after the last measured one were given.
+    assert readings[-1]["window"] == 99 > measured[-1]
+    rest = [means[n] for n in measured if n > since] + [(measured[-1] + 100) / 2]
+    assert readings[-1]["metrics"]["step"] == pytest.approx(sum(rest) / len(rest), rel=1e-6)
     assert {r["metrics"]["cost/every"] for r in readings} == {4}
     assert readings[-1]["metrics"]["cost/share"] > 0
     assert readings[-1]["metrics"]["cost/share_error"] > 0
@@ -226,12 +231,31 @@ def test_a_log_of_sparse_windows_replays_to_the_same_reading() -> None:
     with probe:
         for _ in windows(model, probe, optimizer, 90):
             pass
-    reading = sink.of_kind("reading")[-1]
+    reading = sink.of_kind("reading")[-2]  # the last one is of the end of the run
     logged = [sonde.WindowReading(0, r["window"], r["time"], r["metrics"], r["groups"]) for r in sink.of_kind("window")]
     last = list(sonde.replay_windows(logged, horizon=20.0))[-1]
     assert last.window == reading["window"]
     expected = [reading["metrics"][f"gns/{name}"] for name in ("b_simple", "drift")]
     assert [last.total.ratio, last.total.drift] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_cost_above_the_budget_at_the_slowest_pace_raises_an_alert() -> None:
+    """Even windows that are not measured cost a fifth of the time here."""
+    sink = Recording()
+    model, probe, optimizer = at_fixed_weights(every=None, budget=0.01, sinks=[sink], log_every=1)
+    with probe:
+        costs = WindowCosts(
+            seconds=0.201, idle_seconds=0.2, idle_time=1.0, n_idle=999, measured_time=0.002, n_measured=1
+        ).numbers()
+        pace = {"windows": 5000, "every": 1000, "base": 4000, "has_verdict": 1, "costs": [[4000, 1000, *costs]] * 20}
+        probe.load_state_dict(probe.state_dict() | {"pace": pace})
+        list(windows(model, probe, optimizer, 1))
+        cost = probe.cost()
+        assert (cost.every, cost.budget) == (1000, 0.01)
+        assert cost.share == pytest.approx(0.2, rel=0.1)
+        list(windows(model, probe, optimizer, 1, first=2))
+    assert "still takes 20" in probe.alerts["over_budget"]
+    assert sink.of_kind("reading")[-1]["metrics"]["cost/share"] == pytest.approx(0.2, rel=0.1)
 
 
 # What a loop does wrong, and what it does not.

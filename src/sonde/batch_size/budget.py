@@ -149,6 +149,8 @@ class Pace:
 
     def _decide(self, up_to: int) -> None:
         """Choose N from the costs of the windows up to a number that all ranks have."""
+        if not self._arrived or self._arrived[0].number > up_to:  # nothing new to decide by
+            return
         while self._arrived and self._arrived[0].number <= up_to:
             row = self._arrived.popleft()
             self._compare_starts(row.costs)

@@ -138,6 +138,7 @@ class NoiseScaleLog:
         setup: what was found at attach, for people.
         write_rest: a method that calls `write_rest` of this log when SIGTERM arrives; see `RunLog.begin`. Without it,
             the windows since the last reading are lost then.
+        cost: what measuring costs now.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class NoiseScaleLog:
         log: RunLog,
         setup: Mapping[str, object],
         write_rest: Callable[[], None] | None = None,
+        cost: Callable[[], Cost] | None = None,
     ) -> None:
         self.alerts: dict[str, str] = {}
         self._tracker, self._log = tracker, log
@@ -157,23 +159,21 @@ class NoiseScaleLog:
         self._n_readings = 0
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
-        self._cost: Cost | None = None
+        self._cost = cost
         self._interval = _Interval(start=time.time())
         log.begin("reading", unit=tracker.unit, setup=setup, metrics=METRICS, write_rest=write_rest)
 
-    def window(self, window: MeasuredWindow, drop: Drop | None, norm: float | None, cost: Cost | None = None) -> None:
+    def window(self, window: MeasuredWindow, drop: Drop | None, norm: float | None) -> None:
         """Add a window that the tracker has taken; write a reading when one is due.
 
         Args:
             window: its numbers.
             drop: why the tracker left it out; None if it was averaged.
             norm: the plain norm of its gradient, as the tracker knows it; None if it does not.
-            cost: what measuring costs now.
         """
         # A measured window stands for the windows since the one before too.
         before, n_windows = self._window, max(window.known.number - self._window, 1)
         n_units = n_windows * window.row.n_units
-        self._cost = cost
         self._window, self._pieces = window.known.number, {"per_window": window.row.n_pieces, "tap": window.known.tap}
         interval = self._interval
         interval.windows += n_windows
@@ -195,6 +195,23 @@ class NoiseScaleLog:
             self._alert_drop(window.known.number, drop)
         if window.known.number // self._log.every > before // self._log.every:
             self.reading(window.known.time)
+
+    def passed(self, number: int, scalars: Mapping[str, float]) -> None:
+        """Count the windows after the last measured one, at the end of a run.
+
+        Args:
+            number: of the last window of training.
+            scalars: the user's own, averaged over these windows.
+        """
+        if (n_windows := number - self._window) <= 0:
+            return
+        self._window = number
+        self._interval.windows += n_windows
+        units = n_windows * (self._tracker.units_per_window or 0.0)
+        self._interval.units += units
+        self._units_seen += units
+        for name, value in scalars.items():
+            self._interval.scalars.setdefault(name, _Mean()).add(value)
 
     def _alert_drop(self, number: int, drop: Drop) -> None:
         if drop.kind not in _PASSING or self._n_same_drops >= _NO_LONGER_PASSING:
@@ -234,10 +251,11 @@ class NoiseScaleLog:
         self._lacks_groups = not is_due
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank
-        reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last)
+        reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last, now=self._window)
         for name, message in find_alerts(reading).items():
             self.alert(name, message)
-        if (cost := self._cost) is not None and cost.is_over:
+        cost = self._cost() if self._cost is not None else None
+        if cost is not None and cost.is_over:
             self.alert(*_over_budget(cost))
         elapsed = now - interval.start
         metrics = reading.metrics() | {

@@ -106,7 +106,7 @@ def affordable_every(rows: Sequence[CostRow], budget: float) -> int | None:
 
         (c + (N − 1) i) / (N w + c + (N − 1) i) = b,     N = (c − i) / (w b/(1 − b) − i).
     """
-    if len(rows) < FEWEST:
+    if len(rows) < FEWEST or not any(_lengths(rows)):  # a device may be so far behind that no window was timed
         return None
     costs, aim = _mean_costs(rows), _AIM * budget
     room = costs.window * aim / (1 - aim) - costs.idle
@@ -143,8 +143,13 @@ def _untimed(rows: Sequence[CostRow], timed: float) -> float:
     if min(len(idle), len(measured)) < FEWEST:
         return 0.0
     longer = statistics.fmean(measured) - statistics.fmean(idle)
-    error = math.sqrt(statistics.variance(measured) / len(measured) + statistics.variance(idle) / len(idle))
+    error = math.sqrt(_variance_of_mean(measured) + _variance_of_mean(idle))
     return max(longer - 2 * error - timed, 0.0)
+
+
+def _variance_of_mean(values: Sequence[float]) -> float:
+    mean, n = statistics.fmean(values), len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / (n * (n - 1))
 
 
 def measured_share(rows: Sequence[CostRow]) -> tuple[float | None, float | None]:

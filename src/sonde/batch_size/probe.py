@@ -63,6 +63,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
+from sonde.parallel.process_groups import n_summed
 from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import model_parameters
 from sonde.parallel.unwrap import unwrap_optimizer
@@ -75,8 +76,6 @@ if TYPE_CHECKING:
 
 _WINDOWS_HELD = 8
 """Most windows that wait on the device, however rarely a reading is written. `Pace` needs their costs soon."""
-
-
 _JUDGED_EVERY = 16
 """Windows between two looks at whether a verdict is possible, while all windows are measured."""
 
@@ -89,7 +88,8 @@ class NoiseScaleProbe:
     `state_dict()` or `close()`. Attach on every rank, since every rank takes part in the sum.
 
     Not every window is measured: `NoiseScaleOptions` says how many, by `budget` and `every`. In the others, no hook
-    runs in backward and nothing is summed, and `clip_grad_norm_` still clips.
+    runs in backward and nothing is summed, and `clip_grad_norm_` still clips. With several ranks, a rank on which the
+    costs of a window are still missing 15 windows later waits for them, since all ranks must choose the same windows.
 
     Args:
         model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
@@ -188,7 +188,7 @@ class NoiseScaleProbe:
             first=whole.first,
         )
         self._delivery = Delivery(self._take, self._reader.device)
-        pace = Pace(every=options.every, budget=options.budget, n_ranks=wrapper.group.size() if wrapper.group else 1)
+        pace = Pace(every=options.every, budget=options.budget, n_ranks=n_summed(wrapper.group))
         self._pacing = Pacing(pace, self._taps, self._reader)
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
@@ -218,7 +218,7 @@ class NoiseScaleProbe:
             in_pipeline=wrapper.pp_mesh is not None,
         )
         try:
-            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest)
+            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest, lambda: pace.cost)
         except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
@@ -334,7 +334,7 @@ class NoiseScaleProbe:
             return self._tracker.reading(now=self._n_windows)
 
     def window(self) -> SolvedWindow | None:
-        """The last window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits for the device."""
+        """The last measured window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits."""
         with self._delivery.alone():
             self._delivery.receive_all()
             return self._tracker.last
@@ -425,6 +425,8 @@ class NoiseScaleProbe:
             finally:  # also of a run whose peers failed: take what has arrived
                 self._delivery.receive(wait=not abandon_unfinished)
                 self._loop.alert_if_due()
+                if not abandon_unfinished:
+                    self._log.passed(self._n_windows, {name: float(v) for name, v in self._scalars.take().items()})
         finally:
             self._remove_hooks()
             self._log.end(reason)
@@ -557,7 +559,7 @@ class NoiseScaleProbe:
         self._say_first(window)
         solved = self._tracker.last
         norm = solved.norm if solved is not None and self._metric.is_plain else None
-        self._log.window(window, drop, norm, pace.cost)
+        self._log.window(window, drop, norm)
 
     def _alert(self, name: str, message: str) -> None:
         self._log.alert(name, message)

@@ -199,7 +199,7 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
         "ranks": f"{setup['ranks']} data-parallel {'rank' if setup['ranks'] == 1 else 'ranks'}",
         "pieces": f"read by {setup['tap']}; the first window shows how many there are",
         "unit": unit,
-        "measured": _windows_in_words(setup["budget"], setup["every"]),
+        "windows": _windows_in_words(setup["budget"], setup["every"]),
         "groups": f"{len(groups)}: {shown}",
         "steps": setup["optimizer"],
     }
@@ -215,10 +215,10 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
 
 def _windows_in_words(budget: float | None, every: int | None) -> str:
     if every is not None and every > 1:
-        return f"one in {every}"
+        return f"one in {every} is measured"
     if every is not None or budget is None:
-        return "all"
-    return f"all until a verdict, at most {FIRST_WINDOWS}; then as many as {percent(budget)} of the time allows"
+        return "all are measured"
+    return f"measured until a verdict, at most {FIRST_WINDOWS}; then as many as {percent(budget)} of the time allows"
 
 
 def describe_pace(cost: Cost) -> str:

@@ -95,7 +95,8 @@ class StepWatch:
     def window_passes(self) -> None:
         """Note that a window is being ended that was not measured."""
         self._stepping.clear()
-        self._stepped_unended, self._ended_since_step, self._stepped_in_backward = False, True, False
+        self._stepped_unended, self._stepped_in_backward = False, False
+        self._ended_since_step = self._n_unended == 0  # otherwise it is ended late
         self._n_runs_stepped = self._n_unended = 0
         self._windows_unstepped += 1
         if self._watched or self._others:

@@ -128,6 +128,11 @@ class NoiseScaleTracker:
         return self._averages.windows
 
     @property
+    def units_per_window(self) -> float | None:
+        """Average units of a window; None before the first."""
+        return self._averages.units_per_window
+
+    @property
     def consistency(self) -> float | None:
         """tr Σ within ranks over tr Σ between ranks; infinite where ranks do not differ; None if not measurable."""
         return self._averages.consistency
