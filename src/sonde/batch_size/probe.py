@@ -37,6 +37,7 @@ from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import NoiseScaleOptions, check_partners, describe, describe_window, group_names
+from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
@@ -76,6 +77,7 @@ class NoiseScaleProbe:
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
         verbose: print the setup that was found, on rank 0.
+        fixed_weights: averages the windows of a model that does not train: `sonde.measure` passes it.
         **deprecated: see `attach`.
 
     Raises:
@@ -99,6 +101,7 @@ class NoiseScaleProbe:
         comm_state: object = None,
         log: RunLog | None = None,
         verbose: bool = True,
+        fixed_weights: FixedWeights | None = None,
         **deprecated: Any,
     ) -> None:
         log = log_of(log, deprecated)
@@ -127,6 +130,7 @@ class NoiseScaleProbe:
             n_ranks=wrapper.n_ranks,
             least_sq_norm=0.0 if has_own_size else LEAST_SQ_NORM * sum(p.numel() for p in parameters),
             rounding=self._rounding.now(),
+            fixed_weights=fixed_weights,
         )
         # The taps install hooks, so they come after everything that may refuse the model.
         witness = Witness(parameters)

@@ -44,7 +44,7 @@ def summarise(
         as_if_last: count the last windows among those set aside if they would be, should no window follow.
     """
     history = averages.history
-    doubts = _doubts(averages)
+    doubts = doubts_of(averages)
     why = next(iter(doubts.values())) if doubts else _stale(averages)
     doubted = RatioInterval("unresolved", None, None, why) if why else None
     asides = history.set_asides_now() if as_if_last else history.set_asides
@@ -162,7 +162,7 @@ def _influence(total: _Fitted) -> Influence | None:
     return Influence(round(float(total.series.numbers[i])), total.fit.influence[i])
 
 
-def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
+def doubts_of(averages: NoiseScaleAverages) -> dict[str, str]:
     """Reasons not to trust the averages, however narrow their interval: messages by name."""
     doubts = {}
     if (changed := averages.changed.doubt()) is not None:
