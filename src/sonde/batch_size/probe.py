@@ -509,6 +509,7 @@ class NoiseScaleProbe:
             "horizon": self._tracker.horizon if math.isfinite(self._tracker.horizon) else None,
             "level": self._tracker.level,
             "metric": self._metric.name,
+            "fixed_weights": self._tracker.at_fixed_weights,
             "log_every": self._log_every,
             "grad_scaler": self._grad_scaler is not None,
             "comm_hook": comm_hook_name(self._wrapper.ddp),

@@ -103,9 +103,9 @@ def measure(
 
     Raises:
         ValueError: for an argument out of its range; a model without trainable parameters, or cut into shards; a loss
-            that is not a finite tensor of no dims with a graph; fewer than two batches; ranks that were called
-            differently.
-        RuntimeError: when the loss changes the weights; when no window can be used; when another rank failed.
+            that is not a finite tensor of no dims with a graph; fewer than two batches; gradients that cannot be used;
+            ranks that were called differently.
+        RuntimeError: when the loss changes the weights; when another rank failed.
 
     Reference:
         McCandlish et al. 2018, arXiv:1812.06162, appendix A.1.
@@ -286,7 +286,7 @@ class _Measuring:
         self._n_windows += 1
         if solved is None and self._n_windows == _MOST_USELESS and not self._fixed.n_windows:
             dropped = self._probe.reading().dropped
-            raise RuntimeError(f"no window can be measured: {max(dropped, key=dropped.__getitem__)}")
+            raise ValueError(f"no window can be measured: {max(dropped, key=dropped.__getitem__)}")
 
     def _is_precise(self) -> bool:
         total = self._fixed.total()

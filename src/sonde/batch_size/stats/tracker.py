@@ -121,6 +121,11 @@ class NoiseScaleTracker:
         return self._averages.history.set_asides_now() if self._fixed_weights is None else NONE_SET_ASIDE
 
     @property
+    def at_fixed_weights(self) -> bool:
+        """Whether the model does not train, and all windows are averaged."""
+        return self._fixed_weights is not None
+
+    @property
     def gone_groups(self) -> frozenset[str]:
         """The groups in which no parameter is trained now."""
         return self._averages.history.gone
