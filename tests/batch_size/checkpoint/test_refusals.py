@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -107,12 +106,12 @@ def test_gradients_that_a_hook_changes_are_no_measurement() -> None:
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(add_noise)
-    with pytest.raises(RuntimeError, match=re.escape("no window can be measured: ")) as raised:
-        sonde.measure(model, loss, batches([4] * 12), unit="rows", verbose=False)
-    assert "not a multiple of the sum of its pieces" in str(raised.value)
+    said = refused(model=model)
+    assert said.startswith("no window can be measured: ")
+    assert "not a multiple of the sum of its pieces" in said
 
 
 def test_a_model_without_gradients_has_a_reason() -> None:
     model = model_of()
-    said = refused(model=model, loss=lambda m, b: 0.0 * loss(m, b), error=RuntimeError)
+    said = refused(model=model, loss=lambda m, b: 0.0 * loss(m, b))
     assert "no window can be measured: no piece had a gradient" in said
