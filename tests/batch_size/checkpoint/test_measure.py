@@ -179,6 +179,35 @@ def test_frozen_and_unused_parameters() -> None:
     assert reading.groups["2"].trace_cov == pytest.approx(reading.trace_cov, rel=1e-9)
 
 
+def test_sparse_gradients_in_one_process() -> None:
+    def reading(*, sparse: bool) -> sonde.NoiseScaleReading:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 8, sparse=sparse), nn.Flatten(), nn.Linear(8, 2))
+        rows = torch.Generator().manual_seed(2)
+        data = [(torch.randint(0, 9, (4, 1), generator=rows), y) for _, y in batches([4] * 30)]
+        return measure(model, data).reading
+
+    assert reading(sparse=True).trace_cov == pytest.approx(reading(sparse=False).trace_cov, rel=1e-5)
+
+
+def test_the_data_of_a_long_window_are_freed() -> None:
+    alive: list[int] = []
+
+    class Counted(Tensor):
+        def __del__(self) -> None:
+            alive.pop()
+
+    def data() -> Any:
+        for x, y in batches([4] * 90):
+            alive.append(1)
+            most.append(len(alive))
+            yield x.as_subclass(Counted), y
+
+    most: list[int] = []
+    measure(model_of(), data(), loss=lambda m, b: loss(m, (b[0].as_subclass(Tensor), b[1])))
+    assert max(most) <= 3  # of windows of up to 18
+
+
 def test_a_log_holds_the_reading_and_the_batch_that_it_judges(tmp_path: Path) -> None:
     sink = Recording()
     log = sonde.RunLog([sink, sonde.JsonlSink(tmp_path)], every=1)

@@ -119,7 +119,7 @@ def test_ranks_stop_together_when_it_is_precise(ranks2: Ranks) -> None:
 # Nothing is changed.
 
 
-def train_here(measures: bool, ddp_options: dict[str, Any], batch_norm: bool) -> list[Tensor]:
+def train_here(measures: bool, ddp_options: dict[str, Any], batch_norm: bool, calls_ddp: bool) -> list[Tensor]:
     """Train a few steps; measure before the first, and with gradients of an unfinished step in `.grad`."""
     rank = dist.get_rank()
     model = model_of()
@@ -128,11 +128,15 @@ def train_here(measures: bool, ddp_options: dict[str, Any], batch_norm: bool) ->
     model.append(nn.Dropout(0.1))
     ddp = DistributedDataParallel(model, **ddp_options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def of_ddp(_: nn.Module, batch: Batch) -> Tensor:
+        return loss(ddp, batch)
+
     torch.manual_seed(rank)
     first = 1 if ddp_options.get("static_graph") else 0  # before the first step it is refused
     for step in range(4):
         if measures and step >= first and step != 2:
-            measured(ddp, data_of(rank, 5 + 3 * rank))
+            measured(ddp, data_of(rank, 5 + 3 * rank), loss=of_ddp if calls_ddp else loss)
         loss(ddp, data_of(rank, step + 1)[-1]).backward()
         if measures and step == 2:
             measured(ddp, data_of(rank, 5 + 3 * rank))
@@ -142,17 +146,20 @@ def train_here(measures: bool, ddp_options: dict[str, Any], batch_norm: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("ddp_options", "batch_norm"),
+    ("ddp_options", "batch_norm", "calls_ddp"),
     [
-        ({}, True),
-        ({"static_graph": True}, False),
-        ({"gradient_as_bucket_view": True, "find_unused_parameters": True}, False),
-        ({"bucket_cap_mb": 0.0001}, False),
+        ({}, True, False),
+        ({}, True, True),
+        ({"static_graph": True}, False, False),
+        ({"gradient_as_bucket_view": True, "find_unused_parameters": True}, False, False),
+        ({"bucket_cap_mb": 0.0001}, False, False),
     ],
 )
-def test_training_goes_on_as_without_it(ranks3: Ranks, ddp_options: dict[str, Any], batch_norm: bool) -> None:
-    with_it = ranks3(train_here, True, ddp_options, batch_norm)
-    without = ranks3(train_here, False, ddp_options, batch_norm)
+def test_training_goes_on_as_without_it(
+    ranks3: Ranks, ddp_options: dict[str, Any], batch_norm: bool, calls_ddp: bool
+) -> None:
+    with_it = ranks3(train_here, True, ddp_options, batch_norm, calls_ddp)
+    without = ranks3(train_here, False, ddp_options, batch_norm, calls_ddp)
     for one, other in zip(with_it, without, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -218,6 +225,11 @@ def error_here(what: str) -> str:
         model, data = Outer(model), raising(data[:3])
     elif what == "in step":
         model = Outer(model)
+    elif what == "options" and rank == 1:
+        options["until"] = 10
+    elif what == "sparse":
+        model = DistributedDataParallel(nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Flatten(), nn.Linear(8, 2)))
+        data = [(torch.randint(0, 9, (len(x), 1)), y) for x, y in data]
     elif what == "static graph":
         model = DistributedDataParallel(model_of(), static_graph=True)
     elif what == "mixed precision":
@@ -246,6 +258,8 @@ def raising(data: list[Batch]) -> Any:
         ("one batch", "there was only one", "there was only one"),
         ("loss", "RuntimeError: 1 other ranks failed", "ValueError: the loss of batch 9 is nan"),
         ("in step", "RuntimeError: 1 other ranks failed", "OSError: the disk is gone"),
+        ("options", "rank 1 could not begin to measure: ValueError: until", "until must be a part of B_simple"),
+        ("sparse", "sparse gradients cannot be added up over ranks", "use Embedding(sparse=False)"),
         ("static graph", "measure after the first step of training", "before the model is wrapped in DDP"),
         ("mixed precision", "casts inside DDP", "cast in the loss"),
         ("parameters outside", "DDP inside it and trainable parameters outside", "measure the module without DDP"),

@@ -11,6 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from sonde.batch_size.checkpoint.ranks import WindowTotals
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions, group_names
 from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
-from sonde.parallel.wrappers import GroupOf, find_wrapper
+from sonde.parallel.wrappers import GroupOf, Wrapper, find_wrapper
 from sonde.records import RunLog
 
 _FEWEST_WINDOWS = 12
@@ -119,33 +120,28 @@ def measure(
         >>> measurement.ended, measurement.reading.status
         ('precise', 'resolved')
     """
-    options = NoiseScaleOptions(unit=unit, groups=groups, horizon=math.inf, tap="leaf")
-    _check_options(loss, until, most_batches, batch)
     wrapper = find_wrapper(model, process_group)
     target = MeasuredModel(model, wrapper)
-    names = [*wrapper.parameters, *group_names(groups, wrapper.parameters)]
-    facts = {
-        "until": until,
-        "most_batches": most_batches,
-        "batch": batch,
-        "unit": unit,
-        "digest of the names of parameters and groups": hashlib.sha256(repr(names).encode()).hexdigest()[:12],
-    }
     log = RunLog() if log is None else log
     with target.left_as_it_is():
-        source, failure = None, None
+        failure: Exception | None = None
+        facts: dict[str, object] = {"unit": unit, "until": until, "most_batches": most_batches, "batch": batch}
+        weight_of_first = 0.0
         try:
+            _check_options(loss, until, most_batches, batch)
+            options = NoiseScaleOptions(unit=unit, groups=groups, horizon=math.inf, tap="leaf")
+            facts["digest of the names of parameters and groups"] = _digest(wrapper, groups)
             source = MeasuredBatches(batches, units=units, weight=weight, most=most_batches)
-            first = source.peek()
-        except Exception as error:  # raised below on all ranks together
-            first, failure = None, error
-        weights = target.ranks.compare(facts, first.weight if first else 0.0, failure)
+            if (first := source.peek()) is not None:
+                weight_of_first = first.weight
+        except Exception as error:  # raised on all ranks together
+            failure = error
+        weights = target.ranks.compare(facts, weight_of_first, failure)
         if not any(weights):
             raise ValueError(
                 "batches gave no batch: pass data, or a new iterator if this one was used before, such as the "
                 "DataLoader itself"
             )
-        assert source is not None
         fixed = FixedWeights(batch)
         with NoiseScaleProbe(
             target.module, None, options, process_group=wrapper.group, log=log, verbose=False, fixed_weights=fixed
@@ -153,6 +149,11 @@ def measure(
             says = verbose and log.is_first_rank
             progress = Progress(model, target.parameters, n_ranks=target.ranks.n, says=says, unit=unit)
             return _Measuring(target, probe, fixed, loss, source, until, max(weights)).run(progress, on_window)
+
+
+def _digest(wrapper: Wrapper, groups: object) -> str:
+    names = [*wrapper.parameters, *group_names(groups, wrapper.parameters)]
+    return hashlib.sha256(repr(names).encode()).hexdigest()[:12]
 
 
 def _check_options(loss: object, until: object, most_batches: object, batch: object) -> None:
@@ -224,8 +225,9 @@ class _Measuring:
         losses: list[tuple[CountedBatch, Tensor]] = []
         try:
             while len(losses) < length and (batch := self._take()) is not None:
-                losses.append((batch, self._piece(batch)))
+                losses.append((replace(batch, data=None), self._piece(batch)))  # so that its memory is freed
             check_finite(losses)
+            self._ranks.check_gradients()
             if not self._target.in_step and self._target.written() != self._n_written:
                 raise RuntimeError(
                     "the weights changed while they were measured: leave optimizer steps and other updates out of "

@@ -54,8 +54,7 @@ class MeasuredModel:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            # A loss may call DDP itself, which must not reduce.
-            self._ddp.no_sync() if self._ddp is not None else contextlib.nullcontext(),
+            _without_collectives(self._ddp),
             preserve_modes_and_randomness(self._model),
             preserve_gradients_and_buffers(self._model),
         ):
@@ -63,12 +62,27 @@ class MeasuredModel:
 
     def zero_grad(self) -> None:
         """Begin anew in `.grad`."""
-        for p in self._model.parameters():
+        for p in (*self.parameters, *self._model.parameters()):
             p.grad = None
 
     def written(self) -> int:
         """How often the weights were written to."""
         return sum(p._version for p in self.parameters)
+
+
+@contextlib.contextmanager
+def _without_collectives(ddp: DistributedDataParallel | None) -> Iterator[None]:
+    """A loss may call DDP itself: inside, DDP neither reduces gradients nor sends buffers."""
+    if ddp is None:
+        yield
+        return
+    sends_buffers = ddp.require_forward_param_sync
+    ddp.require_forward_param_sync = False
+    try:
+        with ddp.no_sync():
+            yield
+    finally:
+        ddp.require_forward_param_sync = sends_buffers
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:

@@ -116,6 +116,19 @@ class MeasuringRanks:
             work.wait()
         return vector.tolist()
 
+    def check_gradients(self) -> None:
+        """Refuse gradients that cannot be added up over ranks.
+
+        Raises:
+            ValueError: for sparse gradients on several ranks.
+        """
+        if (
+            self._group is not None
+            and self._reduces
+            and any(p.grad is not None and p.grad.is_sparse for p in self._parameters)
+        ):
+            raise ValueError("sparse gradients cannot be added up over ranks: use Embedding(sparse=False), or one rank")
+
     @torch.no_grad()
     def sum_gradients(self, totals: WindowTotals) -> None:
         """Add the gradients of all ranks up in `.grad`, as an optimizer would get them.
