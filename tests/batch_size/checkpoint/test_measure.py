@@ -152,6 +152,15 @@ def test_other_dtypes_of_weights(dtype: torch.dtype) -> None:
     assert reading.grad_sq == pytest.approx(expected.grad_sq, rel=5 * rel, abs=rel * expected.trace_cov / 90)
 
 
+def test_windows_stop_growing_where_gradients_have_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sums in bf16 lose what is added last."""
+    monkeypatch.setattr("sonde.batch_size.checkpoint.measure._LONGEST_IN_16_BITS", 6)
+    model, data = model_of(), batches([4] * 30)
+    assert measure(model, data).reading.windows == 5  # of 2, 4, 6, 8, 10
+    in_bf16 = [(x.bfloat16(), y.bfloat16()) for x, y in data]
+    assert measure(model.bfloat16(), in_bf16).reading.windows == 6  # of 2, 4, 6, 6, 6, 6
+
+
 def test_autocast_and_a_compiled_model() -> None:
     model, data = model_of(), batches([4] * 30)
     expected = measure(model, data).reading
