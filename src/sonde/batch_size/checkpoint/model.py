@@ -52,8 +52,7 @@ class MeasuredModel:
     def left_as_it_is(self) -> Iterator[None]:
         """Gradients may be taken inside. On exit, the model and random generators are as before."""
         with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
+            torch.inference_mode(False),  # which also turns gradients on, where torch.no_grad() has turned them off
             _without_collectives(self._ddp),
             preserve_modes_and_randomness(self._model),
             preserve_gradients_and_buffers(self._model),
