@@ -90,9 +90,10 @@ bench: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.noise_scale
 
 bench-present: $(VENV)/.dev
-	@echo "==> benchmarks of the present noise scale (about an hour on 1 core)"
+	@echo "==> benchmarks of the present noise scale, and of a measurement's windows (more than an hour on 1 core)"
 	@$(BIN)/python -m benchmarks.demo_verdict
 	@$(BIN)/python -m benchmarks.present_noise_scale
+	@$(BIN)/python -m benchmarks.checkpoint
 
 bench-norm: $(VENV)/.bench
 	@echo "==> benchmarks of the norm (about 10 minutes on 2 cores; leave the machine alone meanwhile)"

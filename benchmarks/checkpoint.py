@@ -1,6 +1,6 @@
 """How a measurement at fixed weights should divide its data into windows, and how often its interval is right.
 
-    python -m benchmarks.checkpoint [--runs 400] [--out benchmarks/results]
+    python -m benchmarks.checkpoint [--runs 100] [--out benchmarks/results]
 
 A small network learns for some steps. Then the gradient of each of its examples is computed, so that tr Σ and |G|² are
 known exactly. Each run draws micro-batches of 4 examples with replacement and stops as `sonde.measure` does, when both
@@ -157,7 +157,7 @@ def as_table(cells: list[Cell]) -> str:
 def main() -> None:
     """Run all networks and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=400)
+    parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -119,12 +119,16 @@ def test_no_batch_is_taken_that_is_not_measured() -> None:
     taken = []
 
     def data() -> Any:
-        for batch in batches([4] * 50):
+        for batch in endless(draw(3000, torch.Generator().manual_seed(1)), 16, seed=2):
             taken.append(1)
             yield batch
 
     measurement = measure(model_of(), data(), most_batches=12)
     assert measurement.n_batches == len(taken) == 12
+    taken.clear()
+    measurement = measure(model_of(), data(), until=0.7)
+    assert measurement.ended == "precise"
+    assert measurement.n_batches == len(taken)
 
 
 def test_what_the_batches_may_be() -> None:
