@@ -45,10 +45,10 @@ def run_measure(options: MeasureOptions) -> int:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     device = _device(options.device)
     documents = read_documents(options.data)
-    model, tokenizer = _load(options, device)
-    pieces = _pieces(documents, tokenizer, options)
-    console.print(_setting(model, device, options))
     try:
+        model, tokenizer = _load(options, device)
+        pieces = _pieces(documents, tokenizer, options)
+        console.print(_setting(model, device, options))
         measurement = _measured(model, pieces, device, options, _Lines(console))
     except torch.OutOfMemoryError as error:
         raise ValueError(
