@@ -91,9 +91,10 @@ bench: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.noise_scale
 
 bench-present: $(VENV)/.dev
-	@echo "==> benchmarks of the present noise scale (about an hour on 1 core)"
+	@echo "==> benchmarks of the present noise scale, and of a measurement's windows (more than an hour on 1 core)"
 	@$(BIN)/python -m benchmarks.demo_verdict
 	@$(BIN)/python -m benchmarks.present_noise_scale
+	@$(BIN)/python -m benchmarks.checkpoint
 
 bench-budget: $(VENV)/.dev
 	@echo "==> benchmark of the budget (leave the machine alone meanwhile)"

@@ -244,6 +244,18 @@ def test_guard_ddp_lists_its_communication_hooks(ranks2: Ranks) -> None:
     assert ranks2(_registered_hooks) == [(0, True)] * 2
 
 
+def _static_graph_is_learnt() -> list[bool]:
+    ddp = DistributedDataParallel(nn.Linear(2, 1), static_graph=True)
+    before = ddp._static_graph_delay_allreduce_enqueued
+    ddp(torch.ones(1, 2)).sum().backward()
+    return [before, ddp._static_graph_delay_allreduce_enqueued]
+
+
+def test_guard_ddp_tells_whether_it_has_learnt_its_static_graph(ranks2: Ranks) -> None:
+    """A measurement before DDP's first backward would break training, and is refused by this attribute."""
+    assert ranks2(_static_graph_is_learnt) == [[False, True]] * 2
+
+
 def _dtensor_parts() -> list[bool]:
     mesh = mesh_of((2,))
     rank = mesh.get_local_rank()

@@ -50,6 +50,7 @@ from sonde.batch_size.setup import (
     same_on_ranks,
     setup_record,
 )
+from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
@@ -105,6 +106,7 @@ class NoiseScaleProbe:
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
         verbose: print the setup that was found, on rank 0.
+        fixed_weights: averages the windows of a model that does not train: `sonde.measure` passes it.
         **deprecated: see `attach`.
 
     Raises:
@@ -131,6 +133,7 @@ class NoiseScaleProbe:
         comm_state: object = None,
         log: RunLog | None = None,
         verbose: bool = True,
+        fixed_weights: FixedWeights | None = None,
         **deprecated: Any,
     ) -> None:
         log = log_of(log, deprecated)
@@ -165,6 +168,7 @@ class NoiseScaleProbe:
             n_ranks=wrapper.n_ranks,
             least_sq_norm=0.0 if has_own_size else LEAST_SQ_NORM * whole.numel,
             rounding=self._rounding.now(),
+            fixed_weights=fixed_weights,
         )
         # The taps install hooks, so they come after everything that may refuse the model.
         witness = Witness(whole.shapes, whole.first, len(parameters))
@@ -568,6 +572,7 @@ class NoiseScaleProbe:
         """The setup that was found, for the log and for people."""
         setup = setup_record(self._options, self._wrapper, self._reader.tap_name, self._reader.groups)
         setup["parameters"] = self._whole.numel
+        setup["fixed_weights"] = self._tracker.at_fixed_weights
         has_scaler, level = self._grad_scaler is not None, self._tracker.level
         return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found
 

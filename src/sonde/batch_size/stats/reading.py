@@ -83,7 +83,8 @@ class NoiseScaleReading:
         average: the noise scale of the run so far; None before the first window.
         grad_sq: |G|² averaged over the horizon, which may be negative; None before the first window.
         trace_cov: tr Σ per unit, likewise. Their ratio lags behind `b_simple` while training moves.
-        units_per_window: the batch size: average units in a window; None before the first window.
+        units_per_window: the batch size: average units in a window; None before the first window. In a measurement at
+            fixed weights, the batch size that it was told to judge.
         effective_units: effective number of units (Kish) in the last window.
         u: Σ a_k/n_k of the last window, the mean of 1/n_k over its pieces; other systems report tr Σ·u/|G|².
         windows: windows measured, those set aside included.
@@ -165,10 +166,10 @@ class NoiseScaleReading:
         return doubling_windows(self.drift, self.drift_error)
 
     def __str__(self) -> str:
-        batch = f"batch {number(self.units_per_window, 4)}" if self.units_per_window is not None else "no window yet"
+        batch = f"batch {number(self.units_per_window, 4)}, " if self.units_per_window is not None else ""
         of_these = f" measured, one in {number(self.every)}" if self.every > 1 else ""
         dropped = f", {sum(self.dropped.values())} dropped" if self.dropped else ""
-        seen = f"{batch}, {self.windows} windows{of_these}{dropped}"
+        seen = f"{batch}{self.windows} windows{of_these}{dropped}"
         if self.status == "resolved":
             moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
             known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"

@@ -51,7 +51,7 @@ def summarise(
         now: number of the present window, measured or not; by default the last measured one.
     """
     history = averages.history
-    doubts = _doubts(averages)
+    doubts = doubts_of(averages)
     why = next(iter(doubts.values())) if doubts else _stale(averages)
     doubted = RatioInterval("unresolved", None, None, why) if why else None
     asides = history.set_asides_now() if as_if_last else history.set_asides
@@ -187,7 +187,7 @@ def _influence(total: _Fitted) -> Influence | None:
     return Influence(round(float(total.series.numbers[i])), total.fit.influence[i])
 
 
-def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
+def doubts_of(averages: NoiseScaleAverages) -> dict[str, str]:
     """Reasons not to trust the averages, however narrow their interval: messages by name."""
     doubts = {}
     if (changed := averages.changed.doubt()) is not None:
