@@ -17,6 +17,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != _NO_BACKWARD
 
 
+def backward_number() -> int:
+    """Autograd's number of the running backward, another one for each; a backward inside another has its own."""
+    return torch._C._current_graph_task_id()
+
+
 def accumulates(parameter: Tensor) -> bool:
     """Whether the running backward adds to `.grad`. `torch.autograd.grad` calls the same hooks, but does not add."""
     try:

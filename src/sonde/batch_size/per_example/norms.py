@@ -1,0 +1,343 @@
+"""Exact squared norms of each example's gradient, during the user's own backward.
+
+A forward hook on each layer that has a rule keeps what the layer was called with, and puts a hook on the tensor that it
+returns. That hook adds no node to the graph. It sees the gradient of the output in backward, and the layer's rule
+reduces the two at once. A leaf hook on each parameter sees the whole gradient, which the uses must add up to.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sonde.batch_size.per_example import attention, convolution
+from sonde.batch_size.per_example.piece import Call, PieceSums, versions_of
+from sonde.batch_size.per_example.result import PerExampleSquares
+from sonde.batch_size.per_example.rules import (
+    BATCH_NORMS,
+    COUPLES_EXAMPLES,
+    RULES,
+    GradientsOf,
+    LayerRule,
+    NotCoveredError,
+    couples_examples,
+    own_rule,
+)
+from sonde.batch_size.per_example.transformers_layers import transformers_rule
+from sonde.batch_size.taps.autograd_internals import accumulates, backward_number, inside_another_backward
+from sonde.parallel.wrappers import clean_name, find_wrapper
+
+_RULES: Mapping[type[nn.Module], LayerRule] = {**RULES, **convolution.RULES, **attention.RULES}
+
+
+class PerExampleNorms:
+    """Squared norms of each example's own gradient, |h_b|² for every parameter and every example of a piece.
+
+    The examples are in the first dim of what each layer returns (for `nn.MultiheadAttention`, where `batch_first`
+    says). Nothing is changed: gradients, outputs and random numbers are bit for bit those without it. Hooks are there
+    between `open` and `close` only, or inside `with`. A parameter that a rule does not cover is named with the reason,
+    never guessed.
+
+    Measured on this rank: under DDP these are the gradients of the rank's own examples.
+
+    Args:
+        model: as it is trained, plain or in DDP.
+        parameters: what to measure, by name; all trainable parameters by default.
+        rules: rules for layers of your own, by type. A rule takes the layer, a tuple of what it was called with, and
+            the gradient of its output. It returns each example's gradient by the parameter's name within the layer: a
+            tensor [examples, *shape of the parameter], or `OuterProducts` for a matrix. It may raise `NotCoveredError`
+            with the reason. Tensors come in fp32 or better. A layer's only input tensor comes in chunks of examples.
+        staging_bytes: memory for intermediate results. A single example's weight gradient is formed in blocks that fit.
+            A single example's activations at one layer may take more. It also bounds what is kept of a parameter that
+            is used several times (unless one gradient of it takes more); beyond that, the parameter is not covered.
+        several_backwards: whether a piece may have several backwards, all of the same examples, whose gradients add
+            up. This keeps the inputs and output gradients of all layers until the piece ends.
+
+    Raises:
+        ValueError: for compiled, sharded, and scripted models, for batch normalisation in train mode, and for a model
+            without trainable parameters.
+
+    Example:
+        >>> class Scale(nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.scale = nn.Parameter(torch.ones(width))
+        ...     def forward(self, x):
+        ...         return x * self.scale
+        >>> def scale_rule(layer, inputs, grad_output):  # [examples, positions, width]
+        ...     return {"scale": (grad_output * inputs[0]).sum(1)}
+        >>> model = nn.Sequential(nn.Linear(3, 4), Scale(4))
+        >>> with PerExampleNorms(model, rules={Scale: scale_rule}) as norms:
+        ...     model(torch.ones(8, 5, 3)).square().mean().backward()
+        ...     squares = norms.take(n_examples=8)
+        >>> squares.names, squares.sq_norms.shape, squares.not_covered()
+        (('0.weight', '0.bias', '1.scale'), torch.Size([3, 8]), {})
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        rules: Mapping[type[nn.Module], GradientsOf] | None = None,
+        staging_bytes: int = 8 * 2**20,
+        several_backwards: bool = False,
+    ) -> None:
+        if staging_bytes <= 0:
+            raise ValueError(f"staging_bytes must be positive, got {staging_bytes}: 8 * 2**20 is the default")
+        measured = dict(find_wrapper(model).parameters if parameters is None else parameters)
+        if not measured:
+            raise ValueError("there are no parameters to measure: give at least one that is trained")
+        self._model = model
+        self._rules = {**_RULES, **{kind: own_rule(rule) for kind, rule in (rules or {}).items()}}
+        self._parameters = list(measured.values())
+        self._indices = {id(p): i for i, p in enumerate(self._parameters)}
+        self._several_backwards = several_backwards
+        self._piece = PieceSums(measured, staging_bytes, several_backwards)
+        self._unseen = self._reasons_for_unseen(measured)
+        self._handles: list[RemovableHandle] = []
+        self._forget_piece()
+
+    def _forget_piece(self) -> None:
+        self._backwards: dict[int, bool] = {}
+        self._n_backwards = 0
+        self._coupled: str | None = None
+
+    @property
+    def without_rule(self) -> dict[str, str]:
+        """Parameters that no layer with a rule holds, and why. Others may turn out not to be covered in a piece."""
+        return {name: reason for name, reason in self._unseen.items() if reason != _USED_ELSEWHERE}
+
+    def open(self) -> None:
+        """Install the hooks: before the first forward that is measured.
+
+        Raises:
+            RuntimeError: if they are installed already.
+            ValueError: for compiled models, and for batch normalisation in train mode.
+        """
+        if self._handles:
+            raise RuntimeError("the hooks are installed already: close() comes before another open()")
+        _refuse_model(self._model)
+        for name, layer in self._model.named_modules():
+            if isinstance(layer, torch.jit.ScriptModule):
+                continue
+            rule, held = self._rule_of(layer), self._held_by(layer)
+            if rule is not None and held:
+                hook = _LayerHook(functools.partial(self._called, clean_name(name), rule, held))
+                self._handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+            if isinstance(layer, BATCH_NORMS):
+                watch = _LayerHook(functools.partial(self._batch_norm_called, clean_name(name)))
+                self._handles.append(layer.register_forward_hook(watch, with_kwargs=True))
+        self._handles += [p.register_hook(functools.partial(self._whole, i)) for i, p in enumerate(self._parameters)]
+
+    def take(self, n_examples: int) -> PerExampleSquares:
+        """The squared norms of the piece: of all that backward has added since the last call.
+
+        Args:
+            n_examples: examples in the piece. A layer that has returned another number in its first dim is not covered.
+
+        Raises:
+            RuntimeError: if the hooks are not installed.
+            ValueError: if `n_examples` is not positive.
+        """
+        if not self._handles:
+            raise RuntimeError(
+                "the hooks are not installed: take() belongs inside `with`, or between open() and close()"
+            )
+        if n_examples < 1:
+            raise ValueError(f"n_examples must be at least 1, got {n_examples}")
+        reason = self._coupled
+        if self._n_backwards > 1 and not self._several_backwards:
+            reason = (
+                f"the piece had {self._n_backwards} backwards: call take() after each if they have different examples, "
+                "or say several_backwards=True"
+            )
+        squares = self._piece.take(n_examples, self._unseen, reason)
+        self._forget_piece()
+        return squares
+
+    def close(self) -> None:
+        """Remove every hook, and let go of everything that was kept."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._piece.new_piece()
+        self._piece.forget_calls()
+        self._forget_piece()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _rule_of(self, layer: nn.Module) -> LayerRule | None:
+        """The rule of a layer's type, or of the type that it has its forward from."""
+        for kind in type(layer).__mro__:
+            if kind in self._rules:
+                return self._rules[kind] if type(layer).forward is kind.forward else None
+        return transformers_rule(layer)
+
+    def _held_by(self, layer: nn.Module) -> dict[str, int]:
+        return {name: self._indices[id(p)] for name, p in layer.named_parameters() if id(p) in self._indices}
+
+    def _reasons_for_unseen(self, measured: Mapping[str, nn.Parameter]) -> dict[str, str]:
+        """For each parameter, what it means if no rule sees it."""
+        types: dict[int, str] = {}
+        has_rule: set[int] = set()
+        for layer in self._model.modules():
+            if self._rule_of(layer) is not None:
+                has_rule.update(map(id, layer.parameters()))
+            for p in layer.parameters(recurse=False):
+                types.setdefault(id(p), type(layer).__name__)
+        return {
+            name: _USED_ELSEWHERE
+            if id(p) in has_rule
+            else f"{types.get(id(p), 'its layer')} has no rule: give one in rules=, or leave the parameter out"
+            for name, p in measured.items()
+        }
+
+    def _called(
+        self,
+        name: str,
+        rule: LayerRule,
+        indices: Mapping[str, int],
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """After a layer's forward: keep what it was called with, and wait for the gradient of what it returned."""
+        output = output[0] if isinstance(output, tuple) and output else output
+        if not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
+            return
+        call = Call(name, layer, rule, indices, inputs=None)
+        try:
+            replaced = [n for n, i in indices.items() if layer.get_parameter(n) is not self._parameters[i]]
+        except AttributeError:
+            replaced = list(indices)
+        if replaced:
+            self._piece.refuse(list(indices.values()), f"{name}.{replaced[0]} was replaced after this was set up")
+            return
+        try:
+            with torch.no_grad():
+                inputs = rule.arrange(layer, args, _in_order(layer, keywords))
+                call.inputs = tuple(t.detach() if isinstance(t, Tensor) else t for t in inputs)
+                if rule.rows is not None and "weight" in indices:
+                    call.table, call.rows = indices["weight"], rule.rows(layer, call.inputs)
+        except NotCoveredError as reason:
+            self._piece.refuse(list(indices.values()), str(reason))
+            return
+        call.versions = versions_of(call.inputs)
+        self._piece.expect(call)
+        _hook_gradient_of(output, functools.partial(self._returned, call))
+
+    def _returned(self, call: Call, grad: Tensor) -> None:
+        """In backward, with the gradient of what a layer has returned."""
+        if not self._handles or not self._is_measured(grad, self._parameters[next(iter(call.indices.values()))]):
+            return
+        device = grad.device.type
+        # A backward inside autocast, or with create_graph, must not change how this is computed.
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            dim = call.rule.example_dim(call.layer)
+            self._piece.add_use(call, grad.movedim(dim, 0) if dim and grad.dim() > dim else grad)
+
+    def _whole(self, index: int, grad: Tensor | None) -> None:
+        """In backward, with the whole gradient of a parameter."""
+        if grad is not None and self._is_measured(grad, self._parameters[index]):
+            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+                self._piece.add_whole(index, grad)
+
+    def _batch_norm_called(self, name: str, layer: nn.Module, args: object, keywords: object, output: object) -> None:
+        if torch.is_grad_enabled() and couples_examples(layer):
+            self._coupled = f"{name}: {COUPLES_EXAMPLES}"
+
+    def _is_measured(self, grad: Tensor, parameter: Tensor) -> bool:
+        """Whether the running backward adds to `.grad`: `torch.autograd.grad` calls the same hooks."""
+        number = backward_number()
+        if number not in self._backwards:
+            self._backwards[number] = accumulates(parameter)
+            # A reentrant checkpoint runs backwards of its own inside the one backward of the piece.
+            self._n_backwards += self._backwards[number] and not inside_another_backward(grad)
+        return self._backwards[number]
+
+
+_USED_ELSEWHERE = (
+    "it had a gradient that no rule has seen: it is used outside its layer's forward, or that forward is not the one "
+    "that the rule is for"
+)
+
+
+class _LayerHook:
+    """A forward hook that is left behind when its module is copied or pickled."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._function(*args)
+
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        return _NoHook, ()
+
+
+class _NoHook:
+    """What a copy of a module has in place of the hook."""
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+_RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+
+
+def _hook_gradient_of(output: Tensor, function: Callable[[Tensor], None]) -> None:
+    """Call a function with the gradient of a tensor as it is now, whatever is written into the tensor later.
+
+    A write in place into a view, such as `relu_` on what a linear layer returns for three dims, leaves the hooks of the
+    view behind: gradients then reach the tensor under the view by another way. So the hook goes to the node that made
+    the tensor under the view.
+    """
+    node = output.grad_fn
+    while node is not None and node.name() in _RESHAPES:
+        node = node.next_functions[0][0]
+    if node is output.grad_fn or node is None:
+        output.register_hook(function)
+        return
+    shape = output.shape
+
+    def before_node(grads: tuple[Tensor | None, ...]) -> None:
+        if grads[0] is not None:
+            function(grads[0].reshape(shape))
+
+    node.register_prehook(before_node)
+
+
+def _in_order(layer: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in the order of the layer's forward."""
+    if len(keywords) < 2:
+        return keywords
+    order = list(inspect.signature(layer.forward).parameters)
+    return dict(sorted(keywords.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+def _refuse_model(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if type(layer).__name__ == "OptimizedModule" or getattr(layer, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"per-example norms need the calls of single layers, and {name or 'the model'!r} is compiled: "
+                "measure before torch.compile, or train without it in the measured windows"
+            )
+        if couples_examples(layer):
+            raise ValueError(f"{name!r} ({type(layer).__name__}): {COUPLES_EXAMPLES}")
