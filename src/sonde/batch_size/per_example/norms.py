@@ -31,7 +31,12 @@ from sonde.batch_size.per_example.rules import (
     own_rule,
 )
 from sonde.batch_size.per_example.transformers_layers import transformers_rule
-from sonde.batch_size.taps.autograd_internals import accumulates, backward_number, inside_another_backward
+from sonde.batch_size.taps.autograd_internals import (
+    accumulates,
+    backward_number,
+    inside_another_backward,
+    will_accumulate,
+)
 from sonde.parallel.wrappers import clean_name, find_wrapper
 
 _RULES: Mapping[type[nn.Module], LayerRule] = {**RULES, **convolution.RULES, **attention.RULES}
@@ -106,7 +111,7 @@ class PerExampleNorms:
         self._forget_piece()
 
     def _forget_piece(self) -> None:
-        self._backwards: dict[int, bool] = {}
+        self._backwards: set[int] = set()
         self._n_backwards = 0
         self._coupled: str | None = None
 
@@ -120,11 +125,17 @@ class PerExampleNorms:
 
         Raises:
             RuntimeError: if they are installed already.
-            ValueError: for compiled models, and for batch normalisation in train mode.
+            ValueError: for compiled models, for batch normalisation in train mode, and for parameters that are not in
+                the model any more.
         """
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
         _refuse_model(self._model)
+        present = {id(p) for p in self._model.parameters()}
+        if gone := [name for name, p in zip(self._unseen, self._parameters, strict=True) if id(p) not in present]:
+            raise ValueError(
+                f"{len(gone)} parameters ({gone[0]!r}, …) are not in the model any more: make a new PerExampleNorms"
+            )
         for name, layer in self._model.named_modules():
             if isinstance(layer, torch.jit.ScriptModule):
                 continue
@@ -227,7 +238,7 @@ class PerExampleNorms:
         except AttributeError:
             replaced = list(indices)
         if replaced:
-            self._piece.refuse(list(indices.values()), f"{name}.{replaced[0]} was replaced after this was set up")
+            self._piece.note_replaced([indices[n] for n in replaced])
             return
         try:
             with torch.no_grad():
@@ -244,8 +255,9 @@ class PerExampleNorms:
 
     def _returned(self, call: Call, grad: Tensor) -> None:
         """In backward, with the gradient of what a layer has returned."""
-        if not self._handles or not self._is_measured(grad, self._parameters[next(iter(call.indices.values()))]):
+        if not self._handles or not any(will_accumulate(self._parameters[i]) for i in call.indices.values()):
             return
+        self._note_backward(grad)
         device = grad.device.type
         # A backward inside autocast, or with create_graph, must not change how this is computed.
         with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -254,7 +266,8 @@ class PerExampleNorms:
 
     def _whole(self, index: int, grad: Tensor | None) -> None:
         """In backward, with the whole gradient of a parameter."""
-        if grad is not None and self._is_measured(grad, self._parameters[index]):
+        if grad is not None and accumulates(self._parameters[index]):
+            self._note_backward(grad)
             with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
                 self._piece.add_whole(index, grad)
 
@@ -262,14 +275,11 @@ class PerExampleNorms:
         if torch.is_grad_enabled() and couples_examples(layer):
             self._coupled = f"{name}: {COUPLES_EXAMPLES}"
 
-    def _is_measured(self, grad: Tensor, parameter: Tensor) -> bool:
-        """Whether the running backward adds to `.grad`: `torch.autograd.grad` calls the same hooks."""
-        number = backward_number()
-        if number not in self._backwards:
-            self._backwards[number] = accumulates(parameter)
-            # A reentrant checkpoint runs backwards of its own inside the one backward of the piece.
-            self._n_backwards += self._backwards[number] and not inside_another_backward(grad)
-        return self._backwards[number]
+    def _note_backward(self, grad: Tensor) -> None:
+        """Count the backwards of the piece, but for those that a reentrant checkpoint runs inside another."""
+        if (number := backward_number()) not in self._backwards:
+            self._backwards.add(number)
+            self._n_backwards += not inside_another_backward(grad)
 
 
 _USED_ELSEWHERE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,7 @@ class PieceSums:
         """Forget the present piece. Calls whose backward is still to come stay."""
         self._sums = [_Sums() for _ in self._parameters]
         self._reasons: dict[int, str] = {}
+        self._replaced: set[int] = set()
         self._lookups: dict[int, int] = {}
         self._has_positions: set[int] = set()
 
@@ -125,6 +127,10 @@ class PieceSums:
         """Note why parameters are not covered in this piece. The first reason stays."""
         for index in indices:
             self._reasons.setdefault(index, reason)
+
+    def note_replaced(self, indices: Sequence[int]) -> None:
+        """Note parameters whose layers hold others in their place now, which have no row here."""
+        self._replaced.update(indices)
 
     def add_whole(self, index: int, grad: Tensor) -> None:
         """Take a parameter's gradient, as autograd is about to add it to `.grad`."""
@@ -180,7 +186,7 @@ class PieceSums:
         measured = []
         for name, gradients in found.items():
             if name not in call.indices:
-                call.layer.get_parameter(name)  # a frozen parameter; it raises if there is none of this name
+                operator.attrgetter(name)(call.layer)  # not measured; it raises if the layer has nothing of this name
                 continue
             index = call.indices[name]
             shape = self._parameters[index].shape
@@ -322,6 +328,8 @@ class PieceSums:
 
     def _reason(self, index: int, n_examples: int, reason_for_unseen: str) -> str | None:
         sums = self._sums[index]
+        if index in self._replaced:
+            return "its layer holds another parameter in its place now: make a new PerExampleNorms"
         if sums.whole is None:
             return None
         if index in self._reasons:

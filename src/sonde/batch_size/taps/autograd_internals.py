@@ -33,6 +33,17 @@ def accumulates(parameter: Tensor) -> bool:
     return True
 
 
+def will_accumulate(parameter: Tensor) -> bool:
+    """Whether the running backward will add to this parameter's `.grad`, asked before it comes to the parameter.
+
+    False under `torch.autograd.grad`, and for parameters that `backward(inputs=…)` leaves out.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch.autograd.grad has been asked for this parameter's gradient
+        return False
+
+
 def inside_another_backward(grad: Tensor) -> bool:
     """Whether this hook runs in a backward that a node of another backward has started.
 
