@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpt import TINY, Gpt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from benchmarks.gpt import TINY, Gpt
 from sonde.batch_size.per_example.norms import PerExampleNorms
 from tests.batch_size.per_example.oracle import assert_exact, exact_squares, measure, shares_of
 
@@ -131,7 +131,14 @@ def hugging_face(kind: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=19, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+            vocab_size=19,
+            n_positions=16,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
@@ -223,4 +230,6 @@ def test_16_bits(dtype: torch.dtype, kind: str) -> None:
     assert squares.not_covered() == {}
     eps = torch.finfo(dtype).eps
     for name, row in zip(squares.names, squares.sq_norms, strict=True):
-        torch.testing.assert_close(row, torch.stack(exact[name]), rtol=6 * eps, atol=0.0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            row, torch.stack(exact[name]), rtol=6 * eps, atol=0.0, msg=lambda m, n=name: f"{n}: {m}"
+        )

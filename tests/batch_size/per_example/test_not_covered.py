@@ -213,7 +213,9 @@ BATCH_NORM = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.
 
 def test_batch_normalisation_is_refused_by_name() -> None:
     model, images = copy.deepcopy(BATCH_NORM), shares_of(torch.randn(B, 3, 8, 8))
-    with pytest.raises(ValueError, match=r"'1' \(BatchNorm2d\): batch normalisation in train mode couples the examples"):
+    with pytest.raises(
+        ValueError, match=r"'1' \(BatchNorm2d\): batch normalisation in train mode couples the examples"
+    ):
         PerExampleNorms(model).open()
     model.eval()
     assert_exact(model, images)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from sonde.batch_size.per_example.norms import PerExampleNorms
 from tests.batch_size.per_example.oracle import assert_exact, exact_gradients, shares_of
@@ -123,57 +121,6 @@ def test_the_squares_of_single_uses_would_differ(name: str, monkeypatch: pytest.
     monkeypatch.setattr(piece, "dot_at_rows", lambda x, y, staging: torch.zeros(len(x.rows)))
     with pytest.raises(AssertionError, match="not close"):
         assert_exact(model, shares_of(x))
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_checkpointed_blocks(reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(VOCABULARY, WIDTH)
-            self.blocks = nn.ModuleList(
-                nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)) for _ in range(2)
-            )
-            self.head = nn.Linear(WIDTH, VOCABULARY)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embed(ids)
-            for block in self.blocks:
-                x = x + (checkpoint(block, x, use_reentrant=reentrant) if self.checkpoints else block(x))
-            return self.head(x)
-
-    model = Checkpointed().double()
-    model.checkpoints = False
-    inside = shares_of(ids(B, T))
-
-    def shares(m: Any) -> Tensor:
-        m.checkpoints = m is model  # the oracle's copy runs plainly: torch.autograd.grad refuses reentrant checkpoints
-        return inside(m)
-
-    assert_exact(model, shares)
-
-
-def test_a_shared_block_in_checkpoints() -> None:
-    model = Repeated(lambda block, x: checkpoint(block, x, use_reentrant=False)).double()
-    assert_exact(model, shares_of(torch.randn(B, T, WIDTH)))
-
-
-def test_a_shared_block_in_reentrant_checkpoints_is_covered_from_the_second_piece_on() -> None:
-    """A reentrant checkpoint hides how often a layer is called until backward has begun."""
-    model = Repeated().double()
-    shares = shares_of(torch.randn(B, T, WIDTH, dtype=torch.float64, requires_grad=True))
-    exact = exact_gradients(model, shares)
-    model.use = lambda block, x: checkpoint(block, x, use_reentrant=True)
-    with PerExampleNorms(model) as norms:
-        shares(model).sum().backward()
-        first = norms.take(B)
-        shares(model).sum().backward()
-        second = norms.take(B)
-    assert set(first.not_covered()) == set(first.names)
-    assert "used again after its first use" in first.not_covered()["block.1.weight"]
-    assert second.not_covered() == {}
-    for name, row in zip(second.names, second.sq_norms, strict=True):
-        torch.testing.assert_close(row, exact[name].flatten(1).square().sum(1), rtol=1e-9, atol=0.0)
 
 
 def two_losses(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ reduces the two at once. A leaf hook on each parameter sees the whole gradient, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,13 +19,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sonde.batch_size.per_example import attention, convolution
-from sonde.batch_size.per_example.piece import Call, PieceSums, versions_of
+from sonde.batch_size.per_example.call import Call, versions_of
+from sonde.batch_size.per_example.checkpoints import Checkpoints, Stage, stage
+from sonde.batch_size.per_example.piece import PieceSums
 from sonde.batch_size.per_example.result import PerExampleSquares
 from sonde.batch_size.per_example.rules import (
     BATCH_NORMS,
     COUPLES_EXAMPLES,
     RULES,
     GradientsOf,
+    Inputs,
     LayerRule,
     NotCoveredError,
     couples_examples,
@@ -34,6 +38,7 @@ from sonde.batch_size.per_example.transformers_layers import transformers_rule
 from sonde.batch_size.taps.autograd_internals import (
     accumulates,
     backward_number,
+    in_backward,
     inside_another_backward,
     will_accumulate,
 )
@@ -106,6 +111,7 @@ class PerExampleNorms:
         self._indices = {id(p): i for i, p in enumerate(self._parameters)}
         self._several_backwards = several_backwards
         self._piece = PieceSums(measured, staging_bytes, several_backwards)
+        self._checkpoints = Checkpoints()
         self._unseen = self._reasons_for_unseen(measured)
         self._handles: list[RemovableHandle] = []
         self._forget_piece()
@@ -143,6 +149,8 @@ class PerExampleNorms:
             if rule is not None and held:
                 hook = _LayerHook(functools.partial(self._called, clean_name(name), rule, held))
                 self._handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+                again = _LayerHook(functools.partial(self._about_to_be_called, rule))
+                self._handles.append(layer.register_forward_pre_hook(again, with_kwargs=True))
             if isinstance(layer, BATCH_NORMS):
                 watch = _LayerHook(functools.partial(self._batch_norm_called, clean_name(name)))
                 self._handles.append(layer.register_forward_hook(watch, with_kwargs=True))
@@ -170,6 +178,9 @@ class PerExampleNorms:
                 f"the piece had {self._n_backwards} backwards: call take() after each if they have different examples, "
                 "or say several_backwards=True"
             )
+        self._take_early_gradients()
+        for call in self._checkpoints.forget_gradients():
+            self._piece.refuse(list(call.indices.values()), "its checkpoint did not run it again in backward")
         squares = self._piece.take(n_examples, self._unseen, reason)
         self._forget_piece()
         return squares
@@ -181,6 +192,7 @@ class PerExampleNorms:
         self._handles = []
         self._piece.new_piece()
         self._piece.forget_calls()
+        self._checkpoints.forget()
         self._forget_piece()
 
     def __enter__(self) -> Self:
@@ -232,7 +244,9 @@ class PerExampleNorms:
         output = output[0] if isinstance(output, tuple) and output else output
         if not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
-        call = Call(name, layer, rule, indices, inputs=None)
+        if (now := stage()) in (Stage.AGAIN, Stage.NEITHER):
+            return  # the graph of a forward that is run again has no backward
+        call = Call(name, layer, rule, indices)
         try:
             replaced = [n for n, i in indices.items() if layer.get_parameter(n) is not self._parameters[i]]
         except AttributeError:
@@ -242,25 +256,49 @@ class PerExampleNorms:
             return
         try:
             with torch.no_grad():
-                inputs = rule.arrange(layer, args, _in_order(layer, keywords))
-                call.inputs = tuple(t.detach() if isinstance(t, Tensor) else t for t in inputs)
+                inputs = _arranged(rule, layer, args, keywords)
                 if rule.rows is not None and "weight" in indices:
-                    call.table, call.rows = indices["weight"], rule.rows(layer, call.inputs)
+                    call.table, call.rows = indices["weight"], rule.rows(layer, inputs)
         except NotCoveredError as reason:
             self._piece.refuse(list(indices.values()), str(reason))
             return
-        call.versions = versions_of(call.inputs)
+        if now is Stage.FIRST:
+            call.is_run_again = True
+            self._checkpoints.expect(call)
+        else:
+            call.inputs, call.versions = inputs, versions_of(inputs)
         self._piece.expect(call)
         _hook_gradient_of(output, functools.partial(self._returned, call))
+
+    def _about_to_be_called(
+        self, rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        """Before a layer's forward: if a checkpoint runs it again, keep what it is called with.
+
+        A checkpoint may stop inside its last layer, whose forward hook then never runs.
+        """
+        if in_backward() and torch.is_grad_enabled() and stage() is Stage.AGAIN:
+            with contextlib.suppress(NotCoveredError), torch.no_grad():  # the first call has noted the reason
+                self._checkpoints.run_again(layer, _arranged(rule, layer, args, keywords))
 
     def _returned(self, call: Call, grad: Tensor) -> None:
         """In backward, with the gradient of what a layer has returned."""
         if not self._handles or not any(will_accumulate(self._parameters[i]) for i in call.indices.values()):
             return
         self._note_backward(grad)
-        device = grad.device.type
+        self._take_early_gradients()
+        if call.is_run_again:
+            self._checkpoints.keep_gradient(call, grad)
+        else:
+            self._add_use(call, grad)
+
+    def _take_early_gradients(self) -> None:
+        for call, grad in self._checkpoints.settle():
+            self._add_use(call, grad)
+
+    def _add_use(self, call: Call, grad: Tensor) -> None:
         # A backward inside autocast, or with create_graph, must not change how this is computed.
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
             dim = call.rule.example_dim(call.layer)
             self._piece.add_use(call, grad.movedim(dim, 0) if dim and grad.dim() > dim else grad)
 
@@ -268,6 +306,7 @@ class PerExampleNorms:
         """In backward, with the whole gradient of a parameter."""
         if grad is not None and accumulates(self._parameters[index]):
             self._note_backward(grad)
+            self._take_early_gradients()
             with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
                 self._piece.add_whole(index, grad)
 
@@ -332,6 +371,12 @@ def _hook_gradient_of(output: Tensor, function: Callable[[Tensor], None]) -> Non
             function(grads[0].reshape(shape))
 
     node.register_prehook(before_node)
+
+
+def _arranged(rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Inputs:
+    """What a layer was called with, as its rule takes it, without a graph."""
+    inputs = rule.arrange(layer, args, _in_order(layer, keywords))
+    return tuple(t.detach() if isinstance(t, Tensor) else t for t in inputs)
 
 
 def _in_order(layer: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:

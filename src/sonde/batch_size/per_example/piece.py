@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.gradients import (
     OuterProducts,
     PerExample,
@@ -25,39 +26,10 @@ from sonde.batch_size.per_example.gradients import (
 )
 from sonde.batch_size.per_example.projection import N_PROJECTIONS, Projections, tolerance
 from sonde.batch_size.per_example.result import PerExampleSquares, assemble
-from sonde.batch_size.per_example.rules import Inputs, LayerRule, NotCoveredError, layer_gradients
+from sonde.batch_size.per_example.rules import Inputs, NotCoveredError, layer_gradients
 from sonde.parallel.devices import accumulation_dtype, to_device
 
 CHANGED_IN_PLACE = "what its layer was called with was changed in place before backward: change a copy instead"
-
-
-@dataclass(eq=False)
-class Call:
-    """One call of a layer in a forward. It lives as long as the graph that it is in.
-
-    Attributes:
-        name: the layer's name in the model.
-        layer: the layer.
-        rule: its rule.
-        indices: the measured parameters of the layer, by their names within it.
-        inputs: what it was called with; None once its gradient has been taken.
-        versions: how often each tensor of `inputs` had been written to.
-        table: the parameter whose rows it looks up; None for layers that are no tables.
-        rows: those rows, [examples, positions].
-        found: rows of this parameter's gradient by its other uses, which have come earlier in backward.
-        n_found: the number of those uses.
-    """
-
-    name: str
-    layer: nn.Module
-    rule: LayerRule
-    indices: Mapping[str, int]
-    inputs: Inputs | None
-    versions: tuple[int, ...] = ()
-    table: int | None = None
-    rows: Tensor | None = None
-    found: Tensor | None = None
-    n_found: int = 0
 
 
 @dataclass
@@ -116,6 +88,7 @@ class PieceSums:
         for waiting in self._waiting:
             for call in waiting:
                 call.inputs = call.rows = call.found = None
+                call.is_run_again = False
             waiting.clear()
 
     def expect(self, call: Call) -> None:
@@ -348,11 +321,6 @@ class PieceSums:
                 f"sequence: take another number of examples than the {n_examples} positions"
             )
         return None
-
-
-def versions_of(values: Sequence[object]) -> tuple[int, ...]:
-    """How often each tensor has been written to."""
-    return tuple(t._version for t in values if isinstance(t, Tensor))
 
 
 def _join(parts: list[PerExample]) -> PerExample:

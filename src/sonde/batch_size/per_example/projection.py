@@ -28,8 +28,8 @@ _TOLERANCES: Mapping[torch.dtype, float] = {
     torch.bfloat16: 6e-2,
 }
 """Largest part of a gradient that may be rounding, by its dtype: some hundred times the rounding of one element, since
-a weight gradient adds thousands of products; eight times in 16 bits, where products are added in fp32. Layers of an fp64
-model may compute in fp32 (norms of transformers do)."""
+a weight gradient adds thousands of products; 8 and 16 times in 16 bits, where products are added in fp32. Layers of an
+fp64 model may compute in fp32, as norms of transformers do."""
 
 _TF32_TOLERANCE = 8e-3
 """The same where matrix products keep the 10 bits of TF32."""
