@@ -53,7 +53,7 @@ USES: dict[str, tuple[Callable[[Model, Tensor, Tensor], Tensor], tuple[str, ...]
 def test_a_use_outside_its_layer(then: Callable[..., Tensor], names: tuple[str, ...]) -> None:
     squares = assert_exact(Model(then).double(), shares_of(X), not_covered=names)
     reason = squares.not_covered()[names[0]]
-    assert "Model has no rule" in reason if names == ("scale",) else "outside its layer's" in reason
+    assert "Model has no rule" in reason if names == ("scale",) else "is used outside its layer's forward" in reason
 
 
 def test_without_the_check_such_a_use_would_be_a_wrong_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_layer_that_is_only_used_by_its_weight() -> None:
     model.second.forward = lambda x: x  # type: ignore[method-assign]
     model.then = lambda m, x, y: F.linear(y, m.second.weight, m.second.bias)
     squares = assert_exact(model, shares_of(X), not_covered=("second.weight", "second.bias"))
-    assert "no rule has seen" in squares.not_covered()["second.bias"]
+    assert "is not what the rules have seen" in squares.not_covered()["second.bias"]
 
 
 @pytest.mark.parametrize("how", ["hook", "pre-hook", "parameter hook"])

@@ -5,7 +5,7 @@ and throws the activations away. In backward it runs the forward again, for the 
 input is then taken from the second call. A reentrant checkpoint builds its graph in backward, and needs none of this.
 
 A checkpoint runs its own calls again, in the order of the first forward, and backward comes to the last checkpoint
-first. So k calls of a layer that are run again are the last k of those without an input. Where that is wrong, such as in
+first. So k calls of a layer that are run again are the last k of those without an input. Where that is wrong, as in
 branches that backward takes in another order, the check of the gradients' sum shows it.
 """
 

@@ -62,6 +62,15 @@ def tensors_of(gradients: PerExample) -> tuple[Tensor, ...]:
     return (gradients.rows, gradients.values) if isinstance(gradients, RowSums) else (gradients,)
 
 
+def examples_of(gradients: Any, s: slice) -> Any:
+    """Some examples, in the same form."""
+    if isinstance(gradients, OuterProducts):
+        return OuterProducts(gradients.left[s], gradients.right[s])
+    if isinstance(gradients, RowSums):
+        return RowSums(gradients.rows[s], gradients.values[s], gradients.n_rows)
+    return gradients[s]
+
+
 def n_bytes_of(gradients: PerExample) -> int:
     """Bytes of memory that the gradients take."""
     return sum(t.numel() * t.element_size() for t in tensors_of(gradients))
@@ -90,7 +99,7 @@ def sq_norms(gradients: PerExample, staging_bytes: int) -> Tensor:
         return inner_products(gradients, gradients, staging_bytes)
     if isinstance(gradients, RowSums):
         n_bytes = _sq_of_row_sums_bytes(gradients)
-        return _by_chunks(lambda s: _sq_of_row_sums(_examples(gradients, s)), gradients, n_bytes, staging_bytes)
+        return _by_chunks(lambda s: _sq_of_row_sums(examples_of(gradients, s)), gradients, n_bytes, staging_bytes)
     n_bytes = _upcast_bytes(gradients)
     # A matrix is squared row by row: fp32 norms of very long rows lose digits.
     rows = gradients.flatten(min(2, gradients.dim() - 1))
@@ -111,7 +120,7 @@ def inner_products(x: PerExample, y: PerExample, staging_bytes: int) -> Tensor:
     if isinstance(x, OuterProducts) and isinstance(y, OuterProducts):
         return _dot_of_outer_products(x, y, staging_bytes)
     function, n_bytes = _dot_function(x, y)
-    return _by_chunks(lambda s: function(_examples(x, s), _examples(y, s)), x, n_bytes, staging_bytes)
+    return _by_chunks(lambda s: function(examples_of(x, s), examples_of(y, s)), x, n_bytes, staging_bytes)
 
 
 def at_rows(gradients: Tensor | OuterProducts, rows: Tensor) -> Tensor:
@@ -137,7 +146,7 @@ def at_rows_by_chunks(gradients: Tensor | OuterProducts, rows: Tensor, staging_b
     n_bytes = 4 * n_columns + 8 * tensors_of(gradients)[0].shape[1]
     for s in chunks(n, n_positions * n_bytes, staging_bytes):
         for t in chunks(n_positions, n_bytes, staging_bytes // (s.stop - s.start)):
-            found[s, t] = at_rows(_examples(gradients, s), rows[s, t])
+            found[s, t] = at_rows(examples_of(gradients, s), rows[s, t])
     return found
 
 
@@ -204,8 +213,11 @@ def _gram(x: OuterProducts, y: OuterProducts, staging_bytes: int) -> Tensor:
 
 def _formed(x: OuterProducts, y: OuterProducts, staging_bytes: int) -> Tensor:
     n_rows, n_columns = x.left.shape[-1], x.right.shape[-1]
-    # A single weight gradient, or two and their product.
-    n_bytes_of_row = (1 if x is y else 3) * wide(x.left[:0]).element_size() * _n_groups(x) * n_columns
+    # One weight gradient, or two and their product; half of the staging area where factors must be copied to fp32.
+    is_copied = _upcast_bytes(x.left, x.right, y.left, y.right) > 0
+    n_bytes_of_row = (
+        (1 if x is y else 3) * (4 if is_copied else 1) * wide(x.left[:0]).element_size() * _n_groups(x) * n_columns
+    )
 
     def of_rows(s: slice, rows: slice) -> Tensor:
         formed = _form(x, s, rows, staging_bytes)
@@ -226,10 +238,10 @@ def _form(x: OuterProducts, examples: slice, rows: slice, staging_bytes: int) ->
     left, right = x.left[examples, ..., rows], x.right[examples]
     if left.dtype == right.dtype and left.dtype.itemsize >= 4:
         return left.mT @ right
-    # 16-bit factors are copied to fp32 before they are multiplied: in blocks of positions.
+    # 16-bit factors are copied to fp32 before they are multiplied: in blocks of positions, in half of the staging area.
     n_bytes = 4 * (left[..., :1, :].numel() + right[..., :1, :].numel())
     formed: Tensor | None = None
-    for t in chunks(left.shape[-2], n_bytes, staging_bytes):
+    for t in chunks(left.shape[-2], n_bytes, staging_bytes // 2):
         part = wide(left[..., t, :]).mT @ wide(right[..., t, :])
         formed = part if formed is None else formed.add_(part)
     assert formed is not None
@@ -278,15 +290,6 @@ def _n_groups(x: OuterProducts) -> int:
 def _upcast_bytes(*tensors: Tensor) -> int:
     """Bytes that one example of the 16-bit tensors takes in fp32."""
     return sum(4 * t[0].numel() for t in tensors if t.dtype.itemsize < 4)
-
-
-def _examples(gradients: Any, s: slice) -> Any:
-    """Some examples, in the same form."""
-    if isinstance(gradients, OuterProducts):
-        return OuterProducts(gradients.left[s], gradients.right[s])
-    if isinstance(gradients, RowSums):
-        return RowSums(gradients.rows[s], gradients.values[s], gradients.n_rows)
-    return gradients[s]
 
 
 def _by_chunks(

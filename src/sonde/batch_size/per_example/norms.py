@@ -348,29 +348,18 @@ class _NoHook:
         return None
 
 
-_RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
-
-
 def _hook_gradient_of(output: Tensor, function: Callable[[Tensor], None]) -> None:
     """Call a function with the gradient of a tensor as it is now, whatever is written into the tensor later.
 
-    A write in place into a view, such as `relu_` on what a linear layer returns for three dims, leaves the hooks of the
-    view behind: gradients then reach the tensor under the view by another way. So the hook goes to the node that made
-    the tensor under the view.
+    A write in place into a view leaves the view's own hooks behind: gradients then go to the tensor under it by another
+    way. Linear layers return views for three dims, so `relu_` after them would do this. The hook of a view that shows
+    all of the tensor under it is therefore put on that tensor.
     """
-    node = output.grad_fn
-    while node is not None and node.name() in _RESHAPES:
-        node = node.next_functions[0][0]
-    if node is output.grad_fn or node is None:
+    base, shape, stride = output._base, output.shape, output.stride()
+    if base is None or not base.requires_grad or base.numel() != output.numel() or not base.is_contiguous():
         output.register_hook(function)
-        return
-    shape = output.shape
-
-    def before_node(grads: tuple[Tensor | None, ...]) -> None:
-        if grads[0] is not None:
-            function(grads[0].reshape(shape))
-
-    node.register_prehook(before_node)
+    else:
+        base.register_hook(lambda grad: function(grad.contiguous().as_strided(shape, stride)))
 
 
 def _arranged(rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Inputs:

@@ -139,7 +139,7 @@ class PieceSums:
         parts: dict[int, list[PerExample]] = {}
         for _, found in layer_gradients(call.rule, call.layer, inputs, grad, self._staging_bytes):
             for index, gradients in self._measured(call, found):
-                seen = self._projections.of_examples(gradients, self._parameters[index])
+                seen = self._projections.of_examples(gradients, self._parameters[index], self._staging_bytes)
                 sums = self._sums[index]
                 sums.seen = seen if sums.seen is None else sums.seen + seen
                 if index in whole_uses:

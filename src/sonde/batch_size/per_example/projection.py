@@ -15,7 +15,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sonde.batch_size.per_example.gradients import OuterProducts, PerExample, RowSums, wide
+from sonde.batch_size.per_example.gradients import (
+    OuterProducts,
+    PerExample,
+    RowSums,
+    chunks,
+    examples_of,
+    tensors_of,
+    wide,
+)
 from sonde.parallel.devices import accumulation_dtype, to_device
 
 N_PROJECTIONS = 4
@@ -78,24 +86,37 @@ class Projections:
         v = v.view(*grad.shape[1:], N_PROJECTIONS).permute(*(d - 1 for d in order), -1).reshape(n_columns, -1)
         return _sum_products(u, grad.permute(0, *order).reshape(n_rows, n_columns) @ v)
 
-    def of_examples(self, gradients: PerExample, parameter: Tensor) -> Tensor:
+    def of_examples(self, gradients: PerExample, parameter: Tensor, staging_bytes: int) -> Tensor:
         """Projections of Σ_b h_b for some examples: [projections].
 
         Args:
             gradients: of the parameter.
             parameter: whose gradients they are.
+            staging_bytes: memory for intermediate results.
         """
-        n_rows, n_columns = _matrix_shape(parameter)
+        shape = _matrix_shape(parameter)
+        tensors = tensors_of(gradients)
+        total = torch.zeros(N_PROJECTIONS, dtype=accumulation_dtype(parameter.device), device=parameter.device)
+        for s in chunks(len(tensors[0]), sum(map(_bytes, tensors)), staging_bytes):
+            total += self._of_chunk(examples_of(gradients, s), *shape)
+        return total
+
+    def _of_chunk(self, gradients: PerExample, n_rows: int, n_columns: int) -> Tensor:
         if isinstance(gradients, RowSums):
             u, v = self._of(gradients.values, n_rows, n_columns)
-            return _sum_products(u[gradients.rows], gradients.values @ v)
+            return _sum_products(u[gradients.rows.flatten()], gradients.values.flatten(0, 1) @ v)
         if isinstance(gradients, OuterProducts):
             left, right = gradients.left, gradients.right
             (u, _), (_, v) = self._of(left, n_rows, n_columns), self._of(right, n_rows, n_columns)
-            by_group = u.view(left.shape[1], -1, N_PROJECTIONS) if left.dim() == 4 else u
-            return _sum_products(left @ by_group, right @ v)
+            if left.dim() == 3:
+                return _sum_products(left.flatten(0, 1) @ u, right.flatten(0, 1) @ v)
+            of_groups = u.view(left.shape[1], -1, N_PROJECTIONS)
+            parts = zip(left.unbind(1), right.unbind(1), of_groups, strict=True)
+            sums = [_sum_products(x.flatten(0, 1) @ u_of_group, y.flatten(0, 1) @ v) for x, y, u_of_group in parts]
+            return torch.stack(sums).sum(0)
         u, v = self._of(gradients, n_rows, n_columns)
-        return _sum_products(u, gradients.reshape(-1, n_rows, n_columns) @ v)
+        matrices = gradients.sum(0, keepdim=True) if n_columns == 1 else gradients
+        return _sum_products(u, matrices.reshape(-1, n_rows, n_columns) @ v)
 
     def _of(self, like: Tensor, n_rows: int, n_columns: int) -> tuple[Tensor, Tensor]:
         u, v = self._vectors[like.device]
@@ -105,6 +126,12 @@ class Projections:
 def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
     """A parameter as a matrix: its first dim as rows."""
     return (parameter.shape[0], math.prod(parameter.shape[1:])) if parameter.dim() else (1, 1)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Memory to project one example of a tensor: the projections at each position, and a copy if it is no block."""
+    n_copied = 0 if tensor.is_contiguous() else tensor[0].numel()
+    return 4 * n_copied + 16 * N_PROJECTIONS * math.prod(tensor.shape[1:-1])
 
 
 def _sum_products(x: Tensor, y: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ class PerExampleSquares:
             if name in found or part <= most:
                 continue
             found[name] = (
-                f"{100 * part:.2g} % of its gradient came from a use that no rule has seen, outside its layer's "
-                "forward, or from a hook that changed it"
+                f"{100 * part:.2g} % of its gradient is not what the rules have seen: it is used outside its layer's "
+                "forward, or a hook changed its gradient, or its layer's backward lost as much to rounding in 16 bits"
                 if part == part
                 else "its gradient is not finite"
             )
