@@ -297,7 +297,9 @@ class PerExampleNorms:
             self._add_use(call, grad)
 
     def _add_use(self, call: Call, grad: Tensor) -> None:
-        # A backward inside autocast, or with create_graph, must not change how this is computed.
+        if torch.is_autocast_enabled(grad.device.type):  # a backward inside autocast
+            self._piece.note_dtype(call, torch.get_autocast_dtype(grad.device.type))
+        # Neither that nor create_graph may change how this is computed.
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
             dim = call.rule.example_dim(call.layer)
             self._piece.add_use(call, grad.movedim(dim, 0) if dim and grad.dim() > dim else grad)

@@ -24,8 +24,8 @@ from sonde.batch_size.per_example.gradients import (
     tensors_of,
     wide,
 )
-from sonde.batch_size.per_example.projection import N_PROJECTIONS, Projections, tolerance
-from sonde.batch_size.per_example.result import PerExampleSquares, assemble
+from sonde.batch_size.per_example.projection import N_PROJECTIONS, Projections, rounding, tolerance
+from sonde.batch_size.per_example.result import PerExampleSquares, Row, assemble
 from sonde.batch_size.per_example.rules import Inputs, NotCoveredError, layer_gradients
 from sonde.parallel.devices import accumulation_dtype, to_device
 
@@ -109,6 +109,11 @@ class PieceSums:
         """Take a parameter's gradient, as autograd is about to add it to `.grad`."""
         sums, projected = self._sums[index], self._projections.of_gradient(grad)
         sums.whole = projected if sums.whole is None else sums.whole + projected
+
+    def note_dtype(self, call: Call, dtype: torch.dtype) -> None:
+        """Note a dtype that backward computes in for a call, besides those of its tensors."""
+        for index in call.indices.values():
+            self._sums[index].dtypes.add(dtype)
 
     def add_use(self, call: Call, grad: Tensor) -> None:
         """Take the gradient of what a call has returned.
@@ -284,20 +289,22 @@ class PieceSums:
         zeros = torch.zeros(N_PROJECTIONS, dtype=accumulation_dtype(device), device=device)
         nothing = zeros.new_zeros(n_examples)
         reasons: dict[str, str] = {}
-        rows, whole, seen, tolerances = [], [], [], []
+        rows: list[Row] = []
         for index, (name, sums) in enumerate(zip(self._names, self._sums, strict=True)):
             reason = reason_for_all or self._reason(index, n_examples, reason_for_unseen[name])
             if reason is not None:
                 reasons[name] = reason
             # A parameter without a gradient adds nothing, whatever its layers did: `backward(inputs=…)` leaves it out.
             has_row = sums.whole is not None and sums.sq_norms is not None and sums.sizes == {n_examples}
-            rows.append(to_device(sums.sq_norms, device) if has_row and sums.sq_norms is not None else nothing)
-            whole.append(zeros if sums.whole is None else to_device(sums.whole, device))
-            seen.append(zeros if sums.whole is None or sums.seen is None else to_device(sums.seen, device))
+            row = sums.sq_norms if has_row and sums.sq_norms is not None else nothing
+            whole = zeros if sums.whole is None else sums.whole
+            seen = zeros if sums.whole is None or sums.seen is None else sums.seen
             parameter = self._parameters[index]
-            tolerances.append(tolerance([parameter.dtype, *sums.dtypes], parameter.device))
+            dtypes = [parameter.dtype, *sums.dtypes]
+            row, whole, seen = (to_device(t, device) for t in (row, whole, seen))
+            rows.append(Row(row, whole, seen, tolerance(dtypes, parameter.device), rounding(dtypes)))
         self.new_piece()
-        return assemble(self._names, rows, torch.stack(whole), torch.stack(seen), tolerances, reasons)
+        return assemble(self._names, rows, reasons)
 
     def _reason(self, index: int, n_examples: int, reason_for_unseen: str) -> str | None:
         sums = self._sums[index]

@@ -55,6 +55,15 @@ def tolerance(dtypes: Sequence[torch.dtype], device: torch.device) -> float:
     return max(largest, _TF32_TOLERANCE) if is_tf32 else largest
 
 
+def rounding(dtypes: Sequence[torch.dtype]) -> float:
+    """Rounding of a gradient as a part of the products that it adds: some times that of one product.
+
+    Args:
+        dtypes: as in `tolerance`.
+    """
+    return 8 * max(torch.finfo(torch.float32).eps, *(torch.finfo(dtype).eps for dtype in dtypes))
+
+
 class Projections:
     """Random vectors that parameters share: u for rows, v for columns.
 

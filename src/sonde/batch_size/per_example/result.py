@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sonde.parallel.devices import to_device
+
 
 @dataclass(frozen=True)
 class PerExampleSquares:
@@ -50,32 +52,58 @@ class PerExampleSquares:
         return self.sq_norms.nansum(0)
 
 
-def assemble(
-    names: tuple[str, ...],
-    rows: list[Tensor],
-    whole: Tensor,
-    seen: Tensor,
-    tolerances: list[float],
-    reasons: Mapping[str, str],
-) -> PerExampleSquares:
+@dataclass(frozen=True)
+class Row:
+    """What one parameter has in a piece.
+
+    Attributes:
+        sq_norms: |h_b|², [examples].
+        whole: projections of its whole gradient, [projections].
+        seen: the same of what the rules have seen.
+        tolerance: the largest part of its gradient that may be rounding.
+        rounding: the same as a part of the largest gradient in its layer. A bias of attention's keys, for one, has a
+            gradient that is nothing but rounding.
+    """
+
+    sq_norms: Tensor
+    whole: Tensor
+    seen: Tensor
+    tolerance: float
+    rounding: float
+
+
+def assemble(names: tuple[str, ...], rows: list[Row], reasons: Mapping[str, str]) -> PerExampleSquares:
     """Compare what the rules have seen with the whole gradients, and blank the rows that are not covered.
 
     Args:
         names: the parameters.
-        rows: |h_b|² of each parameter, each [examples].
-        whole: projections of the whole gradients, [parameters, projections].
-        seen: the same of what the rules have seen.
-        tolerances: the largest part that may be rounding.
+        rows: one for each, on one device.
         reasons: why parameters are not covered, as far as known.
     """
-    squares = torch.stack(rows)
+    squares = torch.stack([row.sq_norms for row in rows])
+    whole, seen = torch.stack([row.whole for row in rows]), torch.stack([row.seen for row in rows])
+
+    def on_device(values: list[float]) -> Tensor:
+        return to_device(torch.tensor(values, dtype=squares.dtype, device="cpu"), squares.device)
+
+    tolerances, rounding = on_device([row.tolerance for row in rows]), on_device([row.rounding for row in rows])
+    is_known = on_device([float(name not in reasons) for name in names]) > 0
     # A projection has the variance |H|². Where examples cancel, rounding goes by their own norms, not by the sum's.
     scale = whole.square().sum(1) + whole.shape[1] * squares.sum(1)
+    of_layer = _largest_in_layer(names, scale)
     difference = (whole - seen).square().sum(1)
-    unexplained = torch.where(difference == 0, difference, difference / scale).sqrt()
-    largest = torch.tensor(tolerances, dtype=squares.dtype).to(squares.device, non_blocking=True)
-    is_known = torch.tensor([name not in reasons for name in names]).to(squares.device, non_blocking=True)
-    is_covered = is_known & (unexplained <= largest)
+    part = (difference / (scale + (rounding / tolerances).square() * of_layer)).sqrt()
+    unexplained = torch.where(difference == 0, 0.0, part)
+    is_covered = is_known & (unexplained <= tolerances)
     return PerExampleSquares(
-        names, squares.where(is_covered[:, None], float("nan")), unexplained, largest, dict(reasons)
+        names, squares.where(is_covered[:, None], float("nan")), unexplained, tolerances, dict(reasons)
     )
+
+
+def _largest_in_layer(names: tuple[str, ...], values: Tensor) -> Tensor:
+    """For each parameter, the largest finite value in its layer, by the names: [parameters]."""
+    numbers: dict[str, int] = {}
+    layers = [numbers.setdefault(name.rpartition(".")[0], len(numbers)) for name in names]
+    index = to_device(torch.tensor(layers, device="cpu"), values.device)
+    finite = values.nan_to_num(nan=0.0, posinf=0.0)
+    return torch.zeros_like(values).scatter_reduce(0, index, finite, "amax")[index]
