@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from sonde.batch_size.per_example import attention, convolution
 from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.checkpoints import Checkpoints, Stage, stage
+from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of
 from sonde.batch_size.per_example.piece import PieceSums
 from sonde.batch_size.per_example.result import PerExampleSquares
 from sonde.batch_size.per_example.rules import (
@@ -28,7 +28,6 @@ from sonde.batch_size.per_example.rules import (
     COUPLES_EXAMPLES,
     RULES,
     GradientsOf,
-    Inputs,
     LayerRule,
     NotCoveredError,
     couples_examples,
@@ -147,12 +146,12 @@ class PerExampleNorms:
                 continue
             rule, held = self._rule_of(layer), self._held_by(layer)
             if rule is not None and held:
-                hook = _LayerHook(functools.partial(self._called, clean_name(name), rule, held))
+                hook = LayerHook(functools.partial(self._called, clean_name(name), rule, held))
                 self._handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
-                again = _LayerHook(functools.partial(self._about_to_be_called, rule))
+                again = LayerHook(functools.partial(self._about_to_be_called, rule))
                 self._handles.append(layer.register_forward_pre_hook(again, with_kwargs=True))
             if isinstance(layer, BATCH_NORMS):
-                watch = _LayerHook(functools.partial(self._batch_norm_called, clean_name(name)))
+                watch = LayerHook(functools.partial(self._batch_norm_called, clean_name(name)))
                 self._handles.append(layer.register_forward_hook(watch, with_kwargs=True))
         self._handles += [p.register_hook(functools.partial(self._whole, i)) for i, p in enumerate(self._parameters)]
 
@@ -256,7 +255,7 @@ class PerExampleNorms:
             return
         try:
             with torch.no_grad():
-                inputs = _arranged(rule, layer, args, keywords)
+                inputs = arranged(rule, layer, args, keywords)
                 if rule.rows is not None and "weight" in indices:
                     call.table, call.rows = indices["weight"], rule.rows(layer, inputs)
         except NotCoveredError as reason:
@@ -268,7 +267,7 @@ class PerExampleNorms:
         else:
             call.inputs, call.versions = inputs, versions_of(inputs)
         self._piece.expect(call)
-        _hook_gradient_of(output, functools.partial(self._returned, call))
+        hook_gradient_of(output, functools.partial(self._returned, call))
 
     def _about_to_be_called(
         self, rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
@@ -279,7 +278,7 @@ class PerExampleNorms:
         """
         if in_backward() and torch.is_grad_enabled() and stage() is Stage.AGAIN:
             with contextlib.suppress(NotCoveredError), torch.no_grad():  # the first call has noted the reason
-                self._checkpoints.run_again(layer, _arranged(rule, layer, args, keywords))
+                self._checkpoints.run_again(layer, arranged(rule, layer, args, keywords))
 
     def _returned(self, call: Call, grad: Tensor) -> None:
         """In backward, with the gradient of what a layer has returned."""
@@ -327,55 +326,6 @@ _USED_ELSEWHERE = (
     "it had a gradient that no rule has seen: it is used outside its layer's forward, or that forward is not the one "
     "that the rule is for"
 )
-
-
-class _LayerHook:
-    """A forward hook that is left behind when its module is copied or pickled."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._function(*args)
-
-    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
-        return _NoHook, ()
-
-
-class _NoHook:
-    """What a copy of a module has in place of the hook."""
-
-    def __call__(self, *args: Any) -> None:
-        return None
-
-
-def _hook_gradient_of(output: Tensor, function: Callable[[Tensor], None]) -> None:
-    """Call a function with the gradient of a tensor as it is now, whatever is written into the tensor later.
-
-    A write in place into a view leaves the view's own hooks behind: gradients then go to the tensor under it by another
-    way. Linear layers return views for three dims, so `relu_` after them would do this. The hook of a view that shows
-    all of the tensor under it is therefore put on that tensor.
-    """
-    base, shape, stride = output._base, output.shape, output.stride()
-    if base is None or not base.requires_grad or base.numel() != output.numel() or not base.is_contiguous():
-        output.register_hook(function)
-    else:
-        base.register_hook(lambda grad: function(grad.contiguous().as_strided(shape, stride)))
-
-
-def _arranged(rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Inputs:
-    """What a layer was called with, as its rule takes it, without a graph."""
-    inputs = rule.arrange(layer, args, _in_order(layer, keywords))
-    return tuple(t.detach() if isinstance(t, Tensor) else t for t in inputs)
-
-
-def _in_order(layer: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments in the order of the layer's forward."""
-    if len(keywords) < 2:
-        return keywords
-    order = list(inspect.signature(layer.forward).parameters)
-    return dict(sorted(keywords.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
 
 def _refuse_model(model: nn.Module) -> None:
