@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from sonde.batch_size.per_example.gradients import (
     OuterProducts,
@@ -73,13 +74,14 @@ class Projections:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         sizes = [_matrix_shape(p) for p in parameters]
-        generator = torch.Generator().manual_seed(_SEED)  # a generator of its own: the user's random state is untouched
+        # A generator of its own: the user's random state is untouched.
+        generator = torch.Generator(device="cpu").manual_seed(_SEED)
         longest = [max(rows for rows, _ in sizes), max(columns for _, columns in sizes)]
-        # Rounded to bf16, so that the same vectors multiply gradients of every dtype.
-        u, v = (torch.randn(n, N_PROJECTIONS, generator=generator, device="cpu").bfloat16().float() for n in longest)
-        self._vectors = {
-            device: (to_device(u, device), to_device(v, device)) for device in {p.device for p in parameters}
-        }
+        # Rounded to bf16, so that the same vectors multiply gradients of every dtype. [projections, n]: products with
+        # so few vectors take a quarter of the time in this order.
+        u, v = (torch.randn(N_PROJECTIONS, n, generator=generator, device="cpu").bfloat16().float() for n in longest)
+        self._vectors = {u.device: (u, v)}
+        self._home = u.device
 
     def of_gradient(self, grad: Tensor) -> Tensor:
         """Projections of a parameter's whole gradient, as a leaf hook sees it: [projections]."""
@@ -87,13 +89,13 @@ class Projections:
         u, v = self._of(grad, n_rows, n_columns)
         if grad.is_sparse:
             grad = grad.coalesce()
-            return _sum_products(u[grad.indices()[0]], grad.values() @ v)
+            return _sum_products(u.T[grad.indices()[0]], linear(grad.values(), v))
         if grad.dim() <= 2 or grad.is_contiguous():
-            return _sum_products(u, grad.reshape(n_rows, n_columns) @ v)
+            return _sum_products(u.T, linear(grad.reshape(n_rows, n_columns), v))
         # Channels last: the matrix is read in the order of its memory, where it is a view.
         order = sorted(range(1, grad.dim()), key=grad.stride, reverse=True)
-        v = v.view(*grad.shape[1:], N_PROJECTIONS).permute(*(d - 1 for d in order), -1).reshape(n_columns, -1)
-        return _sum_products(u, grad.permute(0, *order).reshape(n_rows, n_columns) @ v)
+        v = v.view(N_PROJECTIONS, *grad.shape[1:]).permute(0, *order).reshape(N_PROJECTIONS, n_columns)
+        return _sum_products(u.T, linear(grad.permute(0, *order).reshape(n_rows, n_columns), v))
 
     def of_examples(self, gradients: PerExample, parameter: Tensor, staging_bytes: int) -> Tensor:
         """Projections of Σ_b h_b for some examples: [projections].
@@ -105,31 +107,34 @@ class Projections:
         """
         shape = _matrix_shape(parameter)
         tensors = tensors_of(gradients)
-        total = torch.zeros(N_PROJECTIONS, dtype=accumulation_dtype(parameter.device), device=parameter.device)
-        for s in chunks(len(tensors[0]), sum(map(_bytes, tensors)), staging_bytes):
-            total += self._of_chunk(examples_of(gradients, s), *shape)
-        return total
+        parts = [
+            self._of_chunk(examples_of(gradients, s), *shape)
+            for s in chunks(len(tensors[0]), sum(map(_bytes, tensors)), staging_bytes)
+        ]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     def _of_chunk(self, gradients: PerExample, n_rows: int, n_columns: int) -> Tensor:
         if isinstance(gradients, RowSums):
             u, v = self._of(gradients.values, n_rows, n_columns)
-            return _sum_products(u[gradients.rows.flatten()], gradients.values.flatten(0, 1) @ v)
+            return _sum_products(u.T[gradients.rows.flatten()], linear(gradients.values.flatten(0, 1), v))
         if isinstance(gradients, OuterProducts):
             left, right = gradients.left, gradients.right
             (u, _), (_, v) = self._of(left, n_rows, n_columns), self._of(right, n_rows, n_columns)
             if left.dim() == 3:
-                return _sum_products(left.flatten(0, 1) @ u, right.flatten(0, 1) @ v)
-            of_groups = u.view(left.shape[1], -1, N_PROJECTIONS)
-            parts = zip(left.unbind(1), right.unbind(1), of_groups, strict=True)
-            sums = [_sum_products(x.flatten(0, 1) @ u_of_group, y.flatten(0, 1) @ v) for x, y, u_of_group in parts]
+                return _sum_products(linear(left.flatten(0, 1), u), linear(right.flatten(0, 1), v))
+            parts = zip(left.unbind(1), right.unbind(1), u.chunk(left.shape[1], dim=1), strict=True)
+            sums = [_sum_products(linear(x.flatten(0, 1), w), linear(y.flatten(0, 1), v)) for x, y, w in parts]
             return torch.stack(sums).sum(0)
         u, v = self._of(gradients, n_rows, n_columns)
         matrices = gradients.sum(0, keepdim=True) if n_columns == 1 else gradients
-        return _sum_products(u, matrices.reshape(-1, n_rows, n_columns) @ v)
+        return _sum_products(u.T, linear(matrices.reshape(-1, n_rows, n_columns), v))
 
     def _of(self, like: Tensor, n_rows: int, n_columns: int) -> tuple[Tensor, Tensor]:
+        if like.device not in self._vectors:
+            u, v = self._vectors[self._home]
+            self._vectors[like.device] = to_device(u, like.device), to_device(v, like.device)
         u, v = self._vectors[like.device]
-        return u[:n_rows].to(like.dtype), v[:n_columns].to(like.dtype)
+        return u[:, :n_rows].to(like.dtype), v[:, :n_columns].to(like.dtype)
 
 
 def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
