@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from sonde.batch_size.per_example.norms import PerExampleNorms
 from tests.batch_size.per_example.oracle import assert_exact, measure, shares_of
 
 B, T, WIDTH = 4, 5, 8
+X = torch.randn(B, T, WIDTH, generator=torch.Generator().manual_seed(2)).double()
 
 
 class Then(nn.Module):
@@ -192,3 +194,107 @@ def test_the_same_window_twice_gives_the_same_bits() -> None:
             shares(model).sum().backward()
             found.append(norms.take(B).sq_norms)
     assert torch.equal(*found)
+
+
+def test_keyword_arguments_and_a_layer_whose_output_is_not_used() -> None:
+    class Keywords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.unused(x)
+            y = self.layer(input=x)
+            return torch.sin(y) + y * y
+
+    squares = assert_exact(Keywords().double(), shares_of(torch.randn(B, T, WIDTH)))
+    assert squares.sq_norms[squares.names.index("unused.weight")].tolist() == [0.0] * B
+
+
+def test_saved_tensors_that_are_kept_elsewhere() -> None:
+    model, shares = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double(), shares_of(X)
+
+    def offloaded(m: nn.Module) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return shares(m)
+
+    assert_exact(model, offloaded)
+
+
+def test_a_backward_in_another_thread() -> None:
+    model, shares = nn.Linear(WIDTH, 3).double(), shares_of(X)
+    with PerExampleNorms(model) as norms:
+        loss = shares(model).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        squares = norms.take(B)
+    assert torch.equal(squares.sq_norms, measure(model, shares).sq_norms)
+
+
+def test_two_at_once() -> None:
+    model, shares = nn.Linear(WIDTH, 3).double(), shares_of(X)
+    first, second = PerExampleNorms(model), PerExampleNorms(model, staging_bytes=1)
+    with first, second:
+        shares(model).sum().backward()
+        assert torch.allclose(first.take(B).sq_norms, second.take(B).sq_norms, rtol=1e-12, atol=0.0)
+
+
+class Nested(nn.Module):
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layer, self.last, self.layout = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        ragged = torch.nested.as_nested_tensor([x[0, :2], *x[1:]], layout=self.layout)
+        return self.last(torch.nested.to_padded_tensor(self.layer(ragged), 0.0))
+
+
+class Experts(nn.Module):
+    """Rows are dealt to experts; the last of them gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.last = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        dealt = torch.arange(len(rows)) % 2
+        found = torch.zeros_like(rows)
+        for k, expert in enumerate(self.experts):
+            where = (dealt == k).nonzero()[:, 0]
+            found = found.index_add(0, where, expert(rows[where]))
+        return self.last(found.view_as(x))
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.func.vmap(self.layer)(x))
+
+
+REFUSED = {
+    "nested": (Nested(torch.strided), ("layer.weight", "layer.bias"), "returned a nested tensor"),
+    "jagged": (Nested(torch.jagged), ("layer.weight", "layer.bias"), "returned a nested tensor"),
+    "experts": (Experts(), tuple(f"experts.{k}.{n}" for k in range(3) for n in ("weight", "bias")), "not 4 examples"),
+    "vmap": (Mapped(), ("layer.weight", "layer.bias"), "no rule has seen"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize(("model", "names", "reason"), REFUSED.values(), ids=REFUSED)
+def test_layers_that_do_not_see_single_examples(model: nn.Module, names: tuple[str, ...], reason: str) -> None:
+    squares = assert_exact(model.double(), shares_of(X), not_covered=names)
+    assert all(reason in text for text in squares.not_covered().values()), squares.not_covered()
+
+
+def test_parameters_that_functional_call_puts_in_place() -> None:
+    model = nn.Linear(WIDTH, 3).double()
+    with PerExampleNorms(model) as norms:
+        other = {name: 2.0 * p for name, p in model.named_parameters()}
+        torch.func.functional_call(model, other, (X,)).sum().backward()
+        squares = norms.take(B)
+    assert all("another parameter in its place" in reason for reason in squares.not_covered().values())

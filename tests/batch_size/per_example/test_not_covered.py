@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 
 import pytest
@@ -308,18 +307,3 @@ def test_chosen_parameters() -> None:
     rows = [every.sq_norms[every.names.index(name)] for name in squares.names]
     torch.testing.assert_close(squares.sq_norms, torch.stack(rows))
     torch.testing.assert_close(squares.totals(), torch.stack(rows).sum(0))
-
-
-def test_keyword_arguments_and_unused_outputs() -> None:
-    class Keywords(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.unused(x)
-            y = self.layer(input=x)
-            return torch.sin(y) + y * y
-
-    assert_exact(Keywords().double(), shares_of(X))
-    assert functools.reduce(max, measure(Keywords(), shares_of(X.float())).sq_norms[2].tolist()) == 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -101,7 +101,8 @@ class PerExampleNorms:
     ) -> None:
         if staging_bytes <= 0:
             raise ValueError(f"staging_bytes must be positive, got {staging_bytes}: 8 * 2**20 is the default")
-        measured = dict(find_wrapper(model).parameters if parameters is None else parameters)
+        trained = find_wrapper(model).parameters
+        measured = dict(trained if parameters is None else parameters)
         if not measured:
             raise ValueError("there are no parameters to measure: give at least one that is trained")
         self._model = model
@@ -172,6 +173,8 @@ class PerExampleNorms:
         if n_examples < 1:
             raise ValueError(f"n_examples must be at least 1, got {n_examples}")
         reason = self._coupled
+        if self._n_backwards == 0:
+            reason = "no backward has added to `.grad` in this piece: call take() after loss.backward()"
         if self._n_backwards > 1 and not self._several_backwards:
             reason = (
                 f"the piece had {self._n_backwards} backwards: call take() after each if they have different examples, "
@@ -243,6 +246,10 @@ class PerExampleNorms:
         output = output[0] if isinstance(output, tuple) and output else output
         if not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
+        if type(output) not in (Tensor, nn.Parameter) or output.is_nested or output.layout is not torch.strided:
+            kind = "nested" if output.is_nested else f"{type(output).__name__} with layout {output.layout}"
+            self._piece.refuse(list(indices.values()), f"its layer returned a {kind} tensor: give it plain ones")
+            return
         if (now := stage()) in (Stage.AGAIN, Stage.NEITHER):
             return  # the graph of a forward that is run again has no backward
         call = Call(name, layer, rule, indices)
@@ -296,10 +303,9 @@ class PerExampleNorms:
             self._add_use(call, grad)
 
     def _add_use(self, call: Call, grad: Tensor) -> None:
-        if torch.is_autocast_enabled(grad.device.type):  # a backward inside autocast
+        if _is_autocast(grad):
             self._piece.note_dtype(call, torch.get_autocast_dtype(grad.device.type))
-        # Neither that nor create_graph may change how this is computed.
-        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+        with _plain_arithmetic(grad):
             dim = call.rule.example_dim(call.layer)
             self._piece.add_use(call, grad.movedim(dim, 0) if dim and grad.dim() > dim else grad)
 
@@ -308,7 +314,7 @@ class PerExampleNorms:
         if grad is not None and accumulates(self._parameters[index]):
             self._note_backward(grad)
             self._take_early_gradients()
-            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+            with _plain_arithmetic(grad):
                 self._piece.add_whole(index, grad)
 
     def _batch_norm_called(self, name: str, layer: nn.Module, args: object, keywords: object, output: object) -> None:
@@ -326,6 +332,21 @@ _USED_ELSEWHERE = (
     "it had a gradient that no rule has seen: it is used outside its layer's forward, or that forward is not the one "
     "that the rule is for"
 )
+
+
+def _is_autocast(grad: Tensor) -> bool:
+    """Whether a backward runs inside autocast for its device."""
+    return torch.amp.is_autocast_available(grad.device.type) and torch.is_autocast_enabled(grad.device.type)
+
+
+@contextlib.contextmanager
+def _plain_arithmetic(grad: Tensor) -> Iterator[None]:
+    """Without a graph, as in a backward with create_graph, and without autocast."""
+    without_autocast = (
+        torch.autocast(grad.device.type, enabled=False) if _is_autocast(grad) else contextlib.nullcontext()
+    )
+    with torch.no_grad(), without_autocast:
+        yield
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -131,6 +131,11 @@ class PieceSums:
         if versions_of(call.inputs) != call.versions:
             self.refuse(indices, CHANGED_IN_PLACE)
             return
+        if len(grad) == 0:  # an expert without tokens
+            for index in indices:
+                self._note_shape(call, index, grad)
+                self._sums[index].n_uses += 1
+            return
         try:
             self._add(call, call.inputs, grad)
         except NotCoveredError as reason:
