@@ -171,6 +171,19 @@ def test_models_of_transformers(kind: str) -> None:
         assert_exact(WithPositions(model), lambda m: token_shares(m, ids))
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_a_model_of_transformers_with_gradient_checkpointing(reentrant: bool) -> None:
+    model, ids = hugging_face("tied llama").double(), tokens()
+    plain = measure(model, lambda m: token_shares(m, ids))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    model.enable_input_require_grads()
+    squares = measure(model, lambda m: token_shares(m, ids))
+    assert squares.not_covered() == {}
+    torch.testing.assert_close(squares.sq_norms, plain.sq_norms, rtol=1e-6, atol=0.0)
+
+
 def test_the_gpt_of_the_benchmarks_says_what_it_uses_outside_its_layers() -> None:
     """It multiplies by the embedding's weight as a head, and adds the positions' weight as it is."""
     model, ids = Gpt(TINY).double(), torch.randint(256, (B, 33))

@@ -207,6 +207,14 @@ def test_gradients_that_are_not_finite_are_named() -> None:
     assert squares.sq_norms[squares.names.index("first.weight")].isnan().all()
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e22])
+def test_squares_out_of_range_are_named(scale: float) -> None:
+    """fp32 squares vanish below 1e-19 and overflow above 1e19, where the gradients themselves do not."""
+    squares = measure(nn.Linear(WIDTH, WIDTH), lambda m: scale * shares_of(X.float())(m))
+    assert all("beyond the range of fp32" in reason for reason in squares.not_covered().values())
+    assert squares.sq_norms.isnan().all()
+
+
 BATCH_NORM = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).double()
 
 

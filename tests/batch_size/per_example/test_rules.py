@@ -243,10 +243,18 @@ def test_a_layer_of_ones_own(staging: int) -> None:
     assert_exact(model, shares_of(real(B, 4, 3)), rules={Scale: scale_rule}, staging_bytes=staging)
 
 
+def positions_first(grad: Tensor) -> OuterProducts:
+    return OuterProducts(grad.transpose(0, 1), grad.transpose(0, 1))
+
+
 def test_a_rule_that_gives_another_shape_or_name_is_named() -> None:
     model, shares = nn.Sequential(Scale(6)).double(), shares_of(real(B, 4, 6))
-    message = r"the rule of '0' \(Scale\) must give 'scale' as \[examples, 6\], got \[5, 4, 6\]"
-    with pytest.raises(ValueError, match=message):
+    message = r"the rule of '0' \(Scale\) must give '{}' as a tensor \[5, 6{}\] or as factors of 5 examples, got {}"
+    with pytest.raises(ValueError, match=message.format("scale", "", r"\[\[5, 4, 6\]\]")):
         measure(model, shares, rules={Scale: lambda layer, inputs, grad: {"scale": grad * inputs[0]}})
+    with pytest.raises(ValueError, match=message.format("scale", "", r"\[\[4, 6\]\]")):
+        measure(model, shares, rules={Scale: lambda layer, inputs, grad: {"scale": grad.sum(0)}})
+    with pytest.raises(ValueError, match=message.format("turn", ", 6", r"\[\[4, 5, 6\], \[4, 5, 6\]\]")):
+        measure(model, shares, rules={Scale: lambda layer, inputs, grad: {"turn": positions_first(grad)}})
     with pytest.raises(AttributeError, match="weight"):
         measure(model, shares, rules={Scale: lambda layer, inputs, grad: {"weight": grad.sum(1)}})

@@ -147,8 +147,8 @@ class PieceSums:
         whole_uses = {i for i in call.indices.values() if not self._may_meet_others(i)}
         squares: dict[int, list[Tensor]] = {}
         parts: dict[int, list[PerExample]] = {}
-        for _, found in layer_gradients(call.rule, call.layer, inputs, grad, self._staging_bytes):
-            for index, gradients in self._measured(call, found):
+        for examples, found in layer_gradients(call.rule, call.layer, inputs, grad, self._staging_bytes):
+            for index, gradients in self._measured(call, found, examples.stop - examples.start):
                 seen = self._projections.of_examples(gradients, self._parameters[index], self._staging_bytes)
                 sums = self._sums[index]
                 sums.seen = seen if sums.seen is None else sums.seen + seen
@@ -164,7 +164,7 @@ class PieceSums:
         for index, of_chunks_ in parts.items():
             self._add_to_others(index, call, of_chunks_)
 
-    def _measured(self, call: Call, found: Mapping[str, PerExample]) -> list[tuple[int, PerExample]]:
+    def _measured(self, call: Call, found: Mapping[str, PerExample], n_examples: int) -> list[tuple[int, PerExample]]:
         """What a rule has given for measured parameters, after a look at its names and shapes."""
         measured = []
         for name, gradients in found.items():
@@ -172,11 +172,13 @@ class PieceSums:
                 operator.attrgetter(name)(call.layer)  # not measured; it raises if the layer has nothing of this name
                 continue
             index = call.indices[name]
-            shape = self._parameters[index].shape
-            if isinstance(gradients, Tensor) and gradients.shape[1:] != shape:
+            expected = [n_examples, *self._parameters[index].shape]
+            is_whole = not isinstance(gradients, Tensor) or list(gradients.shape) == expected
+            if not is_whole or {len(t) for t in tensors_of(gradients)} != {n_examples}:
+                got = [list(t.shape) for t in tensors_of(gradients)]
                 raise ValueError(
-                    f"the rule of {call.name!r} ({type(call.layer).__name__}) must give {name!r} as "
-                    f"[examples, {', '.join(map(str, shape))}], got {list(gradients.shape)}"
+                    f"the rule of {call.name!r} ({type(call.layer).__name__}) must give {name!r} as a tensor {expected} "
+                    f"or as factors of {n_examples} examples, got {got}"
                 )
             measured.append((index, gradients))
         return measured

@@ -21,7 +21,7 @@ class PerExampleSquares:
             `.grad` in this piece: under a GradScaler still scaled, under a mean over B examples already divided by B.
             A row is NaN if its parameter is not covered, and 0 if it had no gradient.
         unexplained: the part of each parameter's gradient that no rule has seen, [parameters]: 0 to rounding for a
-            parameter that is covered.
+            parameter that is covered, NaN where its gradient or its squares are out of range.
         tolerances: how large `unexplained` may be, [parameters].
         reasons: why parameters are not covered, as far as that is known without waiting for the device.
     """
@@ -43,7 +43,7 @@ class PerExampleSquares:
                 f"{100 * part:.2g} % of its gradient is not what the rules have seen: it is used outside its layer's "
                 "forward, or a hook changed its gradient, or its layer's backward lost as much to rounding in 16 bits"
                 if part == part
-                else "its gradient is not finite"
+                else "its gradient is not finite, or its squares are beyond the range of fp32"
             )
         return {name: found[name] for name in self.names if name in found}
 
@@ -93,7 +93,11 @@ def assemble(names: tuple[str, ...], rows: list[Row], reasons: Mapping[str, str]
     of_layer = _largest_in_layer(names, scale)
     difference = (whole - seen).square().sum(1)
     part = (difference / (scale + (rounding / tolerances).square() * of_layer)).sqrt()
-    unexplained = torch.where(difference == 0, 0.0, part)
+    # |Σ h_b|² ≤ B Σ |h_b|², and a projection is hardly ever ten times as large as expected. If it is, squares have
+    # vanished.
+    has_vanished = whole.square().sum(1) > 100 * whole.shape[1] * squares.shape[1] * squares.sum(1)
+    is_out_of_range = has_vanished | ~squares.isfinite().all(1)
+    unexplained = torch.where(difference == 0, 0.0, part).masked_fill(is_out_of_range, float("nan"))
     is_covered = is_known & (unexplained <= tolerances)
     return PerExampleSquares(
         names, squares.where(is_covered[:, None], float("nan")), unexplained, tolerances, dict(reasons)
