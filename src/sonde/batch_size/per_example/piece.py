@@ -177,8 +177,8 @@ class PieceSums:
             if not is_whole or {len(t) for t in tensors_of(gradients)} != {n_examples}:
                 got = [list(t.shape) for t in tensors_of(gradients)]
                 raise ValueError(
-                    f"the rule of {call.name!r} ({type(call.layer).__name__}) must give {name!r} as a tensor {expected} "
-                    f"or as factors of {n_examples} examples, got {got}"
+                    f"the rule of {call.name!r} ({type(call.layer).__name__}) must give {name!r} as a tensor "
+                    f"{expected} or as factors of {n_examples} examples, got {got}"
                 )
             measured.append((index, gradients))
         return measured
