@@ -196,6 +196,43 @@ def test_the_same_window_twice_gives_the_same_bits() -> None:
     assert torch.equal(*found)
 
 
+class Table(nn.Module):
+    """Returns its parameter as a view: expanded to all examples, or as a single example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(T, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[None] if len(x) == 1 else self.table.expand_as(x)
+
+
+class Viewing(nn.Module):
+    """Returns its input as a view, which others use too; its parameter has a part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(self.shift).view(len(x), T, WIDTH)
+
+
+@pytest.mark.parametrize("n", [1, B])
+def test_a_layer_that_returns_its_parameter_as_a_view(n: int) -> None:
+    model = Then(Table(), lambda x, y: (x + y) * y).double()
+    rule = {Table: lambda layer, inputs, grad: {"table": grad}}
+    assert_exact(model, shares_of(X[:n]), rules=rule)
+    assert not model.layer.table._backward_hooks  # type: ignore[union-attr]
+
+
+def test_a_layer_that_writes_into_its_input_and_returns_it() -> None:
+    """The rule then needs the input as it was, which is gone: its parameter is named, and no other suffers."""
+    model = Then(Viewing(), lambda x, y: torch.sin(x) * y).double()
+    rule = {Viewing: lambda layer, inputs, grad: {"shift": (inputs[0] * grad).sum(1)}}
+    assert_exact(model, shares_of(X), rules=rule, not_covered=("layer.shift",))
+
+
 def test_keyword_arguments_and_a_layer_whose_output_is_not_used() -> None:
     class Keywords(nn.Module):
         def __init__(self) -> None:

@@ -34,18 +34,29 @@ class _NoHook:
         return None
 
 
-def hook_gradient_of(output: Tensor, function: Callable[[Tensor], None]) -> None:
-    """Call a function with the gradient of a tensor as it is now, whatever is written into the tensor later.
+def hook_gradient_of(output: Tensor, inputs: Inputs, function: Callable[[Tensor], None]) -> None:
+    """Call a function with the gradient of what a layer returned, whatever is written into it later.
 
     A write in place into a view leaves the view's own hooks behind: gradients then go to the tensor under it by another
     way. Linear layers return views for three dims, so `relu_` after them would do this. The hook of a view that shows
-    all of the tensor under it is therefore put on that tensor.
+    all of the tensor under it is therefore put on that tensor, if the layer made it.
     """
     base, shape, stride = output._base, output.shape, output.stride()
-    if base is None or not base.requires_grad or base.numel() != output.numel() or not base.is_contiguous():
-        output.register_hook(function)
-    else:
+    if base is not None and _is_whole(base, output) and not _is_given(base, inputs):
         base.register_hook(lambda grad: function(grad.contiguous().as_strided(shape, stride)))
+    else:
+        output.register_hook(function)
+
+
+def _is_whole(base: Tensor, output: Tensor) -> bool:
+    """Whether an output shows every element of the tensor under it once, and that tensor is no leaf."""
+    return base.grad_fn is not None and base.numel() == output.numel() and base.is_contiguous()
+
+
+def _is_given(base: Tensor, inputs: Inputs) -> bool:
+    """Whether an input lies in the same memory, so that the gradient of the tensor may come from elsewhere too."""
+    memory = base.untyped_storage().data_ptr()
+    return any(isinstance(t, Tensor) and t.untyped_storage().data_ptr() == memory for t in inputs)
 
 
 def arranged(rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Inputs:

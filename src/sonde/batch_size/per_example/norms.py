@@ -274,7 +274,7 @@ class PerExampleNorms:
         else:
             call.inputs, call.versions = inputs, versions_of(inputs)
         self._piece.expect(call)
-        hook_gradient_of(output, functools.partial(self._returned, call))
+        hook_gradient_of(output, inputs, functools.partial(self._returned, call))
 
     def _about_to_be_called(
         self, rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
