@@ -215,6 +215,19 @@ def test_squares_out_of_range_are_named(scale: float) -> None:
     assert squares.sq_norms.isnan().all()
 
 
+def test_gradients_that_torch_itself_rounds_away_are_named() -> None:
+    """On the CPU, torch adds a bf16 layer norm's gradient in bf16. The rule does not, so the two differ."""
+    layer, x = nn.LayerNorm(32).bfloat16(), torch.randn(8, 400, 32).bfloat16()
+    squares = measure(layer, lambda m: m(x).float().square().flatten(1).sum(1))
+    exact = copy.deepcopy(layer).double()
+    exact.zero_grad()
+    exact(x.double()).square().sum().backward()
+    assert layer.weight.grad is not None
+    off = float((layer.weight.grad.double() - exact.weight.grad).norm() / exact.weight.grad.norm())
+    assert off > 0.1
+    assert "lost as much to rounding in 16 bits" in squares.not_covered()["weight"]
+
+
 BATCH_NORM = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).double()
 
 
