@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,6 +45,8 @@ def refuse_inner_module(model: nn.Module) -> None:
     Raises:
         ValueError: when a living DDP module or DeepSpeed engine holds the module.
     """
+    if not dist.is_initialized():  # as both need it
+        return
     for candidate in gc.get_objects():
         # By type(), since some objects make up their __class__, or import modules to know it.
         if not issubclass(type(candidate), nn.Module) or candidate is model:
