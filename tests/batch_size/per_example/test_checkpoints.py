@@ -91,6 +91,28 @@ def test_a_block_shared_by_reentrant_checkpoints_is_covered_from_the_second_piec
         torch.testing.assert_close(row, exact[name].flatten(1).square().sum(1), rtol=1e-9, atol=0.0)
 
 
+def test_a_model_that_is_one_reentrant_checkpoint() -> None:
+    """All of its backward then runs inside another one."""
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+    x = torch.randn(B, T, WIDTH, dtype=torch.float64, requires_grad=True)
+    exact = exact_gradients(inner, shares_of(x))
+    with PerExampleNorms(inner) as norms:
+        shares_of(x)(Wrapped(inner)).sum().backward()
+        squares = norms.take(B)
+    assert squares.not_covered() == {}
+    for name, row in zip(squares.names, squares.sq_norms, strict=True):
+        torch.testing.assert_close(row, exact[name].flatten(1).square().sum(1), rtol=1e-9, atol=0.0)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
 def test_the_masks_of_dropout_are_those_of_the_first_forward() -> None:
     """A checkpoint draws the same masks again. The oracle differentiates the same masks for each example."""
     model = Checkpointed(reentrant=False, dropout=0.4).double()

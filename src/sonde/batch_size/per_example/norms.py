@@ -173,7 +173,7 @@ class PerExampleNorms:
         if n_examples < 1:
             raise ValueError(f"n_examples must be at least 1, got {n_examples}")
         reason = self._coupled
-        if self._n_backwards == 0:
+        if not self._backwards:
             reason = "no backward has added to `.grad` in this piece: call take() after loss.backward()"
         if self._n_backwards > 1 and not self._several_backwards:
             reason = (
@@ -246,20 +246,11 @@ class PerExampleNorms:
         output = output[0] if isinstance(output, tuple) and output else output
         if not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
-        if type(output) not in (Tensor, nn.Parameter) or output.is_nested or output.layout is not torch.strided:
-            kind = "nested" if output.is_nested else f"{type(output).__name__} with layout {output.layout}"
-            self._piece.refuse(list(indices.values()), f"its layer returned a {kind} tensor: give it plain ones")
+        if self._is_refused(layer, indices, output):
             return
         if (now := stage()) in (Stage.AGAIN, Stage.NEITHER):
             return  # the graph of a forward that is run again has no backward
         call = Call(name, layer, rule, indices)
-        try:
-            replaced = [n for n, i in indices.items() if layer.get_parameter(n) is not self._parameters[i]]
-        except AttributeError:
-            replaced = list(indices)
-        if replaced:
-            self._piece.note_replaced([indices[n] for n in replaced])
-            return
         try:
             with torch.no_grad():
                 inputs = arranged(rule, layer, args, keywords)
@@ -275,6 +266,19 @@ class PerExampleNorms:
             call.inputs, call.versions = inputs, versions_of(inputs)
         self._piece.expect(call)
         hook_gradient_of(output, inputs, functools.partial(self._returned, call))
+
+    def _is_refused(self, layer: nn.Module, indices: Mapping[str, int], output: Tensor) -> bool:
+        """Whether a call cannot be measured, whatever its rule; the reason is noted."""
+        if type(output) not in (Tensor, nn.Parameter) or output.is_nested or output.layout is not torch.strided:
+            kind = "nested" if output.is_nested else f"{type(output).__name__} with layout {output.layout}"
+            self._piece.refuse(list(indices.values()), f"its layer returned a {kind} tensor: give it plain ones")
+            return True
+        try:
+            replaced = [i for n, i in indices.items() if layer.get_parameter(n) is not self._parameters[i]]
+        except AttributeError:  # a tensor that is no parameter is in its place, as under functional_call
+            replaced = list(indices.values())
+        self._piece.note_replaced(replaced)
+        return bool(replaced)
 
     def _about_to_be_called(
         self, rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
