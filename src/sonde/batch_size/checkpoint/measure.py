@@ -63,8 +63,8 @@ def measure(
 ) -> Measurement:
     """Measure the gradient noise scale of a model as it is, without any update.
 
-    Each micro-batch is a piece. The weights do not move, so all windows are averaged, and the interval is the narrowest
-    that the data allow. A micro-batch should be small, down to one example, where that is not slower: tr Σ is known the
+    Each micro-batch is a piece. The weights do not move, so all windows are averaged, and no drift widens the interval.
+    A micro-batch should be small, down to one example, where that is not slower: tr Σ is known the
     better the more pieces there are, and |G|² does not depend on it.
 
     Windows hold 2, 4, 6, 8, … micro-batches, on all ranks together. |G|² comes from comparing each unit with the others
