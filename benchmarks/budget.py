@@ -104,7 +104,7 @@ class CostOfSize:
         n_tensors: parameter tensors.
         window_seconds: duration of a window without the probe, median.
         every: one window in so many was measured.
-        share: cost over time, as the probe says.
+        share: cost over time, as the probe says; None where too few windows were measured to say it.
         error: its standard error.
         slower: how much longer probed windows took, median over blocks.
         low: lower end of the 95 % interval of that median.
@@ -114,8 +114,8 @@ class CostOfSize:
     n_tensors: int
     window_seconds: float
     every: int
-    share: float
-    error: float
+    share: float | None
+    error: float | None
     slower: float
     low: float
     high: float
@@ -149,8 +149,8 @@ def cost_of(n_tensors: int, width: int, n_windows: int, budget: float = BUDGET) 
         n_tensors,
         statistics.median(without),
         cost.every,
-        cost.share or 0.0,
-        cost.error or 0.0,
+        cost.share,
+        cost.error,
         statistics.median(ratios),
         low,
         high,
@@ -250,8 +250,8 @@ def as_tables(costs: Sequence[CostOfSize], covered: Sequence[Coverage]) -> str:
         "| parameter tensors | window | measured | cost, as the probe says | probed beside plain |",
         "|---|---|---|---|---|",
         *(
-            f"| {c.n_tensors:,} | {1e3 * c.window_seconds:.1f} ms | one in {c.every} | {100 * c.share:.2f} % ± "
-            f"{200 * c.error:.2f} | {100 * c.slower:+.2f} % [{100 * c.low:.2f}, {100 * c.high:.2f}] |"
+            f"| {c.n_tensors:,} | {1e3 * c.window_seconds:.1f} ms | one in {c.every} | {share_in_words(c)} | "
+            f"{100 * c.slower:+.2f} % [{100 * c.low:.2f}, {100 * c.high:.2f}] |"
             for c in costs
         ),
         "",
@@ -264,6 +264,13 @@ def as_tables(costs: Sequence[CostOfSize], covered: Sequence[Coverage]) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def share_in_words(cost: CostOfSize) -> str:
+    """The probe's own figure with twice its standard error."""
+    if cost.share is None or cost.error is None:
+        return "not known"
+    return f"{100 * cost.share:.2f} % ± {200 * cost.error:.2f}"
 
 
 def main() -> None:

@@ -181,6 +181,19 @@ def test_the_shares_error_is_its_scatter() -> None:
     assert 0.91 <= sum(held) / len(held) <= 0.99
 
 
+def test_the_share_is_known_soon_after_a_change_of_n_and_leaves_out_the_first_windows() -> None:
+    rng = random.Random(6)
+    pace = Pace(budget=0.01)
+    while pace.every == 1:
+        feed(pace, timed(measured=0.01, idle=0.0, window=0.1, every=1, rng=rng))
+    assert pace.every > 8
+    for _ in range(5):
+        feed(pace, timed(measured=0.01, idle=0.0, window=0.1, every=pace.every, rng=rng))
+    share = pace.cost.share
+    assert share is not None
+    assert share < 0.012  # not the tenth of the time that the first windows took
+
+
 # Ranks.
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from sonde.batch_size.measuring_cost import (
     FEWEST,
+    MOST_EVERY,
     N_COSTS,
     Cost,
     CostRow,
@@ -100,8 +101,11 @@ class Pace:
 
     @property
     def cost(self) -> Cost:
-        """What measuring costs at the present pace."""
-        share, error = measured_share([row for row in self._rows if row.every == self.every])
+        """What measuring costs: at the present N, or, so soon after a change of N, since windows are left out."""
+        rows = [row for row in self._rows if row.every == self.every]
+        if len(rows) < FEWEST and self.every < MOST_EVERY:
+            rows = [row for row in self._rows if (row.every > 1) == (self.every > 1)]
+        share, error = measured_share(rows)
         return Cost(self.every, share, error, self.budget)
 
     def take(self, number: int, costs: WindowCosts) -> None:

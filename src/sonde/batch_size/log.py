@@ -45,9 +45,9 @@ METRICS: dict[str, Metric] = {
     "grad/clip_fraction": Metric("fraction", "share of the windows that were clipped"),
     "cost/seconds_per_window": Metric("seconds", "host time spent inside the probe, per window of training"),
     "cost/fraction": Metric("fraction", "that host time over the time between windows"),
-    "cost/share": Metric("fraction", "part of the run's time that measuring takes at the present pace"),
+    "cost/share": Metric("fraction", "part of the run's time that measuring takes now, over the last measured windows"),
     "cost/share_error": Metric("fraction", "standard error of cost/share"),
-    "cost/every": Metric("windows", "windows of training for each measured one, at the present pace"),
+    "cost/every": Metric("windows", "windows of training for each measured one now"),
     "run/units_seen": Metric("{unit}", "units consumed since the start"),
     "run/units_per_second": Metric("{unit} per second", "units consumed per second of wall time"),
 }

@@ -67,6 +67,11 @@ class LoopWatch:
         """Count a backward outside `piece()`."""
         self._forwards.backward_ended()
 
+    @property
+    def seconds(self) -> float:
+        """Host time spent in hooks of optimizers so far, in all windows."""
+        return self._steps.seconds
+
     def begin_window(self, *, is_measured: bool) -> None:
         """Note whether the window that begins is measured."""
         self._steps.is_measured = is_measured

@@ -67,7 +67,8 @@ class Cost:
 
     Attributes:
         every: one window in so many is measured now, on average.
-        share: part of the run's time that the probe takes at that pace; None before it was timed.
+        share: part of the run's time that the probe takes, over the last 64 measured windows at most; None before it
+            was timed. Windows before any was left out do not count once some are.
         error: standard error of `share`, from its scatter over measured windows.
         budget: the share that was allowed; None without a limit.
     """

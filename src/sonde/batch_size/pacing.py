@@ -31,7 +31,7 @@ class Pacing:
         self._taps, self._reader = taps, reader
         self._clock = WindowClock(marks_of(reader.device))
         self._has_verdict = False
-        self._spent = self._idle = 0.0
+        self._spent = self._idle = self._in_all = 0.0
         self._taken = self._idle_taken = 0.0
 
     @property
@@ -58,6 +58,16 @@ class Pacing:
         seconds = time.perf_counter() - start
         self._spent += seconds
         self._idle += seconds
+
+    def spent_in_all_windows(self, seconds: float) -> None:
+        """Count time that is spent in every window, measured or not.
+
+        Args:
+            seconds: since the probe was attached.
+        """
+        self._spent += seconds - self._in_all
+        self._idle += seconds - self._in_all
+        self._in_all = seconds
 
     def take_costs(self) -> WindowCosts:
         """This rank's costs since the last call, and what it has seen. They ride in the sum over ranks."""

@@ -457,6 +457,7 @@ class NoiseScaleProbe:
     def _end_window(self, clip: WindowClip | None) -> Tensor | None:
         self._check_open()
         self._pieces.check_ended()
+        self._pacing.spent_in_all_windows(self._loop.seconds)
         self._deliver()
         if clip is not None:
             self._reader.clip_also(self._unmeasured.now())

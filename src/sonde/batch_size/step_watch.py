@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,8 @@ class StepWatch:
         alert: Alert,
     ) -> None:
         self._reader, self._n_runs, self._alert = reader, n_runs, alert
+        self.seconds = 0.0
+        """Host time spent in hooks of optimizers so far."""
         self.is_measured = True
         """Whether the present window is measured."""
         self._n_runs_stepped = self._n_unended = 0
@@ -181,8 +184,12 @@ class StepWatch:
         )
 
     def _before_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if not self._held_by(optimizer):
-            return
+        start = time.perf_counter()
+        if self._held_by(optimizer):
+            self._enter_step(optimizer, args, kwargs)
+        self.seconds += time.perf_counter() - start
+
+    def _enter_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
         is_inner = bool(self._stepping)
         self._stepping.append(optimizer)
