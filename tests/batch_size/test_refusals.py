@@ -58,7 +58,7 @@ def test_refuses_a_model_without_trainable_parameters() -> None:
         ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer"),
         ({"horizon": 1.0}, "horizon must be more than 1"),
         ({"tap": "hooks"}, "tap must be 'auto', 'leaf' or 'comm_hook'"),
-        ({"tap": "comm_hook"}, "got a plain model"),
+        ({"tap": "comm_hook"}, "got a model of kind plain"),
         ({"comm_hook": print}, "needs tap='comm_hook'"),
         ({"staging_mib": -1}, "staging_mib must be"),
         ({"budget": 0}, "budget must be a part of the run's time between 0 and 1, got 0: use 0.01 for 1 %"),

@@ -203,7 +203,7 @@ class NoiseScaleLog:
             number: of the last window of training.
             scalars: the user's own, averaged over these windows.
         """
-        if (n_windows := number - self._window) <= 0:
+        if (n_windows := number - self._window) <= 0 or not self._window:  # no window's numbers have come
             return
         self._window = number
         self._interval.windows += n_windows
