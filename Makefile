@@ -13,7 +13,7 @@ TORCH_ENVS ?= .torch
 TORCH_ENV  := $(TORCH_ENVS)/$(TORCH)-$(notdir $(PYTHON))
 TORCH_PIN  := $(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
 
-.PHONY: help demo demo-entropy test test-torch check bench bench-present bench-norm bench-entropy bench-log newest-torch clean
+.PHONY: help demo demo-entropy test test-torch check bench bench-present bench-budget bench-norm bench-entropy bench-log newest-torch clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make check   lint, type-check, then run all tests (what CI runs)"
 	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/"
 	@echo "make bench-present   compare the noise scale with exact values while weights move; writes benchmarks/results/"
+	@echo "make bench-budget   measure what a budget of 1 % costs, and the intervals of sparse windows; writes benchmarks/results/"
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
 	@echo "make bench-entropy   measure how right forecasts of entropy are, and what they cost; writes benchmarks/results/"
 	@echo "make bench-log   measure the log of a long run and its report; writes benchmarks/results/"
@@ -90,9 +91,14 @@ bench: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.noise_scale
 
 bench-present: $(VENV)/.dev
-	@echo "==> benchmarks of the present noise scale (about an hour on 1 core)"
+	@echo "==> benchmarks of the present noise scale, and of a measurement's windows (more than an hour on 1 core)"
 	@$(BIN)/python -m benchmarks.demo_verdict
 	@$(BIN)/python -m benchmarks.present_noise_scale
+	@$(BIN)/python -m benchmarks.checkpoint
+
+bench-budget: $(VENV)/.dev
+	@echo "==> benchmark of the budget (leave the machine alone meanwhile)"
+	@$(BIN)/python -m benchmarks.budget
 
 bench-norm: $(VENV)/.bench
 	@echo "==> benchmarks of the norm (about 10 minutes on 2 cores; leave the machine alone meanwhile)"

@@ -59,7 +59,13 @@ class Sonde(Plain):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.probe = sonde.attach(
-            run.wrapped, run.optimizer, unit="sequences", log=sonde.RunLog(every=2), verbose=False, tap=self.tap
+            run.wrapped,
+            run.optimizer,
+            unit="sequences",
+            log=sonde.RunLog(every=2),
+            verbose=False,
+            tap=self.tap,
+            every=1,
         )
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:

@@ -87,7 +87,9 @@ def run(
     model = ByteTransformer(context=setup.context)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
     log = sonde.RunLog(every=setup.log_every)
-    with sonde.attach(model, optimizer, unit="sequences", horizon=setup.horizon, log=log, verbose=False) as probe:
+    with sonde.attach(
+        model, optimizer, unit="sequences", horizon=setup.horizon, log=log, verbose=False, every=1
+    ) as probe:
         for step in range(max(checkpoints)):
             for group in optimizer.param_groups:
                 group["lr"] = setup.learning_rate * rate_at(step, setup.n_steps)

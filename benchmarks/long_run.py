@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe
-from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
+from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import WindowRow
@@ -105,7 +105,8 @@ def write_log(log: RunLog, n_windows: int) -> None:
         drop = tracker.update(row)
         loss = 2 + 8 * math.exp(-3 * number / n_windows) + rng.gauss(0, 0.1)
         scalars = {"loss": loss, "learning_rate": 3e-4 * (1 - number / n_windows), "grad/clip_fraction": 0.0}
-        window = MeasuredWindow(row, number, began + 0.5 * number, 2e-4 * rng.gauss(1, 0.1), "leaf hooks", scalars)
+        known = KnownOfWindow(number, began + 0.5 * number, 2e-4 * rng.gauss(1, 0.1), "leaf hooks")
+        window = MeasuredWindow(row, known, scalars)
         noise.window(window, drop, tracker.last.norm if tracker.last is not None else None)
     noise.end("training ended")
 

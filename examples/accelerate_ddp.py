@@ -30,7 +30,7 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 # Attach after prepare, so that the probe sees the DDP wrapper.
 log = sonde.RunLog(sonde.JsonlSink("runs/accelerate"))
-probe = sonde.attach(model, optimizer, unit="contexts", log=log)
+probe = sonde.attach(model, optimizer, unit="contexts", log=log, every=1)  # a run this short measures every window
 
 steps = 0
 for inputs, targets in loader:

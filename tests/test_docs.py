@@ -132,6 +132,29 @@ def test_a_moving_window_as_a_horizon() -> None:
     assert running.trace_cov == pytest.approx((n - 1) / 2)
 
 
+# The page of the batch size.
+
+
+def test_a_checkpoint_is_measured_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = [block for block in python_blocks(DOCS / "batch-size.md") if "sonde.measure(" in block]
+    body = nn.Sequential(nn.Linear(5, 8), nn.Tanh())
+    model = nn.Sequential()
+    model.add_module("body", body)
+    model.add_module("head", nn.Linear(8, 1))
+    x = torch.randn(400, 2, 5)
+    names: dict[str, Any] = {
+        "sonde": sonde,
+        "model": model,
+        "loss_of": nn.functional.mse_loss,
+        "loader": [{"x": one, "y": one[:, :1] + torch.randn(2, 1)} for one in x],
+    }
+    exec(compile(block, "batch-size.md", "exec"), names)
+    assert names["measurement"].reading.units_per_window == 512
+    said = capsys.readouterr().out
+    assert said.startswith("B_simple")
+    assert "GroupReading(status='resolved'" in said
+
+
 # The reference of the configuration.
 
 

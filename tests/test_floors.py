@@ -27,7 +27,7 @@ HOUSE = [
     ["runs", "config"],
     ["__init__"],  # the public names: below it nothing may import the package itself
     ["integrations", "probes"],  # probes: an older place, for one more release
-    ["demos"],  # they attach an integration as a user would
+    ["demos", "commands"],  # they attach an integration as a user would
     ["cli"],
     ["__main__"],
 ]

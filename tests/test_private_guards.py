@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -62,6 +62,22 @@ def test_guard_hooks_after_accumulation_can_be_seen() -> None:
     assert parameter._post_accumulate_grad_hooks
     handle.remove()
     assert not parameter._post_accumulate_grad_hooks
+
+
+def test_guard_hooks_of_a_tensor_are_taken_off_with_their_dictionary() -> None:
+    parameter, calls = torch.nn.Parameter(torch.ones(2)), []
+    assert parameter._backward_hooks is None
+    handle = parameter.register_hook(calls.append)
+    hooks = parameter._backward_hooks
+    assert hooks == {handle.id: calls.append}
+    parameter._backward_hooks = None
+    parameter.sum().backward()
+    assert not calls
+    parameter._backward_hooks = hooks
+    parameter.sum().backward()
+    assert len(calls) == 1
+    handle.remove()
+    assert not parameter._backward_hooks
 
 
 def test_guard_a_tensor_counts_writes_in_place() -> None:
@@ -228,6 +244,18 @@ def test_guard_ddp_lists_its_communication_hooks(ranks2: Ranks) -> None:
     assert ranks2(_registered_hooks) == [(0, True)] * 2
 
 
+def _static_graph_is_learnt() -> list[bool]:
+    ddp = DistributedDataParallel(nn.Linear(2, 1), static_graph=True)
+    before = ddp._static_graph_delay_allreduce_enqueued
+    ddp(torch.ones(1, 2)).sum().backward()
+    return [before, ddp._static_graph_delay_allreduce_enqueued]
+
+
+def test_guard_ddp_tells_whether_it_has_learnt_its_static_graph(ranks2: Ranks) -> None:
+    """A measurement before DDP's first backward would break training, and is refused by this attribute."""
+    assert ranks2(_static_graph_is_learnt) == [[False, True]] * 2
+
+
 def _dtensor_parts() -> list[bool]:
     mesh = mesh_of((2,))
     rank = mesh.get_local_rank()
@@ -250,6 +278,35 @@ def _dtensor_parts() -> list[bool]:
 def test_guard_a_dtensor_tells_its_mesh_placements_and_local_part(ranks2: Ranks) -> None:
     """Plans of the norm read `_spec` and `_local_tensor` at every step: the public ways make new objects."""
     assert ranks2(_dtensor_parts) == [[True] * 7] * 2
+
+
+def _reduction_dtype() -> list[torch.dtype | None]:
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
+    models: list[Any] = [fully_shard(nn.Linear(4, 8), mesh=mesh_of((2,)), mp_policy=policy) for policy in policies]
+    return [model._get_fsdp_state()._mp_policy.reduce_dtype for model in models]
+
+
+def test_guard_fsdp2_tells_the_dtype_in_which_it_reduces(ranks2: Ranks) -> None:
+    """Attach asks for it, since gradients that are reduced in 16 bits are rounded to 16 bits."""
+    assert ranks2(_reduction_dtype) == [[None, torch.float32]] * 2
+
+
+def _gathered() -> list[bool]:
+    model: Any = fully_shard(nn.Linear(4, 8), mesh=mesh_of((2,)))
+    shown = []
+    for _ in range(2):
+        model.unshard()
+        shown.append(model.weight)
+        model.reshard()
+    seen: list[tuple[int, ...]] = []
+    shown[0].register_hook(lambda gradient: seen.append(tuple(gradient.shape)))
+    model(torch.ones(2, 4)).sum().backward()
+    return [shown[0] is shown[1], isinstance(model.weight, DTensor), seen == [(8, 4)]]
+
+
+def test_guard_fsdp2_keeps_the_parameters_that_it_gathers(ranks2: Ranks) -> None:
+    """Taps hook these once, at attach."""
+    assert ranks2(_gathered) == [[True] * 3] * 2
 
 
 def _strided() -> list[type]:

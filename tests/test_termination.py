@@ -64,8 +64,8 @@ def test_a_signal_that_interrupts_the_probe_leaves_its_numbers_alone(tmp_path: P
     before = "signal.signal(signal.SIGTERM, lambda *_: None)"
     after = f"""
 update, n = probe._tracker.update, []
-def interrupted(row):
-    drop = update(row)
+def interrupted(row, **known):
+    drop = update(row, **known)
     n.append(1)
     if len(n) == 2:
         {SEND}

@@ -4,6 +4,12 @@ import importlib
 from typing import Any
 
 from sonde.batch_size.attach import attach
+from sonde.batch_size.checkpoint.measure import measure
+from sonde.batch_size.checkpoint.measurement import Measurement
+from sonde.batch_size.per_example.gradients import OuterProducts
+from sonde.batch_size.per_example.norms import PerExampleNorms
+from sonde.batch_size.per_example.result import PerExampleSquares
+from sonde.batch_size.per_example.rules import NotCoveredError
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.critical_batch import Tradeoff, Verdict, judge_batch, steps_and_examples
@@ -41,12 +47,17 @@ __all__ = [
     "EntropyForecast",
     "GroupReading",
     "JsonlSink",
+    "Measurement",
     "Metric",
     "NoiseScaleOptions",
     "NoiseScaleProbe",
     "NoiseScaleReading",
     "NormPlan",
+    "NotCoveredError",
+    "OuterProducts",
     "Partners",
+    "PerExampleNorms",
+    "PerExampleSquares",
     "PolicyEntropy",
     "PolicyEntropyProbe",
     "PolicyLog",
@@ -78,6 +89,7 @@ __all__ = [
     "get_total_norm",
     "group_parameters_for_norm",
     "judge_batch",
+    "measure",
     "noise_scale",
     "probes_from_config",
     "read_run",

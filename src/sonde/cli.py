@@ -1,4 +1,4 @@
-"""The command line: `sonde demo`, `sonde demo entropy`, `sonde report RUN`."""
+"""The command line: `sonde demo`, `sonde demo entropy`, `sonde measure MODEL`, `sonde report RUN`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
+from sonde.commands.measure_options import MeasureOptions
 from sonde.demos.arithmetic.options import EntropyDemoOptions
 from sonde.demos.byte_lm.options import DemoOptions
 from sonde.version import __version__
@@ -32,7 +33,7 @@ class ReportOptions:
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: report.html beside the log)")] = None
 
 
-Command = DemoOptions | EntropyDemoOptions | ReportOptions
+Command = DemoOptions | EntropyDemoOptions | MeasureOptions | ReportOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,11 +70,16 @@ def _parse(args: Sequence[str]) -> Command:
 
 
 def _parse_with(args: Sequence[str], demo: DemoOptions) -> Command:
-    commands = Annotated[DemoOptions, subcommand("demo", default=demo)] | Annotated[ReportOptions, subcommand("report")]
+    commands = (
+        Annotated[DemoOptions, subcommand("demo", default=demo)]
+        | Annotated[MeasureOptions, subcommand("measure")]
+        | Annotated[ReportOptions, subcommand("report")]
+    )
     return tyro.cli(
         commands,
         prog="sonde",
-        description="Measure a PyTorch training run while it runs. `sonde --version` prints the version.",
+        description="Measure a PyTorch training run while it runs, or a checkpoint. "
+        "`sonde --version` prints the version.",
         args=args,
     )
 
@@ -87,7 +93,7 @@ def _parse_entropy_demo(args: Sequence[str]) -> EntropyDemoOptions:
 
 
 def _run(command: Command) -> int:
-    """Carry out a command. The demos and the report are imported only here: --help needs none of them."""
+    """Carry out a command. What it needs is imported only here: --help needs none of it."""
     match command:
         case DemoOptions():
             from sonde.demos.byte_lm.run import run_demo
@@ -97,6 +103,10 @@ def _run(command: Command) -> int:
             from sonde.demos.arithmetic.run import run_entropy_demo
 
             return run_entropy_demo(command)
+        case MeasureOptions():
+            from sonde.commands.measure import run_measure
+
+            return run_measure(command)
         case ReportOptions():
             from sonde.runs.report.write import write_report
 

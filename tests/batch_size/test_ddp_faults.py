@@ -26,11 +26,11 @@ from tests.ranks import Ranks
 def _peer_leaves(by_with: bool) -> dict[str, object]:
     """A window whose sum fails: the other rank does not take part, and the collective runs into its timeout."""
     group = dist.new_group(timeout=timedelta(seconds=1))
+    model, sink = small_model(), Recording()
+    probe = attached(model, process_group=group, sinks=[sink])
     if dist.get_rank() == 1:
         time.sleep(3)
         return {}
-    model, sink = small_model(), Recording()
-    probe = attached(model, process_group=group, sinks=[sink])
     raised = ""
     try:
         if by_with:

@@ -49,11 +49,11 @@ def with_evaluation(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def train_undeclared(
-    micro: Micro, *, windows: int = 6, wrap: Callable[[nn.Module], nn.Module] = lambda m: m
+    micro: Micro, *, windows: int = 6, wrap: Callable[[nn.Module], nn.Module] = lambda m: m, every: int = 1
 ) -> tuple[NoiseScaleReading, dict[str, str]]:
     model = wrap(small_model())
     generator = torch.Generator().manual_seed(0)
-    with attached(model, units_per_piece=4, log_every=1) as probe:
+    with attached(model, units_per_piece=4, log_every=1, every=every) as probe:
         for _ in range(windows):
             for _ in range(2):
                 micro(model, *batch(4, generator))
@@ -178,3 +178,13 @@ def test_a_model_that_is_compiled_for_some_shapes_only_is_not_accused() -> None:
             model.zero_grad()
         assert probe.reading().windows == 6, probe.reading().dropped
         assert "more_backwards" not in probe.alerts
+
+
+def test_several_backwards_are_noticed_where_few_windows_are_measured() -> None:
+    """The forward passes of windows that are not measured do not count for those that are."""
+    reading, alerts = train_undeclared(two_losses, windows=30, every=5)
+    assert "backward ran more often than the model's forward" in alerts["more_backwards"]
+    assert reading.windows <= 1  # the first of them proves nothing
+    sound, alerts = train_undeclared(once, windows=30, every=5)
+    assert (sound.windows, sound.dropped, alerts) == (sound.windows, {}, {})
+    assert sound.windows >= 6

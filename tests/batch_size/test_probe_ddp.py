@@ -17,7 +17,7 @@ from tests.batch_size.loops import (
     small_model,
 )
 from tests.oracles import window_by_hand
-from tests.ranks import Ranks, mesh_of
+from tests.ranks import Ranks
 
 
 @pytest.mark.parametrize(
@@ -127,20 +127,3 @@ def _reduced_without_telling() -> str:
 def test_a_reduction_without_process_group_is_named(ranks2: Ranks) -> None:
     for reason in ranks2(_reduced_without_telling):
         assert "pass process_group= if you reduce them yourself" in reason
-
-
-def _sharded() -> str:
-    from torch.distributed.fsdp import fully_shard
-
-    model = small_model()
-    fully_shard(model, mesh=mesh_of((2,)))
-    try:
-        attached(model)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_sharded_models_are_refused_by_name(ranks2: Ranks) -> None:
-    for message in ranks2(_sharded):
-        assert "got sharded parameters (FSDPSequential)" in message

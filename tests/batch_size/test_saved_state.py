@@ -57,6 +57,11 @@ def test_foreign_state_is_refused_whole(change: dict[str, Any]) -> None:
 
 _DAMAGE: list[tuple[list[str], Any]] = [
     (["run"], None),
+    (["windows"], -1),
+    (["pace"], None),
+    (["pace", "every"], 0),
+    (["pace", "costs"], [[1.0]]),
+    (["averages", "history", "spacing"], [3.0]),
     (["run", "window"], -1),
     (["run", "window"], 2.5),
     (["run", "units_seen"], "many"),

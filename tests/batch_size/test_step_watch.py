@@ -337,3 +337,21 @@ def test_parameters_that_join_an_optimizer_later_are_its_own() -> None:
         assert probe.alerts == {}
         windows_of(model, probe, 2, optimizer, ended=False)
     assert list(probe.alerts) == ["never_called"]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_windows_that_are_all_ended_late_are_dropped_however_few_are_measured(every: int) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(model, optimizer, every=every) as probe:
+        for _ in range(24):
+            for loss in piece_losses(model, [4, 4]):
+                with probe.piece(units=4):
+                    loss().backward()
+            optimizer.step()
+            probe.step()
+            optimizer.zero_grad()
+        reading = probe.reading()
+        assert reading.windows == 0
+        assert sum(reading.dropped.values()) >= 24 // every
+        assert "ended after optimizer.step()" in probe.alerts["ended_late"]

@@ -165,7 +165,7 @@ CHANGES_WEIGHTS = [
     (
         Mutant(
             "squares the gradient in place",
-            TAPS + "leaf_hooks:LeafHookTap._take",
+            TAPS + "piece_gradient:PieceGradient.take",
             "self._stage(index, grad)",
             "self._stage(index, grad.square_())",
         ),

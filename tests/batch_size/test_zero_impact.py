@@ -40,6 +40,8 @@ def run(
     metric: str = "euclidean",
     scaled: bool = False,
     compressed: bool = False,
+    every: int | None = None,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
     """Train and return everything that a probe could have disturbed."""
     torch._dynamo.reset()
@@ -68,10 +70,11 @@ def run(
             tap=tap,  # type: ignore[arg-type]
             metric=metric,  # type: ignore[arg-type]
             grad_scaler=scaler,
+            every=every,
             **own_hook,
         )
     grads = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         for i in range(n_micro):
             sync = ddp.no_sync() if ddp is not None and i < n_micro - 1 else contextlib.nullcontext()
             with probe.piece(units=4) if probe else contextlib.nullcontext(), sync:
@@ -92,8 +95,11 @@ def run(
         optimizer.zero_grad()
     hooks_left = None
     if probe:
-        steps_seen = STEPS - (metric == "adam")  # the first has no second moment yet
-        assert probe.reading().windows == (steps_seen if n_micro > 1 or ddp is not None else 0)
+        steps_seen = steps - (metric == "adam")  # the first has no second moment yet
+        if every is None:
+            assert probe.reading().windows == (steps_seen if n_micro > 1 or ddp is not None else 0)
+        else:
+            assert 5 < probe.reading().windows < 0.8 * steps
         probe.close()
         hooks_left = sum(len(p._backward_hooks or ()) for p in plain.parameters())
         hooks_left += len(optimizer._optimizer_step_pre_hooks) + len(model._forward_hooks)
@@ -181,6 +187,37 @@ def test_grad_scaler(n_micro: int) -> None:
 def test_three_ranks(ranks3: Ranks) -> None:
     options = {"n_micro": 1, "autocast": False, "clip": True, "ddp_options": {}}
     for on, off in ranks3(_both, options):
+        assert_untouched(on, off)
+
+
+# Where not every window is measured. Ranks measure the first 16 in any case.
+
+
+@pytest.mark.parametrize(("autocast", "clip", "compiled"), list(itertools.product([False, True], repeat=3)))
+def test_one_window_in_three(autocast: bool, clip: bool, compiled: bool) -> None:
+    options = {"n_micro": 2, "autocast": autocast, "clip": clip, "compiled": compiled, "every": 3, "steps": 30}
+    assert_untouched(run(probed=True, **options), run(probed=False, **options))
+
+
+@pytest.mark.parametrize("tap", ["leaf", "comm_hook", "auto"])
+@pytest.mark.parametrize("n_micro", [1, 3])
+def test_one_window_in_three_on_two_ranks(ranks2: Ranks, tap: str, n_micro: int) -> None:
+    options = {"n_micro": n_micro, "autocast": False, "clip": True, "ddp_options": {"bucket_cap_mb": 0.01}}
+    for on, off in ranks2(_both, options | {"tap": tap, "every": 3, "steps": 40}):
+        assert_untouched(on, off)
+
+
+@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
+def test_one_window_in_three_on_three_ranks(ranks3: Ranks, tap: str) -> None:
+    options = {"n_micro": 2, "autocast": False, "clip": False, "ddp_options": {}, "tap": tap}
+    for on, off in ranks3(_both, options | {"every": 3, "steps": 40}):
+        assert_untouched(on, off)
+
+
+@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
+def test_one_window_in_three_with_the_users_own_communication_hook(ranks2: Ranks, tap: str) -> None:
+    options = {"n_micro": 1, "autocast": False, "clip": True, "ddp_options": {}, "tap": tap, "compressed": True}
+    for on, off in ranks2(_both, options | {"every": 3, "steps": 40}):
         assert_untouched(on, off)
 
 

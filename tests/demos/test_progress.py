@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
-from sonde.demos.byte_lm.progress import TrainingDisplay, describe_noise_scale, trend
+from sonde.demos.byte_lm.progress import TrainingDisplay, describe_cost, describe_noise_scale, trend
 
 SETUP: Setup = decide(DemoOptions(steps=20), Path("out"), n_gpus=0, n_cores=2)
 HEADER = {"kind": "header", "setup": {"parameters": 1_066_880, "ranks": 2, "device": "cuda:0"}}
@@ -49,6 +49,16 @@ def test_noise_scale_in_words() -> None:
     assert describe_noise_scale(bound) == "> 12 sequences (lower bound)"
     nothing = dict.fromkeys(("gns/b_simple", "gns/b_simple_low", "gns/b_simple_high"))
     assert describe_noise_scale(_reading(1, "unresolved", "2 windows", **nothing)) == "not known yet: 2 windows"
+
+
+def test_the_cost_says_which_windows_it_is_of() -> None:
+    def said(**cost: float) -> str:
+        return describe_cost(_reading(1)["metrics"] | {f"cost/{name}": value for name, value in cost.items()})
+
+    assert said().replace("\N{NO-BREAK SPACE}", " ") == "2.1 % of the step time, while every window is measured"
+    assert said(every=1, share=0.04) == said()
+    sparse = said(every=7, share=0.009).replace("\N{NO-BREAK SPACE}", " ")
+    assert sparse == "0.90 % of the step time, one window in 7 measured"
 
 
 @pytest.mark.parametrize(

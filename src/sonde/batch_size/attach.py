@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from sonde.batch_size.budget import DEFAULT_BUDGET
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.taps.ddp_buckets import CommHook
@@ -17,6 +18,9 @@ from sonde.deprecation import with_deprecated
 from sonde.parallel.wrappers import GroupOf
 from sonde.probe import Partners
 from sonde.records import RunLog, log_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def attach(
@@ -30,8 +34,12 @@ def attach(
     metric: Literal["euclidean", "adam"] = "euclidean",
     tap: TapName = "auto",
     staging_mib: float = 8.0,
+    budget: float | None = DEFAULT_BUDGET,
+    every: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    pp_mesh: DeviceMesh | None = None,
     comm_hook: CommHook | None = None,
     comm_state: object = None,
     log: RunLog | None = None,
@@ -40,21 +48,28 @@ def attach(
 ) -> NoiseScaleProbe:
     """Measure the gradient noise scale of a model while it trains.
 
-    `NoiseScaleOptions` explains `unit` to `staging_mib`, and `NoiseScaleProbe` the other arguments.
+    `NoiseScaleOptions` explains `unit` to `every`, and `NoiseScaleProbe` the other arguments.
 
     Args:
-        model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
+        model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
+            its final `requires_grad`. A model of FSDP2 is attached on all its ranks together: its parameters are
+            gathered once.
         optimizer: whose steps end the windows. The probe warns about windows that are not measured, or measured twice.
             Without it, the probe looks for the only optimizer that steps the model's parameters.
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
         units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number.
-        horizon: how many windows back the noise scale's trend is fitted; `math.inf` for the whole run.
+        horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks", None, or a function from a parameter's name to its group's.
         metric: "euclidean" or "adam".
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
+        budget: part of the run's time that measuring may cost; None to measure every window.
+        every: measure one window in so many, whatever it costs.
         grad_scaler: the `torch.amp.GradScaler` in use.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
+        mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
+        pp_mesh: the pipeline stages, an axis of `mesh`. `model` is this rank's stage, or an `nn.ModuleList` of its
+            stages, and `probe.pieces(n)` goes around each step of the schedule.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -65,7 +80,8 @@ def attach(
         The probe; close it at the end, or use it in a `with` statement.
 
     Raises:
-        ValueError: for an argument outside its range, a model that is sharded or has no trainable parameters.
+        ValueError: for an argument outside its range, and a model that has no trainable parameters or hides its
+            gradients: FSDP's first version, DeepSpeed, Megatron's own parallelism, the module inside a DDP module.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -83,13 +99,15 @@ def attach(
         >>> probe.close()
     """
     log = log_of(log, deprecated)
-    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib)
+    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib, budget, every)
     return NoiseScaleProbe(
         model,
         optimizer,
         with_deprecated(attach, options, NoiseScaleOptions, deprecated),
         grad_scaler=grad_scaler,
         process_group=process_group,
+        mesh=mesh,
+        pp_mesh=pp_mesh,
         comm_hook=comm_hook,
         comm_state=comm_state,
         log=log,

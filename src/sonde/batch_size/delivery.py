@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.batch_size.log import MeasuredWindow
+from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
 from sonde.batch_size.readback import Read, Readback
+from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, read_row
 
 
 class Delivery:
@@ -33,6 +34,16 @@ class Delivery:
         self._training_thread: int | None = None
         self.n_put = 0
         """Windows put in."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no window is on its way."""
+        return self._readback.is_empty
+
+    @property
+    def seconds_waited(self) -> float:
+        """Host time in which this waited for a device or for other ranks."""
+        return self._readback.seconds_waited
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -66,6 +77,25 @@ class Delivery:
                 yield True
         finally:
             self._lock.release()
+
+    def put_window(self, window: Window, scalars: Mapping[str, float | Tensor], known: KnownOfWindow) -> None:
+        """Put in a window that has ended.
+
+        Args:
+            window: its numbers on the device.
+            scalars: by name; they travel with the numbers.
+            known: what the host knows of it.
+        """
+        # `read` must not hold the window itself, so that its memory is freed once it is sent.
+        names, sizes = tuple(scalars), window.witness_sizes
+
+        def read(vectors: list[Tensor]) -> MeasuredWindow:
+            packed, sq_norm_big, witness_final, values = vectors
+            row, costs = read_row(packed, sq_norm_big, witness_final, sizes), read_costs(packed, len(sq_norm_big))
+            return MeasuredWindow(row, known, dict(zip(names, values.tolist(), strict=True)), costs)
+
+        vectors = [window.packed, window.sq_norm_big, window.witness_final]
+        self.put([*vectors, as_vector(list(scalars.values()), self._device)], read, window.work)
 
     def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:
         """Put a window in; see `Readback.put`."""

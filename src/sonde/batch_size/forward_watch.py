@@ -28,12 +28,22 @@ class ForwardWatch:
         """Count a backward outside `piece()`."""
         self._backwards += 1
 
+    @property
+    def n_forwards(self) -> int:
+        """Forward passes of the present window so far."""
+        return self._forwards.n
+
+    def window_passes(self) -> None:
+        """Note the end of a window that was not measured: its backwards were not counted."""
+        self._forwards.n = self._backwards = 0
+
     def window_ends(self) -> bool:
-        """Note the end of a window.
+        """Note the end of a measured window.
 
         Returns:
-            Whether this window and the one before had more backwards than forwards. A single one proves nothing: a
-            forward may have come before attach or in the window before, or the others have gone through submodules.
+            Whether this window and the measured one before had more backwards than forwards. A single one proves
+            nothing: a forward may have come before attach or in the window before, or the others have gone through
+            submodules.
         """
         forwards, backwards = self._forwards.n, self._backwards
         self._forwards.n = self._backwards = 0

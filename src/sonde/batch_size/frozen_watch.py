@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 _OFF_FOR = 3
 """Windows in a row after which `requires_grad` counts as changed. A loop that alternates is left alone."""
 _ABSENT_FOR = 20
-"""Windows in a row after which a parameter without a gradient counts as no longer trained."""
+"""Windows looked at in a row, after which a parameter without a gradient counts as no longer trained."""
 _SHARE_PRESENT = 0.9
 """Share of the windows before, at least as many, in which it had one. Experts that rest now and then have less."""
 
@@ -22,20 +22,23 @@ class TrainedChange:
     Attributes:
         groups: the parameter groups that they are in.
         gone: those of them in which no parameter is trained now.
-        n_windows: how long ago the change was, the present window included.
+        first: number of the first window that was seen with the change.
         alert: name of the alert, "frozen" or "unfrozen".
         message: the change and what follows from it.
     """
 
     groups: tuple[str, ...]
     gone: tuple[str, ...]
-    n_windows: int
+    first: int
     alert: str
     message: str
 
 
 class FrozenWatch:
-    """Looks at the end of each window which parameters are trained.
+    """Looks at the end of each measured window which parameters are trained.
+
+    Where `requires_grad` seems to have changed, it looks at the windows that follow too, measured or not: in a loop
+    that alternates, several measured windows in a row may lack the same parameters by chance.
 
     Args:
         parameters: measured parameters.
@@ -46,9 +49,9 @@ class FrozenWatch:
     def __init__(self, parameters: Sequence[Tensor], names: Sequence[str], group_names: Sequence[str]) -> None:
         self._parameters, self._names, self._group_names = list(parameters), list(names), list(group_names)
         self._n_windows = 0
-        self._off_for: dict[int, int] = {}
-        self._absent_for: dict[int, int] = {}
-        self._back_for: dict[int, int] = {}
+        self._off: dict[int, _Spell] = {}
+        self._absent: dict[int, _Spell] = {}
+        self._back: dict[int, _Spell] = {}
         self._absences = [0] * len(self._parameters)
         self._gone: set[int] = set()
 
@@ -66,32 +69,40 @@ class FrozenWatch:
         """
         named = enumerate(zip(self._names, self._group_names, strict=True))
         self._gone = {i for i, (name, group) in named if group in gone_groups or name in frozen}
-        self._off_for, self._absent_for, self._back_for = {}, {}, {}
+        self._off, self._absent, self._back = {}, {}, {}
 
-    def window_ends(self) -> TrainedChange | None:
-        """Note the end of a window, before the gradients are zeroed.
+    @property
+    def is_undecided(self) -> bool:
+        """Whether `requires_grad` may have changed, so that the next window is looked at even if it is not measured."""
+        off = any(i not in self._gone and spell.length < _OFF_FOR for i, spell in self._off.items())
+        return off or any(spell.length < _OFF_FOR for spell in self._back.values())
+
+    def window_ends(self, number: int) -> TrainedChange | None:
+        """Look at a window that ends, before the gradients are zeroed.
+
+        Args:
+            number: of the window.
 
         Returns:
             The change, once it has lasted; None without one.
         """
         self._n_windows += 1
         idle = [i for i, p in enumerate(self._parameters) if p.grad is None or not p.requires_grad]
-        if not (idle or self._off_for or self._absent_for or self._gone):
+        if not (idle or self._off or self._absent or self._gone):
             return None
         off = [i for i in idle if not self._parameters[i].requires_grad]
         absent = [i for i in idle if self._parameters[i].requires_grad]
-        self._off_for = {i: self._off_for.get(i, 0) + 1 for i in off}
-        self._absent_for = {i: self._absent_for.get(i, 0) + 1 for i in absent}
+        self._off = _extended(self._off, off, number)
+        self._absent = _extended(self._absent, absent, number)
         for i in absent:
             self._absences[i] += 1
-        back = self._gone.difference(idle)
-        self._back_for = {i: self._back_for.get(i, 0) + 1 for i in back}
-        gone = {i for i, n in self._off_for.items() if n >= _OFF_FOR}
-        gone |= {i for i, n in self._absent_for.items() if n >= _ABSENT_FOR and self._was_present(i, n)}
+        self._back = _extended(self._back, self._gone.difference(idle), number)
+        gone = {i for i, spell in self._off.items() if spell.length >= _OFF_FOR}
+        gone |= {i for i, s in self._absent.items() if s.length >= _ABSENT_FOR and self._was_present(i, s.length)}
         if new := sorted(gone - self._gone):
             self._gone |= gone
             return self._change(new, "frozen", "no longer trained", "without them")
-        if returned := sorted(i for i, n in self._back_for.items() if n >= _OFF_FOR):
+        if returned := sorted(i for i, spell in self._back.items() if spell.length >= _OFF_FOR):
             self._gone -= set(returned)
             return self._change(returned, "unfrozen", "trained again", "with them")
         return None
@@ -104,7 +115,8 @@ class FrozenWatch:
     def _change(self, indices: list[int], alert: str, what: str, how: str) -> TrainedChange:
         groups = tuple(dict.fromkeys(self._group_names[i] for i in indices))
         alive = {name for i, name in enumerate(self._group_names) if i not in self._gone}
-        lasted = [max(self._off_for.get(i, 0), self._absent_for.get(i, 0), self._back_for.get(i, 0)) for i in indices]
+        spells = (self._off, self._absent, self._back)
+        first = min(of_kind[i].first for of_kind in spells for i in indices if i in of_kind)
         some = ", ".join(self._names[i] for i in indices[:2]) + (", …" if len(indices) > 2 else "")
         gone = tuple(name for name in groups if name not in alive)
         again = [name for name in groups if name in alive]
@@ -112,7 +124,21 @@ class FrozenWatch:
         if again:
             follows.append(f"the noise scale of the whole model and of {_some(again)} starts again {how}")
         message = f"{len(indices)} measured parameters are {what} ({some}): {', and '.join(follows)}"
-        return TrainedChange(groups, gone, max(lasted), alert, message)
+        return TrainedChange(groups, gone, first, alert, message)
+
+
+@dataclass(frozen=True)
+class _Spell:
+    """Windows in a row: the number of the first, and how many were looked at."""
+
+    first: int
+    length: int
+
+
+def _extended(spells: Mapping[int, _Spell], indices: Iterable[int], number: int) -> dict[int, _Spell]:
+    """The spells of some parameters with one more window, and no others."""
+    before = {i: spells.get(i, _Spell(number, 0)) for i in indices}
+    return {i: _Spell(spell.first, spell.length + 1) for i, spell in before.items()}
 
 
 def _some(names: Sequence[str]) -> str:

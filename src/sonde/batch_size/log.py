@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sonde.batch_size.frozen_watch import TrainedChange
+from sonde.batch_size.measuring_cost import Cost, WindowCosts
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, find_alerts, set_aside_alerts
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
@@ -16,6 +17,7 @@ from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.probe import Metric
 from sonde.record_values import json_number
 from sonde.records import RunLog, has_details, logger
+from sonde.wording import percent
 
 METRICS: dict[str, Metric] = {
     "gns/b_simple": Metric("{unit}", "gradient noise scale tr Σ/|G|² now"),
@@ -41,8 +43,11 @@ METRICS: dict[str, Metric] = {
         "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
     ),
     "grad/clip_fraction": Metric("fraction", "share of the windows that were clipped"),
-    "cost/seconds_per_window": Metric("seconds", "host time spent inside the probe, per window"),
+    "cost/seconds_per_window": Metric("seconds", "host time spent inside the probe, per window of training"),
     "cost/fraction": Metric("fraction", "that host time over the time between windows"),
+    "cost/share": Metric("fraction", "part of the run's time that measuring takes now, over the last measured windows"),
+    "cost/share_error": Metric("fraction", "standard error of cost/share"),
+    "cost/every": Metric("windows", "windows of training for each measured one now"),
     "run/units_seen": Metric("{unit}", "units consumed since the start"),
     "run/units_per_second": Metric("{unit} per second", "units consumed per second of wall time"),
 }
@@ -59,26 +64,43 @@ _NO_LONGER_PASSING = 10
 
 
 @dataclass(frozen=True)
+class KnownOfWindow:
+    """What the host knows of a measured window when it ends.
+
+    Attributes:
+        number: of the window in training, from 1.
+        time: its end, in seconds since the epoch.
+        seconds: host time spent inside the probe since the measured window before.
+        tap: where its gradients were read.
+        changes: parameters that have stopped or started to be trained since the measured window before.
+        every: one window in so many is measured at that time, on average.
+        n_ended: windows that the pace of this probe had seen end, with this one.
+    """
+
+    number: int
+    time: float
+    seconds: float
+    tap: str
+    changes: tuple[TrainedChange, ...] = ()
+    every: int = 1
+    n_ended: int = 0
+
+
+@dataclass(frozen=True)
 class MeasuredWindow:
     """One window with all of its numbers on the host.
 
     Attributes:
         row: the numbers that were measured.
-        number: of the window, from 1.
-        time: its end, in seconds since the epoch.
-        seconds: host time spent inside the probe for it.
-        tap: where its gradients were read.
+        known: what the host knew of it.
         scalars: by name: the user's own, and those of a clip, under their metric names.
-        change: parameters that have stopped or started to be trained; None without a change.
+        costs: what ranks have spent since the measured window before, summed over ranks.
     """
 
     row: WindowRow
-    number: int
-    time: float
-    seconds: float
-    tap: str
+    known: KnownOfWindow
     scalars: Mapping[str, float]
-    change: TrainedChange | None = None
+    costs: WindowCosts = field(default_factory=WindowCosts)
 
 
 @dataclass
@@ -116,6 +138,7 @@ class NoiseScaleLog:
         setup: what was found at attach, for people.
         write_rest: a method that calls `write_rest` of this log when SIGTERM arrives; see `RunLog.begin`. Without it,
             the windows since the last reading are lost then.
+        cost: what measuring costs now.
     """
 
     def __init__(
@@ -124,6 +147,7 @@ class NoiseScaleLog:
         log: RunLog,
         setup: Mapping[str, object],
         write_rest: Callable[[], None] | None = None,
+        cost: Callable[[], Cost] | None = None,
     ) -> None:
         self.alerts: dict[str, str] = {}
         self._tracker, self._log = tracker, log
@@ -135,6 +159,7 @@ class NoiseScaleLog:
         self._n_readings = 0
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
+        self._cost = cost
         self._interval = _Interval(start=time.time())
         log.begin("reading", unit=tracker.unit, setup=setup, metrics=METRICS, write_rest=write_rest)
 
@@ -146,11 +171,13 @@ class NoiseScaleLog:
             drop: why the tracker left it out; None if it was averaged.
             norm: the plain norm of its gradient, as the tracker knows it; None if it does not.
         """
-        n_units = window.row.n_units
-        self._window, self._pieces = window.number, {"per_window": window.row.n_pieces, "tap": window.tap}
+        # A measured window stands for the windows since the one before too.
+        before, n_windows = self._window, max(window.known.number - self._window, 1)
+        n_units = n_windows * window.row.n_units
+        self._window, self._pieces = window.known.number, {"per_window": window.row.n_pieces, "tap": window.known.tap}
         interval = self._interval
-        interval.windows += 1
-        interval.seconds += window.seconds
+        interval.windows += n_windows
+        interval.seconds += window.known.seconds
         if math.isfinite(n_units):
             interval.units += n_units
             self._units_seen += n_units
@@ -165,9 +192,26 @@ class NoiseScaleLog:
         self._last_drop = drop.kind if drop else ""
         self._alert_set_asides(self._tracker.set_asides)
         if drop is not None and drop.kind not in _EXPECTED:
-            self._alert_drop(window.number, drop)
-        if window.number % self._log.every == 0:
-            self.reading(window.time)
+            self._alert_drop(window.known.number, drop)
+        if window.known.number // self._log.every > before // self._log.every:
+            self.reading(window.known.time)
+
+    def passed(self, number: int, scalars: Mapping[str, float]) -> None:
+        """Count the windows after the last measured one, at the end of a run.
+
+        Args:
+            number: of the last window of training.
+            scalars: the user's own, averaged over these windows.
+        """
+        if (n_windows := number - self._window) <= 0 or not self._window:  # no window's numbers have come
+            return
+        self._window = number
+        self._interval.windows += n_windows
+        units = n_windows * (self._tracker.units_per_window or 0.0)
+        self._interval.units += units
+        self._units_seen += units
+        for name, value in scalars.items():
+            self._interval.scalars.setdefault(name, _Mean()).add(value)
 
     def _alert_drop(self, number: int, drop: Drop) -> None:
         if drop.kind not in _PASSING or self._n_same_drops >= _NO_LONGER_PASSING:
@@ -207,15 +251,21 @@ class NoiseScaleLog:
         self._lacks_groups = not is_due
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank
-        reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last)
+        reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last, now=self._window)
         for name, message in find_alerts(reading).items():
             self.alert(name, message)
+        cost = self._cost() if self._cost is not None else None
+        if cost is not None and cost.is_over:
+            self.alert(*_over_budget(cost))
         elapsed = now - interval.start
         metrics = reading.metrics() | {
             NORM: None,
             CLIP_FRACTION: None,
             "cost/seconds_per_window": interval.seconds / interval.windows,
             "cost/fraction": interval.seconds / elapsed if elapsed > 0 else None,
+            "cost/share": cost.share if cost else None,
+            "cost/share_error": cost.error if cost else None,
+            "cost/every": cost.every if cost else None,
             "run/units_seen": self._units_seen,
             "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
         }
@@ -260,16 +310,28 @@ class NoiseScaleLog:
         self._window, self._units_seen = int(state["window"]), float(state["units_seen"])
 
 
+def _over_budget(cost: Cost) -> tuple[str, str]:
+    """The name and message of the alert about a cost that no pace can lower to the budget."""
+    assert cost.share is not None
+    assert cost.budget is not None
+    return "over_budget", (
+        f"measuring one window in {cost.every} still takes {percent(cost.share)} of the run's time, more than the "
+        f"budget of {percent(cost.budget)}: windows are so short that even those which are not measured cost more. "
+        "Allow a larger budget, or put more work into each window"
+    )
+
+
 def _window_record(window: MeasuredWindow, solved: SolvedWindow, groups: Sequence[str]) -> dict[str, object]:
     """A window on its own, from which readings can be computed again."""
     total = solved.total
     return {
-        "window": window.number,
-        "time": window.time,
+        "window": window.known.number,
+        "time": window.known.time,
         "metrics": {
             "gns/trace_cov": json_number(total.trace_cov),
             "gns/grad_sq": json_number(total.grad_sq),
             "gns/effective_units": json_number(solved.effective_units),
+            "cost/every": window.known.every,
         },
         "groups": {
             name: {"trace_cov": json_number(group.trace_cov), "grad_sq": json_number(group.grad_sq)}

@@ -53,8 +53,9 @@ class LoopWatch:
         alert: Alert,
     ) -> None:
         parameters = list(wrapper.parameters.values())
-        self._steps = StepWatch(optimizer, parameters, reader, alert=alert)
         self._forwards = ForwardWatch(model)
+        self._n_passed_pieces = 0
+        self._steps = StepWatch(optimizer, parameters, reader, n_runs=self._n_runs, alert=alert)
         self._trained = FrozenWatch(parameters, list(wrapper.parameters), group_names)
         self._parameters, self._reader = parameters, reader
         self._n_hooks = n_post_accumulate_hooks(parameters)
@@ -66,8 +67,42 @@ class LoopWatch:
         """Count a backward outside `piece()`."""
         self._forwards.backward_ended()
 
-    def window_ends(self) -> LoopNotes:
-        """Note that a window is being ended."""
+    @property
+    def seconds(self) -> float:
+        """Host time spent in hooks of optimizers so far, in all windows."""
+        return self._steps.seconds
+
+    def begin_window(self, *, is_measured: bool) -> None:
+        """Note whether the window that begins is measured."""
+        self._steps.is_measured = is_measured
+
+    def piece_passed(self) -> None:
+        """Count a declared piece of a window that is not measured."""
+        self._n_passed_pieces += 1
+
+    def _n_runs(self) -> int:
+        return self._forwards.n_forwards + self._n_passed_pieces
+
+    def window_passes(self, number: int) -> TrainedChange | None:
+        """Note that a window is being ended that was not measured.
+
+        Args:
+            number: of the window.
+
+        Returns:
+            Parameters that have stopped or started to be trained; None without a change.
+        """
+        self._n_passed_pieces = 0
+        self._steps.window_passes()
+        self._forwards.window_passes()
+        return self._trained.window_ends(number) if self._trained.is_undecided else None
+
+    def window_ends(self, number: int) -> LoopNotes:
+        """Note that a measured window is being ended.
+
+        Args:
+            number: of the window.
+        """
         self._count_batch_norms_again()
         found = {
             Problem.ENDED_LATE: self._steps.window_ends(),
@@ -75,7 +110,8 @@ class LoopWatch:
             Problem.TAKEN_IN_BACKWARD: self._gradients_were_taken(),
             Problem.MORE_BACKWARDS: self._forwards.window_ends(),
         }
-        return LoopNotes(tuple(p for p, is_found in found.items() if is_found), self._trained.window_ends())
+        change = self._trained.window_ends(number)
+        return LoopNotes(tuple(p for p, is_found in found.items() if is_found), change)
 
     def _count_batch_norms_again(self) -> None:
         """In the first window. A model may be attached in evaluation mode, as pretrained models often come."""

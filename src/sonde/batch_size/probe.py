@@ -1,31 +1,33 @@
 """Is my batch size right? The gradient noise scale of a run, while it runs.
 
-The story of a window, from top to bottom: `piece` counts a micro-batch; `step` or `clip_grad_norm_` ends the window and
-puts its numbers on their way; `_take` gets them some windows later, and gives them to the tracker and the log.
+The story of a measured window, from top to bottom: `piece` counts a micro-batch; `step` or `clip_grad_norm_` ends the
+window and puts its numbers on their way; `_take` gets them some windows later, and gives them to the tracker and the
+log. `_pass_window` ends a window that is not measured.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import math
 import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sonde.batch_size.budget import RANKS_DISAGREE, Pace
 from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.frozen_watch import TrainedChange
-from sonde.batch_size.log import CLIP_FRACTION, NORM, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.log import METRICS as LOG_METRICS
+from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.loop_watch import LoopWatch
+from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.model_checks import (
     n_batch_norms,
     n_post_accumulate_hooks,
@@ -33,10 +35,22 @@ from sonde.batch_size.model_checks import (
     optimizer_in_words,
     refuse_steps_in_backward,
 )
+from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.pieces import Pieces
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
 from sonde.batch_size.scalars import Scalars
-from sonde.batch_size.setup import NoiseScaleOptions, check_partners, describe, describe_window, group_names
+from sonde.batch_size.setup import (
+    NoiseScaleOptions,
+    check_partners,
+    describe,
+    describe_pace,
+    describe_window,
+    group_names,
+    same_on_ranks,
+    setup_record,
+)
+from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
@@ -45,41 +59,59 @@ from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.batch_size.taps.window_sums import Window, as_vector, piece_counts, read_row
+from sonde.batch_size.taps.window_sums import Window
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
+from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
-from sonde.gradient_norm.global_norm import global_norm
-from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
-from sonde.parallel.wrappers import Inventory, clean_name, find_wrapper, unwrap_optimizer
+from sonde.parallel.process_groups import n_summed
+from sonde.parallel.same_on_ranks import check_same_on_ranks
+from sonde.parallel.stages import model_parameters
+from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.wrappers import find_wrapper
 from sonde.probe import Metric
 from sonde.records import RunLog, log_of
 
-_WINDOWS_HELD = 100
-"""Most windows that wait on the device, however rarely a reading is written."""
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_WINDOWS_HELD = 8
+"""Most windows that wait on the device, however rarely a reading is written. `Pace` needs their costs soon."""
+_JUDGED_EVERY = 16
+"""Windows between two looks at whether a verdict is possible, while all windows are measured."""
 
 
 class NoiseScaleProbe:
-    """Measures the gradient noise scale B_simple = tr Σ/|G|² of a plain or DDP model while it trains.
+    """Measures the gradient noise scale B_simple = tr Σ/|G|² of a model while it trains, however it is cut over ranks.
 
     Training does not change: gradients are read as backward makes them. One small vector per window (all pieces of one
     optimizer step) is summed over ranks, asynchronously. Nothing waits for the device between attach and `reading()`,
     `state_dict()` or `close()`. Attach on every rank, since every rank takes part in the sum.
 
+    Not every window is measured: `NoiseScaleOptions` says how many, by `budget` and `every`. In the others, no hook
+    runs in backward and nothing is summed, and `clip_grad_norm_` still clips. With several ranks, a rank on which the
+    costs of a window are still missing 15 windows later waits for them, since all ranks must choose the same windows.
+
     Args:
-        model: plain, compiled or DDP-wrapped, on any devices, with its final `requires_grad`.
+        model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
+            its final `requires_grad`.
         optimizer: whose steps end the windows. The probe warns about windows that are not measured, or measured twice.
             Without it, the probe looks for the only optimizer that steps the model's parameters.
         options: how to measure.
         grad_scaler: the `torch.amp.GradScaler` in use; a piece is divided by the scale that it was taken at.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
+        mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
+        pp_mesh: the pipeline stages, an axis of `mesh`.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
         verbose: print the setup that was found, on rank 0.
+        fixed_weights: averages the windows of a model that does not train: `sonde.measure` passes it.
         **deprecated: see `attach`.
 
     Raises:
-        ValueError: for an argument outside its range, a model that is sharded or has no trainable parameters.
+        ValueError: for an argument outside its range, a model without trainable parameters or one that hides its
+            gradients; on all ranks, when they were attached with other options or hold other parameters.
 
     Reference:
         McCandlish et al. 2018, arXiv:1812.06162.
@@ -95,20 +127,27 @@ class NoiseScaleProbe:
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        pp_mesh: DeviceMesh | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         log: RunLog | None = None,
         verbose: bool = True,
+        fixed_weights: FixedWeights | None = None,
         **deprecated: Any,
     ) -> None:
         log = log_of(log, deprecated)
         options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
-        self._inventory = Inventory(model)
-        self._wrapper = wrapper = find_wrapper(model, process_group)
+        self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh)
         refuse_steps_in_backward(wrapper.parameters)
+        if options.metric == "adam" and wrapper.mesh is not None:
+            raise ValueError(
+                f"metric='adam' needs the whole second moment on each rank, got a model cut by {wrapper.name}: "
+                "use metric='euclidean'"
+            )
         parameters = list(wrapper.parameters.values())
-        self._known = {id(p) for p in parameters}
+        self._unmeasured = UnmeasuredParameters(model, [*parameters, *wrapper.stand_ins])
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._options = options
         self._metric: GradientMetric = Euclidean()
@@ -117,7 +156,9 @@ class NoiseScaleProbe:
             self._metric = AdamMetric(unwrap_optimizer(optimizer), parameters)
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
-        names = group_names(options.groups, wrapper.parameters)
+        whole = self._whole = model_parameters(wrapper.parameters, wrapper.pp_mesh)
+        names = group_names(options.groups, whole.names)
+        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, whole, names))
         # A GradScaler and Adam's metric change the size of squares, so that the limit for plain squares does not apply.
         has_own_size = self._grad_scaler is not None or options.metric == "adam"
         self._tracker = NoiseScaleTracker(
@@ -125,11 +166,12 @@ class NoiseScaleProbe:
             groups=tuple(dict.fromkeys(names)),
             horizon=options.horizon,
             n_ranks=wrapper.n_ranks,
-            least_sq_norm=0.0 if has_own_size else LEAST_SQ_NORM * sum(p.numel() for p in parameters),
+            least_sq_norm=0.0 if has_own_size else LEAST_SQ_NORM * whole.numel,
             rounding=self._rounding.now(),
+            fixed_weights=fixed_weights,
         )
         # The taps install hooks, so they come after everything that may refuse the model.
-        witness = Witness(parameters)
+        witness = Witness(whole.shapes, whole.first, len(parameters))
         self._taps = TapChoice(
             wrapper,
             witness,
@@ -138,19 +180,30 @@ class NoiseScaleProbe:
             comm_hook=comm_hook,
             comm_state=comm_state,
             staging_bytes=int(options.staging_mib * 2**20),
-            on_backward=self._end_backward,
+            on_backward=lambda: self._pieces.backward_ended(),
         )
-        self._reader = WindowReader(wrapper, names, self._metric, witness, self._taps, grad_scaler=self._grad_scaler)
+        self._reader = WindowReader(
+            wrapper,
+            names,
+            self._metric,
+            witness,
+            self._taps,
+            grad_scaler=self._grad_scaler,
+            first=whole.first,
+        )
         self._delivery = Delivery(self._take, self._reader.device)
+        pace = Pace(every=options.every, budget=options.budget, n_ranks=n_summed(wrapper.group))
+        self._pacing = Pacing(pace, self._taps, self._reader)
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
+        self._n_checked = 0
         self._n_arrived = 0
-        self._seconds = 0.0
+        self._has_paused = False
         self._seconds_put = 0.0
+        self._changes: list[TrainedChange] = []
+        """Those that windows which were not measured have shown."""
         self._scalars = Scalars(log)
-        self._in_piece = False
         self._closed = False
-        self._units_unknown = False
         self._found = {
             "optimizer": optimizer_in_words(optimizer, parameters),
             "batch_norms": n_batch_norms(model),
@@ -159,9 +212,17 @@ class NoiseScaleProbe:
         }
         self._verbose = verbose and log.is_first_rank
         self._log_every = log.every
-        self._loop = LoopWatch(model, optimizer, wrapper, names, self._reader, alert=self._alert)
+        own_names = names[whole.first : whole.first + len(parameters)]
+        self._loop = LoopWatch(model, optimizer, wrapper, own_names, self._reader, alert=self._alert)
+        self._pieces = Pieces(
+            options.units_per_piece,
+            reader=self._reader,
+            loop=self._loop,
+            pacing=self._pacing,
+            in_pipeline=wrapper.pp_mesh is not None,
+        )
         try:
-            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest)
+            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest, lambda: pace.cost)
         except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
@@ -171,14 +232,13 @@ class NoiseScaleProbe:
 
     # What the user calls.
 
-    @contextmanager
     def piece(
         self,
         *,
         units: float | Tensor | None = None,
         weight: float | Tensor = 1.0,
         unit_weights: Sequence[float] | Tensor | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """A context around the backward, or backwards, of one micro-batch.
 
         Args:
@@ -195,24 +255,26 @@ class NoiseScaleProbe:
             RuntimeError: inside another piece, or when the number of units is not known.
         """
         self._check_open()
-        if self._in_piece:
-            raise RuntimeError(
-                "piece() was entered inside another piece: open one 'with probe.piece():' per micro-batch"
-            )
-        if units is None and unit_weights is None:
-            units = self._known_units()
-        counts = piece_counts(units, weight, unit_weights)
-        self._in_piece = True
-        self._units_unknown = False
-        self._reader.begin_piece()
-        try:
-            yield
-        except BaseException:
-            self._reader.discard_piece()
-            raise
-        finally:
-            self._in_piece = False
-        self._reader.end_piece(counts)
+        return self._pieces.declared(units, weight, unit_weights)
+
+    def pieces(
+        self, n: int, *, units: float | Sequence[float] | None = None, weights: float | Sequence[float] = 1.0
+    ) -> AbstractContextManager[None]:
+        """A context around the step of a pipeline schedule, which runs the backwards of several micro-batches.
+
+        Every rank of the pipeline enters it, with the same numbers.
+
+        Args:
+            n: the schedule's micro-batches; each is a piece.
+            units: units in each of them, > 0, one number for all or [n]; by default `units_per_piece`.
+            weights: the weight of each in the loss, > 0, one number for all or [n].
+
+        Raises:
+            ValueError: for numbers that are not positive and finite, or not n of them.
+            RuntimeError: inside another piece, or when the number of units is not known.
+        """
+        self._check_open()
+        return self._pieces.scheduled(n, units, weights)
 
     def step(self) -> None:
         """End the window: call once per optimizer step, after the last backward and before `optimizer.step()`.
@@ -224,7 +286,7 @@ class NoiseScaleProbe:
             RuntimeError: inside a piece, or when the number of units is not known.
         """
         with self._delivery.alone():
-            self._end_window()
+            self._end_window(None)
 
     def clip_grad_norm_(
         self, max_norm: float | None, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -243,10 +305,9 @@ class NoiseScaleProbe:
             ValueError: when `max_norm` is negative or NaN, or `norm_type` is not above 0.
             RuntimeError: as `step()`; also for a norm that is not finite, with `error_if_nonfinite`.
         """
-        nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
-        max_norm, order = check_options(max_norm, nonfinite, None), check_order(norm_type)
+        clip = checked_clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         with self._delivery.alone():
-            norm = self._end_window(max_norm=max_norm, reads_grad=True, order=order, nonfinite=nonfinite)
+            norm = self._end_window(clip)
         assert norm is not None
         return norm
 
@@ -274,10 +335,10 @@ class NoiseScaleProbe:
         """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._tracker.reading()
+            return self._tracker.reading(now=self._n_windows)
 
     def window(self) -> SolvedWindow | None:
-        """The last window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits for the device."""
+        """The last measured window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits."""
         with self._delivery.alone():
             self._delivery.receive_all()
             return self._tracker.last
@@ -286,7 +347,13 @@ class NoiseScaleProbe:
         """The reading by metric name; None where a number is not known or not bounded. Waits for the device."""
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._tracker.reading(with_groups=False).metrics()
+            return self._tracker.reading(with_groups=False, now=self._n_windows).metrics()
+
+    def cost(self) -> Cost:
+        """How many windows are measured now, and the part of the run's time that it takes. Waits for the device."""
+        with self._delivery.alone():
+            self._delivery.receive_all()
+            return self._pacing.pace.cost
 
     @property
     def alerts(self) -> Mapping[str, str]:
@@ -303,10 +370,14 @@ class NoiseScaleProbe:
                 "averages": self._tracker.state_dict(),
                 "frozen": self._loop.frozen,
                 "run": self._log.state_dict(),
+                "windows": self._n_windows,
+                "pace": self._pacing.pace.state_dict(),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict`.
+
+        Load it on every rank, before the first window. Ranks that began with different states measure every window.
 
         Raises:
             ValueError: when it is of another version, unit, metric, horizon or of other parameters, has unknown or
@@ -318,7 +389,10 @@ class NoiseScaleProbe:
             self._tracker.load_state_dict(state["averages"])
             self._loop.restore(self._tracker.gone_groups, state.get("frozen", ()))
             self._log.load_state_dict(state["run"])
-            self._n_windows = state["run"]["window"]
+            # States from before windows were left out lack these two.
+            self._n_windows = state.get("windows", state["run"]["window"])
+            if "pace" in state:
+                self._pacing.pace.load_state_dict(state["pace"])
 
     def _write_rest(self) -> None:
         """Write a reading of the windows since the last one, as far as their numbers are on the host.
@@ -331,7 +405,7 @@ class NoiseScaleProbe:
                 self._log.write_rest()
 
     def _identity(self) -> dict[str, str]:
-        return identity(self._tracker.unit, self._metric.name, self._wrapper.parameters.items())
+        return identity(self._tracker.unit, self._metric.name, self._whole)
 
     def close(self, reason: str = "closed") -> None:
         """Remove every hook, write what is left and end this probe's part of the log. A second call does nothing.
@@ -355,6 +429,8 @@ class NoiseScaleProbe:
             finally:  # also of a run whose peers failed: take what has arrived
                 self._delivery.receive(wait=not abandon_unfinished)
                 self._loop.alert_if_due()
+                if not abandon_unfinished:
+                    self._log.passed(self._n_windows, {name: float(v) for name, v in self._scalars.take().items()})
         finally:
             self._remove_hooks()
             self._log.end(reason)
@@ -375,142 +451,131 @@ class NoiseScaleProbe:
         if self._closed:
             raise RuntimeError("the probe is closed: attach a new one, or clip with sonde.clip_grad_norm_")
 
-    # Pieces.
-
-    def _known_units(self) -> float:
-        if self._options.units_per_piece is None:
-            raise RuntimeError(
-                "the number of units in a piece is not known: pass units_per_piece= to attach, or units= to piece()"
-            )
-        return self._options.units_per_piece
-
-    def _end_backward(self) -> None:
-        """End the piece that was a backward outside piece()."""
-        self._loop.backward_ended()
-        if self._options.units_per_piece is None:
-            self._reader.discard_piece()
-            self._units_unknown = True  # the error is raised from the user's own call, not inside autograd
-        else:
-            self._reader.end_piece(piece_counts(self._options.units_per_piece, 1.0, None))
-
     # Windows.
 
     @torch.no_grad()
-    def _end_window(
-        self,
-        *,
-        max_norm: float | None = None,
-        reads_grad: bool = False,
-        order: float = 2.0,
-        nonfinite: Nonfinite = "ignore",
-    ) -> Tensor | None:
+    def _end_window(self, clip: WindowClip | None) -> Tensor | None:
         self._check_open()
-        if self._in_piece:
-            raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
-        if self._units_unknown:
-            self._known_units()
-        start = time.perf_counter()
-        if reads_grad:
-            self._reader.clip_also(self._unmeasured_parameters())
+        self._pieces.check_ended()
+        self._pacing.spent_in_all_windows(self._loop.seconds)
         self._deliver()
-        self._seconds += time.perf_counter() - start
-        notes = self._loop.window_ends()
-        window, measured = self._reader.end_window(reads_grad=reads_grad, problems=notes.problems)
-        start = time.perf_counter()
-        norm, failure = None, None
-        clip_scalars: dict[str, float | Tensor] = {}
-        if measured is not None:
-            try:
-                if order != 2.0:
-                    measured = global_norm(self._reader.plan, order)
-                norm = clip_measured_(self._reader.plan, measured, max_norm, nonfinite=nonfinite)
-                clip_scalars = {CLIP_FRACTION: norm > (math.inf if max_norm is None else max_norm)}
-                if order == 2.0:
-                    clip_scalars[NORM] = norm
-            except RuntimeError as error:  # raised below, after the window has ended
-                failure = error
-        self._put(window, clip_scalars | self._scalars.take(), notes.change)
-        if change := self._taps.change_if_due():
-            self._say(change)
-        self._seconds += time.perf_counter() - start
+        if clip is not None:
+            self._reader.clip_also(self._unmeasured.now())
+        if self._pacing.is_measured:
+            norm, failure = self._measure_window(clip)
+        else:
+            norm, failure = self._pass_window(clip)
+        self._pacing.window_ended()
+        if not (self._pacing.is_measured or self._has_paused):
+            self._has_paused = True
+            self._say(describe_pace(self._pacing.pace.cost))
+        self._loop.begin_window(is_measured=self._pacing.is_measured)
         if failure is not None:
             raise failure
         return norm
 
-    def _put(self, window: Window, scalars: Mapping[str, float | Tensor], change: TrainedChange | None) -> None:
-        """Put a window's numbers on their way, with its number, time, cost and tap."""
+    def _measure_window(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
+        """Read the window that ends, clip, and put its numbers on their way.
+
+        Returns:
+            The norm, if it was asked for; and an error to raise after the window has ended.
+        """
+        start = time.perf_counter()
+        notes = self._loop.window_ends(self._n_windows + 1)
+        self._pacing.spent(start)
+        window, measured = self._reader.end_window(
+            reads_grad=clip is not None, problems=notes.problems, costs=self._pacing.take_costs()
+        )
+        norm, failure = None, None
+        clip_scalars: dict[str, float | Tensor] = {}
+        if clip is not None:
+            try:
+                norm = clip.apply(self._reader.plan, measured)
+                clip_scalars = clip.scalars(norm)
+            except RuntimeError as error:
+                failure = error
+        start = time.perf_counter()
+        if notes.change is not None:
+            self._changes.append(notes.change)
+        self._put(window, clip_scalars | self._scalars.take())
+        if change := self._taps.change_if_due():
+            self._say(change)
+        self._pacing.spent(start)
+        return norm, failure
+
+    def _pass_window(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
+        """End a window that was not measured: only the clip has work to do."""
+        start = time.perf_counter()
         self._n_windows += 1
-        seconds = self._seconds + self._reader.seconds
-        number, ended, taken, tap = self._n_windows, time.time(), seconds - self._seconds_put, self._reader.tap_name
-        self._seconds_put = seconds
-        # `read` must not hold the window itself, so that its memory is freed once it is sent.
-        names, sizes = tuple(scalars), window.witness_sizes
+        if (change := self._loop.window_passes(self._n_windows)) is not None:
+            self._changes.append(change)
+        self._pacing.spent_idle(start)
+        try:
+            return (clip.apply(self._reader.plan) if clip is not None else None), None
+        except RuntimeError as error:
+            return None, error
 
-        def read(vectors: list[Tensor]) -> MeasuredWindow:
-            packed, sq_norm_big, witness_final, values = vectors
-            row = read_row(packed, sq_norm_big, witness_final, sizes)
-            given = dict(zip(names, values.tolist(), strict=True))
-            return MeasuredWindow(row, number, ended, taken, tap, given, change)
-
-        vectors = [window.packed, window.sq_norm_big, window.witness_final]
-        self._delivery.put([*vectors, as_vector(list(scalars.values()), self._reader.device)], read, window.work)
+    def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
+        """Put a window's numbers on their way, with what the host knows of it."""
+        self._n_windows += 1
+        seconds, before = self._pacing.seconds, self._seconds_put
+        pace, changes = self._pacing.pace, tuple(self._changes)
+        self._seconds_put, self._changes = seconds, []
+        known = KnownOfWindow(
+            self._n_windows, time.time(), seconds - before, self._reader.tap_name, changes, pace.every, pace.windows + 1
+        )
+        self._delivery.put_window(window, scalars, known)
 
     def _deliver(self) -> None:
         """Send the windows that are due, and take in those that arrived. The first is sent at once."""
-        if self._delivery.n_put == 1 or self._n_windows % min(self._log_every, _WINDOWS_HELD) == 0:
-            self._delivery.send()
-            self._alert_unmeasured()
+        start, waited = time.perf_counter(), self._delivery.seconds_waited
+        is_due = self._n_windows % self._log_every == 0 or self._n_windows % _WINDOWS_HELD == 0
+        is_later = self._n_windows // self._log_every > self._n_checked // self._log_every
+        if self._pacing.is_measured and (is_later or self._delivery.n_put <= 1):
+            self._n_checked = self._n_windows
+            if unmeasured := self._unmeasured.alert():
+                self._alert("not_watched", unmeasured)
             if hooks := self._loop.hooks_in_words():
                 self._say(hooks)
-        self._delivery.receive(wait=False)
-
-    def _alert_unmeasured(self) -> None:
-        """Alert if parameters are trainable now that were not when the probe was attached."""
-        if trainable := [name for name, p in self._unmeasured_parameters().items() if p.requires_grad]:
-            self._log.alert(
-                "not_watched",
-                f"{len(trainable)} parameters became trainable, or replaced others, after the probe was attached, and "
-                f"are not measured ({clean_name(trainable[0])}, …): attach again",
-            )
-
-    def _unmeasured_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters that the model has now but that are not measured."""
-        return {name: p for name, p in self._inventory.parameters().items() if id(p) not in self._known}
+        if not self._delivery.is_empty:
+            if self._delivery.n_put == 1 or is_due:
+                self._delivery.send()
+            self._delivery.receive(wait=False)
+        if self._pacing.pace.awaits is not None:  # ranks must choose alike, so none may choose before it has come
+            self._delivery.receive_all()
+        waited = self._delivery.seconds_waited - waited
+        self._pacing.spent(start, waited=waited)
 
     def _take(self, window: MeasuredWindow) -> None:
         """Take in a window that has arrived: the tracker averages it, the tap may change, the log writes."""
         if self._rounding.has_changed():
             self._tracker.rounding = self._rounding.now()
-        drop = self._tracker.update(window.row)
-        if (change := window.change) is not None:
-            self._tracker.parameters_changed(change.groups, gone=change.gone, n_windows=change.n_windows)
+        drop = self._tracker.update(window.row, number=window.known.number, every=window.known.every)
+        for change in window.known.changes:
+            self._tracker.parameters_changed(change.groups, gone=change.gone, first=change.first)
             self._alert(change.alert, change.message)
+        pace = self._pacing.pace
+        pace.take(window.known.n_ended, window.costs)
+        if pace.disagrees:
+            self._alert("ranks_disagree", RANKS_DISAGREE)
+        if pace.is_undecided and window.known.number % _JUDGED_EVERY == 0:
+            self._pacing.judge(self._tracker.reading(with_groups=False, as_if_last=False))
         self._taps.saw_row(window.row, is_sound=drop is None)
         self._say_first(window)
         solved = self._tracker.last
-        self._log.window(window, drop, solved.norm if solved is not None and self._metric.is_plain else None)
+        norm = solved.norm if solved is not None and self._metric.is_plain else None
+        self._log.window(window, drop, norm)
 
     def _alert(self, name: str, message: str) -> None:
         self._log.alert(name, message)
 
     def _setup(self) -> dict[str, object]:
         """The setup that was found, for the log and for people."""
-        return {
-            "wrapper": self._wrapper.name,
-            "ranks": self._wrapper.n_ranks,
-            "device": str(self._reader.device),
-            "tap": self._reader.tap_name,
-            "parameters": sum(p.numel() for p in self._reader.parameters),
-            "groups": list(self._reader.groups),
-            "horizon": self._tracker.horizon if math.isfinite(self._tracker.horizon) else None,
-            "level": self._tracker.level,
-            "metric": self._metric.name,
-            "log_every": self._log_every,
-            "grad_scaler": self._grad_scaler is not None,
-            "comm_hook": comm_hook_name(self._wrapper.ddp),
-            "units_per_piece": self._options.units_per_piece,
-            **self._found,
-        }
+        setup = setup_record(self._options, self._wrapper, self._reader.tap_name, self._reader.groups)
+        setup["parameters"] = self._whole.numel
+        setup["fixed_weights"] = self._tracker.at_fixed_weights
+        has_scaler, level = self._grad_scaler is not None, self._tracker.level
+        return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found
 
     def _say_first(self, window: MeasuredWindow) -> None:
         self._n_arrived += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -31,6 +32,13 @@ class Readback(Generic[T]):
     def __init__(self) -> None:
         self._put: list[tuple[dist.Work | None, list[Tensor], Read[T]]] = []
         self._copies: list[_Copy[T]] = []
+        self.seconds_waited = 0.0
+        """Host time in which this waited for a collective or for a copy."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is on its way."""
+        return not (self._put or self._copies)
 
     def put(self, vectors: list[Tensor], read: Read[T], work: dist.Work | None = None) -> None:
         """Put the vectors of one value in.
@@ -59,12 +67,15 @@ class Readback(Generic[T]):
         for work, vectors, read in put:
             if abandon_unfinished and work is not None and not work.is_completed():
                 continue
+            start = time.perf_counter()
             try:
                 if work is not None:
                     work.wait()  # on a GPU only the stream waits; gloo has usually finished in the windows since
             except RuntimeError as error:
                 failure = error
                 continue
+            finally:
+                self.seconds_waited += time.perf_counter() - start
             finished.append((vectors, read))
         if finished:
             self._copy(finished)
@@ -110,7 +121,9 @@ class Readback(Generic[T]):
             if copy.copied is not None and not copy.copied.query():
                 if not wait:
                     break
+                start = time.perf_counter()
                 copy.copied.synchronize()
+                self.seconds_waited += time.perf_counter() - start
             flat_sizes = [size for sizes in copy.sizes for size in sizes]
             vectors = iter(copy.host.split(flat_sizes))
             for sizes, read in zip(copy.sizes, copy.reads, strict=True):

@@ -20,12 +20,13 @@ class RoundingWatch:
 
     def __init__(self, wrapper: Wrapper, comm_hook: str | None) -> None:
         self._wrapper, self._comm_hook = wrapper, comm_hook
-        self._first = next(iter(wrapper.parameters.values()))
+        self._first = wrapper.leaves[0]
         self._dtype = self._first.dtype
 
     def now(self) -> RoundingTolerance:
         """The tolerance for the model as it is now."""
-        dtype, comm_hook = lowest_precision(self._wrapper.parameters), self._comm_hook
+        dtypes = [leaf.dtype for leaf in self._wrapper.leaves]
+        dtype, comm_hook = lowest_precision([*dtypes, *self._wrapper.reduced_in]), self._comm_hook
         is_16_bit = torch.finfo(dtype).bits <= 16
         # The smallest number of fp16 is 6e-8. A communication hook may send fp16, unless its name says bf16.
         sends_fp16 = comm_hook is not None and "bf16" not in comm_hook

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import Tensor
-
+from sonde.batch_size.budget import check_pace
+from sonde.parallel.stages import ModelParameters
 from sonde.stats.state import check_count, check_keys, check_number
 
 VERSION = 4
 
 
-def identity(unit: str, metric: str, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def identity(unit: str, metric: str, parameters: ModelParameters) -> dict[str, str]:
     """The unit, metric and parameters that are measured. Averages of others must not be continued."""
-    shapes = [(name, tuple(p.shape)) for name, p in parameters]  # in order: the state refers to parameters by index
+    # In order: the state refers to parameters by index.
+    shapes = list(zip(parameters.names, parameters.shapes, strict=True))
     return {
         "unit": unit,
         "metric": metric,
@@ -40,8 +41,9 @@ def check_state(state: Any, own: Mapping[str, str], parameters: Collection[str])
         raise ValueError(
             f"probe state has version {got!r:.60}, but this sonde reads version {VERSION}: start without the state"
         )
-    # States from before "frozen" was saved are still read.
-    check_keys("noise-scale probe state", {"frozen": [], **state}, {"version", "what", "averages", "frozen", "run"})
+    # States from before "frozen" was saved are still read, and those from before windows were left out.
+    later = {"frozen": [], "windows": 0, "pace": {}}
+    check_keys("noise-scale probe state", {**later, **state}, {"version", "what", "averages", "run", *later})
     check_keys("noise-scale probe state", state["what"], set(own))
     for name, value in own.items():
         if state["what"][name] != value and name == "parameters":
@@ -61,3 +63,7 @@ def check_state(state: Any, own: Mapping[str, str], parameters: Collection[str])
     check_keys("run of the probe state", run, {"window", "units_seen"})
     check_count("run of the probe state", run, "window")
     check_number("run of the probe state", run, "units_seen", low=0)
+    if "windows" in state:
+        check_count("noise-scale probe state", state, "windows")
+    if "pace" in state:
+        check_pace(state["pace"])

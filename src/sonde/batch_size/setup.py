@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
 from typing_extensions import TypeIs
 
+from sonde.batch_size.budget import DEFAULT_BUDGET, FIRST_WINDOWS
+from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
+from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.tap_choice import TapName
-from sonde.parallel.wrappers import GroupOf, block_of, unwrap_optimizer
+from sonde.parallel.stages import ModelParameters
+from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.wrappers import GroupOf, Wrapper, block_of
 from sonde.records import RunLog
+from sonde.wording import percent
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,7 @@ class NoiseScaleOptions:
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
         units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number. Without `piece()`, each
             backward is one piece. Once `piece()` is used, only backwards inside `piece()` count.
-        horizon: how many windows back the noise scale's trend is fitted; `math.inf` for the whole run.
+        horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks" for one group per top-level block, None for one group in all, or a function from a parameter's
             name to its group's.
         metric: "euclidean" for |g|²; "adam" for Σ g²/(√v̂ + ε) with the second moment of the optimizer's previous
@@ -34,6 +40,11 @@ class NoiseScaleOptions:
             every rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook
             of your own. "auto" changes back where buckets do not suffice.
         staging_mib: limit of the memory for gradients that wait, in MiB.
+        budget: part of the run's time that measuring may cost, between 0 and 1; None to measure every window. All
+            windows are measured until the readings allow a verdict on the batch size, but at most the first 200. Then
+            one window in N is measured, with N chosen from what the probe has timed, and at most 1000. It is a window
+            at a random place in each stretch of N, so that no period in the data falls in step with it.
+        every: N itself, from the first window on; `budget` is not used then.
 
     Raises:
         ValueError: for an option outside its range.
@@ -46,6 +57,8 @@ class NoiseScaleOptions:
     metric: Literal["euclidean", "adam"] = "euclidean"
     tap: TapName = "auto"
     staging_mib: float = 8.0
+    budget: float | None = DEFAULT_BUDGET
+    every: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.unit, str) or not self.unit.strip():
@@ -65,6 +78,15 @@ class NoiseScaleOptions:
             raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {self.tap!r}")
         if not (_is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
             raise ValueError(f"staging_mib must be ≥ 0 and finite, got {self.staging_mib!r}")
+        if self.budget is not None and not (_is_number(self.budget) and 0 < self.budget < 1):
+            raise ValueError(
+                f"budget must be a part of the run's time between 0 and 1, got {self.budget!r}: use 0.01 for 1 %, or "
+                "None to measure every window"
+            )
+        if self.every is not None and not (type(self.every) is int and self.every >= 1):
+            raise ValueError(
+                f"every must be a whole number of windows from 1 up, got {self.every!r}: use 1 to measure every window"
+            )
 
 
 def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler: object, log: object) -> None:
@@ -122,6 +144,51 @@ def group_names(groups: object, parameters: Collection[str]) -> list[str]:
     return names
 
 
+def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Sequence[str]) -> dict[str, object]:
+    """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums.
+
+    Args:
+        options: as given.
+        whole: the parameters of the whole model.
+        names: the group of each of them.
+    """
+    return {
+        "unit": options.unit,
+        "horizon": options.horizon,
+        "metric": options.metric,
+        "every": options.every,
+        "budget": options.budget,
+        "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
+        "the groups of parameters": list(names),
+    }
+
+
+def setup_record(options: NoiseScaleOptions, wrapper: Wrapper, tap: str, groups: Sequence[str]) -> dict[str, object]:
+    """What the log's header says of the model and of the options.
+
+    Args:
+        options: of the probe.
+        wrapper: of the model.
+        tap: where gradients are read.
+        groups: names of the parameter groups.
+    """
+    parameters = list(wrapper.parameters.values())
+    return {
+        "wrapper": wrapper.name,
+        "ranks": wrapper.n_ranks,
+        "device": str(parameters[0].device),
+        "tap": tap,
+        "parameters": sum(p.numel() for p in parameters),
+        "groups": list(groups),
+        "budget": options.budget if options.every is None else None,
+        "every": options.every,
+        "horizon": options.horizon if math.isfinite(options.horizon) else None,
+        "metric": options.metric,
+        "comm_hook": comm_hook_name(wrapper.ddp),
+        "units_per_piece": options.units_per_piece,
+    }
+
+
 def describe(setup: Mapping[str, Any], unit: str) -> str:
     """The message that attach prints."""
     groups = setup["groups"]
@@ -132,6 +199,7 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
         "ranks": f"{setup['ranks']} data-parallel {'rank' if setup['ranks'] == 1 else 'ranks'}",
         "pieces": f"read by {setup['tap']}; the first window shows how many there are",
         "unit": unit,
+        "windows": _windows_in_words(setup["budget"], setup["every"]),
         "groups": f"{len(groups)}: {shown}",
         "steps": setup["optimizer"],
     }
@@ -142,7 +210,21 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
     if setup["post_accumulate_hooks"]:
         n_hooks = setup["post_accumulate_hooks"]
         rows["hooks"] = f"{n_hooks} parameters have post-accumulate-grad hooks: {STEPS_IN_BACKWARD}"
-    return "noise scale attached\n" + "\n".join(f"  {name:<8}{text}" for name, text in rows.items())
+    return "noise scale attached\n" + "\n".join(f"  {name:<10}{text}" for name, text in rows.items())
+
+
+def _windows_in_words(budget: float | None, every: int | None) -> str:
+    if every is not None and every > 1:
+        return f"one in {every} is measured"
+    if every is not None or budget is None:
+        return "all are measured"
+    return f"measured until a verdict, at most {FIRST_WINDOWS}; then as many as {percent(budget)} of the time allows"
+
+
+def describe_pace(cost: Cost) -> str:
+    """The message that the first window prints which is not measured."""
+    why = "" if cost.budget is None else f", to cost no more than {percent(cost.budget)} of the run's time"
+    return f"one window in {cost.every} is measured from now on{why}"
 
 
 def describe_window(n_pieces: int, n_units: float, n_ranks: int, unit: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.parallel.wrappers import unwrap_optimizer
+from sonde.parallel.unwrap import unwrap_optimizer
 
 Alert = Callable[[str, str], None]
 """Takes the name of an alert and its message."""
@@ -20,6 +21,9 @@ _PASSED_OVER_AFTER = 3
 """Windows without a step, after which another optimizer that steps the same parameters takes the place."""
 _UNSEEN_AFTER = 20
 """Windows without any step that could be seen, after which the check is said to be blind."""
+_UNENDED_AFTER = 2
+"""Steps after a forward pass, without the end of a window between them, after which a window that is not measured was
+certainly not ended. Two optimizers that share a model's parameters may step once each."""
 
 
 class StepWatch:
@@ -34,12 +38,27 @@ class StepWatch:
         optimizer: the optimizer of the loop; None to find it by its steps.
         parameters: measured parameters.
         reader: the reader of the window, which is forgotten when the optimizer steps before the window was ended.
+        n_runs: counts the forward passes and the declared pieces of the present window. Where nothing is measured, they
+            show that gradients are new.
         alert: called with "never_called" when it is certain that a window was not ended, not even late; with
             "steps_unwatched" when the check is blind; with "optimizer_replaced" when it follows another optimizer.
     """
 
-    def __init__(self, optimizer: Any, parameters: Collection[Tensor], reader: WindowReader, *, alert: Alert) -> None:
-        self._reader, self._alert = reader, alert
+    def __init__(
+        self,
+        optimizer: Any,
+        parameters: Collection[Tensor],
+        reader: WindowReader,
+        *,
+        n_runs: Callable[[], int],
+        alert: Alert,
+    ) -> None:
+        self._reader, self._n_runs, self._alert = reader, n_runs, alert
+        self.seconds = 0.0
+        """Host time spent in hooks of optimizers so far."""
+        self.is_measured = True
+        """Whether the present window is measured."""
+        self._n_runs_stepped = self._n_unended = 0
         self._parameters, self._ids = list(parameters), frozenset(id(p) for p in parameters)
         self._held: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
         """By optimizer: how many parameters it has, and the measured ones among them."""
@@ -62,7 +81,7 @@ class StepWatch:
         self._handles.append(register_optimizer_step_post_hook(_while_alive(self._after_any_step)))
 
     def window_ends(self) -> bool:
-        """Note that a window is being ended.
+        """Note that a measured window is being ended.
 
         Returns:
             Whether the window is ended late: the optimizer has stepped already.
@@ -76,6 +95,16 @@ class StepWatch:
         self._find_optimizer()
         return is_late
 
+    def window_passes(self) -> None:
+        """Note that a window is being ended that was not measured."""
+        self._stepping.clear()
+        self._stepped_unended, self._stepped_in_backward = False, False
+        self._ended_since_step = self._n_unended == 0  # otherwise it is ended late
+        self._n_runs_stepped = self._n_unended = 0
+        self._windows_unstepped += 1
+        if self._watched or self._others:
+            self._find_optimizer()
+
     def take_stepped_in_backward(self) -> bool:
         """Whether an optimizer has stepped inside a backward since the last call."""
         stepped, self._stepped_in_backward = self._stepped_in_backward, False
@@ -84,11 +113,14 @@ class StepWatch:
     def alert_if_due(self) -> None:
         """Report a window that was not ended, once it can no longer be ended late."""
         if self._stepped_unended:
-            self._alert(
-                "never_called",
-                "optimizer.step() ran, but the window was not ended: "
-                "call probe.step() or probe.clip_grad_norm_() before it",
-            )
+            self._alert_never_called()
+
+    def _alert_never_called(self) -> None:
+        self._alert(
+            "never_called",
+            "optimizer.step() ran, but the window was not ended: "
+            "call probe.step() or probe.clip_grad_norm_() before it",
+        )
 
     def close(self) -> None:
         """Stop listening."""
@@ -152,8 +184,12 @@ class StepWatch:
         )
 
     def _before_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if not self._held_by(optimizer):
-            return
+        start = time.perf_counter()
+        if self._held_by(optimizer):
+            self._enter_step(optimizer, args, kwargs)
+        self.seconds += time.perf_counter() - start
+
+    def _enter_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
         is_inner = bool(self._stepping)
         self._stepping.append(optimizer)
@@ -182,11 +218,20 @@ class StepWatch:
         elif self._held_by(optimizer) or not self._others:  # another model's gives way to one of this model
             self._windows_unstepped = 0
             self._others.clear()
-            if self._reader.n_pieces and not self._ended_since_step and not has_closure:
-                self.alert_if_due()
-                self._stepped_unended = True
-                self._reader.forget_window()
+            if not (self._ended_since_step or has_closure):
+                self._step_was_not_announced()
             self._ended_since_step = False
+
+    def _step_was_not_announced(self) -> None:
+        """Note a step without the end of a window since the step before."""
+        if self._reader.n_pieces:
+            self.alert_if_due()
+            self._stepped_unended = True
+            self._reader.forget_window()
+        elif not self.is_measured and (n := self._n_runs()) > self._n_runs_stepped:
+            self._n_runs_stepped, self._n_unended = n, self._n_unended + 1
+            if self._n_unended >= _UNENDED_AFTER:
+                self._alert_never_called()
 
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from sonde.call_site import stack_level
 from sonde.parallel.devices import to_device
 from sonde.parallel.placements import local_tensor
-from sonde.parallel.wrappers import unwrap_optimizer
+from sonde.parallel.unwrap import unwrap_optimizer
 
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Module-level because a function has nowhere else to note that it has warned about an optimizer already."""

@@ -29,7 +29,8 @@ from sonde.gradient_norm.held_error import OTHER_CALL, OTHER_GRADIENT, OTHER_PLA
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
-from sonde.gradient_norm.summed_vector import SummedVector, pack, pack_exact
+from sonde.gradient_norm.summed_vector import SummedVector, own_square_sum, pack, pack_exact
+from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.placements import Layout, local_tensor
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
 
@@ -92,6 +93,7 @@ def global_norm(
     max_norm: float | None = None,
     nonfinite: str = "ignore",
     problem: ValueError | None = None,
+    riding: Tensor | None = None,
 ) -> GlobalNorm:
     """The p-norm of all gradients of all ranks together; each element counts once.
 
@@ -102,6 +104,8 @@ def global_norm(
         max_norm: what the gradients will be clipped to; the ranks compare it.
         nonfinite: what will be done when the norm is not finite; the ranks compare it.
         problem: an error found on this rank before; raised once the other ranks know that there is one.
+        riding: other numbers to sum over the ranks of the plan's mesh, in place and in the same collective, if the
+            order is at most 6; fp64 or the widest dtype of the plan's device, 1-dim, of one length on all ranks.
 
     Returns:
         A `GlobalNorm`.
@@ -119,7 +123,7 @@ def global_norm(
     request = NormRequest(order, max_norm, nonfinite, wrong_call)
     is_in_two = LARGEST_PLAIN_ORDER < order < math.inf
     first_order = math.inf if is_in_two else 2.0 if math.isnan(order) else order
-    first = _sum_over_ranks(plan, collected, request, first_order, problem)
+    first = _sum_over_ranks(plan, collected, request, first_order, problem, riding=riding)
     measured = _unpack(first, first_order, collected, request)
     error = first.error
     if error is None and is_in_two and plan.device.type != "cpu":
@@ -131,6 +135,31 @@ def global_norm(
             _sum_over_ranks(plan, collected, request, LARGEST_PLAIN_ORDER, error)
         raise error
     return _in_units_of_largest(plan, measured) if is_in_two else measured
+
+
+@torch.no_grad()
+def own_square_sums(plan: NormPlan) -> Tensor:
+    """This rank's part of the sum of squares of each part of the model, to be summed over the ranks of the plan's mesh.
+
+    Partial gradients are summed over their own ranks here: one all-reduce for each kind. All ranks have to call this.
+
+    Args:
+        plan: this rank's parameters, with a mesh.
+
+    Returns:
+        [parts], on the plan's device; each element of the model counts once in the sum over ranks.
+
+    Raises:
+        ValueError: for a gradient that cannot be counted.
+    """
+    collected = _sum_partial(plan, plan.collect())
+    if plan.gradient_problem is not None:
+        raise plan.gradient_problem
+    sums = torch.zeros(plan.n_parts, dtype=accumulation_dtype(plan.device), device=plan.device)
+    for gradients in collected:
+        if gradients.locals:
+            sums[gradients.group.key.part] += own_square_sum(plan, gradients)
+    return sums
 
 
 def _in_units_of_largest(plan: NormPlan, largest: GlobalNorm) -> GlobalNorm:
@@ -190,6 +219,7 @@ def _sum_over_ranks(
     order: float,
     problem: ValueError | None,
     units: Tensor | None = None,
+    riding: Tensor | None = None,
 ) -> Summed:
     """The power sum of the collected gradients, in multiples of `units`, [parts]. It raises nothing."""
     device, operation, over_stages = plan.device, _operation(order), None
@@ -205,11 +235,12 @@ def _sum_over_ranks(
         packed.failed.fill_(problem is not None)
         packed.wrong_call.fill_(request.is_wrong)
         packed.is_single.fill_(is_single)
-        work = start_reduce(packed.vector, process_group, operation)
-        under_way.append(_UnderWay(process_group, gradients, packed, work))
+        vector = packed.vector if riding is None else torch.cat([packed.vector, riding])
+        work = start_reduce(vector, process_group, operation)
+        under_way.append(_UnderWay(process_group, gradients, packed, vector, work))
     has_peers = False
     for started in under_way:
-        has_peers |= _wait(started.packed, started.work, started.process_group, operation)
+        has_peers |= started.wait(operation, riding)
         if order == 2.0 and device.type == "cpu" and (error := _measure_again(plan, started)):
             problem = problem or error
     total, *others = [started.packed for started in under_way]
@@ -250,7 +281,17 @@ class _UnderWay:
     process_group: dist.ProcessGroup | None
     gradients: list[Collected]
     packed: SummedVector
+    vector: Tensor
     work: dist.Work | None
+
+    def wait(self, operation: dist.ReduceOp.RedOpType, riding: Tensor | None) -> bool:
+        """Wait for the sum, and take what rode in it; returns whether there were other ranks to wait for."""
+        if self.work is not None and riding is not None:
+            self.work.wait()
+            n = len(self.packed.vector)
+            self.packed.vector.copy_(self.vector[:n])
+            riding.copy_(self.vector[n:])
+        return _wait(self.packed, self.work, self.process_group, operation)
 
 
 def _wait(

@@ -23,8 +23,8 @@ from sonde.gradient_norm.gradient_groups import (
     same_placement,
 )
 from sonde.gradient_norm.held_error import HeldError, unexpected
-from sonde.parallel.placements import Layout, check_mesh, local_tensor, ranks_of, stage_ranks
-from sonde.parallel.wrappers import Inventory
+from sonde.parallel.inventory import Inventory
+from sonde.parallel.placements import Layout, check_mesh, from_local, local_tensor, ranks_of, shard_of, stage_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -294,15 +294,9 @@ class NormPlan(Mapping[Key, list[Tensor]]):
 
     def zeros(self, index: int) -> Tensor:
         """Zeros in place of a missing gradient that was partial before, placed as it was then."""
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
         spec = self._seen.partial[index]
-        shape, _ = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
-        local = torch.zeros(shape, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
-        return DTensor.from_local(
-            local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-        )
+        local = torch.zeros(shard_of(spec)[0], dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
+        return from_local(local, spec)
 
     def collect(self) -> list[Collected]:
         """The gradients that exist now, by group; the parameters are regrouped first if a gradient is placed anew."""

@@ -133,6 +133,11 @@ def _add_group(
     return value
 
 
+def own_square_sum(plan: NormPlan, gradients: Collected) -> Tensor:
+    """What this rank adds to the sum of squares of a group's gradients over all ranks: 0-dim, on the plan's device."""
+    return _weight(plan, gradients) * to_device(_read(gradients, 2.0, None), plan.device)
+
+
 def pack_exact(plan: NormPlan, collected: list[Collected], parts: list[int]) -> Tensor:
     """Sums of squares of some parts of the model, all read in fp64, [parts]."""
     sums = torch.zeros(len(parts), dtype=accumulation_dtype(plan.device), device=plan.device)

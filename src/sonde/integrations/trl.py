@@ -12,7 +12,7 @@ from torch import nn
 from sonde.config import ProbesConfig, probes_from_config
 from sonde.deprecation import refuse_unknown
 from sonde.parallel.process_groups import data_parallel_group
-from sonde.parallel.wrappers import unwrap_optimizer
+from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -136,6 +137,48 @@ def local_tensor(tensor: Tensor) -> Tensor:
     local: Tensor = cast(Any, tensor)._local_tensor
     wait = getattr(local, "wait", None)  # a collective may still be writing to it
     return cast(Tensor, wait()) if callable(wait) else local
+
+
+def spec_of(tensor: Tensor) -> Any:
+    """The spec of a DTensor, the same object while it is placed alike; None for a plain tensor."""
+    return getattr(tensor, "_spec", None)
+
+
+def from_local(local: Tensor, spec: Any) -> Tensor:
+    """The DTensor of which this rank holds `local`, placed as a spec says; nothing is communicated."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+
+
+def shard_of(spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of what this rank holds of a tensor, and the index of its first element in the whole; along each dim.
+
+    Args:
+        spec: of a DTensor; each dim of this rank's part is one range of the whole dim, as FSDP2 and tensor parallelism
+            cut it.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    return tuple(shape), tuple(offset)
+
+
+def holds_first_copy(layout: Layout, first_rank: int) -> bool:
+    """Whether this rank is the first of those that hold the same elements.
+
+    Args:
+        layout: of a gradient; that of a plain one if it is the same on all ranks.
+        first_rank: the lowest of all ranks that hold any of the gradient or of a copy, by its global number.
+    """
+    if layout.mesh is None:
+        return dist.get_rank() == first_rank
+    coordinate = layout.mesh.get_coordinate()
+    # Where the mesh is a part of all ranks, the copies on its sister meshes do not count.
+    if coordinate is None or first_rank not in ranks_of(layout.mesh):
+        return False
+    summed = {*layout.sharded, *(axis for axis, _ in layout.partial)}
+    return all(at == 0 for axis, at in enumerate(coordinate) if axis not in summed)
 
 
 def ranks_of(mesh: DeviceMesh) -> frozenset[int]:

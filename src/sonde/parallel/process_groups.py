@@ -67,6 +67,11 @@ def is_fake(group: dist.ProcessGroup | None) -> bool:
     return group is not None and dist.get_backend(group) == "fake"
 
 
+def n_summed(group: dist.ProcessGroup | None) -> int:
+    """How many ranks add to a sum over a group: 1 without one, and in dry runs, where a rank gets its own numbers."""
+    return 1 if group is None or is_fake(group) else group.size()
+
+
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The process group of all ranks of a mesh; None for a mesh of one rank."""
     if mesh.size() == 1:  # torch makes no group for some meshes of one rank

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from sonde.parallel.placements import is_dtensor, is_fully_sharded
+from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
+from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
+from sonde.parallel.placements import is_dtensor
+from sonde.parallel.process_groups import group_of_mesh
+from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 GroupOf = Callable[[str], str]
 
@@ -24,43 +29,98 @@ class Wrapper:
     """What a model is wrapped in, and its parameters.
 
     Attributes:
-        name: "plain" or "DistributedDataParallel", for people.
+        name: "plain", "DistributedDataParallel", "FSDP2" and the like, for people.
         ddp: the DDP module, or the first of several; None without DDP.
         ddp_holds_all: whether every trainable parameter is in `ddp`.
-        group: the data-parallel process group; None for a single process.
-        n_ranks: the size of `group`.
-        parameters: trainable parameters by clean name (no `module.`, no `_orig_mod.`), each tensor once.
-        frozen: the other parameters, likewise.
+        group: the ranks that windows are summed over; None for a single process.
+        data: which of these ranks have data of their own.
+        mesh: these ranks, if parameters are cut over them; None if every rank holds whole parameters.
+        pp_mesh: the pipeline stages, each with parameters of its own; None without a pipeline.
+        parameters: trainable parameters of this rank by clean name (no `module.`, no `_orig_mod.`), each tensor once.
+        leaves: the tensor that backward makes the gradient of each of them for, [parameters]: the parameter itself, or
+            the whole one that FSDP2 gathers.
+        frozen: the other parameters, likewise by name.
+        reduced_in: dtypes in which FSDP2 reduces gradients, where these are not the gradients' own.
+        stand_ins: what FSDP2 shows at times in the place of parameters, frozen ones included.
     """
 
     name: str
     ddp: DistributedDataParallel | None
     ddp_holds_all: bool
     group: dist.ProcessGroup | None
-    n_ranks: int
+    data: DataRanks
+    mesh: DeviceMesh | None
+    pp_mesh: DeviceMesh | None
     parameters: dict[str, nn.Parameter]
+    leaves: list[Tensor]
     frozen: dict[str, nn.Parameter]
+    reduced_in: list[torch.dtype]
+    stand_ins: list[Tensor]
+
+    @property
+    def n_ranks(self) -> int:
+        """Ranks that have data of their own."""
+        return self.data.n_ranks
 
 
-def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapper:
-    """Find a model's wrapper, its ranks and its trainable parameters.
+def find_wrapper(
+    model: nn.Module,
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    pp_mesh: DeviceMesh | None = None,
+) -> Wrapper:
+    """Find a model's wrapper, its ranks and its trainable parameters. Under FSDP2, all ranks have to call this.
 
     Args:
-        model: a plain or compiled module, or one wrapped in DDP, in any nesting of the two.
+        model: a plain or compiled module, one wrapped in DDP, in any nesting of the two, or one cut by FSDP2.
         process_group: for a plain module whose gradients the user reduces over ranks.
+        mesh: all ranks that hold any of the model, where no parameter is on all of them.
+        pp_mesh: the pipeline stages, one axis of `mesh`, which it stands for where it is all of it.
 
     Raises:
-        ValueError: for a model that is sharded, has no trainable parameters, or has complex or lazy ones.
+        ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones.
     """
+    refuse_hidden_gradients(model)
     ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
-    sharded = next((m for m in model.modules() if is_fully_sharded(m)), None)
+    gathered = gathered_parameters(model)
     parameters = _by_name(model, requires_grad=True)
-    if sharded is not None or any(map(is_dtensor, parameters.values())):
-        raise ValueError(
-            "the noise-scale probe reads plain and DDP models, got sharded parameters "
-            f"({type(sharded or model).__name__}): "
-            "measure the same model under DDP, or a smaller model on one device"
-        )
+    _check_parameters(model, parameters)
+    is_cut = pp_mesh is not None or any(map(is_dtensor, parameters.values()))
+    if ddp is None and not is_cut and process_group is None:
+        refuse_inner_module(model)
+    if ddp is not None and any(map(is_dtensor, parameters.values())):
+        raise ValueError("DDP holds sharded parameters (DTensors), which it cannot reduce: use fully_shard (FSDP2)")
+    if is_cut and process_group is not None:
+        raise ValueError("process_group= is for plain modules, and a sharded model knows its ranks: leave it out")
+    leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
+    if is_cut:
+        mesh = check_whole_mesh(parameters, mesh if mesh is not None else pp_mesh)
+        group, data = group_of_mesh(mesh), data_ranks(mesh, leaves, pp_mesh)
+    else:
+        group, mesh = (ddp.process_group if ddp is not None else process_group), None
+        data = DataRanks(*((dist.get_rank(group), group.size()) if group is not None else (0, 1)))
+    return Wrapper(
+        name=_wrapper_name(ddp, gathered, parameters) + (" in pipeline stages" if pp_mesh is not None else ""),
+        ddp=ddp,
+        ddp_holds_all=ddp is not None and {id(p) for p in parameters.values()} <= {id(p) for p in ddp.parameters()},
+        group=group,
+        data=data,
+        mesh=mesh,
+        pp_mesh=pp_mesh,
+        parameters=parameters,
+        leaves=leaves,
+        frozen=_by_name(model, requires_grad=False),
+        reduced_in=reduction_dtypes(model),
+        stand_ins=list(gathered.values()),
+    )
+
+
+def _check_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a model without trainable parameters, or with lazy or complex ones.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
     if not parameters:
         raise ValueError(
             f"the model ({type(model).__name__}) has no trainable parameters: attach after requires_grad is set"
@@ -75,59 +135,18 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
             f"gradients must be real, got {parameters[unreal].dtype} for {unreal!r}: "
             "freeze it while attaching, or keep its real and imaginary parts as two parameters"
         )
-    group = ddp.process_group if ddp is not None else process_group
-    return Wrapper(
-        name="DistributedDataParallel" if ddp is not None else "plain",
-        ddp=ddp,
-        ddp_holds_all=ddp is not None and {id(p) for p in parameters.values()} <= {id(p) for p in ddp.parameters()},
-        group=group,
-        n_ranks=group.size() if group is not None else 1,
-        parameters=parameters,
-        frozen=_by_name(model, requires_grad=False),
-    )
 
 
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """The module inside DDP and torch.compile, in any nesting. Calling it issues none of DDP's collectives."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-class Inventory:
-    """A model's parameters by name, looked up again only if modules or parameters were added, removed or replaced."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._named: dict[str, nn.Parameter] = {}
-        self._seen: list[nn.Module] = []
-        self._held_then: tuple[list[int], list[object]] = ([], [])
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters that the model has now; the same dictionary until they change."""
-        if not self._seen or not self._is_unchanged():
-            self._named = dict(self._model.named_parameters())
-            self._seen = list(self._model.modules())
-            sizes, held = _held(self._seen)
-            self._held_then = sizes, list(held)
-        return self._named
-
-    def _is_unchanged(self) -> bool:
-        sizes, held = _held(self._seen)
-        return sizes == self._held_then[0] and all(map(operator.is_, held, self._held_then[1]))
-
-
-def _held(modules: Sequence[nn.Module]) -> tuple[list[int], Iterator[object]]:
-    """How many parameters and children each module holds, and these: without Python code for each of them."""
-    dictionaries = [m._parameters for m in modules] + [m._modules for m in modules]
-    return list(map(len, dictionaries)), itertools.chain.from_iterable(map(_VALUES, dictionaries))
-
-
-_VALUES = operator.methodcaller("values")
+def _wrapper_name(
+    ddp: nn.Module | None, gathered: Mapping[int, nn.Parameter], parameters: Mapping[str, nn.Parameter]
+) -> str:
+    if ddp is not None:
+        return "DistributedDataParallel"
+    if not any(map(is_dtensor, parameters.values())):
+        return "plain"
+    if not gathered:
+        return "tensor parallel"
+    return "FSDP2 over tensor parallel" if any(map(is_dtensor, gathered.values())) else "FSDP2"
 
 
 def n_collectives(group: dist.ProcessGroup | None) -> int:
@@ -138,10 +157,20 @@ def n_collectives(group: dist.ProcessGroup | None) -> int:
 
 def _by_name(model: nn.Module, *, requires_grad: bool) -> dict[str, nn.Parameter]:
     named: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named_parameters(model):
         if parameter.requires_grad == requires_grad:
             clean = clean_name(name)
             named[name if clean in named else clean] = parameter  # a model's own child may be named "module"
+    return named
+
+
+def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters by name; those of a list of pipeline stages without the stage's place, if the names differ anyway."""
+    named = list(model.named_parameters())
+    if isinstance(model, nn.ModuleList):
+        short = [(name.partition(".")[2], p) for name, p in named]
+        if len({name for name, _ in short}) == len(short):
+            return short
     return named
 
 
@@ -164,13 +193,6 @@ def block_of(name: str) -> str:
     return ".".join(parts[:-1][:2]) or name
 
 
-def lowest_precision(parameters: dict[str, nn.Parameter]) -> torch.dtype:
-    """The dtype with the fewest mantissa bits among the parameters' gradients."""
-    return max((p.dtype for p in parameters.values()), key=lambda d: torch.finfo(d).eps)
-
-
-def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper such as Accelerate's, which steps only when a step is due."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
+def lowest_precision(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype with the fewest mantissa bits."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

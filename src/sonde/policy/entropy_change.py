@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sonde.deprecation import with_deprecated
 from sonde.parallel.placements import local_tensor, reshard
 from sonde.parallel.process_groups import data_parallel_group, gather_from_all_ranks
-from sonde.parallel.wrappers import unwrap_optimizer
+from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.cost import Cost
 from sonde.policy.entropy_checks import check_model, check_optimizer, check_responses
 from sonde.policy.entropy_measurement import EntropyMeasurement

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sonde.call_site import stack_level
 from sonde.parallel.process_groups import gather_from_all_ranks
-from sonde.parallel.wrappers import unwrap_optimizer
+from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.scoring.checkpointing import can_checkpoint
 from sonde.policy.scoring.rollouts import Rollouts
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.parallel.process_groups import data_parallel_group, gather_from_all_ranks
-from sonde.parallel.wrappers import unwrap_model
+from sonde.parallel.unwrap import unwrap_model
 from sonde.policy.scoring.prompt_norms import NestedNorms
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer

@@ -42,7 +42,7 @@ def replay_windows(
     Args:
         windows: of one start of the run, in order; `sonde.read_windows` reads those of a log that was written with
             `RunLog(log_windows=True)`. If the run was restarted, choose a start by `WindowReading.segment`.
-        horizon: of the trend, in windows.
+        horizon: of the trend, in measured windows.
         every: windows between two readings, from 1 up.
         level: confidence level of the intervals.
 
@@ -70,15 +70,17 @@ def _replayed(windows: Iterable[WindowReading], horizon: float, every: int, leve
         _check_follows(before, window)
         before = window
         history = history or WindowHistory(tuple(window.groups), horizon)
+        history.spacing.measured(window.window, window.metrics.get("cost/every") or 1.0)  # older logs lack it
         history.add(_solved(window), window.window)
         if window.window % every:
             continue
+        spacing = history.spacing.per_measured(horizon)
         fits: dict[str | None, TrendFit] = {
             name: fit
             for names, series in history.series()
             for name, fit in zip(
                 names,
-                fit_trends(series.trace_cov, series.grad_sq, series.ages, horizon, level=level),
+                fit_trends(series.trace_cov, series.grad_sq, series.ages, horizon, level=level, spacing=spacing),
                 strict=True,
             )
         }

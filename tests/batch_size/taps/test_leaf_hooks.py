@@ -12,8 +12,9 @@ from torch.autograd import Variable
 
 import sonde
 from sonde.batch_size.taps.autograd_internals import accumulates
-from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL, LeafHookTap
+from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.taps.metric import Euclidean
+from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL
 from sonde.batch_size.taps.witness import Witness
 
 
@@ -40,7 +41,11 @@ def test_a_large_gradient_is_not_copied_even_by_autograd() -> None:
         weight = nn.Parameter(torch.randn(400, 400))
         seen: list[int] = []
         weight.register_hook(lambda g: seen.append(g.data_ptr()))
-        tap = LeafHookTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None) if tapped else None
+        tap = (
+            LeafHookTap([weight], Witness([weight.shape]), Euclidean(), on_backward_end=lambda: None)
+            if tapped
+            else None
+        )
         if tap:
             tap.begin_piece(is_first=False)
         (weight * torch.randn(400, 400)).sum().backward()
@@ -57,7 +62,7 @@ def test_a_large_gradient_is_not_copied_even_by_autograd() -> None:
 def test_the_hook_creates_no_tensor_of_gradient_size() -> None:
     weight = nn.Parameter(torch.randn(512, 512))
     weight.grad = torch.zeros(512, 512)  # added to in place: autograd makes nothing of that size either
-    tap = LeafHookTap([weight], Witness([weight]), Euclidean(), on_backward_end=lambda: None)
+    tap = LeafHookTap([weight], Witness([weight.shape]), Euclidean(), on_backward_end=lambda: None)
     grad = torch.randn(512, 512)
     tap.begin_piece(is_first=False)
     with Watch() as watch:
@@ -72,7 +77,7 @@ def test_small_gradients_are_staged_within_a_bound() -> None:
     parameters = [nn.Parameter(torch.randn(100, 100)) for _ in range(50)]
     tap = LeafHookTap(
         parameters,
-        Witness(parameters),
+        Witness([p.shape for p in parameters]),
         Euclidean(),
         on_backward_end=lambda: None,
         staging_bytes=200_000,
@@ -95,7 +100,7 @@ def test_small_gradients_are_staged_within_a_bound() -> None:
 def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
     """After backward has ended, a write to `.grad` must not change a gradient that waits."""
     small = nn.Parameter(torch.ones(10))
-    tap = LeafHookTap([small], Witness([small]), Euclidean(), on_backward_end=lambda: None, staged_numel=100)
+    tap = LeafHookTap([small], Witness([small.shape]), Euclidean(), on_backward_end=lambda: None, staged_numel=100)
     tap.begin_piece(is_first=False)
     (small * 3).sum().backward()
     small.grad.zero_()  # type: ignore[union-attr]
@@ -109,7 +114,7 @@ def test_staging_changes_no_result(staging_bytes: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 30), nn.Linear(30, 2))
     parameters = list(model.parameters())
-    witness = Witness(parameters)
+    witness = Witness([p.shape for p in parameters])
     inputs = torch.randn(3, 5, 6)
     pieces = []
     for staged_numel in (0, 10_000):

@@ -11,7 +11,7 @@ from sonde.batch_size.taps.witness import Witness
 )
 def test_a_few_elements_spread_over_the_shape(shape: tuple[int, ...]) -> None:
     grad = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    witness = Witness([grad])
+    witness = Witness([grad.shape])
     read = witness.read(0, grad)
     assert read.numel() == witness.sizes[0]
     assert min(grad.numel(), 8) <= read.numel() <= 32 or grad.numel() == 1
@@ -25,7 +25,7 @@ def test_a_few_elements_spread_over_the_shape(shape: tuple[int, ...]) -> None:
 
 def test_vectors_and_matrices_from_the_whole_depth() -> None:
     parameters = [torch.zeros(64, 64) if i % 2 else torch.zeros(64) for i in range(200)]
-    witness = Witness(parameters)
+    witness = Witness([p.shape for p in parameters])
     seen: set[int] = set()
     for _ in range(50):
         kinds = [parameters[i].dim() for i in witness.indices]
@@ -41,7 +41,7 @@ def test_vectors_and_matrices_from_the_whole_depth() -> None:
 @pytest.mark.parametrize("shape", [(100,), (17, 23), (5, 6, 7)])
 def test_every_element_has_its_turn(shape: tuple[int, ...]) -> None:
     grad = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    witness = Witness([grad])
+    witness = Witness([grad.shape])
     seen: set[float] = set()
     for _ in range(100):
         assert witness.sizes[0] > 0
@@ -52,7 +52,7 @@ def test_every_element_has_its_turn(shape: tuple[int, ...]) -> None:
 
 def test_the_joined_elements_are_a_copy() -> None:
     grad = torch.ones(40, dtype=torch.float64)
-    witness = Witness([grad])
+    witness = Witness([grad.shape])
     read = witness.join({0: witness.read(0, grad)}, grad.device)
     grad.zero_()
     assert float(read.sum()) > 0
@@ -60,9 +60,9 @@ def test_the_joined_elements_are_a_copy() -> None:
 
 def test_sparse_reads_as_dense() -> None:
     grad = torch.sparse_coo_tensor(torch.tensor([[0, 0, 3]]), torch.ones(3, 6), (9, 6), check_invariants=True)
-    witness = Witness([grad.to_dense()])
+    witness = Witness([grad.shape])
     assert torch.equal(witness.read(0, grad), witness.read(0, grad.to_dense()))
 
 
 def test_empty_parameters_are_passed_over() -> None:
-    assert Witness([torch.zeros(0), torch.zeros(0, 5), torch.zeros(3)]).indices == [2]
+    assert Witness([(0,), (0, 5), (3,)]).indices == [2]

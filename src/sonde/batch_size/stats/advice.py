@@ -57,6 +57,7 @@ def advise(
     n_pieces: float | None,
     n_units: float | None,
     misfit: Misfit = "",
+    spacing: float = 1.0,
 ) -> str:
     """What to do about a noise scale of which only a bound, or a wide interval, is known.
 
@@ -65,11 +66,12 @@ def advise(
         log_error: standard error of log B_simple to first order; None where |G|² or tr Σ is not positive so far.
         effective: effective windows of the trend now; 0 before the first.
         most_effective: effective windows that the horizon allows at most.
-        horizon: of the trend, in windows.
-        drift: change of log B_simple per window that there is at least, up or down: less its standard error.
+        horizon: of the trend, in measured windows.
+        drift: change of log B_simple per measured window that there is at least, up or down: less its standard error.
         n_pieces: effective number of pieces in a window, u/v.
         n_units: effective number of units in a window, 1/v.
         misfit: of the trend.
+        spacing: windows of training for each measured one.
 
     Returns:
         One sentence without its full stop; empty where nothing is needed.
@@ -82,7 +84,9 @@ def advise(
     is_filled = effective > 0.9 * most_effective
     more = windows_needed(log_error, effective=effective, most_effective=most_effective, target=target)
     if more is not None and not is_filled:
-        return f"measure about {_rounded(max(more, 5))} more windows"
+        n_windows = _rounded(max(more, 5))
+        of_training = f" (about {_rounded(n_windows * spacing)} windows of training)" if spacing > 1 else ""
+        return f"measure about {n_windows} more windows{of_training}"
     if misfit == "jump":
         return "measure more windows; how many cannot be computed so soon after the noise scale has changed"
     if log_error is None or log_error > _GUESSED:

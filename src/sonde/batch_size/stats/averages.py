@@ -25,14 +25,14 @@ class NoiseScaleAverages:
 
     Args:
         groups: names of the parameter groups, in the order of a window's entries.
-        horizon: of the trend and of the averages, in windows.
+        horizon: of the trend and of the averages, in measured windows.
     """
 
     def __init__(self, groups: Sequence[str], horizon: float) -> None:
         self.horizon = horizon
         self.history = WindowHistory(groups, horizon)
         self.n_seen = 0
-        """Windows seen, used or dropped: the number of the last one."""
+        """The number of the last measured window, used or dropped."""
         self.within_between = RunningNoiseScale(horizon)
         """tr Σ within ranks (as its trace) and between ranks (as its signal): the ratio is the consistency."""
         self.changed = ChangedGradients(self._decay)
@@ -47,6 +47,16 @@ class NoiseScaleAverages:
         self.scale_residual: float | None = None
         self._units = self._units_weight = 0.0
         self._squares = self._differences = 0.0
+
+    def see(self, number: int, every: float) -> None:
+        """Note a measured window, whether it is used or dropped.
+
+        Args:
+            number: of the window in training.
+            every: one window in so many is measured at that time, on average.
+        """
+        self.n_seen = number
+        self.history.spacing.measured(number, every)
 
     def see_units(self, n_units: float) -> None:
         """Average the units of a window, whether the window is used or dropped."""

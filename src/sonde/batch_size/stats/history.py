@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.spacing import Spacing
 from sonde.batch_size.stats.trend import REACH
 from sonde.batch_size.stats.window_entry import (
     EntryColumns,
@@ -46,7 +47,7 @@ class WindowHistory:
 
     Args:
         groups: names of the parameter groups, in the order of a window's entries.
-        horizon: of the trend, in windows.
+        horizon: of the trend, in measured windows.
     """
 
     def __init__(self, groups: Sequence[str], horizon: float) -> None:
@@ -58,6 +59,8 @@ class WindowHistory:
         self._index = {name: i for i, name in enumerate(self.groups)}
         self.windows = 0
         """Windows added, those set aside included."""
+        self.spacing = Spacing()
+        """How many windows of training there are for each measured one."""
         self.set_asides = SetAsides(0, None, dict.fromkeys(self.groups, 0), ())
         """Of settled windows, which have all of their neighbours."""
         self._settled: list[WindowEntry] = []
@@ -89,12 +92,17 @@ class WindowHistory:
             self._settle(len(self._recent) - 1 - _NEIGHBOURS)
         if len(self._recent) > 2 * _NEIGHBOURS:
             del self._recent[0]
-        oldest = number - REACH * self.horizon
+        oldest = number - REACH * self._horizon_of_training
         while self._settled and self._settled[0].number < oldest:
             del self._settled[0]
         if len(self._settled) > _MOST_ENTRIES:
             pairs = zip(self._settled[::2], self._settled[1::2], strict=False)
             self._settled = [a.sum_with(b) for a, b in pairs] + self._settled[len(self._settled) // 2 * 2 :]
+
+    @property
+    def _horizon_of_training(self) -> float:
+        """The horizon in windows of training."""
+        return self.spacing.windows_in(self.horizon)
 
     def _settle(self, index: int) -> None:
         aside, aside_in = self._set_aside(index)
@@ -166,7 +174,8 @@ class WindowHistory:
             column: where `_times` has these groups.
         """
         entry = self._recent[index]
-        others = [e for e in self._settled if e.number > entry.number - self.horizon and not e.aside.issuperset(groups)]
+        first = entry.number - self._horizon_of_training
+        others = [e for e in self._settled if e.number > first and not e.aside.issuperset(groups)]
         settled_up_to = self._settled[-1].number if self._settled else -math.inf
         for i, recent in enumerate(self._recent):  # without others that may be set aside themselves
             if recent.number > settled_up_to and self._times(i)[column] <= self._most_times():
@@ -237,7 +246,7 @@ class WindowHistory:
             # The total, None, has no index.
             counts_here = counted[[-1 if name is None else self._index[name] for name in names]][:, kept]
             sums = torch.stack([rows[name][kept] for name in names]) * counts_here[..., None]  # [series, entries, 2]
-            series.append((names, columns.series(sums, counts_here, kept, self.horizon)))
+            series.append((names, columns.series(sums, counts_here, kept, self._horizon_of_training)))
         return series
 
     def _columns(self, entries: Sequence[WindowEntry], *, now: float) -> EntryColumns:
@@ -299,6 +308,7 @@ class WindowHistory:
             "since": dict(self._since),
             "gone": sorted(self._gone),
             "average": self._average.state_dict(),
+            "spacing": self.spacing.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -308,7 +318,11 @@ class WindowHistory:
             ValueError: when keys, groups or the horizon differ, or a value cannot be what its name says.
         """
         label = "window history of the state"
-        check_keys(label, state, set(self.state_dict()))
+        # States from before windows were spaced out are still read.
+        known = set(self.state_dict())
+        if isinstance(state, Mapping) and "spacing" not in state:
+            known.discard("spacing")
+        check_keys(label, state, known)
         if state["groups"] != list(self.groups):
             raise ValueError(f"{label}: it has the groups {state['groups']}, this probe has {list(self.groups)}")
         check_number(label, state, "horizon", low=0)
@@ -332,6 +346,8 @@ class WindowHistory:
         )
         average = RunningNoiseScale(math.inf)
         average.load_state_dict(state["average"])
+        last = recent[-1].number if recent else 0.0
+        self.spacing.load_state_dict(label, state.get("spacing", [last, 1.0, 1.0]))
         self.windows = state["windows"]
         n_in_group = {name: state["group_set_aside"][name] for name in self.groups}
         self.set_asides = SetAsides(state["n_set_aside"], None, n_in_group, ())

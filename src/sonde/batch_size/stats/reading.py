@@ -78,12 +78,13 @@ class NoiseScaleReading:
         status: "resolved", "lower_bound" (B_simple > low), "upper_bound" (B_simple < high) or "unresolved".
         reason: why B_simple is not resolved; empty when it is resolved.
         advice: what would make it known better; empty when it is known well.
-        drift: change of log(B_simple) per window, now; None unless resolved.
+        drift: change of log(B_simple) per window of training, now; None unless resolved.
         drift_error: standard error of the drift; None when unknown.
         average: the noise scale of the run so far; None before the first window.
         grad_sq: |G|² averaged over the horizon, which may be negative; None before the first window.
         trace_cov: tr Σ per unit, likewise. Their ratio lags behind `b_simple` while training moves.
-        units_per_window: the batch size: average units in a window; None before the first window.
+        units_per_window: the batch size: average units in a window; None before the first window. In a measurement at
+            fixed weights, the batch size that it was told to judge.
         effective_units: effective number of units (Kish) in the last window.
         u: Σ a_k/n_k of the last window, the mean of 1/n_k over its pieces; other systems report tr Σ·u/|G|².
         windows: windows measured, those set aside included.
@@ -92,7 +93,7 @@ class NoiseScaleReading:
         last_group_set_asides: the last window that was left out of single groups, once for each of them, likewise.
         influence: the window that moves B_simple most; None where that is not known.
         dropped: windows left out because they could not be used, by reason.
-        windows_needed: windows still needed for ± 20 %; None when their number cannot be estimated.
+        windows_needed: measured windows still needed for ± 20 %; None when their number cannot be estimated.
         consistency: tr Σ within ranks over tr Σ between ranks, about 1 when data are sound; None when there is no
             second rank or no second micro-batch to compare.
         doubts: reasons not to trust the numbers: messages by name; usually empty. A reading with doubts is unresolved
@@ -101,6 +102,7 @@ class NoiseScaleReading:
         scale_residual: the part of the last window's gradient that κ does not explain.
         unit: plural name of the unit.
         groups: by parameter group, in the model's order; empty where groups were not read.
+        every: one window of training in so many is measured, on average over the horizon.
     """
 
     b_simple: float | None
@@ -130,6 +132,7 @@ class NoiseScaleReading:
     scale_residual: float | None
     unit: str
     groups: Mapping[str, GroupReading] = field(repr=False)
+    every: float = 1.0
 
     def metrics(self) -> dict[str, float | None]:
         """The numbers by metric name; None where a number is unknown or unbounded."""
@@ -163,8 +166,10 @@ class NoiseScaleReading:
         return doubling_windows(self.drift, self.drift_error)
 
     def __str__(self) -> str:
-        batch = f"batch {number(self.units_per_window, 4)}" if self.units_per_window is not None else "no window yet"
-        seen = f"{batch}, {self.windows} windows" + (f", {sum(self.dropped.values())} dropped" if self.dropped else "")
+        batch = f"batch {number(self.units_per_window, 4)}, " if self.units_per_window is not None else ""
+        of_these = f" measured, one in {number(self.every)}" if self.every > 1 else ""
+        dropped = f", {sum(self.dropped.values())} dropped" if self.dropped else ""
+        seen = f"{batch}{self.windows} windows{of_these}{dropped}"
         if self.status == "resolved":
             moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
             known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"

@@ -32,7 +32,13 @@ class _Fitted:
 
 
 def summarise(
-    averages: NoiseScaleAverages, *, unit: str, level: float, with_groups: bool = True, as_if_last: bool = True
+    averages: NoiseScaleAverages,
+    *,
+    unit: str,
+    level: float,
+    with_groups: bool = True,
+    as_if_last: bool = True,
+    now: int | None = None,
 ) -> NoiseScaleReading:
     """Make a reading.
 
@@ -42,13 +48,14 @@ def summarise(
         level: confidence level of the intervals.
         with_groups: also read each group of parameters.
         as_if_last: count the last windows among those set aside if they would be, should no window follow.
+        now: number of the present window, measured or not; by default the last measured one.
     """
     history = averages.history
-    doubts = _doubts(averages)
+    doubts = doubts_of(averages)
     why = next(iter(doubts.values())) if doubts else _stale(averages)
     doubted = RatioInterval("unresolved", None, None, why) if why else None
     asides = history.set_asides_now() if as_if_last else history.set_asides
-    fitted = _fit(averages, level, doubted, with_groups=with_groups)
+    fitted = _fit(averages, level, doubted, with_groups=with_groups, now=averages.n_seen if now is None else now)
     total = fitted[None]
     own = _group(total, doubted)
     is_resolved = own.status == "resolved"
@@ -80,6 +87,7 @@ def summarise(
         scale=averages.scale,
         scale_residual=averages.scale_residual,
         unit=unit,
+        every=_spacing(averages),
         groups={
             name: replace(_group(fitted[name], doubted), set_aside=asides.n_in_group[name])
             for name in history.groups
@@ -90,13 +98,19 @@ def summarise(
 
 def _still_matters(aside: SetAside, averages: NoiseScaleAverages) -> bool:
     """Whether a window that was set aside is so recent that it would still have weight."""
-    return averages.n_seen - aside.window < min(averages.history.horizon, _LONGEST_MATTER)
+    n_since = (averages.n_seen - aside.window) / _spacing(averages)
+    return n_since < min(averages.history.horizon, _LONGEST_MATTER)
+
+
+def _spacing(averages: NoiseScaleAverages) -> float:
+    """Windows of training for each measured one, over the horizon."""
+    return averages.history.spacing.per_measured(averages.history.horizon)
 
 
 def _stale(averages: NoiseScaleAverages) -> str:
     """Why the last windows say nothing about now; empty where they do."""
     history = averages.history
-    missing = averages.n_seen - round(history.last_window)
+    missing = round((averages.n_seen - history.last_window) / history.spacing.now)
     if not averages.windows or missing <= max(_MOST_MISSING * min(history.horizon, averages.windows), 5):
         return ""
     last = f": {averages.last_drop}" if averages.last_drop else ""
@@ -104,15 +118,17 @@ def _stale(averages: NoiseScaleAverages) -> str:
 
 
 def _fit(
-    averages: NoiseScaleAverages, level: float, doubted: RatioInterval | None, *, with_groups: bool
+    averages: NoiseScaleAverages, level: float, doubted: RatioInterval | None, *, with_groups: bool, now: int
 ) -> dict[str | None, _Fitted]:
     """The trends of the total, under None, and of each group. Of a doubted reading, no trend is computed."""
     fitted, horizon = {}, averages.history.horizon
-    for names, series in averages.history.series(averages.n_seen, with_groups=with_groups):
+    for names, series in averages.history.series(now, with_groups=with_groups):
         if doubted:
             fits = [TrendFit(doubted)] * len(names)
         else:
-            fits = fit_trends(series.trace_cov, series.grad_sq, series.ages, horizon, level=level)
+            fits = fit_trends(
+                series.trace_cov, series.grad_sq, series.ages, horizon, level=level, spacing=_spacing(averages)
+            )
         means = zip(series.mean_trace_cov.tolist(), series.mean_grad_sq.tolist(), strict=True)
         for name, fit, mean in zip(names, fits, means, strict=True):
             fitted[name] = _Fitted(fit, series, WindowEstimate(*mean) if len(series.ages) else None)
@@ -121,27 +137,36 @@ def _fit(
 
 def _advice(averages: NoiseScaleAverages, total: _Fitted) -> tuple[str, int | None]:
     """What would make the noise scale known better, and the windows that are still needed for ± 20 %."""
-    fit, horizon = total.fit, averages.history.horizon
-    effective, most_effective = _effective_windows(total.series, fit.horizon or horizon, horizon)
+    fit, horizon, spacing = total.fit, averages.history.horizon, _spacing(averages)
+    used = horizon if fit.horizon is None else fit.horizon / spacing
+    effective, most_effective = _effective_windows(total.series, used, horizon, spacing)
     advice = advise(
         fit.interval.status,
         fit.log_error,
         effective=effective,
         most_effective=most_effective,
         horizon=horizon,
-        drift=max(abs(fit.drift or 0.0) - (fit.drift_error or 0.0), 0.0),
+        drift=max(abs(fit.drift or 0.0) - (fit.drift_error or 0.0), 0.0) * spacing,
         n_pieces=averages.u * averages.effective_units if averages.u and averages.effective_units else None,
         n_units=averages.effective_units,
         misfit=fit.misfit,
+        spacing=spacing,
     )
     return advice, windows_needed(fit.log_error, effective=effective, most_effective=most_effective)
 
 
-def _effective_windows(series: Series, used: float, horizon: float) -> tuple[float, float]:
-    """Effective windows of a trend with the horizon that it used, and at most with the horizon that it may use."""
+def _effective_windows(series: Series, used: float, horizon: float, spacing: float) -> tuple[float, float]:
+    """Effective windows of a trend with the horizon that it used, and at most with the horizon that it may use.
+
+    Args:
+        series: the windows.
+        used: horizon in measured windows.
+        horizon: likewise, the one that it may use.
+        spacing: windows of training for each measured one.
+    """
     if not len(series.ages):
         return 0.0, math.inf
-    now = effective_windows(series.ages, series.counts, used)
+    now = effective_windows(series.ages / spacing, series.counts, used)
     return now, max(now, most_effective_windows(horizon))
 
 
@@ -162,7 +187,7 @@ def _influence(total: _Fitted) -> Influence | None:
     return Influence(round(float(total.series.numbers[i])), total.fit.influence[i])
 
 
-def _doubts(averages: NoiseScaleAverages) -> dict[str, str]:
+def doubts_of(averages: NoiseScaleAverages) -> dict[str, str]:
     """Reasons not to trust the averages, however narrow their interval: messages by name."""
     doubts = {}
     if (changed := averages.changed.doubt()) is not None:

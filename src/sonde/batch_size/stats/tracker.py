@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
+from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
 from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
-from sonde.batch_size.stats.window_entry import SetAsides
+from sonde.batch_size.stats.window_entry import NONE_SET_ASIDE, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow, why_unusable
 
 
@@ -21,11 +22,12 @@ class NoiseScaleTracker:
     Args:
         unit: plural name of the unit.
         groups: names of the parameter groups, in the order of a row's entries.
-        horizon: of the trend and of the averages, in windows.
+        horizon: of the trend and of the averages, in measured windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
         rounding: the residual that rounding alone explains, and the likely cause of a larger one.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
         level: confidence level of the intervals.
+        fixed_weights: averages the windows of a model that does not train; None for one that trains.
     """
 
     def __init__(
@@ -38,22 +40,29 @@ class NoiseScaleTracker:
         rounding: RoundingTolerance,
         least_sq_norm: float = 0.0,
         level: float = 0.95,
+        fixed_weights: FixedWeights | None = None,
     ) -> None:
         self.unit, self.groups, self.horizon, self.level = unit, tuple(groups), horizon, level
         self.rounding = rounding
         self._n_ranks, self._least_sq_norm = n_ranks, least_sq_norm
         self._averages = NoiseScaleAverages(self.groups, horizon)
+        self._fixed_weights = fixed_weights
         self.last: SolvedWindow | None = None
         """The last window; None if it was dropped."""
 
-    def update(self, row: WindowRow) -> Drop | None:
-        """Take one window.
+    def update(self, row: WindowRow, *, number: int | None = None, every: float = 1.0) -> Drop | None:
+        """Take one measured window.
+
+        Args:
+            row: its numbers.
+            number: of the window in training, which sets ages; by default it follows the last one.
+            every: one window in so many is measured at that time, on average.
 
         Returns:
             Why the window was dropped; None when it was averaged.
         """
         self.last = None
-        self._averages.n_seen += 1
+        self._averages.see(self._averages.n_seen + 1 if number is None else number, every)
         # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
         # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
@@ -74,41 +83,54 @@ class NoiseScaleTracker:
         assert scale.scale is not None
         solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks)
         self._averages.add(solved, scale)
+        if self._fixed_weights is not None:
+            self._fixed_weights.add(solved, weight=row.weight / self._n_ranks, number=self._averages.n_seen)
         self._averages.neighbours.update(row.neighbours)
         self._averages.repeats.update(row.repeats)
         self.last = solved
         return None
 
-    def parameters_changed(self, groups: Sequence[str], *, gone: Sequence[str], n_windows: int) -> None:
+    def parameters_changed(self, groups: Sequence[str], *, gone: Sequence[str], first: int) -> None:
         """Forget the windows in which other parameters of these groups were trained than are trained now.
 
         Args:
             groups: names of all groups that changed.
             gone: those in which no parameter is trained now; they leave the past of the total too.
-            n_windows: how long ago the change was, the last window included.
+            first: number of the first window with the parameters of now.
         """
-        first = max(self._averages.n_seen - n_windows + 1, 0)
-        self._averages.history.parameters_changed(groups, gone=gone, number=first)
+        self._averages.history.parameters_changed(groups, gone=gone, number=max(first, 0))
 
-    def reading(self, *, with_groups: bool = True, as_if_last: bool = True) -> NoiseScaleReading:
+    def reading(
+        self, *, with_groups: bool = True, as_if_last: bool = True, now: int | None = None
+    ) -> NoiseScaleReading:
         """The present reading.
 
         Args:
             with_groups: also read each group of parameters, which costs as much time for eight of them as the total.
             as_if_last: judge the last windows as if none followed; otherwise they wait for their neighbours.
+            now: number of the present window, measured or not; by default the last measured one.
         """
+        if self._fixed_weights is not None:
+            return self._fixed_weights.reading(
+                self._averages, unit=self.unit, level=self.level, with_groups=with_groups
+            )
         return summarise(
-            self._averages, unit=self.unit, level=self.level, with_groups=with_groups, as_if_last=as_if_last
+            self._averages, unit=self.unit, level=self.level, with_groups=with_groups, as_if_last=as_if_last, now=now
         )
 
     @property
     def set_asides(self) -> SetAsides:
-        """Windows that were set aside, without the last five, which wait for their neighbours."""
-        return self._averages.history.set_asides
+        """Windows that were set aside, without the last five, which wait for neighbours; none at fixed weights."""
+        return self._averages.history.set_asides if self._fixed_weights is None else NONE_SET_ASIDE
 
     def set_asides_now(self) -> SetAsides:
         """The same with the last five, judged as if no window followed."""
-        return self._averages.history.set_asides_now()
+        return self._averages.history.set_asides_now() if self._fixed_weights is None else NONE_SET_ASIDE
+
+    @property
+    def at_fixed_weights(self) -> bool:
+        """Whether the model does not train, and all windows are averaged."""
+        return self._fixed_weights is not None
 
     @property
     def gone_groups(self) -> frozenset[str]:
@@ -121,12 +143,23 @@ class NoiseScaleTracker:
         return self._averages.windows
 
     @property
+    def units_per_window(self) -> float | None:
+        """Average units of a window; None before the first."""
+        return self._averages.units_per_window
+
+    @property
     def consistency(self) -> float | None:
         """tr Σ within ranks over tr Σ between ranks; infinite where ranks do not differ; None if not measurable."""
         return self._averages.consistency
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs; numbers, strings and containers of them."""
+        """Everything that `load_state_dict` needs; numbers, strings and containers of them.
+
+        Raises:
+            RuntimeError: at fixed weights, since a measurement is not resumed.
+        """
+        if self._fixed_weights is not None:
+            raise RuntimeError("a measurement at fixed weights has no state to resume from: measure again")
         return self._averages.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

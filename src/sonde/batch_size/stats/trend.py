@@ -36,7 +36,7 @@ _SHAPES = (0.0, 0.5)
 _FASTEST_FALL, _FASTEST_RISE = -1.5, 3.0
 """Range of c: B_simple may fall by a factor of e^1.5, or rise by e^3, within a horizon."""
 _FASTEST_PER_WINDOW = 0.1
-"""Largest |c| per window, for short horizons: B_simple doubles in no less than 7 windows."""
+"""Largest |c| per window of training, for short horizons: B_simple doubles in no less than 7 windows."""
 _WIDEST = 1000.0
 """A two-sided interval whose ends differ by more than this factor is given as the lower bound that it is."""
 _RECENT = (7.0, 2.0)
@@ -70,12 +70,12 @@ class TrendFit:
         interval: confidence interval of the present ratio.
         ratio: the estimate; None unless the interval is two-sided. Where the moments have no root in the range of
             drifts, it is the middle of the interval on a log scale.
-        drift: change of log(ratio) per window, now; None without roots. It has a value beside a bound too.
+        drift: change of log(ratio) per window of training, now; None without roots. It has a value beside a bound too.
         drift_error: standard error of the drift.
         log_error: standard error of log(ratio), to first order, or from the interval's width; None where neither is
             known.
         influence: change of log(ratio) that each window makes, to first order, [windows]; empty without a root.
-        horizon: windows in which a window's weight fell by a factor of e; None if nothing was fitted.
+        horizon: windows of training in which a window's weight fell by a factor of e; None if nothing was fitted.
         misfit: "jump" where the horizon was shortened, since the last windows contradict a longer one; "drift" where no
             drift in range fits; otherwise empty.
     """
@@ -90,7 +90,9 @@ class TrendFit:
     misfit: Misfit = ""
 
 
-def fit_trends(x: Tensor, y: Tensor, ages: Tensor, horizon: float, *, level: float = 0.95) -> list[TrendFit]:
+def fit_trends(
+    x: Tensor, y: Tensor, ages: Tensor, horizon: float, *, level: float = 0.95, spacing: float = 1.0
+) -> list[TrendFit]:
     """Estimate the present ratio E[x]/E[y] of several series.
 
     Args:
@@ -98,20 +100,41 @@ def fit_trends(x: Tensor, y: Tensor, ages: Tensor, horizon: float, *, level: flo
         y: unbiased estimates of the denominator, likewise. A factor that x and y of one window share does not bias the
             fit; dividing both by the window's expected squared gradient norm lets every window count alike.
         ages: how many windows ago each was, 0 for the present one; [windows].
-        horizon: h in windows, at most 0.8 of the windows seen. With `math.inf` it is always 0.8 of them, so that the
-            first window has 0.29 of the last one's weight.
+        horizon: h in measured windows, at most 0.8 of the windows seen. With `math.inf` it is always 0.8 of them, so
+            that the first window has 0.29 of the last one's weight.
         level: confidence level.
+        spacing: windows of training for each measured one, at least 1. Ages count windows of training.
 
     Returns:
         A fit for each series. It is unresolved with fewer than four entries, or if all of them are old.
     """
+    # All that follows counts time in measured windows, as the shortest horizon does.
+    fits = _fit_measured(x, y, ages / spacing, horizon, level, fastest=_FASTEST_PER_WINDOW * spacing)
+    return fits if spacing == 1 else [_in_training(fit, spacing) for fit in fits]
+
+
+def _in_training(fit: TrendFit, spacing: float) -> TrendFit:
+    """A fit with times in windows of training."""
+    drift, error, horizon = fit.drift, fit.drift_error, fit.horizon
+    return replace(
+        fit,
+        drift=None if drift is None else drift / spacing,
+        drift_error=None if error is None else error / spacing,
+        horizon=None if horizon is None else horizon * spacing,
+    )
+
+
+def _fit_measured(
+    x: Tensor, y: Tensor, ages: Tensor, horizon: float, level: float, *, fastest: float
+) -> list[TrendFit]:
+    """`fit_trends` with ages in measured windows, and the largest |c| from one of these to the next."""
     n_series, n_windows = x.shape
     if n_windows < _MIN_WINDOWS:
         return [TrendFit(_unresolved(f"{n_windows} windows are too few for an interval: measure more"))] * n_series
     if (youngest := float(ages.min())) > REACH * _local_horizon(ages, horizon):
         reason = f"the last window is {youngest:.0f} windows old, which says nothing about now: measure more windows"
         return [TrendFit(_unresolved(reason))] * n_series
-    solver = _Solver(x, y, ages, horizon, level)
+    solver = _Solver(x, y, ages, horizon, level, fastest)
     fits = solver.fits()
     # A noise scale that has jumped is no trend. Then the past is given up, half by half, until a trend fits.
     misfits = [i for i, misfit in enumerate(solver.misfits) if misfit]
@@ -122,7 +145,8 @@ def fit_trends(x: Tensor, y: Tensor, ages: Tensor, horizon: float, *, level: flo
             shorter = [TrendFit(_unresolved(reason), horizon=horizon)] * len(misfits)
         else:
             kept = ages <= REACH * horizon
-            shorter = fit_trends(x[misfits][:, kept], y[misfits][:, kept], ages[kept], horizon, level=level)
+            rest = x[misfits][:, kept], y[misfits][:, kept], ages[kept]
+            shorter = _fit_measured(*rest, horizon, level, fastest=fastest)
         for i, fit in zip(misfits, shorter, strict=True):
             fits[i] = replace(fit, influence=(), horizon=fit.horizon or horizon, misfit=fit.misfit or "jump")
     return fits
@@ -157,8 +181,9 @@ def _kernel(ages: Tensor, horizon: float) -> Tensor:
 class _Solver:
     """All series at once: the arithmetic is small, and a call for each piece of it would cost more than the piece."""
 
-    def __init__(self, x: Tensor, y: Tensor, ages: Tensor, horizon: float, level: float) -> None:
+    def __init__(self, x: Tensor, y: Tensor, ages: Tensor, horizon: float, level: float, fastest: float) -> None:
         self.horizon = _local_horizon(ages, horizon)
+        self.fastest = fastest * self.horizon
         weights = _kernel(ages, self.horizon)
         self.weights = weights / weights.sum()
         time = (-ages / self.horizon).clamp(min=-_OLDEST)
@@ -189,8 +214,7 @@ class _Solver:
         """What a growth e, and its square, are summed with over windows; [series, windows, 5] and [.., 3]."""
 
     def fits(self) -> list[TrendFit]:
-        fastest = _FASTEST_PER_WINDOW * self.horizon
-        slowest, fastest = max(_FASTEST_FALL, -fastest), min(_FASTEST_RISE, fastest)
+        slowest, fastest = max(_FASTEST_FALL, -self.fastest), min(_FASTEST_RISE, self.fastest)
         drifts = torch.linspace(slowest, fastest, _N_DRIFTS, **_HOST)
         growth = self.growth(drifts.expand(1, len(_SHAPES), -1))
         sums = self._sums(growth)

@@ -55,6 +55,10 @@ class SetAsides:
             self.n_in_group[each.group] += 1
 
 
+NONE_SET_ASIDE = SetAsides(0, None, {}, ())
+"""For a model that does not train: its windows are all averaged."""
+
+
 @dataclass(frozen=True)
 class Series:
     """Windows as the trend takes them. A window counts in units of its expected squared gradient norm.

@@ -17,6 +17,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != _NO_BACKWARD
 
 
+def backward_number() -> int:
+    """Autograd's number of the running backward, another one for each; a backward inside another has its own."""
+    return torch._C._current_graph_task_id()
+
+
 def accumulates(parameter: Tensor) -> bool:
     """Whether the running backward adds to `.grad`. `torch.autograd.grad` calls the same hooks, but does not add."""
     try:
@@ -26,6 +31,17 @@ def accumulates(parameter: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def will_accumulate(parameter: Tensor) -> bool:
+    """Whether the running backward will add to this parameter's `.grad`, asked before it comes to the parameter.
+
+    False under `torch.autograd.grad`, and for parameters that `backward(inputs=…)` leaves out.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch.autograd.grad has been asked for this parameter's gradient
+        return False
 
 
 def inside_another_backward(grad: Tensor) -> bool:

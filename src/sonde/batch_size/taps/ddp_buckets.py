@@ -25,6 +25,7 @@ from sonde.batch_size.taps.autograd_internals import accumulates, in_backward, i
 from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
+from sonde.batch_size.taps.switched_hooks import SwitchedHooks
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.witness import Witness
 
@@ -128,8 +129,9 @@ class DDPBucketTap:
         """Autograd's number of the running backward, if it is outside declared pieces."""
         self._left_overs = LeftOvers(parameters, witness)
         self._start_window()
-        self._handles = [p.register_hook(self._hook(i)) for i, p in self._left_overs.watched.items()]
-        self._relay.listener = self._read
+        watched = self._left_overs.watched
+        self._hooks = SwitchedHooks(watched.values(), map(self._hook, watched))
+        self._relay.listener, self._relay.is_paused = self._read, False
 
     def begin_piece(self, *, is_first: bool) -> None:
         """From here until `end_piece` all backwards are one piece. Later backwards must not run outside pieces."""
@@ -140,6 +142,18 @@ class DDPBucketTap:
         """Note whether a backward ran. The buckets show only backwards that DDP reduced."""
         self._problems[Problem.EMPTY_PIECE] += not self._has_backward
         self._explicit = self._has_backward = False
+
+    def begin_pieces(self, n: int) -> None:
+        """Not for pipelines.
+
+        Raises:
+            RuntimeError: always, since DDP's buckets do not show single pieces.
+        """
+        raise RuntimeError("tap='comm_hook' cannot read the pieces of a pipeline schedule: use tap='leaf'")
+
+    def end_pieces(self) -> list[GradientSummary]:
+        """Not for pipelines; see `begin_pieces`."""
+        raise RuntimeError("tap='comm_hook' cannot read the pieces of a pipeline schedule: use tap='leaf'")
 
     def discard_piece(self) -> None:
         """Count the interruption. The buckets keep the interrupted piece's part."""
@@ -202,11 +216,19 @@ class DDPBucketTap:
         problems[Problem.LEFT_OVER] = self._left_overs.take()
         return problems
 
+    def pause(self) -> None:
+        """Let the relay only reduce until `resume`; between windows."""
+        self._hooks.lift()
+        self._relay.is_paused = True
+
+    def resume(self) -> None:
+        """Read again."""
+        self._hooks.put_back()
+        self._relay.is_paused = False
+
     def close(self) -> None:
         """Read no more. DDP cannot remove a communication hook: the relay stays and only reduces."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.close()
         if self._relay.listener == self._read:
             self._relay.listener = None
         self._start_window()
@@ -283,6 +305,7 @@ class _Relay:
         self.comm_state: object = None
         self.wraps_users_hook = False
         self.listener: Callable[[GradBucket], AfterReduction] | None = None
+        self.is_paused = False
 
     def wrap(self, comm_hook: CommHook, comm_state: object) -> None:
         """Reduce by the user's hook from now on."""
@@ -314,7 +337,7 @@ def _relay_of(model: DistributedDataParallel) -> _Relay:
 
 def _relay_bucket(relay: _Relay, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """The function that is registered with DDP; at module level, so that a model can be pickled whole."""
-    if relay.listener is None:
+    if relay.listener is None or relay.is_paused:
         return relay.comm_hook(relay.comm_state, bucket)
     read_reduced = relay.listener(bucket)
 

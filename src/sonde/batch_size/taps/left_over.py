@@ -10,13 +10,14 @@ from torch import Tensor
 from sonde.batch_size.taps.tap import Number
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import to_device
+from sonde.parallel.placements import local_tensor, spec_of
 
 
 class LeftOvers:
     """Looks at `.grad` of a few parameters before autograd first adds to it in a window.
 
     Args:
-        parameters: all measured parameters.
+        parameters: all measured parameters, whole or sharded.
         witness: which parameters to look at, and which of their elements.
     """
 
@@ -35,8 +36,11 @@ class LeftOvers:
         """Look at a parameter in `unseen`, in a hook that runs before autograd adds to `.grad`."""
         self.unseen.discard(index)
         grad = self.watched[index].grad
-        if grad is not None and not grad.is_sparse:
-            self._found.append(self._witness.read(index, grad).detach().any())  # the answer stays on the device
+        if grad is None or grad.is_sparse:
+            return
+        # The answer stays on the device.
+        elements = self._witness.read_shard(index, local_tensor(grad.detach()), spec_of(grad))
+        self._found.append(elements.any())
 
     def take(self) -> Number:
         """How many parameters had a gradient left over since the last call."""

@@ -62,14 +62,26 @@ class Tap(Protocol):
     def end_piece(self) -> GradientSummary | None:
         """The gradient of the piece that ends here; None from a tap that sees only whole windows."""
 
+    def begin_pieces(self, n: int) -> None:
+        """From here until `end_pieces` the backwards of a pipeline schedule are n pieces."""
+
+    def end_pieces(self) -> list[GradientSummary]:
+        """The gradients of the pieces that end here, in their order."""
+
     def discard_piece(self) -> None:
-        """Forget the present piece. Its backward may have changed `.grad` already."""
+        """Forget the present piece, or pieces. Their backward may have changed `.grad` already."""
 
     def end_window(self) -> RankGradient | None:
         """This rank's whole window; None from a tap that has given the gradient of each piece."""
 
     def take_problems(self) -> list[Number]:
         """Counts per `Problem` since the last call, some of them on the device; the counts start again from 0."""
+
+    def pause(self) -> None:
+        """Read nothing until `resume`, and cost nothing in a backward; between windows."""
+
+    def resume(self) -> None:
+        """Read again from the next window on."""
 
     def close(self) -> None:
         """Remove every hook."""
@@ -102,6 +114,7 @@ class Problem(IntEnum):
     LEFT_OVER = 18
     OUTSIDE_PIECES = 19
     INTERRUPTED_IN_BUCKETS = 20
+    NOT_IN_EVERY_PIECE = 21
 
     @property
     def only_explains(self) -> bool:
@@ -184,6 +197,10 @@ _MESSAGES = {
     Problem.INTERRUPTED_IN_BUCKETS: (
         "a piece was interrupted in or after its backward, and part of its gradient may be in DDP's buckets: "
         "zero the gradients after an error that you catch"
+    ),
+    Problem.NOT_IN_EVERY_PIECE: (
+        "a parameter of a pipeline stage had another number of gradients than the schedule has micro-batches: enter "
+        "'with probe.pieces(n_microbatches):' around schedule.step(), and use every parameter in every micro-batch"
     ),
     Problem.OUTSIDE_PIECES: (
         "a backward outside piece() added to the gradients, and DDP's buckets hold its part too: "

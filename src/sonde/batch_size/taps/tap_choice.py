@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from sonde.batch_size.stats.window_row import WindowRow
+from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap, comm_hook_name, is_power_of_two, is_tapped
 from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.taps.metric import GradientMetric
@@ -52,7 +53,6 @@ class TapChoice:
         on_backward: Callable[[], None],
     ) -> None:
         self._wrapper, self._witness, self._metric = wrapper, witness, metric
-        self._parameters = list(wrapper.parameters.values())
         self._staging_bytes, self._on_backward = staging_bytes, on_backward
         self._is_auto = name == "auto"
         self._seconds_before = 0.0
@@ -124,6 +124,14 @@ class TapChoice:
             return f"leaf hooks keep reading the gradients, since DDP accepts no communication hook: {error}"
         return "each rank has one piece per window: DDP's communication hook reads the gradients from now on"
 
+    def pause(self) -> None:
+        """Read nothing until `resume`; between windows."""
+        self.tap.pause()
+
+    def resume(self) -> None:
+        """Read again from the next window on."""
+        self.tap.resume()
+
     def close(self) -> None:
         """Remove every hook."""
         self.tap.close()
@@ -136,10 +144,13 @@ class TapChoice:
         self.tap = new
 
     def _leaf_tap(self) -> Tap:
+        leaves, data = self._wrapper.leaves, self._wrapper.data
         return LeafHookTap(
-            self._parameters,
+            leaves,
             self._witness,
             self._metric,
+            parameters=list(self._wrapper.parameters.values()),
+            cut=CutGradients(len(leaves), data.first_sharing) if data.n_sharing > 1 else None,
             on_backward_end=self._on_backward,
             n_collectives=lambda: n_collectives(self._wrapper.group),
             staging_bytes=self._staging_bytes,
@@ -147,7 +158,10 @@ class TapChoice:
 
     def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> Tap:
         if self._wrapper.ddp is None:
-            raise ValueError("tap='comm_hook' reads DDP's buckets, got a plain model: use tap='leaf' or 'auto'")
+            raise ValueError(
+                f"tap='comm_hook' reads DDP's buckets, got a model of kind {self._wrapper.name}: use tap='leaf' or "
+                "'auto'"
+            )
         if not self._wrapper.ddp_holds_all:
             raise ValueError(
                 "tap='comm_hook' reads the buckets of one DDP module, got a model with trainable parameters outside: "
@@ -160,7 +174,7 @@ class TapChoice:
             )
         return DDPBucketTap(
             self._wrapper.ddp,
-            self._parameters,
+            self._wrapper.leaves,
             self._witness,
             self._metric,
             comm_hook=comm_hook,

@@ -6,18 +6,19 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
-from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
+from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import to_device
+from sonde.parallel.placements import holds_first_copy, layout_of, local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
@@ -27,7 +28,8 @@ class WindowReader:
 
     Args:
         wrapper: the model.
-        group_names: the parameter group of each parameter, [parameters].
+        group_names: the parameter group of each parameter of the whole model, [parameters of all pipeline stages].
+        first: where this rank's parameters begin in that list.
         metric: how gradients are squared.
         witness: which elements are compared.
         taps: the choice of the tap that reads the pieces.
@@ -43,21 +45,22 @@ class WindowReader:
         taps: TapChoice,
         *,
         grad_scaler: torch.amp.GradScaler | None,
+        first: int = 0,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
-        self.device = self.parameters[0].device
+        self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
         self._wrapper, self._metric, self._witness = wrapper, metric, witness
         self._taps, self._grad_scaler = taps, grad_scaler
         self._seconds = 0.0
-        self._group_index = [self.groups.index(name) for name in group_names]
+        own = group_names[first : first + len(self.parameters)]
+        self._group_index = [self.groups.index(name) for name in own]
         self._sums = WindowSums(
             self._group_index,
             n_groups=len(self.groups),
             n_witness=witness.size,
             device=self.device,
-            rank=dist.get_rank(wrapper.group) if wrapper.group is not None else 0,
-            n_ranks=wrapper.n_ranks,
+            data=wrapper.data,
             has_loss_scale=grad_scaler is not None,
         )
         self._unmeasured: list[int] | None = None
@@ -70,7 +73,7 @@ class WindowReader:
 
     @property
     def seconds(self) -> float:
-        """Host time spent reading so far."""
+        """Host time spent reading so far, without the norm of a clip."""
         return self._seconds + self._taps.seconds
 
     @property
@@ -99,6 +102,17 @@ class WindowReader:
             self._sums.add(self._unscaled(gradient), counts)
         self._seconds += time.perf_counter() - start
 
+    def begin_pieces(self, n: int) -> None:
+        """From here until `end_pieces` the backwards of a pipeline schedule are n pieces."""
+        self._taps.tap.begin_pieces(n)
+
+    def end_pieces(self, counts: Sequence[PieceCounts]) -> None:
+        """Add the pieces that end here to the window."""
+        start = time.perf_counter()
+        for gradient, of_piece in zip(self._taps.tap.end_pieces(), counts, strict=True):
+            self._sums.add(self._unscaled(gradient), of_piece)
+        self._seconds += time.perf_counter() - start
+
     def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
         """The gradient divided by the GradScaler's present scale, which stays on the device."""
         if self._grad_scaler is None:
@@ -108,7 +122,9 @@ class WindowReader:
 
     # Windows.
 
-    def end_window(self, *, reads_grad: bool, problems: Collection[Problem] = ()) -> tuple[Window, GlobalNorm | None]:
+    def end_window(
+        self, *, reads_grad: bool, problems: Collection[Problem] = (), costs: WindowCosts | None = None
+    ) -> tuple[Window, GlobalNorm | None]:
         """Read the gradient at the end of the window and start the sum over ranks.
 
         A rank without pieces takes part too: only all ranks together know whether a window was ended twice.
@@ -116,36 +132,86 @@ class WindowReader:
         Args:
             reads_grad: read `.grad` itself, as a clip needs it, even where DDP's buckets gave its norm.
             problems: those of the window that no tap can see.
+            costs: what this rank has spent since the window before; rides along in the sum over ranks.
 
         Returns:
             The window; and the plain norm of its gradient, including parameters given to `clip_also`, if `reads_grad`.
         """
         start = time.perf_counter()
+        self._sums.costs = costs or WindowCosts()
         grads = [p.grad for p in self.parameters]
         self._taps.saw_final_gradients(grads)
         rank_gradient = self._taps.tap.end_window()
         if rank_gradient is not None and self._sums.n_pieces:
             self._sums.merge(self._unscaled(rank_gradient.local))
-        witness = self._read_witness(grads)
-        # |F|² comes from the cheapest source: DDP's buckets, the norm that a clip needs anyway, or a read of `.grad`.
-        norm = global_norm(self.plan, 2.0) if reads_grad else None
-        if rank_gradient is not None and norm is None:
-            sq_norm_big = self._scaled_since_reduction(rank_gradient, witness)
-        elif norm is not None and self._metric.is_plain:
-            by_group = to_device(norm.by_part[: len(self.groups)], self.device)
-            sq_norm_big = by_group.to(self._sums.dtype).square()
+        if self._wrapper.mesh is not None:
+            window, norm = self._end_window_of_shards(grads, problems, reads_grad=reads_grad)
         else:
-            sq_norm_big = self._sums.per_group(self._sq_norms(grads))
-        # Problems are taken after all reading, since the metric may have met some too.
-        counts = self._take_problems()
-        for problem in problems:
-            counts[problem] += 1
-        packed = self._sums.pack(counts)
-        work = start_reduce(packed, self._wrapper.group)
-        window = Window(packed, sq_norm_big, witness, dict(self._witness.sizes), work)
+            window, norm = self._end_window_of_whole(grads, rank_gradient, problems, reads_grad=reads_grad)
         self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
         self._seconds += time.perf_counter() - start
         return window, norm
+
+    def _end_window_of_whole(
+        self,
+        grads: Sequence[Tensor | None],
+        rank_gradient: RankGradient | None,
+        problems: Collection[Problem],
+        *,
+        reads_grad: bool,
+    ) -> tuple[Window, GlobalNorm | None]:
+        """Every rank holds the whole gradient: only the pieces are summed over ranks."""
+        witness = self._read_witness(grads)
+        # |F|² comes from the cheapest source: DDP's buckets, the norm that a clip needs anyway, or a read of `.grad`.
+        norm = self._norm_of_clip() if reads_grad else None
+        if rank_gradient is not None and norm is None:
+            sq_norm_big = self._scaled_since_reduction(rank_gradient, witness)
+        elif norm is not None and self._metric.is_plain:
+            sq_norm_big = self._squared(norm)
+        else:
+            sq_norm_big = self._sums.per_group(self._sq_norms(grads))
+        packed = self._pack(problems)
+        work = start_reduce(packed, self._wrapper.group)
+        return Window(packed, sq_norm_big, witness, dict(self._witness.sizes), work), norm
+
+    def _end_window_of_shards(
+        self, grads: Sequence[Tensor | None], problems: Collection[Problem], *, reads_grad: bool
+    ) -> tuple[Window, GlobalNorm | None]:
+        """Each rank holds a part of the gradient: its elements and squares are summed over ranks with the pieces.
+
+        One collective does it all. A clip waits for that collective, as it has to.
+        """
+        packed, witness = self._pack(problems), self._read_witness_of_shards(grads)
+        sizes = dict(self._witness.sizes)
+        if reads_grad:
+            vector = torch.cat([packed, witness])
+            norm = self._norm_of_clip(riding=vector)
+            packed, witness = vector.split([len(packed), len(witness)])
+            return Window(packed, self._squared(norm), witness, sizes, None), norm
+        squares = to_device(own_square_sums(self.plan)[: len(self.groups)], self.device).to(packed.dtype)
+        vector = torch.cat([packed, squares, witness])
+        work = start_reduce(vector, self._wrapper.group)
+        packed, squares, witness = vector.split([len(packed), len(squares), len(witness)])
+        return Window(packed, squares, witness, sizes, work), None
+
+    def _norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
+        start = time.perf_counter()
+        norm = global_norm(self.plan, 2.0, riding=riding)
+        self._seconds -= (
+            time.perf_counter() - start
+        )  # a clip needs its norm in any window: that is no cost of measuring
+        return norm
+
+    def _squared(self, norm: GlobalNorm) -> Tensor:
+        """|F|² per group from a measured norm; [groups]."""
+        return to_device(norm.by_part[: len(self.groups)], self.device).to(self._sums.dtype).square()
+
+    def _pack(self, problems: Collection[Problem]) -> Tensor:
+        """This rank's sums. They are packed after all reading, since the metric may have met problems too."""
+        counts = self._take_problems()
+        for problem in problems:
+            counts[problem] += 1
+        return self._sums.pack(counts)
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
@@ -163,6 +229,9 @@ class WindowReader:
             [*measured.values(), *unmeasured.values()],
             [*measured, *unmeasured],
             parts=[*self._group_index, *[len(self.groups)] * len(unmeasured)],
+            part_names=[*self.groups, "not measured"],
+            mesh=self._wrapper.mesh,
+            pp_mesh=self._wrapper.pp_mesh,
             allow_sparse=True,
         )
 
@@ -174,6 +243,16 @@ class WindowReader:
 
     def _read_witness(self, grads: Sequence[Tensor | None]) -> Tensor:
         elements = {i: self._witness.read(i, g) for i in self._witness.indices if (g := grads[i]) is not None}
+        return self._witness.join(elements, self.device)
+
+    def _read_witness_of_shards(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The elements that this rank is the first to hold; 0 for the others."""
+        assert self._wrapper.mesh is not None
+        first = min(self.plan.in_stage)
+        elements = {}
+        for i in self._witness.indices:
+            if (grad := grads[i]) is not None and holds_first_copy(layout_of(grad), first):
+                elements[i] = self._witness.read_shard(i, local_tensor(grad), spec_of(grad))
         return self._witness.join(elements, self.device)
 
     def _scaled_since_reduction(self, rank_gradient: RankGradient, witness: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.batch_size.measuring_cost import N_COSTS, WindowCosts
 from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neighbour_products
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
+from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import accumulation_dtype, to_device
 
 
@@ -65,6 +67,16 @@ def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[fl
         )
     units = _positive("units", units)
     return PieceCounts(_positive("weight", weight), units if effective is None else effective, units)
+
+
+def check_counts(units: Number | None, weight: Number, unit_weights: Sequence[float] | Tensor | None) -> None:
+    """Check the counts of a piece that is not measured, as `piece_counts` does, without any work for a device.
+
+    Raises:
+        ValueError: for a number that is not positive and finite.
+    """
+    if not any(isinstance(value, Tensor) and not at_hand(value) for value in (units, weight, unit_weights)):
+        piece_counts(units, weight, unit_weights)
 
 
 def _positive(name: str, value: Number) -> Number:
@@ -126,8 +138,7 @@ class WindowSums:
         n_groups: number of groups.
         n_witness: elements of the witness.
         device: where the sums live.
-        rank: this rank's number.
-        n_ranks: data-parallel ranks.
+        data: this rank's place among those that have data of their own; None for a single process.
         has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
     """
 
@@ -138,21 +149,23 @@ class WindowSums:
         n_groups: int,
         n_witness: int,
         device: torch.device,
-        rank: int = 0,
-        n_ranks: int = 1,
+        data: DataRanks | None = None,
         has_loss_scale: bool = False,
     ) -> None:
         self.dtype = accumulation_dtype(device)
         self._device = device
         self._group_index = torch.tensor(group_index, device=device)
         self._n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
-        self._rank, self._n_marked = rank, min(n_ranks, _MOST_MARKED) if n_ranks > 1 else 0
+        self._data = data = data if data is not None else DataRanks()
+        self._n_marked = min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
         self._small = torch.zeros(len(group_index), dtype=self.dtype, device=device)
         self._witness = torch.zeros(n_witness, dtype=self.dtype, device=device)
         self._witness_squares = torch.zeros(n_witness, dtype=self.dtype, device=device)
         self._witness_small = torch.zeros((), dtype=self.dtype, device=device)
         self._squares = torch.zeros((), dtype=self.dtype, device=device)
         self._bad_counts = torch.zeros((), dtype=self.dtype, device=device)
+        self.costs = WindowCosts()
+        """What this rank has spent since the window before; rides along with the sums."""
         self._reset_counts()
 
     def _reset_counts(self) -> None:
@@ -209,7 +222,10 @@ class WindowSums:
         Args:
             problems: count per `Problem`.
         """
-        has_pieces, may_compare = self.n_pieces > 0, len(self._compared) >= FEWEST_PIECES
+        # Ranks that share a piece hold parts of its gradient: all add their squares, and one of them counts the piece.
+        counts_pieces = self._data.counts_pieces
+        has_pieces = self.n_pieces > 0
+        may_compare = counts_pieces and len(self._compared) >= FEWEST_PIECES
         no_rank_sum = self._witness_small.new_zeros(())
         # The last ratio and `rank_sum` are ratios of this rank's own sums: they are formed before the sum over ranks.
         counts: list[Number] = [
@@ -221,15 +237,17 @@ class WindowSums:
             self._sq_weight_over_units / self._weight if has_pieces else 0.0,
             float(may_compare),
         ]
-        numbers = as_vector([*counts, *problems], self._device)
-        self._add_not_finite(numbers[_N_COUNTS:])
+        if not counts_pieces:
+            counts = [0.0] * _N_COUNTS
+        numbers = as_vector([*self.costs.numbers(), *counts, *problems], self._device)
+        self._add_not_finite(numbers[N_COSTS + _N_COUNTS :])
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
         compared = self._compare_pieces() if may_compare else rank_sum.new_zeros(_N_COMPARISONS)
         # `read_row` splits the vector in this order.
         packed = torch.cat(
             [
                 self.per_group(self._small),
-                numbers,
+                numbers,  # costs, counts, problems
                 torch.stack([self._witness_small, rank_sum]),
                 compared,
                 self._witness,
@@ -264,8 +282,8 @@ class WindowSums:
     def _mark(self) -> Tensor:
         """This rank's mark in its own place, so that the sum over ranks holds the marks of all; [2 · marked ranks]."""
         marks = self._witness.new_zeros(self._n_marked, 2)
-        if self._rank < self._n_marked:
-            marks[self._rank] = rank_mark(self._witness)
+        if self._data.counts_pieces and self._data.rank < self._n_marked:
+            marks[self._data.rank] = rank_mark(self._witness)
         return marks.view(-1)
 
 
@@ -279,8 +297,8 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         witness_sizes: as in `Window`.
     """
     n_groups, n_witness = len(sq_norm_big), len(witness_final)
-    lengths = [n_groups, _N_COUNTS, len(Problem), 2, _N_COMPARISONS, n_witness, n_witness]
-    small, counts, problems, (witness_small, witness_ranks), compared, witness, squares, marks = packed.split(
+    lengths = [n_groups, N_COSTS, _N_COUNTS, len(Problem), 2, _N_COMPARISONS, n_witness, n_witness]
+    small, _, counts, problems, (witness_small, witness_ranks), compared, witness, squares, marks = packed.split(
         [*lengths, len(packed) - sum(lengths)]
     )
     weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units, n_comparing = (
@@ -317,6 +335,16 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
             n_compared=len(marks) // 2 if len(marks) >= 2 * FEWEST_RANKS else 0,
         ),
     )
+
+
+def read_costs(packed: Tensor, n_groups: int) -> WindowCosts:
+    """The costs that rode along with a window, summed over ranks.
+
+    Args:
+        packed: as in `Window`, summed over ranks; on the CPU.
+        n_groups: number of groups.
+    """
+    return WindowCosts(*packed[n_groups : n_groups + N_COSTS].tolist())
 
 
 def _spread(mean_square: float, rank_total: Tensor) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.placements import shard_of
 
 _VECTORS, _MATRICES = 4, 2
 """Vectors and matrices that are read in every window. As many again change from window to window.
@@ -28,17 +30,21 @@ class Witness:
     the block in each, move on with every window. So a change to one part of the gradient in every window is soon seen.
 
     Args:
-        parameters: in the model's order.
+        shapes: of all parameters, in the model's order.
+        first: where this rank's parameters begin in that list; the methods count them from 0.
+        n: how many are this rank's; None for all from `first` on.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._shapes = [tuple(p.shape) for p in parameters]
-        vectors = [i for i, p in enumerate(parameters) if p.dim() < 2 and p.numel()]
-        matrices = [i for i, p in enumerate(parameters) if p.dim() >= 2 and p.numel()]
+    def __init__(self, shapes: Sequence[Sequence[int]], first: int = 0, n: int | None = None) -> None:
+        self._shapes = [tuple(shape) for shape in shapes]
+        self._first, self._n = first, len(shapes) - first if n is None else n
+        vectors = [i for i, shape in enumerate(self._shapes) if len(shape) < 2 and 0 not in shape]
+        matrices = [i for i, shape in enumerate(self._shapes) if len(shape) >= 2 and 0 not in shape]
         self._kinds = [(*_split(vectors, _VECTORS), _VECTORS), (*_split(matrices, _MATRICES), _MATRICES)]
         n_read = sum(min(len(fixed) + len(moving), 2 * n) for fixed, moving, n in self._kinds)
         self.size = n_read * _ELEMENTS_PER_PARAMETER
         """Length of what `join` returns."""
+        self._offsets: dict[int, tuple[Any, tuple[int, ...]]] = {}
         self._window = -1
         self.move()
 
@@ -51,15 +57,21 @@ class Witness:
             # Each round takes every n_rounds-th of the moving parameters, so that they are spread over the depth.
             n_rounds = math.ceil(len(moving) / n)
             chosen += fixed + (moving[window % n_rounds :: n_rounds] if moving else [])
-        self.indices = sorted(chosen)
-        self._slices = {i: _strided_block(self._shapes[i], window) for i in self.indices}
-        self._shapes_read = {i: _sliced_shape(self._shapes[i], self._slices[i]) for i in self.indices}
-        self.sizes = {i: math.prod(shape) for i, shape in self._shapes_read.items()}
+        slices = {i: _strided_block(self._shapes[i], window) for i in sorted(chosen)}
+        shapes_read = {i: _sliced_shape(self._shapes[i], slices[i]) for i in slices}
+        self.sizes = {i: math.prod(shape) for i, shape in shapes_read.items()}
+        """Elements that are read of each parameter of the model, by its index there."""
+        # This rank's parameters, counted from 0.
+        own = [i for i in slices if 0 <= i - self._first < self._n]
+        self._slices = {i - self._first: slices[i] for i in own}
+        self._shapes_read = {i - self._first: shapes_read[i] for i in own}
+        self.indices = list(self._slices)
 
     @property
     def fixed(self) -> list[int]:
-        """Parameters that are read in every window, spread over the depth of the model."""
-        return sorted(index for stay, _, _ in self._kinds for index in stay)
+        """Parameters of this rank that are read in every window, spread over the depth of the model."""
+        stay = sorted(index - self._first for fixed, _, _ in self._kinds for index in fixed)
+        return [index for index in stay if 0 <= index < self._n]
 
     def __contains__(self, index: int) -> bool:
         return index in self._slices
@@ -73,7 +85,7 @@ class Witness:
             picked = grad.index_select(0, torch.tensor(rows, device=grad.device)).to_dense()
             return picked[(slice(None), *slices[1:])]
         # grad[slices] as a single view: inside a backward, each operator costs.
-        if grad.shape != self._shapes[index]:  # `.data` was replaced since attach
+        if grad.shape != self._shapes[index + self._first]:  # `.data` was replaced since attach
             return grad.new_zeros(self._shapes_read[index])
         strides = grad.stride()
         return grad.as_strided(
@@ -82,6 +94,34 @@ class Witness:
             grad.storage_offset() + sum(s.start * stride for s, stride in zip(slices, strides, strict=True)),
         )
 
+    def read_shard(self, index: int, local: Tensor, spec: Any) -> Tensor:
+        """As `read`, of a gradient of which this rank holds a shard: 0 in place of elements on other ranks.
+
+        Args:
+            index: of the parameter.
+            local: this rank's shard.
+            spec: how the gradient is placed, as a DTensor's; None if the shard is all of it.
+        """
+        if spec is None:
+            return self.read(index, local)
+        block = local.new_zeros(self._shapes_read[index])
+        if spec.shape != self._shapes[index + self._first]:  # the parameter was replaced since attach
+            return block
+        into, out_of = [], []
+        for chosen, n_local, offset in zip(self._slices[index], local.shape, self._offset(index, spec), strict=True):
+            n_before = max(-((chosen.start - offset) // chosen.step), 0)  # chosen elements that come before the shard
+            start = chosen.start + n_before * chosen.step - offset
+            into.append(slice(n_before, n_before + len(range(start, n_local, chosen.step))))
+            out_of.append(slice(start, None, chosen.step))
+        block[tuple(into)] = local[tuple(out_of)]
+        return block
+
+    def _offset(self, index: int, spec: Any) -> tuple[int, ...]:
+        """Where this rank's shard begins in the whole gradient, along each dim. Worked out once for each placement."""
+        if self._offsets.get(index, (None,))[0] is not spec:
+            self._offsets[index] = spec, shard_of(spec)[1]
+        return self._offsets[index][1]
+
     def join(self, elements: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """The elements read of each parameter, by index, as one vector: [size], the same length in every window.
 
@@ -89,7 +129,8 @@ class Witness:
         """
         zeros = torch.zeros(self.size, dtype=accumulation_dtype(device), device=device)
         parts = [
-            to_device(elements[i].reshape(-1), device) if i in elements else zeros[:n] for i, n in self.sizes.items()
+            to_device(elements[own].reshape(-1), device) if (own := i - self._first) in elements else zeros[:n]
+            for i, n in self.sizes.items()
         ]
         return torch.cat([*parts, zeros[sum(self.sizes.values()) :]]).to(zeros.dtype)
 

@@ -174,7 +174,7 @@ def _table(readings: Sequence[Mapping[str, Any]], setup: Setup) -> Table:
     table.add_row("B_simple", Text(describe_noise_scale(readings[-1]), style="bold"), trend(scales))
     table.add_row("batch", f"{setup.batch} sequences of {setup.context} bytes")
     table.add_row("speed", f"{_tokens_per_second(metrics, setup)} tokens/s")
-    table.add_row("probe", f"{percent(metrics['cost/fraction'])} of the step time")
+    table.add_row("probe", describe_cost(metrics))
     return table
 
 
@@ -186,9 +186,23 @@ def _line(reading: Mapping[str, Any], setup: Setup) -> str:
             f"loss {number(metrics['loss'])}",
             f"B_simple {describe_noise_scale(reading)}",
             f"{_tokens_per_second(metrics, setup)} tokens/s",
-            f"probe {percent(metrics['cost/fraction'])}",
+            f"probe {percent(_cost(metrics))}",
         )
     )
+
+
+def describe_cost(metrics: Mapping[str, float | None]) -> str:
+    """The part of the step time that the probe takes, and of which windows."""
+    every = metrics.get("cost/every")
+    if every is None or every <= 1:
+        return f"{percent(_cost(metrics))} of the step time, while every window is measured"
+    return f"{percent(_cost(metrics))} of the step time, one window in {number(every)} measured"
+
+
+def _cost(metrics: Mapping[str, float | None]) -> float | None:
+    """At the present pace, where windows are left out: the interval of one reading may hold no measured window."""
+    share, every = metrics.get("cost/share"), metrics.get("cost/every")
+    return share if share is not None and every is not None and every > 1 else metrics["cost/fraction"]
 
 
 def _tokens_per_second(metrics: Mapping[str, Any], setup: Setup) -> str:

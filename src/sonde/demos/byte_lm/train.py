@@ -85,6 +85,7 @@ def _train(setup: Setup, device: torch.device, stop: StopRequest) -> Ending:
         optimizer,
         unit="sequences",
         horizon=setup.horizon,
+        every=1,  # a few hundred steps are few: by default, windows are left out to cost 1 %
         log=log,
     )
     with display, probe:

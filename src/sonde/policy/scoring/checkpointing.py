@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from sonde.parallel.wrappers import unwrap_model
+from sonde.parallel.unwrap import unwrap_model
 
 
 def can_checkpoint(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sonde.parallel.placements import local_tensor, reshard
-from sonde.parallel.wrappers import unwrap_optimizer
+from sonde.parallel.unwrap import unwrap_optimizer
 
 Direction = dict[Tensor, Tensor]
 """A vector in parameter space: for each parameter, by identity, a tensor like it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sonde.parallel.placements import local_tensor
-from sonde.parallel.wrappers import unwrap_optimizer
+from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.scoring.optimizer_step import Direction, has_second_moment, widened
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sonde.parallel.placements import is_fully_sharded, reshard
 from sonde.parallel.process_groups import Tokens, gather_from_all_ranks
-from sonde.parallel.wrappers import unwrap_model
+from sonde.parallel.unwrap import unwrap_model
 from sonde.policy.scoring.directional_derivatives import LOST_IN_ROUNDING, Mode, derivatives_along
 from sonde.policy.scoring.optimizer_step import Direction
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sonde.parallel.wrappers import unwrap_model
+from sonde.parallel.unwrap import unwrap_model
 from sonde.policy.scoring.rollouts import Rollouts
 
 _ELEMENTS_AT_ONCE = 2**22

@@ -11,29 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from sonde.parallel.placements import reshard
+from sonde.parallel.model_state import preserve_modes_and_randomness
 
 
 @contextlib.contextmanager
 def preserve_training_state(model: nn.Module) -> Iterator[None]:
     """Modules are in evaluation mode inside. On exit, modules and random generators have their former states."""
-    reshard(model)
-    modes = [(module, module.training) for module in model.modules()]
-    # The random state of every device: seeding changes all of them.
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state, python_state = numpy and numpy.random.get_state(), random.getstate()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            set_evaluation_mode(model)
-            yield
-        finally:
-            reshard(model)
-            for module, mode in modes:
-                module.training = mode
-            random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
+    with preserve_modes_and_randomness(model):
+        set_evaluation_mode(model)
+        yield
 
 
 def set_evaluation_mode(model: nn.Module) -> None:

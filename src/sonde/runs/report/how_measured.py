@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sonde.runs.reader import Run, Totals
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
@@ -14,9 +16,13 @@ MAX_TEXT = 4000
 
 _MAX_ITEMS = 20
 _SETUP_SHOWN = (
-    "wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric",
-    "evaluation", "optimizer", "batch_norms", "sync_batch_norms",
+    "wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric", "budget",
+    "every",
+    "evaluation", "optimizer", "batch_norms", "sync_batch_norms", "fixed_weights",
 )  # fmt: skip
+
+_PIECE = "A piece is one micro-batch on one rank."
+_SEPARATED = "Noise is separated from signal by comparing the gradients of the pieces with the gradient of the window."
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def _setup_rows(run: Run) -> list[Row]:
         rows.append(
             Row("Norm", (f"{setup['metric']}: squared norms are weighted as this optimizer weights gradients.",))
         )
-    if setup.get("optimizer"):
+    if setup.get("optimizer") and not setup.get("fixed_weights"):
         rows.append(Row("Optimizer whose steps were watched", (f"{setup['optimizer']}.",)))
     if setup.get("batch_norms"):
         layers = plural(int(setup["batch_norms"]), "layer")
@@ -84,38 +90,47 @@ def _setup_rows(run: Run) -> list[Row]:
 def _window_rows(run: Run) -> list[Row]:
     unit, setup, last = run.probe("reading").unit, run.probe("reading").setup, run.readings[-1]
     per_window, units = last.pieces.get("per_window"), last.metrics.get("gns/units_per_window")
-    effective = last.metrics.get("gns/effective_units")
+    n_pieces = "not recorded" if per_window is None else plural(int(per_window), "piece")
+    every = f", one every {plural(int(setup['log_every']), 'window')}" if setup.get("log_every") else ""
+    readings = f"{plural(run.totals.n_readings, 'reading')}{every}, up to window {count(last.window)}."
+    level = setup.get("level")
+    intervals = (
+        f" Intervals are at {percent(float(level))} confidence, and open where noise or signal is not known."
+        if level
+        else ""
+    )
+    if setup.get("fixed_weights"):
+        return [*_fixed_weights_rows(n_pieces, units, unit, intervals), Row("Readings", (readings,))]
+    window = f"{_PIECE} A window is all pieces of one optimizer step. {_SEPARATED}"
     rows = [
-        Row(
-            "Pieces",
-            (
-                "not recorded" if per_window is None else f"{plural(int(per_window), 'piece')} per window.",
-                "A piece is one micro-batch on one rank. A window is all pieces of one optimizer step. Noise is "
-                "separated from signal by comparing the gradients of the pieces with the gradient of the window.",
-            ),
-        ),
+        Row("Pieces", (n_pieces if per_window is None else f"{n_pieces} per window.", window)),
         Row("Batch size", (f"{number(units, 4)} {unit} per window.",)),
-        Row("Weights", (_weights(units, effective, unit),)),
+        Row("Weights", (_weights(units, last.metrics.get("gns/effective_units"), unit),)),
     ]
-    horizon, level = setup.get("horizon"), setup.get("level")
     averaging = (
         "The noise scale now is fitted to the windows' own noise and signal, whose ratio may drift. Nothing is clamped "
         "and no ratio is averaged."
     )
-    if horizon:
-        averaging += f" A window's weight falls by a factor of e in {number(float(horizon))} windows."
+    if horizon := setup.get("horizon"):
+        measured = "measured windows" if (last.metrics.get("cost/every") or 1) > 1 else "windows"
+        averaging += f" A window's weight falls by a factor of e in {number(float(horizon))} {measured}."
     elif "horizon" in setup:
         averaging += (
             " A window's weight falls by a factor of e in 0.8 of the windows so far: the first has 0.29 of the last "
             "one's."
         )
-    if level:
-        averaging += (
-            f" Intervals are at {percent(float(level))} confidence, and open where noise or signal is not known."
-        )
-    every = f", one every {plural(int(setup['log_every']), 'window')}" if setup.get("log_every") else ""
-    readings = f"{plural(run.totals.n_readings, 'reading')}{every}, up to window {count(last.window)}."
-    return [*rows, Row("Trend", (averaging,)), Row("Readings", (readings,))]
+    return [*rows, Row("Trend", (averaging + intervals,)), Row("Readings", (readings,))]
+
+
+def _fixed_weights_rows(n_pieces: str, batch: float | None, unit: str, intervals: str) -> list[Row]:
+    """The windows of a model that does not train."""
+    judged = "none was given." if batch is None else f"{number(batch, 4)} {unit} were given to judge."
+    window = f"{n_pieces} in the last window. {_PIECE} No step is taken, and windows grow. {_SEPARATED}"
+    averaging = (
+        "The model does not train. Noise and signal of all windows are averaged, each window in proportion to its "
+        "units, and their ratio is taken last."
+    )
+    return [Row("Pieces", (window,)), Row("Batch size", (judged,)), Row("Average", (averaging + intervals,))]
 
 
 def _trust_rows(run: Run) -> list[Row]:
@@ -133,6 +148,8 @@ def _trust_rows(run: Run) -> list[Row]:
         if residual is not None:
             rest = f" The part that this factor does not explain is {percent(residual)} of the gradient's norm."
         rows.append(Row("Scale", (factor + rest,)))
+    if last.metrics.get("cost/every") is not None:
+        rows.append(Row("Measured windows", (_pace(run.probe("reading").setup, last.metrics),)))
     rows.append(Row("Overhead", (_overhead(run.totals),)))
     return rows
 
@@ -223,6 +240,18 @@ def _overhead(totals: Totals) -> str:
     per_window = "" if seconds is None else f", {duration(seconds)} per window"
     share = "" if fraction is None else f"{percent(fraction)} of the training time{per_window}"
     return f"{share or per_window.removeprefix(', ')}. This is host time spent inside the probe, averaged over the run."
+
+
+def _pace(setup: Mapping[str, Any], metrics: Mapping[str, float | None]) -> str:
+    """Which windows were measured, and the part of the run's time that it took at the end."""
+    every, share, error = (metrics.get(f"cost/{name}") for name in ("every", "share", "share_error"))
+    budget = setup.get("budget")
+    allowed = f" {percent(budget)} of the time was allowed." if isinstance(budget, float) else ""
+    which = "All" if every is None or every <= 1 else f"One in {number(every)}"
+    cost = (
+        "" if share is None or error is None else f", which takes {percent(share)} ± {percent(2 * error)} of the time"
+    )
+    return f"{which} at the end{cost}.{allowed}"
 
 
 def _end(run: Run) -> str:

@@ -78,7 +78,12 @@ def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
         f"{line.unit} and saves few steps. The noise scale usually grows during training."
     )
     level = run.probe("reading").setup.get("level")
-    if level:
+    if level and run.probe("reading").setup.get("fixed_weights"):
+        text += (
+            " The model did not train while it was measured. The curve is the average of all windows so far, and the "
+            f"band its {percent(float(level))} confidence interval, which narrows as units are measured."
+        )
+    elif level:
         text += (
             " The solid curve is the noise scale now, from a local trend over past windows (optimizer steps). The band "
             f"is its {percent(float(level))} confidence interval. The dotted curve is the average over the run so far, "

@@ -14,7 +14,7 @@ from sonde.policy.stats.steps_kept import steps_kept
 from sonde.runs.reader import Reading, Run
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
 from sonde.runs.report.timeline import position_text
-from sonde.wording import number, percent, plural
+from sonde.wording import estimate, number, percent, plural
 
 _BATCH_BADGES = {
     "too_small": "Batch too small",
@@ -119,6 +119,11 @@ def judge_reading(reading: Reading, unit: str) -> Verdict:
         unit: plural name of the unit.
     """
     batch = reading.metrics.get("gns/units_per_window")
+    low = reading.metrics.get("gns/b_simple_low")
+    if not batch and reading.status != "unresolved":  # of a checkpoint, without a batch to judge
+        known = estimate(reading.status, reading.metrics.get("gns/b_simple"), low, reading.high)
+        advice = "No batch size was given to judge: give one by batch= of sonde.measure, or --batch of sonde measure."
+        return Verdict("unknown", f"The noise scale is {known} {unit}.", advice)
     if not batch:
         return Verdict(
             "unknown", "No verdict yet: the batch size is not known.", f"{reading.reason or 'No window was measured'}."
@@ -128,7 +133,7 @@ def judge_reading(reading: Reading, unit: str) -> Verdict:
         unit=unit,
         status=reading.status,
         b_simple=reading.metrics.get("gns/b_simple"),
-        low=reading.metrics.get("gns/b_simple_low"),
+        low=low,
         high=reading.high,
         reason=reading.reason,
         doubling_windows=reading.doubling_windows,
@@ -141,26 +146,33 @@ def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
     batch, low, high = metrics.get("gns/units_per_window"), metrics.get("gns/b_simple_low"), last.high
     used = f"{unit[:1].upper()}{unit[1:]} used"
     if not batch or low is None or high is None or last.status == "unresolved":
-        yield Tile("Noise scale now", "–", "not known yet")
+        yield _now_tile(last, unit)
         yield _average_tile(last, unit)
         yield Tile("Batch size", number(batch, 4), f"{unit} per step")
         yield Tile("Steps", "–", "relative to the fewest possible")
         yield Tile(used, "–", "relative to the fewest possible")
         return
-    if last.status == "resolved":
-        moves = drift_in_words(last.doubling_windows)
-        note = f"{unit}; between {number(low)} and {number(high)}" + (f"; {moves}" if moves else "")
-        yield Tile("Noise scale now", number(metrics.get("gns/b_simple")), note)
-    elif last.status == "lower_bound":
-        yield Tile("Noise scale now", f"> {number(low)}", f"{unit}; no upper limit known")
-    else:
-        yield Tile("Noise scale now", f"< {number(high)}", f"{unit}; no lower limit known")
+    yield _now_tile(last, unit)
     yield _average_tile(last, unit)
     yield Tile("Batch size", number(batch, 4), f"{unit} per step")
     estimate = metrics.get("gns/b_simple") if last.status == "resolved" else None
     fewest = {name: _cost(batch, low, high, estimate, name) for name in ("steps", "examples")}
     yield Tile("Steps", fewest["steps"][0], f"the fewest possible{fewest['steps'][1]}")
     yield Tile(used, fewest["examples"][0], f"the fewest possible{fewest['examples'][1]}")
+
+
+def _now_tile(last: Reading, unit: str) -> Tile:
+    """The noise scale of the last reading."""
+    low, high = last.metrics.get("gns/b_simple_low"), last.high
+    if low is None or high is None or last.status == "unresolved":
+        return Tile("Noise scale now", "–", "not known yet")
+    if last.status == "resolved":
+        moves = drift_in_words(last.doubling_windows)
+        note = f"{unit}; between {number(low)} and {number(high)}" + (f"; {moves}" if moves else "")
+        return Tile("Noise scale now", number(last.metrics.get("gns/b_simple")), note)
+    if last.status == "lower_bound":
+        return Tile("Noise scale now", f"> {number(low)}", f"{unit}; no upper limit known")
+    return Tile("Noise scale now", f"< {number(high)}", f"{unit}; no lower limit known")
 
 
 def _average_tile(last: Reading, unit: str) -> Tile:

@@ -1,0 +1,242 @@
+"""Which windows are measured: all at first, then as many as a budget of the run's time allows, or one in N.
+
+Nothing here knows tensors or ranks. Every rank has a `Pace` of its own, and all of them must choose the same windows:
+a measured window has a collective that the others lack. So a pace decides by numbers that were summed over ranks
+alone, every 16 windows, about windows that are at least 15 windows old. Whoever feeds it sees to it that the numbers
+of those windows have arrived.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sonde.batch_size.measuring_cost import (
+    FEWEST,
+    MOST_EVERY,
+    N_COSTS,
+    Cost,
+    CostRow,
+    WindowCosts,
+    affordable_every,
+    measured_share,
+    per_rank,
+)
+from sonde.stats.state import check_count, check_keys, check_number
+
+DEFAULT_BUDGET: float | None = 0.01
+"""Part of the run's time that measuring may cost, unless the user says otherwise; None measures every window."""
+FIRST_WINDOWS = 200
+"""At most so many windows are all measured before the budget holds, if no verdict comes earlier."""
+REVIEW = 16
+"""Windows between two decisions."""
+_ARRIVAL = 15
+"""Windows that the numbers of a window have to arrive on the host, on all ranks, before a decision uses them."""
+_REMEMBERED = 64
+"""Measured windows whose cost is remembered."""
+_LEAST_CHANGE = (0.75, 1.1)
+"""Factors between which another number of windows is not worth a change."""
+RANKS_DISAGREE = (
+    "ranks began with different budget=, every= or saved states, and would choose different windows, so every window "
+    "is measured: give all ranks the same options, and load the state on every rank"
+)
+_DIGEST_BITS = 20
+"""Sums of squares of so many bits are exact in float64 for 4,096 ranks."""
+
+
+class Pace:
+    """Chooses the windows that are measured, one in each stretch of N, at a place that is as good as random.
+
+    A period in the data therefore cannot fall in step with the choice. The place follows from the stretch's number
+    alone, so that it is the same on every rank and after a restart. The first window after attach is always measured.
+
+    With a budget, all windows are measured until the readings allow a verdict, or `FIRST_WINDOWS` have passed. Then N
+    is the smallest that keeps the cost within the budget, computed again as costs become known better. With several
+    ranks, the first 16 windows are all measured, until the ranks have been seen to have the same options and state.
+
+    Args:
+        every: N, from 1 up; None to choose it by the budget.
+        budget: part of the run's time that measuring may cost, from 0 to 1; None for no limit.
+        n_ranks: ranks whose costs are summed.
+    """
+
+    def __init__(self, *, every: int | None = None, budget: float | None = None, n_ranks: int = 1) -> None:
+        self._fixed, self.budget, self._n_ranks = every, (budget if every is None else None), n_ranks
+        self.windows = 0
+        """Windows ended, those before a restart included."""
+        self.is_measured = True
+        """Whether the present window is measured."""
+        self.disagrees = False
+        """Whether ranks began with different options or states. Then every window is measured."""
+        self._n_here = 0
+        self._every = every or 1
+        self._base = 0
+        self._has_verdict = False
+        self._rows: deque[CostRow] = deque(maxlen=_REMEMBERED)
+        self._arrived: deque[CostRow] = deque()
+        self._awaited: deque[tuple[int, int]] = deque()
+        """Measured windows whose costs have not been taken: their number, and N at that time."""
+        self._agrees = n_ranks == 1
+        self._start: int | None = None
+
+    @property
+    def every(self) -> int:
+        """N: one window in so many is measured now."""
+        return self._every if self._agrees else 1
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether all windows are measured until a verdict is possible."""
+        return self.budget is not None and not self._has_verdict and self.windows < FIRST_WINDOWS
+
+    @property
+    def start(self) -> int:
+        """A digest of the options and of the state that this rank began with, below 2²⁰; fixed from the first call."""
+        if self._start is None:
+            text = repr((self._fixed, self.budget, self.state_dict()))
+            self._start = zlib.crc32(text.encode()) % 2**_DIGEST_BITS
+        return self._start
+
+    @property
+    def cost(self) -> Cost:
+        """What measuring costs: at the present N, or, so soon after a change of N, since windows are left out."""
+        rows = [row for row in self._rows if row.every == self.every]
+        if len(rows) < FEWEST and self.every < MOST_EVERY:
+            rows = [row for row in self._rows if (row.every > 1) == (self.every > 1)]
+        share, error = measured_share(rows)
+        return Cost(self.every, share, error, self.budget)
+
+    def take(self, number: int, costs: WindowCosts) -> None:
+        """Take the costs of a measured window, summed over ranks, once they are on the host; in order.
+
+        Args:
+            number: what `windows` was when the window had ended.
+            costs: summed over ranks.
+        """
+        if self._awaited and self._awaited[0][0] == number:
+            _, every = self._awaited.popleft()
+            self._arrived.append(CostRow(number, every, costs))
+
+    @property
+    def awaits(self) -> int | None:
+        """The measured window whose costs must be taken before the present window may end; None if all are there.
+
+        On one rank nothing is waited for: no other rank has to decide alike.
+        """
+        if self._n_ranks == 1 or not self._decides_next or not self._awaited:
+            return None
+        number, _ = self._awaited[0]
+        return number if number <= self._decided_up_to else None
+
+    @property
+    def _decides_next(self) -> bool:
+        return (self._n_here + 1) % REVIEW == 0
+
+    @property
+    def _decided_up_to(self) -> int:
+        """The last window whose costs a decision at the end of the present window uses."""
+        return self.windows + 1 - _ARRIVAL
+
+    def window_ends(self) -> None:
+        """Note the end of the present window, and choose whether the next one is measured."""
+        up_to, decides = self._decided_up_to, self._decides_next
+        self.windows += 1
+        self._n_here += 1
+        if self.is_measured:
+            self._awaited.append((self.windows, self.every))
+        if decides:
+            self._decide(up_to)
+        stretch = self._base + (self.windows - self._base) // self.every * self.every
+        self.is_measured = self.windows - stretch == _place(stretch, self.every)
+
+    def _decide(self, up_to: int) -> None:
+        """Choose N from the costs of the windows up to a number that all ranks have."""
+        if not self._arrived or self._arrived[0].number > up_to:  # nothing new to decide by
+            return
+        while self._arrived and self._arrived[0].number <= up_to:
+            row = self._arrived.popleft()
+            self._compare_starts(row.costs)
+            # All ranks have the same sums, so all count the same opinions.
+            self._has_verdict |= round(row.costs.has_verdict) == self._n_ranks
+            self._rows.append(CostRow(row.number, row.every, per_rank(row.costs, self._n_ranks)))
+        if self.budget is None or not self._agrees or self.is_undecided:
+            return
+        alike = [row for row in self._rows if row.every == self._every]
+        if (wanted := affordable_every(alike if len(alike) >= FEWEST else self._rows, self.budget)) is None:
+            return
+        low, high = _LEAST_CHANGE
+        if not low * self._every <= wanted <= high * self._every:
+            self._every, self._base = wanted, self.windows
+
+    def _compare_starts(self, costs: WindowCosts) -> None:
+        """Let the pace slow down only if all ranks began alike: n Σ x² = (Σ x)² holds for equal numbers alone."""
+        if self._agrees or self.disagrees:
+            return
+        self._agrees = self._n_ranks * round(costs.sq_start) == round(costs.start) ** 2
+        self.disagrees = not self._agrees
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs; numbers and lists of them."""
+        rows = [*self._rows, *(CostRow(r.number, r.every, per_rank(r.costs, self._n_ranks)) for r in self._arrived)]
+        return {
+            "windows": self.windows,
+            "every": self._every,
+            "base": self._base,
+            "has_verdict": int(self._has_verdict),
+            "costs": [[row.number, row.every, *row.costs.numbers()] for row in rows],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another run stopped, if no window has ended yet.
+
+        Later, a state is ignored: only some of the ranks may have loaded it, and they would choose other windows.
+
+        Raises:
+            ValueError: when keys are unknown or missing, or a value cannot be what its name says; nothing is changed
+                then.
+        """
+        check_pace(state)
+        if self._n_here:
+            return
+        self.windows, self._base = state["windows"], state["base"]
+        self._has_verdict = bool(state["has_verdict"])
+        self._every = self._fixed or (state["every"] if self.budget is not None else 1)
+        rows = (CostRow(int(row[0]), int(row[1]), WindowCosts(*map(float, row[2:]))) for row in state["costs"])
+        self._rows = deque(rows, maxlen=_REMEMBERED)
+
+
+def check_pace(state: Mapping[str, Any]) -> None:
+    """Refuse a state that cannot be that of a `Pace`.
+
+    Raises:
+        ValueError: when keys are unknown or missing, or a value cannot be what its name says.
+    """
+    label = "pace of the probe state"
+    check_keys(label, state, {"windows", "every", "base", "has_verdict", "costs"})
+    for name in ("windows", "every", "base", "has_verdict"):
+        check_count(label, state, name)
+    if not state["every"] >= 1:
+        raise ValueError(f"{label}: 'every' must be from 1 up, got {state['every']!r}: is it damaged?")
+    if state["base"] > state["windows"]:
+        raise ValueError(
+            f"{label}: a stretch began at window {state['base']}, after window {state['windows']}: is it damaged?"
+        )
+    if not isinstance(state["costs"], Sequence):
+        raise ValueError(f"{label}: 'costs' must be a list of windows, got {state['costs']!r:.60}: is it damaged?")
+    for row in state["costs"]:
+        if not isinstance(row, Sequence) or len(row) != 2 + N_COSTS:
+            raise ValueError(f"{label}: a window must be {2 + N_COSTS} numbers, got {row!r:.60}: is it damaged?")
+        numbers = {str(i): value for i, value in enumerate(row)}
+        for name in numbers:
+            check_number(f"{label}, costs", numbers, name, low=0)
+
+
+def _place(stretch: int, every: int) -> int:
+    """Which window of a stretch is measured, from 0: the splitmix64 hash of the window before it."""
+    mask = 2**64 - 1
+    x = (stretch + 1) * 0x9E3779B97F4A7C15 & mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return (x ^ x >> 31) % every

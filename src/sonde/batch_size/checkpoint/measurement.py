@@ -1,0 +1,130 @@
+"""The result of a measurement at fixed weights, and what it prints on the way."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from sonde.batch_size.model_checks import BATCH_NORM, n_batch_norms
+from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.wording import duration, number
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+Ending = Literal["precise", "data ended", "limit"]
+"""Why a measurement ended: the interval is as narrow as was asked for, or there was no more to take."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The noise scale of a model at fixed weights.
+
+    Attributes:
+        reading: the noise scale of the whole model and of each group, averaged over all windows. It has no drift.
+        ended: why the measurement ended; None while it goes on.
+        until: the precision that was asked for.
+        n_units: units measured, on all ranks.
+        n_batches: micro-batches measured, on all ranks.
+        loss: mean loss over them, each with its weight; None before the first window.
+        seconds: how long it took.
+    """
+
+    reading: NoiseScaleReading
+    ended: Ending | None
+    until: float
+    n_units: float
+    n_batches: int
+    loss: float | None
+    seconds: float
+
+    @property
+    def precision(self) -> float | None:
+        """The distance of the interval's farther end from B_simple, over B_simple; None unless both ends are known."""
+        return precision(self.reading.b_simple, self.reading.low, self.reading.high)
+
+    def __str__(self) -> str:
+        known, unit = self.reading, self.reading.unit
+        text = f"B_simple not known ({known.reason})"
+        if known.status == "resolved":
+            text = f"B_simple {number(known.b_simple)} {unit} [{number(known.low)} – {number(known.high)}]"
+        elif known.status == "lower_bound":
+            text = f"B_simple > {number(known.low)} {unit}"
+        elif known.status == "upper_bound":
+            text = f"B_simple < {number(known.high)} {unit}"
+        if self.precision is not None:
+            text += f", ± {100 * self.precision:.3g} %"
+        return f"{text}, from {number(self.n_units)} {unit} in {duration(self.seconds)}{self._ending()}"
+
+    def _ending(self) -> str:
+        if self.ended is None or (self.ended == "precise" and self.precision is not None):
+            return ""
+        why = {"data ended": "the data ended", "limit": "the limit was reached", "precise": "the numbers are in doubt"}
+        # The reason of a reading in doubt is its advice already.
+        advice = f": {self.reading.advice}" if self.reading.advice else ""
+        return f"; {why[self.ended]} before ± {100 * self.until:.3g} %{advice}"
+
+
+def precision(b_simple: float | None, low: float | None, high: float | None) -> float | None:
+    """The distance of an interval's farther end from B_simple, over B_simple; None unless both ends are known."""
+    if not b_simple or low is None or high is None or math.isinf(high):
+        return None
+    return max(high / b_simple - 1.0, 1.0 - low / b_simple)
+
+
+class Progress:
+    """What a measurement prints.
+
+    Args:
+        model: as the user passed it.
+        parameters: that are measured.
+        n_ranks: that measure together.
+        says: whether to print anything.
+        unit: plural name of the unit.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor], *, n_ranks: int, says: bool, unit: str) -> None:
+        self._model, self._parameters, self._n_ranks = model, parameters, n_ranks
+        self._says, self._unit = says, unit
+        self._last = time.monotonic()
+
+    def begin(self) -> None:
+        """Say what is measured."""
+        n_parameters = sum(p.numel() for p in self._parameters)
+        self._say(
+            f"measuring {n_parameters:,} trainable parameters on {self._parameters[0].device}"
+            + (f", {self._n_ranks} ranks" if self._n_ranks > 1 else "")
+            + f", in {self._unit}"
+        )
+        if n := sum(m.training and m.p > 0 for m in self._model.modules() if isinstance(m, _DROPOUTS)):
+            self._say(
+                f"{n} dropout layers are in train mode and add noise, as in training: model.eval() turns them off"
+            )
+        if n := n_batch_norms(self._model):
+            self._say(f"{n} layers: {BATCH_NORM}")
+
+    def is_due(self) -> bool:
+        """Whether the next window is to be printed."""
+        return self._says and time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES
+
+    def window(self, measurement: Measurement) -> None:
+        """Print how far it has come, now and then."""
+        if self.is_due():
+            self._last = time.monotonic()
+            self._say(str(measurement))
+
+    def end(self, measurement: Measurement) -> None:
+        """Print the result."""
+        self._say(str(measurement))
+
+    def _say(self, text: str) -> None:
+        if self._says:
+            sys.stderr.write(f"sonde: {text}\n")
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

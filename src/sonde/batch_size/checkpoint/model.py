@@ -1,0 +1,100 @@
+"""The model of a measurement: what of it is run, how its ranks work together, and that it is left as it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sonde.batch_size.checkpoint.ranks import MeasuringRanks
+from sonde.batch_size.model_checks import n_sync_batch_norms
+from sonde.parallel.model_state import preserve_gradients_and_buffers, preserve_modes_and_randomness
+from sonde.parallel.placements import is_fully_sharded
+from sonde.parallel.unwrap import unwrap_model
+from sonde.parallel.wrappers import Wrapper
+
+
+class MeasuredModel:
+    """What is measured, and how its ranks work together.
+
+    DDP's reduction is left out: it would need as many batches on every rank, run the user's communication hook, and
+    rebuild DDP's buckets. The module inside is run, and `MeasuringRanks` adds the gradients up.
+
+    Args:
+        model: as the user passes it.
+        wrapper: of the model.
+
+    Raises:
+        ValueError: for a model whose gradients cannot be added up over ranks.
+    """
+
+    def __init__(self, model: nn.Module, wrapper: Wrapper) -> None:
+        self._model, self._ddp = model, None
+        self.module = model
+        self.parameters = list(wrapper.parameters.values())
+        if wrapper.ddp is not None and unwrap_model(model) is unwrap_model(wrapper.ddp):
+            self._ddp, self.module = wrapper.ddp, wrapper.ddp.module
+            _check_ddp(wrapper.ddp)
+        elif wrapper.ddp is not None and not wrapper.ddp_holds_all:
+            raise ValueError(
+                "a module with DDP inside it and trainable parameters outside cannot be measured: measure the module "
+                "without DDP, with process_group="
+            )
+        communicates = wrapper.ddp is not None and self._ddp is None
+        communicates |= any(is_fully_sharded(m) for m in self.module.modules())
+        self.ranks = MeasuringRanks(wrapper.group, self.parameters, reduces=not communicates)
+        self.in_step = communicates or n_sync_batch_norms(self.module, self.ranks.n) > 0
+        """Whether every pass communicates, so that all ranks must take as many batches."""
+
+    @contextlib.contextmanager
+    def left_as_it_is(self) -> Iterator[None]:
+        """Gradients may be taken inside. On exit, the model and random generators are as before."""
+        with (
+            torch.inference_mode(False),  # which also turns gradients on, where torch.no_grad() has turned them off
+            _without_collectives(self._ddp),
+            preserve_modes_and_randomness(self._model),
+            preserve_gradients_and_buffers(self._model),
+        ):
+            yield
+
+    def zero_grad(self) -> None:
+        """Begin anew in `.grad`."""
+        for p in (*self.parameters, *self._model.parameters()):
+            p.grad = None
+
+    def written(self) -> int:
+        """How often the weights were written to."""
+        return sum(p._version for p in self.parameters)
+
+
+@contextlib.contextmanager
+def _without_collectives(ddp: DistributedDataParallel | None) -> Iterator[None]:
+    """A loss may call DDP itself: inside, DDP neither reduces gradients nor sends buffers."""
+    if ddp is None:
+        yield
+        return
+    sends_buffers = ddp.require_forward_param_sync
+    ddp.require_forward_param_sync = False
+    try:
+        with ddp.no_sync():
+            yield
+    finally:
+        ddp.require_forward_param_sync = sends_buffers
+
+
+def _check_ddp(ddp: DistributedDataParallel) -> None:
+    if ddp.mixed_precision is not None:
+        raise ValueError(
+            "DDP(mixed_precision=...) casts inside DDP, which is left out of a measurement: measure ddp.module with "
+            "process_group=, and cast in the loss, as torch.autocast does"
+        )
+    # DDP counts every backward, and learns a static graph from the first: one without DDP's forward breaks it. The
+    # attribute is private; a test guards it.
+    if ddp.static_graph and not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True):
+        raise ValueError(
+            "DDP(static_graph=True) learns its graph from the first backward: measure after the first step of "
+            "training, or before the model is wrapped in DDP, with process_group="
+        )

@@ -1,0 +1,168 @@
+"""What measuring costs: the share of the run's time, and the pace that a budget allows, from measured windows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+MOST_EVERY = 1000
+"""At least one window in so many is measured, however small the budget."""
+FEWEST = 8
+"""Fewest measured windows from which a cost is computed."""
+_AIM = 0.9
+"""Part of the budget that is aimed at, since costs scatter."""
+_OUTLIER = 10.0
+"""A window counts with at most this many times the median cost: the first ones allocate and compile."""
+
+
+@dataclass(frozen=True)
+class WindowCosts:
+    """What one rank has spent and seen since the measured window before; or the sum of that over ranks.
+
+    Attributes:
+        seconds: spent by the probe.
+        idle_seconds: those of them that the windows which are not measured would cost in any case.
+        idle_time: duration of the windows that were not measured, in seconds.
+        n_idle: how many they are.
+        measured_time: duration of measured windows, in seconds.
+        n_measured: how many they are.
+        has_verdict: 1 if the readings allow a verdict on the batch size, else 0.
+        start: digest of the options and of the state that a rank began with.
+        sq_start: its square.
+    """
+
+    seconds: float = 0.0
+    idle_seconds: float = 0.0
+    idle_time: float = 0.0
+    n_idle: float = 0.0
+    measured_time: float = 0.0
+    n_measured: float = 0.0
+    has_verdict: float = 0.0
+    start: float = 0.0
+    sq_start: float = 0.0
+
+    def numbers(self) -> list[float]:
+        """All of it, in the order of the attributes."""
+        return list(astuple(self))
+
+
+N_COSTS = len(fields(WindowCosts))
+"""Length of `WindowCosts.numbers`."""
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """The costs of one measured window and of those before it, as means over ranks."""
+
+    number: int
+    every: int
+    costs: WindowCosts
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What measuring costs.
+
+    Attributes:
+        every: one window in so many is measured now, on average.
+        share: part of the run's time that the probe takes, over the last 64 measured windows at most; None before it
+            was timed. Windows before any was left out do not count once some are.
+        error: standard error of `share`, from its scatter over measured windows.
+        budget: the share that was allowed; None without a limit.
+    """
+
+    every: int
+    share: float | None
+    error: float | None
+    budget: float | None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the share exceeds the budget by more than its scatter explains, at the slowest pace there is."""
+        if self.budget is None or self.share is None or self.error is None or self.every < MOST_EVERY:
+            return False
+        return self.share - 2 * self.error > self.budget
+
+
+def per_rank(costs: WindowCosts, n_ranks: int) -> WindowCosts:
+    """The mean over ranks of costs that were summed over them."""
+    return WindowCosts(*(value / n_ranks for value in costs.numbers()))
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Mean costs in seconds: what a measured window and any other window cost, and how long a window is without."""
+
+    measured: float
+    idle: float
+    window: float
+
+
+def affordable_every(rows: Sequence[CostRow], budget: float) -> int | None:
+    """The smallest N at which measuring one window in N costs nine tenths of the budget; None if it is not known.
+
+    With c the cost of a measured window, i that of another and w the duration of a window without either,
+
+        (c + (N − 1) i) / (N w + c + (N − 1) i) = b,     N = (c − i) / (w b/(1 − b) − i).
+    """
+    if len(rows) < FEWEST or not any(_lengths(rows)):  # a device may be so far behind that no window was timed
+        return None
+    costs, aim = _mean_costs(rows), _AIM * budget
+    room = costs.window * aim / (1 - aim) - costs.idle
+    if room <= 0 or (costs.measured - costs.idle) > MOST_EVERY * room:
+        return MOST_EVERY
+    return max(math.ceil((costs.measured - costs.idle) / room), 1)
+
+
+def _mean_costs(rows: Sequence[CostRow]) -> _Costs:
+    of_measured = [row.costs.seconds - row.costs.idle_seconds for row in rows]
+    most = _OUTLIER * statistics.median(of_measured)
+    measured = statistics.fmean(min(seconds, most) for seconds in of_measured)
+    n_idle = math.fsum(row.costs.n_idle for row in rows)
+    idle = math.fsum(row.costs.idle_seconds for row in rows) / n_idle if n_idle else 0.0
+    idle_lengths, measured_lengths = _lengths(rows)
+    # The median: evaluations and checkpoints make some windows very long.
+    if len(idle_lengths) >= FEWEST:
+        window = statistics.median(idle_lengths) - idle
+    else:
+        window = statistics.median(measured_lengths) - measured if measured_lengths else 0.0
+    return _Costs(measured + _untimed(rows, measured - idle), idle, max(window, 0.0))
+
+
+def _lengths(rows: Sequence[CostRow]) -> tuple[list[float], list[float]]:
+    """Durations of the windows that were not measured, as a mean for each row, and of those that were, in seconds."""
+    idle = [row.costs.idle_time / row.costs.n_idle for row in rows if row.costs.n_idle]
+    measured = [row.costs.measured_time / row.costs.n_measured for row in rows if row.costs.n_measured]
+    return idle, measured
+
+
+def _untimed(rows: Sequence[CostRow], timed: float) -> float:
+    """Seconds by which measured windows are longer than the others, beyond what the probe has timed and chance."""
+    idle, measured = _lengths(rows)
+    if min(len(idle), len(measured)) < FEWEST:
+        return 0.0
+    longer = statistics.fmean(measured) - statistics.fmean(idle)
+    error = math.sqrt(_variance_of_mean(measured) + _variance_of_mean(idle))
+    return max(longer - 2 * error - timed, 0.0)
+
+
+def _variance_of_mean(values: Sequence[float]) -> float:
+    mean, n = statistics.fmean(values), len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / (n * (n - 1))
+
+
+def measured_share(rows: Sequence[CostRow]) -> tuple[float | None, float | None]:
+    """Cost over time, each summed over measured windows, and the standard error of that ratio."""
+    if len(rows) < 2:
+        return None, None
+    costs = _mean_costs(rows)
+    untimed = _untimed(rows, costs.measured - costs.idle)
+    cost = [row.costs.seconds + untimed * row.costs.n_measured for row in rows]
+    times = [row.costs.idle_time + row.costs.measured_time for row in rows]
+    if not (total := math.fsum(times)) > 0:
+        return None, None
+    share = math.fsum(cost) / total
+    scatter = math.fsum((c - share * t) ** 2 for c, t in zip(cost, times, strict=True))
+    return share, math.sqrt(scatter * len(rows) / (len(rows) - 1)) / total

@@ -1,0 +1,123 @@
+"""Measures windows at a pace: switches the tap on and off between windows, and times the probe and the run."""
+
+from __future__ import annotations
+
+import time
+
+from sonde.batch_size.budget import Pace
+from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.stats.critical_batch import judge_batch
+from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.batch_size.taps.tap_choice import TapChoice
+from sonde.batch_size.taps.window_reader import WindowReader
+from sonde.batch_size.window_clock import WindowClock, marks_of
+
+
+class Pacing:
+    """Lets a pace decide which windows are measured, and feeds it with their costs.
+
+    Costs are host time inside the probe, without what it waits for and without the clip that the user asked for. If
+    measured windows turn out to be longer than the others by more than that time, as on a device that does extra work,
+    the difference counts.
+
+    Args:
+        pace: chooses the windows.
+        taps: the choice of the tap, which is paused in windows that are not measured.
+        reader: of the windows.
+    """
+
+    def __init__(self, pace: Pace, taps: TapChoice, reader: WindowReader) -> None:
+        self.pace = pace
+        self._taps, self._reader = taps, reader
+        self._clock = WindowClock(marks_of(reader.device))
+        self._has_verdict = False
+        self._spent = self._idle = self._in_all = 0.0
+        self._taken = self._idle_taken = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the present window is measured."""
+        return self.pace.is_measured
+
+    @property
+    def seconds(self) -> float:
+        """Host time spent so far."""
+        return self._spent + self._reader.seconds
+
+    def spent(self, start: float, *, waited: float = 0.0) -> None:
+        """Count the time since a moment as a cost of measured windows.
+
+        Args:
+            start: of `time.perf_counter`.
+            waited: seconds of it in which the probe waited for a device or for other ranks.
+        """
+        self._spent += time.perf_counter() - start - waited
+
+    def spent_idle(self, start: float) -> None:
+        """Count the time since a moment as a cost of windows that are not measured."""
+        seconds = time.perf_counter() - start
+        self._spent += seconds
+        self._idle += seconds
+
+    def spent_in_all_windows(self, seconds: float) -> None:
+        """Count time that is spent in every window, measured or not.
+
+        Args:
+            seconds: since the probe was attached.
+        """
+        self._spent += seconds - self._in_all
+        self._idle += seconds - self._in_all
+        self._in_all = seconds
+
+    def take_costs(self) -> WindowCosts:
+        """This rank's costs since the last call, and what it has seen. They ride in the sum over ranks."""
+        times, seconds, idle = self._clock.take(), self.seconds, self._idle
+        start = self.pace.start
+        costs = WindowCosts(
+            seconds=seconds - self._taken,
+            idle_seconds=idle - self._idle_taken,
+            idle_time=times.idle,
+            n_idle=times.n_idle,
+            measured_time=times.measured,
+            n_measured=times.n_measured,
+            has_verdict=float(self._has_verdict),
+            start=start,
+            sq_start=float(start * start),
+        )
+        self._taken, self._idle_taken = seconds, idle
+        return costs
+
+    def window_ended(self) -> None:
+        """Begin the next window: switch the tap on or off if that window differs from the one that has ended."""
+        start, was_measured = time.perf_counter(), self.pace.is_measured
+        self._clock.window_ended(was_measured=was_measured)
+        self.pace.window_ends()
+        if self.pace.is_measured == was_measured:
+            (self.spent if was_measured else self.spent_idle)(start)
+            return
+        if was_measured:
+            self._taps.pause()
+        else:
+            self._taps.resume()
+        self.spent(start)
+
+    def judge(self, reading: NoiseScaleReading) -> None:
+        """Note whether a reading allows a verdict on the batch size."""
+        self._has_verdict |= allows_verdict(reading)
+
+
+def allows_verdict(reading: NoiseScaleReading) -> bool:
+    """Whether a reading decides something about the batch size: an interval that excludes an answer, or a bound that
+    leaves one."""
+    if reading.units_per_window is None:
+        return False
+    verdict = judge_batch(
+        reading.units_per_window,
+        unit=reading.unit,
+        status=reading.status,
+        b_simple=reading.b_simple,
+        low=reading.low,
+        high=reading.high,
+        reason=reading.reason,
+    )
+    return verdict.kind != "unknown" if reading.status == "resolved" else verdict.kind in ("too_small", "too_large")

@@ -1,0 +1,364 @@
+"""Exact squared norms of each example's gradient, during the user's own backward.
+
+A forward hook on each layer that has a rule keeps what the layer was called with, and puts a hook on the tensor that it
+returns. That hook adds no node to the graph. It sees the gradient of the output in backward, and the layer's rule
+reduces the two at once. A leaf hook on each parameter sees the whole gradient, which the uses must add up to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sonde.batch_size.per_example import attention, convolution
+from sonde.batch_size.per_example.call import Call, versions_of
+from sonde.batch_size.per_example.checkpoints import Checkpoints, Stage, stage
+from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of
+from sonde.batch_size.per_example.piece import PieceSums
+from sonde.batch_size.per_example.result import PerExampleSquares
+from sonde.batch_size.per_example.rules import (
+    BATCH_NORMS,
+    COUPLES_EXAMPLES,
+    RULES,
+    GradientsOf,
+    LayerRule,
+    NotCoveredError,
+    couples_examples,
+    own_rule,
+)
+from sonde.batch_size.per_example.transformers_layers import transformers_rule
+from sonde.batch_size.taps.autograd_internals import (
+    accumulates,
+    backward_number,
+    in_backward,
+    inside_another_backward,
+    will_accumulate,
+)
+from sonde.parallel.wrappers import clean_name, find_wrapper
+
+_RULES: Mapping[type[nn.Module], LayerRule] = {**RULES, **convolution.RULES, **attention.RULES}
+
+
+class PerExampleNorms:
+    """Squared norms of each example's own gradient, |h_b|² for every parameter and every example of a piece.
+
+    The examples are in the first dim of what each layer returns (for `nn.MultiheadAttention`, where `batch_first`
+    says). Nothing is changed: gradients, outputs and random numbers are bit for bit those without it. Hooks are there
+    between `open` and `close` only, or inside `with`. A parameter that a rule does not cover is named with the reason,
+    never guessed.
+
+    Measured on this rank: under DDP these are the gradients of the rank's own examples.
+
+    Args:
+        model: as it is trained, plain or in DDP.
+        parameters: what to measure, by name; all trainable parameters by default.
+        rules: rules for layers of your own, by type. A rule takes the layer, a tuple of what it was called with, and
+            the gradient of its output. It returns each example's gradient by the parameter's name within the layer: a
+            tensor [examples, *shape of the parameter], or `OuterProducts` for a matrix. It may raise `NotCoveredError`
+            with the reason. Tensors come in fp32 or better. A layer's only input tensor comes in chunks of examples.
+        staging_bytes: memory for intermediate results. A single example's weight gradient is formed in blocks that fit.
+            A single example's activations at one layer may take more. It also bounds what is kept of a parameter that
+            is used several times (unless one gradient of it takes more); beyond that, the parameter is not covered.
+        several_backwards: whether a piece may have several backwards, all of the same examples, whose gradients add
+            up. This keeps the inputs and output gradients of all layers until the piece ends.
+
+    Raises:
+        ValueError: for compiled, sharded, and scripted models, for batch normalisation in train mode, and for a model
+            without trainable parameters.
+
+    Example:
+        >>> class Scale(nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.scale = nn.Parameter(torch.ones(width))
+        ...     def forward(self, x):
+        ...         return x * self.scale
+        >>> def scale_rule(layer, inputs, grad_output):  # [examples, positions, width]
+        ...     return {"scale": (grad_output * inputs[0]).sum(1)}
+        >>> model = nn.Sequential(nn.Linear(3, 4), Scale(4))
+        >>> with PerExampleNorms(model, rules={Scale: scale_rule}) as norms:
+        ...     model(torch.ones(8, 5, 3)).square().mean().backward()
+        ...     squares = norms.take(n_examples=8)
+        >>> squares.names, squares.sq_norms.shape, squares.not_covered()
+        (('0.weight', '0.bias', '1.scale'), torch.Size([3, 8]), {})
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        rules: Mapping[type[nn.Module], GradientsOf] | None = None,
+        staging_bytes: int = 8 * 2**20,
+        several_backwards: bool = False,
+    ) -> None:
+        if staging_bytes <= 0:
+            raise ValueError(f"staging_bytes must be positive, got {staging_bytes}: 8 * 2**20 is the default")
+        trained = find_wrapper(model).parameters
+        measured = dict(trained if parameters is None else parameters)
+        if not measured:
+            raise ValueError("there are no parameters to measure: give at least one that is trained")
+        self._model = model
+        self._rules = {**_RULES, **{kind: own_rule(rule) for kind, rule in (rules or {}).items()}}
+        self._parameters = list(measured.values())
+        self._indices = {id(p): i for i, p in enumerate(self._parameters)}
+        self._several_backwards = several_backwards
+        self._piece = PieceSums(measured, staging_bytes, several_backwards)
+        self._checkpoints = Checkpoints()
+        self._unseen = self._reasons_for_unseen(measured)
+        self._handles: list[RemovableHandle] = []
+        self._forget_piece()
+
+    def _forget_piece(self) -> None:
+        self._backwards: set[int] = set()
+        self._n_backwards = 0
+        self._coupled: str | None = None
+
+    @property
+    def without_rule(self) -> dict[str, str]:
+        """Parameters that no layer with a rule holds, and why. Others may turn out not to be covered in a piece."""
+        return {name: reason for name, reason in self._unseen.items() if reason != _USED_ELSEWHERE}
+
+    def open(self) -> None:
+        """Install the hooks: before the first forward that is measured.
+
+        Raises:
+            RuntimeError: if they are installed already.
+            ValueError: for compiled models, for batch normalisation in train mode, and for parameters that are not in
+                the model any more.
+        """
+        if self._handles:
+            raise RuntimeError("the hooks are installed already: close() comes before another open()")
+        _refuse_model(self._model)
+        present = {id(p) for p in self._model.parameters()}
+        if gone := [name for name, p in zip(self._unseen, self._parameters, strict=True) if id(p) not in present]:
+            raise ValueError(
+                f"{len(gone)} parameters ({gone[0]!r}, …) are not in the model any more: make a new PerExampleNorms"
+            )
+        for name, layer in self._model.named_modules():
+            if isinstance(layer, torch.jit.ScriptModule):
+                continue
+            rule, held = self._rule_of(layer), self._held_by(layer)
+            if rule is not None and held:
+                hook = LayerHook(functools.partial(self._called, clean_name(name), rule, held))
+                self._handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+                again = LayerHook(functools.partial(self._about_to_be_called, rule))
+                self._handles.append(layer.register_forward_pre_hook(again, with_kwargs=True))
+            if isinstance(layer, BATCH_NORMS):
+                watch = LayerHook(functools.partial(self._batch_norm_called, clean_name(name)))
+                self._handles.append(layer.register_forward_hook(watch, with_kwargs=True))
+        self._handles += [p.register_hook(functools.partial(self._whole, i)) for i, p in enumerate(self._parameters)]
+
+    def take(self, n_examples: int) -> PerExampleSquares:
+        """The squared norms of the piece: of all that backward has added since the last call.
+
+        Args:
+            n_examples: examples in the piece. A layer that has returned another number in its first dim is not covered.
+
+        Raises:
+            RuntimeError: if the hooks are not installed.
+            ValueError: if `n_examples` is not positive.
+        """
+        if not self._handles:
+            raise RuntimeError(
+                "the hooks are not installed: take() belongs inside `with`, or between open() and close()"
+            )
+        if n_examples < 1:
+            raise ValueError(f"n_examples must be at least 1, got {n_examples}")
+        reason = self._coupled
+        if not self._backwards:
+            reason = "no backward has added to `.grad` in this piece: call take() after loss.backward()"
+        if self._n_backwards > 1 and not self._several_backwards:
+            reason = (
+                f"the piece had {self._n_backwards} backwards: call take() after each if they have different examples, "
+                "or say several_backwards=True"
+            )
+        self._take_early_gradients()
+        for call in self._checkpoints.forget_gradients():
+            self._piece.refuse(list(call.indices.values()), "its checkpoint did not run it again in backward")
+        squares = self._piece.take(n_examples, self._unseen, reason)
+        self._forget_piece()
+        return squares
+
+    def close(self) -> None:
+        """Remove every hook, and let go of everything that was kept."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._piece.new_piece()
+        self._piece.forget_calls()
+        self._checkpoints.forget()
+        self._forget_piece()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _rule_of(self, layer: nn.Module) -> LayerRule | None:
+        """The rule of a layer's type, or of the type that it has its forward from."""
+        for kind in type(layer).__mro__:
+            if kind in self._rules:
+                return self._rules[kind] if type(layer).forward is kind.forward else None
+        return transformers_rule(layer)
+
+    def _held_by(self, layer: nn.Module) -> dict[str, int]:
+        return {name: self._indices[id(p)] for name, p in layer.named_parameters() if id(p) in self._indices}
+
+    def _reasons_for_unseen(self, measured: Mapping[str, nn.Parameter]) -> dict[str, str]:
+        """For each parameter, what it means if no rule sees it."""
+        types: dict[int, str] = {}
+        has_rule: set[int] = set()
+        for layer in self._model.modules():
+            if self._rule_of(layer) is not None:
+                has_rule.update(map(id, layer.parameters()))
+            for p in layer.parameters(recurse=False):
+                types.setdefault(id(p), type(layer).__name__)
+        return {
+            name: _USED_ELSEWHERE
+            if id(p) in has_rule
+            else f"{types.get(id(p), 'its layer')} has no rule: give one in rules=, or leave the parameter out"
+            for name, p in measured.items()
+        }
+
+    def _called(
+        self,
+        name: str,
+        rule: LayerRule,
+        indices: Mapping[str, int],
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """After a layer's forward: keep what it was called with, and wait for the gradient of what it returned."""
+        output = output[0] if isinstance(output, tuple) and output else output
+        if not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
+            return
+        if self._is_refused(layer, indices, output):
+            return
+        if (now := stage()) in (Stage.AGAIN, Stage.NEITHER):
+            return  # the graph of a forward that is run again has no backward
+        call = Call(name, layer, rule, indices)
+        try:
+            with torch.no_grad():
+                inputs = arranged(rule, layer, args, keywords)
+                if rule.rows is not None and "weight" in indices:
+                    call.table, call.rows = indices["weight"], rule.rows(layer, inputs)
+        except NotCoveredError as reason:
+            self._piece.refuse(list(indices.values()), str(reason))
+            return
+        if now is Stage.FIRST:
+            call.is_run_again = True
+            self._checkpoints.expect(call)
+        else:
+            call.inputs, call.versions = inputs, versions_of(inputs)
+        self._piece.expect(call)
+        hook_gradient_of(output, inputs, functools.partial(self._returned, call))
+
+    def _is_refused(self, layer: nn.Module, indices: Mapping[str, int], output: Tensor) -> bool:
+        """Whether a call cannot be measured, whatever its rule; the reason is noted."""
+        if type(output) not in (Tensor, nn.Parameter) or output.is_nested or output.layout is not torch.strided:
+            kind = "nested" if output.is_nested else f"{type(output).__name__} with layout {output.layout}"
+            self._piece.refuse(list(indices.values()), f"its layer returned a {kind} tensor: give it plain ones")
+            return True
+        try:
+            replaced = [i for n, i in indices.items() if layer.get_parameter(n) is not self._parameters[i]]
+        except AttributeError:  # a tensor that is no parameter is in its place, as under functional_call
+            replaced = list(indices.values())
+        self._piece.note_replaced(replaced)
+        return bool(replaced)
+
+    def _about_to_be_called(
+        self, rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        """Before a layer's forward: if a checkpoint runs it again, keep what it is called with.
+
+        A checkpoint may stop inside its last layer, whose forward hook then never runs.
+        """
+        if in_backward() and torch.is_grad_enabled() and stage() is Stage.AGAIN:
+            with contextlib.suppress(NotCoveredError), torch.no_grad():  # the first call has noted the reason
+                self._checkpoints.run_again(layer, arranged(rule, layer, args, keywords))
+
+    def _returned(self, call: Call, grad: Tensor) -> None:
+        """In backward, with the gradient of what a layer has returned."""
+        if not self._handles or not any(will_accumulate(self._parameters[i]) for i in call.indices.values()):
+            return
+        self._note_backward(grad)
+        self._take_early_gradients()
+        if call.is_run_again:
+            self._checkpoints.keep_gradient(call, grad)
+        else:
+            self._add_use(call, grad)
+
+    def _take_early_gradients(self) -> None:
+        for call, grad in self._checkpoints.settle():
+            self._add_use(call, grad)
+
+    def _add_use(self, call: Call, grad: Tensor) -> None:
+        if _is_autocast(grad):
+            self._piece.note_dtype(call, torch.get_autocast_dtype(grad.device.type))
+        with _plain_arithmetic(grad):
+            dim = call.rule.example_dim(call.layer)
+            self._piece.add_use(call, grad.movedim(dim, 0) if dim and grad.dim() > dim else grad)
+
+    def _whole(self, index: int, grad: Tensor | None) -> None:
+        """In backward, with the whole gradient of a parameter."""
+        if grad is not None and accumulates(self._parameters[index]):
+            self._note_backward(grad)
+            self._take_early_gradients()
+            with _plain_arithmetic(grad):
+                self._piece.add_whole(index, grad)
+
+    def _batch_norm_called(self, name: str, layer: nn.Module, args: object, keywords: object, output: object) -> None:
+        if torch.is_grad_enabled() and couples_examples(layer):
+            self._coupled = f"{name}: {COUPLES_EXAMPLES}"
+
+    def _note_backward(self, grad: Tensor) -> None:
+        """Count the backwards of the piece, but for those that a reentrant checkpoint runs inside another."""
+        if (number := backward_number()) not in self._backwards:
+            self._backwards.add(number)
+            self._n_backwards += not inside_another_backward(grad)
+
+
+_USED_ELSEWHERE = (
+    "it had a gradient that no rule has seen: it is used outside its layer's forward, or that forward is not the one "
+    "that the rule is for"
+)
+
+
+def _is_autocast(grad: Tensor) -> bool:
+    """Whether a backward runs inside autocast for its device."""
+    return torch.amp.is_autocast_available(grad.device.type) and torch.is_autocast_enabled(grad.device.type)
+
+
+@contextlib.contextmanager
+def _plain_arithmetic(grad: Tensor) -> Iterator[None]:
+    """Without a graph, as in a backward with create_graph, and without autocast."""
+    without_autocast = (
+        torch.autocast(grad.device.type, enabled=False) if _is_autocast(grad) else contextlib.nullcontext()
+    )
+    with torch.no_grad(), without_autocast:
+        yield
+
+
+def _refuse_model(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if type(layer).__name__ == "OptimizedModule" or getattr(layer, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"per-example norms need the calls of single layers, and {name or 'the model'!r} is compiled: "
+                "measure before torch.compile, or train without it in the measured windows"
+            )
+        if couples_examples(layer):
+            raise ValueError(f"{name!r} ({type(layer).__name__}): {COUPLES_EXAMPLES}")

@@ -1,0 +1,153 @@
+"""A few projections of a gradient, which tell whether the rules have seen all of it.
+
+A leaf hook sees a parameter's whole gradient, Σ_b h_b. The rules see it use by use. Four random projections of both are
+compared: a use of the parameter that no rule has seen, such as `F.linear(x, layer.weight)` outside the layer, makes
+them differ. Each projection of a matrix H is uᵀ H v, so every element counts, and no matrix is formed.
+
+The sum does not tell which example a part belongs to: the dim of examples is taken on trust.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from sonde.batch_size.per_example.gradients import (
+    OuterProducts,
+    PerExample,
+    RowSums,
+    chunks,
+    examples_of,
+    tensors_of,
+    wide,
+)
+from sonde.parallel.devices import accumulation_dtype, to_device
+
+N_PROJECTIONS = 4
+_SEED = 20_210_413
+
+_TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-4,
+    torch.float16: 8e-3,
+    torch.bfloat16: 6e-2,
+}
+"""Largest part of a gradient that may be rounding, by its dtype: some hundred times the rounding of one element, since
+a weight gradient adds thousands of products; 8 and 16 times in 16 bits, where products are added in fp32. Layers of an
+fp64 model may compute in fp32, as norms of transformers do."""
+
+_TF32_TOLERANCE = 8e-3
+"""The same where matrix products keep the 10 bits of TF32."""
+
+
+def tolerance(dtypes: Sequence[torch.dtype], device: torch.device) -> float:
+    """Largest part of a gradient that may be rounding.
+
+    Args:
+        dtypes: of the parameter, and of what its layers have returned.
+        device: of the parameter.
+    """
+    largest = max(_TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16]) for dtype in dtypes)
+    is_tf32 = device.type == "cuda" and torch.float32 in dtypes
+    return max(largest, _TF32_TOLERANCE) if is_tf32 else largest
+
+
+def rounding(dtypes: Sequence[torch.dtype]) -> float:
+    """Rounding of a gradient as a part of the products that it adds: some times that of one product.
+
+    Args:
+        dtypes: as in `tolerance`.
+    """
+    return 8 * max(torch.finfo(torch.float32).eps, *(torch.finfo(dtype).eps for dtype in dtypes))
+
+
+class Projections:
+    """Random vectors that parameters share: u for rows, v for columns.
+
+    Args:
+        parameters: what will be projected.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        sizes = [_matrix_shape(p) for p in parameters]
+        # A generator of its own: the user's random state is untouched.
+        generator = torch.Generator(device="cpu").manual_seed(_SEED)
+        longest = [max(rows for rows, _ in sizes), max(columns for _, columns in sizes)]
+        # Rounded to bf16, so that the same vectors multiply gradients of every dtype. [projections, n]: products with
+        # so few vectors take a quarter of the time in this order.
+        u, v = (torch.randn(N_PROJECTIONS, n, generator=generator, device="cpu").bfloat16().float() for n in longest)
+        self._vectors = {u.device: (u, v)}
+        self._home = u.device
+
+    def of_gradient(self, grad: Tensor) -> Tensor:
+        """Projections of a parameter's whole gradient, as a leaf hook sees it: [projections]."""
+        n_rows, n_columns = _matrix_shape(grad)
+        u, v = self._of(grad, n_rows, n_columns)
+        if grad.is_sparse:
+            grad = grad.coalesce()
+            return _sum_products(u.T[grad.indices()[0]], linear(grad.values(), v))
+        if grad.dim() <= 2 or grad.is_contiguous():
+            return _sum_products(u.T, linear(grad.reshape(n_rows, n_columns), v))
+        # Channels last: the matrix is read in the order of its memory, where it is a view.
+        order = sorted(range(1, grad.dim()), key=grad.stride, reverse=True)
+        v = v.view(N_PROJECTIONS, *grad.shape[1:]).permute(0, *order).reshape(N_PROJECTIONS, n_columns)
+        return _sum_products(u.T, linear(grad.permute(0, *order).reshape(n_rows, n_columns), v))
+
+    def of_examples(self, gradients: PerExample, parameter: Tensor, staging_bytes: int) -> Tensor:
+        """Projections of Σ_b h_b for some examples: [projections].
+
+        Args:
+            gradients: of the parameter.
+            parameter: whose gradients they are.
+            staging_bytes: memory for intermediate results.
+        """
+        shape = _matrix_shape(parameter)
+        tensors = tensors_of(gradients)
+        parts = [
+            self._of_chunk(examples_of(gradients, s), *shape)
+            for s in chunks(len(tensors[0]), sum(map(_bytes, tensors)), staging_bytes)
+        ]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def _of_chunk(self, gradients: PerExample, n_rows: int, n_columns: int) -> Tensor:
+        if isinstance(gradients, RowSums):
+            u, v = self._of(gradients.values, n_rows, n_columns)
+            return _sum_products(u.T[gradients.rows.flatten()], linear(gradients.values.flatten(0, 1), v))
+        if isinstance(gradients, OuterProducts):
+            left, right = gradients.left, gradients.right
+            (u, _), (_, v) = self._of(left, n_rows, n_columns), self._of(right, n_rows, n_columns)
+            if left.dim() == 3:
+                return _sum_products(linear(left.flatten(0, 1), u), linear(right.flatten(0, 1), v))
+            parts = zip(left.unbind(1), right.unbind(1), u.chunk(left.shape[1], dim=1), strict=True)
+            sums = [_sum_products(linear(x.flatten(0, 1), w), linear(y.flatten(0, 1), v)) for x, y, w in parts]
+            return torch.stack(sums).sum(0)
+        u, v = self._of(gradients, n_rows, n_columns)
+        matrices = gradients.sum(0, keepdim=True) if n_columns == 1 else gradients
+        return _sum_products(u.T, linear(matrices.reshape(-1, n_rows, n_columns), v))
+
+    def _of(self, like: Tensor, n_rows: int, n_columns: int) -> tuple[Tensor, Tensor]:
+        if like.device not in self._vectors:
+            u, v = self._vectors[self._home]
+            self._vectors[like.device] = to_device(u, like.device), to_device(v, like.device)
+        u, v = self._vectors[like.device]
+        return u[:, :n_rows].to(like.dtype), v[:, :n_columns].to(like.dtype)
+
+
+def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """A parameter as a matrix: its first dim as rows."""
+    return (parameter.shape[0], math.prod(parameter.shape[1:])) if parameter.dim() else (1, 1)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Memory to project one example of a tensor: the projections at each position, and a copy if it is no block."""
+    n_copied = 0 if tensor.is_contiguous() else tensor[0].numel()
+    return 4 * n_copied + 16 * N_PROJECTIONS * math.prod(tensor.shape[1:-1])
+
+
+def _sum_products(x: Tensor, y: Tensor) -> Tensor:
+    """Σ x y over all dims but the last: [projections], in fp64 where the device has it."""
+    return (wide(x) * wide(y)).flatten(0, -2).sum(0, dtype=accumulation_dtype(x.device))

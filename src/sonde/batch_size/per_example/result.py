@@ -1,0 +1,113 @@
+"""The squared norms of each example's gradient in one piece, and which parameters they do not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sonde.parallel.devices import to_device
+
+
+@dataclass(frozen=True)
+class PerExampleSquares:
+    """Squared norms of each example's own gradient, for every parameter.
+
+    Attributes:
+        names: the parameters, in the model's order.
+        sq_norms: |h_b|², [parameters, examples], in fp64 where the device has it. h_b is what example b has added to
+            `.grad` in this piece: under a GradScaler still scaled, under a mean over B examples already divided by B.
+            A row is NaN if its parameter is not covered, and 0 if it had no gradient.
+        unexplained: the part of each parameter's gradient that no rule has seen, [parameters]: 0 to rounding for a
+            parameter that is covered, NaN where its gradient or its squares are out of range.
+        tolerances: how large `unexplained` may be, [parameters].
+        reasons: why parameters are not covered, as far as that is known without waiting for the device.
+    """
+
+    names: tuple[str, ...]
+    sq_norms: Tensor
+    unexplained: Tensor
+    tolerances: Tensor
+    reasons: Mapping[str, str]
+
+    def not_covered(self) -> dict[str, str]:
+        """The parameters that are not covered, and why. This waits for the device."""
+        found = dict(self.reasons)
+        of_each = zip(self.names, self.unexplained.tolist(), self.tolerances.tolist(), strict=True)
+        for name, part, most in of_each:
+            if name in found or part <= most:
+                continue
+            found[name] = (
+                f"{100 * part:.2g} % of its gradient is not what the rules have seen: it is used outside its layer's "
+                "forward, or a hook changed its gradient, or its layer's backward lost as much to rounding in 16 bits"
+                if part == part
+                else "its gradient is not finite, or its squares are beyond the range of fp32"
+            )
+        return {name: found[name] for name in self.names if name in found}
+
+    def totals(self) -> Tensor:
+        """|h_b|² over all covered parameters, [examples]. Say what `not_covered()` says beside it."""
+        return self.sq_norms.nansum(0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one parameter has in a piece.
+
+    Attributes:
+        sq_norms: |h_b|², [examples].
+        whole: projections of its whole gradient, [projections].
+        seen: the same of what the rules have seen.
+        tolerance: the largest part of its gradient that may be rounding.
+        rounding: the same as a part of the largest gradient in its layer. A bias of attention's keys, for one, has a
+            gradient that is nothing but rounding.
+    """
+
+    sq_norms: Tensor
+    whole: Tensor
+    seen: Tensor
+    tolerance: float
+    rounding: float
+
+
+def assemble(names: tuple[str, ...], rows: list[Row], reasons: Mapping[str, str]) -> PerExampleSquares:
+    """Compare what the rules have seen with the whole gradients, and blank the rows that are not covered.
+
+    Args:
+        names: the parameters.
+        rows: one for each, on one device.
+        reasons: why parameters are not covered, as far as known.
+    """
+    squares = torch.stack([row.sq_norms for row in rows])
+    whole, seen = torch.stack([row.whole for row in rows]), torch.stack([row.seen for row in rows])
+
+    def on_device(values: list[float]) -> Tensor:
+        return to_device(torch.tensor(values, dtype=squares.dtype, device="cpu"), squares.device)
+
+    tolerances, rounding = on_device([row.tolerance for row in rows]), on_device([row.rounding for row in rows])
+    is_known = on_device([float(name not in reasons) for name in names]) > 0
+    # A projection has the variance |H|². Where examples cancel, rounding goes by their own norms, not by the sum's.
+    scale = whole.square().sum(1) + whole.shape[1] * squares.sum(1)
+    of_layer = _largest_in_layer(names, scale)
+    difference = (whole - seen).square().sum(1)
+    part = (difference / (scale + (rounding / tolerances).square() * of_layer)).sqrt()
+    # |Σ h_b|² ≤ B Σ |h_b|², and a projection is hardly ever ten times as large as expected. If it is, squares have
+    # vanished.
+    has_vanished = whole.square().sum(1) > 100 * whole.shape[1] * squares.shape[1] * squares.sum(1)
+    is_out_of_range = has_vanished | ~squares.isfinite().all(1)
+    unexplained = torch.where(difference == 0, 0.0, part).masked_fill(is_out_of_range, float("nan"))
+    is_covered = is_known & (unexplained <= tolerances)
+    return PerExampleSquares(
+        names, squares.where(is_covered[:, None], float("nan")), unexplained, tolerances, dict(reasons)
+    )
+
+
+def _largest_in_layer(names: tuple[str, ...], values: Tensor) -> Tensor:
+    """For each parameter, the largest finite value in its layer, by the names: [parameters]."""
+    numbers: dict[str, int] = {}
+    layers = [numbers.setdefault(name.rpartition(".")[0], len(numbers)) for name in names]
+    index = to_device(torch.tensor(layers, device="cpu"), values.device)
+    finite = values.nan_to_num(nan=0.0, posinf=0.0)
+    return torch.zeros_like(values).scatter_reduce(0, index, finite, "amax")[index]

@@ -1,0 +1,170 @@
+"""The pieces of a window, as the user declares them or as each backward outside `piece()` makes one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from sonde.batch_size.loop_watch import LoopWatch
+from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.taps.window_reader import WindowReader
+from sonde.batch_size.taps.window_sums import PieceCounts, check_counts, piece_counts
+
+
+class Pieces:
+    """Begins and ends pieces, and knows how many units each has.
+
+    Args:
+        units_per_piece: units in a piece whose number the user does not give; None if it is not known.
+        reader: of the pieces.
+        loop: counts pieces of windows that are not measured.
+        pacing: says whether a window is measured.
+        in_pipeline: whether the model is a pipeline's stage, so that a backward alone is no piece.
+    """
+
+    def __init__(
+        self,
+        units_per_piece: float | None,
+        *,
+        reader: WindowReader,
+        loop: LoopWatch,
+        pacing: Pacing,
+        in_pipeline: bool = False,
+    ) -> None:
+        self._units_per_piece = units_per_piece
+        self._reader, self._loop, self._pacing = reader, loop, pacing
+        self._is_open = False
+        self._units_unknown = False
+        self._in_pipeline, self._ran_outside = in_pipeline, False
+
+    @contextmanager
+    def declared(
+        self,
+        units: float | Tensor | None,
+        weight: float | Tensor,
+        unit_weights: Sequence[float] | Tensor | None,
+    ) -> Iterator[None]:
+        """A context around the backwards of one piece; see `NoiseScaleProbe.piece`."""
+        counts = self._begin(units, weight, unit_weights)
+        try:
+            yield
+        except BaseException:
+            if counts is not None:
+                self._reader.discard_piece()
+            raise
+        finally:
+            self._is_open = False
+        if counts is not None:
+            self._reader.end_piece(counts)
+
+    def _begin(
+        self, units: float | Tensor | None, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
+    ) -> PieceCounts | None:
+        """Begin a declared piece.
+
+        Returns:
+            Its counts; None in a window that is not measured.
+        """
+        start = time.perf_counter()
+        self._check_closed("piece()")
+        if units is None and unit_weights is None:
+            units = self._known_units()
+        if not self._pacing.is_measured:
+            check_counts(units, weight, unit_weights)
+            self._is_open = True
+            self._loop.piece_passed()
+            self._pacing.spent_idle(start)
+            return None
+        counts = piece_counts(units, weight, unit_weights)
+        self._is_open, self._units_unknown = True, False
+        self._reader.begin_piece()
+        self._pacing.spent(start)
+        return counts
+
+    @contextmanager
+    def scheduled(
+        self,
+        n: int,
+        units: float | Sequence[float] | None,
+        weights: float | Sequence[float],
+    ) -> Iterator[None]:
+        """A context around a pipeline schedule's step; see `NoiseScaleProbe.pieces`."""
+        start = time.perf_counter()
+        counts = self._counts_of(n, units, weights)
+        self._check_closed("pieces()")
+        self._is_open, self._units_unknown = True, False
+        is_measured = self._pacing.is_measured
+        if is_measured:
+            self._reader.begin_pieces(n)
+        else:
+            self._loop.piece_passed()
+        (self._pacing.spent if is_measured else self._pacing.spent_idle)(start)
+        try:
+            yield
+        except BaseException:
+            if is_measured:
+                self._reader.discard_piece()
+            raise
+        finally:
+            self._is_open = False
+        if is_measured:
+            self._reader.end_pieces(counts)
+
+    def _counts_of(
+        self, n: int, units: float | Sequence[float] | None, weights: float | Sequence[float]
+    ) -> list[PieceCounts]:
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"n must be the schedule's number of micro-batches, got {n!r}: pass n_microbatches")
+        if units is None:
+            units = self._known_units()
+        both = [list(value) if isinstance(value, Sequence) else [value] * n for value in (units, weights)]
+        for name, values in zip(("units", "weights"), both, strict=True):
+            if len(values) != n:
+                raise ValueError(f"{name} must have one number for each of {n} micro-batches, got {len(values)}")
+        return [piece_counts(u, w, None) for u, w in zip(*both, strict=True)]
+
+    def _check_closed(self, called: str) -> None:
+        if self._is_open:
+            raise RuntimeError(
+                f"{called} was entered inside another piece: open one 'with probe.piece():' per micro-batch, or one "
+                "'with probe.pieces(n):' per step of a pipeline schedule"
+            )
+
+    def backward_ended(self) -> None:
+        """End the piece that was a backward outside `piece()`."""
+        self._loop.backward_ended()
+        if self._in_pipeline:
+            self._reader.discard_piece()
+            self._ran_outside = True
+        elif self._units_per_piece is None:
+            self._reader.discard_piece()
+            self._units_unknown = True  # the error is raised from the user's own call, not inside autograd
+        else:
+            self._reader.end_piece(piece_counts(self._units_per_piece, 1.0, None))
+
+    def check_ended(self) -> None:
+        """Refuse to end a window that cannot end here.
+
+        Raises:
+            RuntimeError: inside a piece, or when the number of units is not known.
+        """
+        if self._is_open:
+            raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
+        if self._ran_outside:
+            self._ran_outside = False
+            raise RuntimeError(
+                "a pipeline schedule ran outside pieces(), so its micro-batches cannot be told apart: run each step in "
+                "'with probe.pieces(n_microbatches):'"
+            )
+        if self._units_unknown:
+            self._known_units()
+
+    def _known_units(self) -> float:
+        if self._units_per_piece is None:
+            raise RuntimeError(
+                "the number of units in a piece is not known: pass units_per_piece= to attach, or units= to piece()"
+            )
+        return self._units_per_piece

@@ -1,0 +1,270 @@
+"""The noise scale of a model that does not train: plain averages over windows, in place of a trend.
+
+At fixed weights every window has the same expectation, so all windows together are averaged. Window i holds M_i units
+and gives unbiased estimates x_i of tr Σ and y_i of |G|², with
+
+    var y_i = 4 GᵀΣG/M_i + 2 tr(Σ²)/M_i²
+
+The first term does not depend on how the units are divided into windows. The second falls as windows grow. It comes
+from comparing units with the units of the same window alone. So windows grow (`window_lengths`), and ω_i = M_i/ΣM.
+Fieller's interval takes the covariance of the two averages from the scatter of the windows, whatever variance each has:
+
+    V = Σ ω_i² r_i r_iᵀ/(1 − ω_i)        r_i = (x_i, y_i) − (x̄, ȳ)
+
+which is unbiased where var ∝ 1/M, since r_i then has 1 − ω_i of the variance of window i.
+
+Reference:
+    E. C. Fieller, "Some problems in interval estimation", J. R. Stat. Soc. B 16 (1954) 175–185.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sonde.batch_size.stats.averages import NoiseScaleAverages
+from sonde.batch_size.stats.reading import GroupReading, Influence, NoiseScaleReading, RunAverage
+from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.summary import doubts_of
+from sonde.stats.intervals import RatioInterval, fieller_interval
+from sonde.wording import number
+
+_MIN_WINDOWS = 4
+"""Fewest windows that give an interval."""
+_NORMAL = 1.96
+"""Standard errors in half of a 95 % interval, for a forecast of how many units are needed."""
+_WELL_KNOWN = 0.2 / _NORMAL
+"""Standard error of log B_simple at ± 20 %."""
+_BARELY_KNOWN = 0.45
+"""Standard error of log B_simple at which |G|² or tr Σ can just be distinguished from 0."""
+_GUESSED = 1.5
+"""Standard error of log B_simple beyond which first order says nothing."""
+
+
+def window_lengths(n_ranks: int, *, longest: float = math.inf) -> Iterator[int]:
+    """Pieces of each window on each rank, in turn, so that windows have 2, 4, 6, 8, … pieces on all ranks together.
+
+    After m pieces there are about √m windows, the last of them of 2 √m pieces, whatever m will be. More windows would
+    compare fewer pieces with each other, and fewer windows would leave the error of the averages poorly known.
+
+    Args:
+        n_ranks: that measure together; where they do not divide a window, it has a few more pieces.
+        longest: most pieces of a window on a rank.
+
+    Example:
+        >>> import itertools
+        >>> list(itertools.islice(window_lengths(1), 5)), list(itertools.islice(window_lengths(3), 5))
+        ([2, 4, 6, 8, 10], [1, 2, 2, 3, 4])
+    """
+    for n in itertools.count(1):
+        yield int(min(-(-2 * n // n_ranks), longest))
+
+
+@dataclass(frozen=True)
+class _Average:
+    """The averages of one series, and what follows from them.
+
+    Attributes:
+        trace_cov: tr Σ.
+        grad_sq: |G|².
+        interval: of their ratio.
+        log_error: standard error of the log of their ratio, to first order; None where one of them is not positive.
+        influence: change of that log that each window makes, to first order, [windows]; empty with `log_error` None.
+    """
+
+    trace_cov: float
+    grad_sq: float
+    interval: RatioInterval
+    log_error: float | None
+    influence: tuple[float, ...]
+
+
+class FixedWeights:
+    """The windows of one and the same model.
+
+    Args:
+        batch: the batch size that the reading is to judge, in units: windows are as long as the measurement needs, and
+            have nothing to do with it. None for no verdict.
+    """
+
+    def __init__(self, batch: float | None = None) -> None:
+        self.batch = batch
+        self._numbers: list[int] = []
+        self._units: list[float] = []
+        self._estimates: list[list[tuple[float, float]]] = []
+        """tr Σ and |G|² of each group, of the mean gradient; [windows, groups, 2]."""
+
+    def add(self, window: SolvedWindow, *, weight: float, number: int) -> None:
+        """Add a window.
+
+        Args:
+            window: its estimates.
+            weight: of its pieces, averaged over ranks: its gradient is their sum, and here it becomes their mean, since
+                windows differ in length.
+            number: of the window among all, those that were dropped included.
+        """
+        self._numbers.append(number)
+        self._units.append(window.effective_units)
+        self._estimates.append([(e.trace_cov / weight**2, e.grad_sq / weight**2) for e in window.per_group])
+
+    @property
+    def n_windows(self) -> int:
+        """Windows so far."""
+        return len(self._units)
+
+    def total(self, level: float = 0.95) -> GroupReading:
+        """The noise scale of the whole model, whatever doubts there are."""
+        return _group_reading(self._averages(0, level, None)[0])
+
+    def reading(
+        self, averages: NoiseScaleAverages, *, unit: str, level: float, with_groups: bool = True
+    ) -> NoiseScaleReading:
+        """The reading of all windows so far.
+
+        Args:
+            averages: of the same windows: what was dropped, and reasons not to trust the numbers.
+            unit: plural name of the unit.
+            level: confidence level of the intervals.
+            with_groups: also read each group of parameters.
+        """
+        doubts = doubts_of(averages)
+        doubted = RatioInterval("unresolved", None, None, next(iter(doubts.values()))) if doubts else None
+        total, *of_groups = self._averages(len(averages.history.groups) if with_groups else 0, level, doubted)
+        own = _group_reading(total)
+        return NoiseScaleReading(
+            b_simple=own.b_simple,
+            low=own.low,
+            high=own.high,
+            status=own.status,
+            reason=_reason(averages, total, doubted),
+            advice="" if doubted else self._advice(total, unit),
+            drift=None,
+            drift_error=None,
+            average=_run_average(own, len(self._units)) if own.grad_sq is not None else None,
+            grad_sq=own.grad_sq,
+            trace_cov=own.trace_cov,
+            units_per_window=self.batch,
+            effective_units=averages.effective_units,
+            u=averages.u,
+            windows=len(self._units),
+            set_aside=0,
+            last_set_aside=None,
+            last_group_set_asides=(),
+            influence=self._influence(total),
+            dropped=dict(averages.dropped),
+            windows_needed=self._windows_needed(total),
+            consistency=averages.consistency,
+            doubts=doubts,
+            scale=averages.scale,
+            scale_residual=averages.scale_residual,
+            unit=unit,
+            groups=dict(zip(averages.history.groups, map(_group_reading, of_groups), strict=True))
+            if with_groups
+            else {},
+        )
+
+    def _averages(self, n_groups: int, level: float, doubted: RatioInterval | None) -> list[_Average]:
+        """The averages of the total and, after it, of each group."""
+        if doubted or not self._units:
+            why = doubted or RatioInterval("unresolved", None, None, "no window has ended yet")
+            return [_Average(math.nan, math.nan, why, None, ())] * (1 + n_groups)
+        units = torch.tensor(self._units, dtype=torch.float64, device="cpu")
+        table = torch.tensor(self._estimates, dtype=torch.float64, device="cpu")  # [windows, groups, 2]
+        series = [table.sum(1), *(table[:, i] for i in range(n_groups))]
+        return [_average(each, units / units.sum(), level) for each in series]
+
+    def _units_needed(self, log_error: float, target: float) -> float:
+        """How many more units until the standard error of log B_simple is `target`."""
+        return math.fsum(self._units) * ((log_error / target) ** 2 - 1.0)
+
+    def _advice(self, total: _Average, unit: str) -> str:
+        status, error = total.interval.status, total.log_error
+        if not self._units or (status == "resolved" and error is not None and error <= _WELL_KNOWN):
+            return ""
+        target = _WELL_KNOWN if status == "resolved" else _BARELY_KNOWN
+        if error is None or error > _GUESSED:
+            what = "tr Σ" if status == "upper_bound" else "|G|²"
+            return f"measure more {unit}; how many cannot be computed before {what} is known better"
+        needed = self._units_needed(error, target)
+        return f"measure about {number(needed, 2)} more {unit}" if needed > 0 else f"measure more {unit}"
+
+    def _windows_needed(self, total: _Average) -> int | None:
+        """Windows still needed for ± 20 %. Windows grow, so their number grows as the root of that of units."""
+        if total.log_error is None or total.log_error > _GUESSED:
+            return None
+        n_windows, n_units = len(self._units), math.fsum(self._units)
+        needed = max(self._units_needed(total.log_error, _WELL_KNOWN), 0.0)
+        return math.ceil(n_windows * (math.sqrt(1.0 + needed / n_units) - 1.0) - 1e-9)
+
+    def _influence(self, total: _Average) -> Influence | None:
+        if not total.influence:
+            return None
+        i = max(range(len(total.influence)), key=lambda j: abs(total.influence[j]))
+        return Influence(self._numbers[i], total.influence[i])
+
+
+def _average(windows: Tensor, weights: Tensor, level: float) -> _Average:
+    """Average the windows of one series.
+
+    Args:
+        windows: x_i and y_i; [windows, 2].
+        weights: ω_i, which sum to 1; [windows].
+        level: confidence level.
+    """
+    mean = weights @ windows
+    trace_cov, grad_sq = mean.tolist()
+    n_effective = float(1.0 / weights.square().sum())
+    if len(weights) < _MIN_WINDOWS or n_effective < 2:
+        few = f"{len(weights)} windows are too few for an interval: measure more data"
+        return _Average(trace_cov, grad_sq, RatioInterval("unresolved", None, None, few), None, ())
+    residuals = windows - mean
+    scattered = residuals * (weights.square() / (1.0 - weights))[:, None]
+    (var_x, covariance), (_, var_y) = (scattered.T @ residuals).tolist()
+    interval = fieller_interval(
+        trace_cov,
+        grad_sq,
+        var_numerator=var_x,
+        var_denominator=var_y,
+        covariance=covariance,
+        n_samples=n_effective,
+        level=level,
+    )
+    if trace_cov <= 0 or grad_sq <= 0:
+        return _Average(trace_cov, grad_sq, interval, None, ())
+    # Delta method: log(x̄/ȳ) changes by dx̄/x̄ − dȳ/ȳ.
+    relative = residuals / mean
+    of_window = relative[:, 0] - relative[:, 1]
+    log_error = math.sqrt(max(float((weights.square() / (1.0 - weights)) @ of_window.square()), 0.0))
+    influence = of_window * weights / (1.0 - weights)
+    return _Average(trace_cov, grad_sq, interval, log_error, tuple(influence.tolist()))
+
+
+def _group_reading(average: _Average) -> GroupReading:
+    interval, is_known = average.interval, not math.isnan(average.trace_cov)
+    return GroupReading(
+        status=interval.status,
+        b_simple=average.trace_cov / average.grad_sq if interval.status == "resolved" else None,
+        low=interval.low,
+        high=interval.high,
+        grad_sq=average.grad_sq if is_known else None,
+        trace_cov=average.trace_cov if is_known else None,
+    )
+
+
+def _run_average(own: GroupReading, windows: int) -> RunAverage:
+    return RunAverage(own.b_simple, own.low, own.high, own.status, windows)
+
+
+def _reason(averages: NoiseScaleAverages, total: _Average, doubted: RatioInterval | None) -> str:
+    """Why B_simple is not resolved; empty when it is resolved."""
+    dropped = averages.dropped
+    if doubted or total.interval.status != "unresolved" or averages.windows > sum(dropped.values()):
+        return (doubted or total.interval).reason
+    if dropped:
+        return max(dropped, key=dropped.__getitem__)
+    return total.interval.reason if averages.windows else "no window has ended yet"

@@ -1,0 +1,200 @@
+"""One piece's gradient, parameter by parameter as backward makes it: squared norms, and the witness's elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sonde.batch_size.taps.cut_gradients import CutGradients
+from sonde.batch_size.taps.metric import GradientMetric
+from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
+from sonde.batch_size.taps.tap import GradientSummary, Problem
+from sonde.batch_size.taps.witness import Witness
+from sonde.parallel.devices import to_device
+
+STAGED_NUMEL = 16_384
+STAGED_NUMEL_ON_CPU = ROW
+"""Gradients up to this many elements wait for shared kernels; larger ones are reduced at once.
+
+Inside a backward, every operator costs a kernel launch or runs on cold caches, so small gradients share operators. A
+gradient that waits is still referenced, so autograd clones it instead of taking it over as `.grad`. Only the clone of a
+small gradient is cheap.
+"""
+
+
+@dataclass
+class Reading:
+    """How the gradients of pieces are read.
+
+    Attributes:
+        leaves: the tensors that backward makes gradients for.
+        witness: elements to copy besides the norms.
+        metric: how gradients are squared.
+        cut: what this rank counts of a gradient that it shares with other ranks; None if every rank has its own pieces.
+        staged_numel: gradients up to this many elements wait for shared kernels.
+        staging_bytes: bound of the memory for gradients that wait.
+        device: where the sums are made.
+        one_device: whether all leaves were there at attach.
+        sums_backwards: whether all gradients wait until the piece ends, since pieces have several backwards.
+    """
+
+    leaves: Sequence[Tensor]
+    witness: Witness
+    metric: GradientMetric
+    cut: CutGradients | None
+    staged_numel: int
+    staging_bytes: int
+    device: torch.device
+    one_device: bool
+    sums_backwards: bool = False
+
+
+class PieceGradient:
+    """Takes the gradients of one piece, and reduces them.
+
+    Args:
+        reading: how gradients are read.
+        staging_bytes: bound of the memory for gradients that wait; by default that of `reading`.
+        clones: copy gradients that wait. autograd leaves a gradient alone that somebody holds. Zero-bubble schedules
+            add to it.
+    """
+
+    def __init__(self, reading: Reading, staging_bytes: int | None = None, *, clones: bool = False) -> None:
+        self._reading, self._device, self._clones = reading, reading.device, clones
+        self._staging_bytes = reading.staging_bytes if staging_bytes is None else staging_bytes
+        self._parts: list[Part] = []
+        self._cross: list[tuple[int, Tensor]] = []
+        self._witnessed: dict[int, Tensor] = {}
+        # Gradients that wait, by stream: a kernel on one stream must not read a tensor that another still writes.
+        self._staged: dict[torch.cuda.Stream | None, dict[int, Tensor]] = {None: {}}
+        self._staged_bytes = 0
+        self._results: list[tuple[torch.cuda.Stream, list[Tensor]]] = []
+        self._fired = bytearray(len(reading.leaves))
+        self._partial: dict[int, Tensor] = {}
+
+    def take(self, index: int, grad: Tensor, so_far: Tensor | None = None) -> Problem | None:
+        """Let a gradient wait for a shared kernel, or reduce it at once.
+
+        Args:
+            index: of the leaf.
+            grad: its gradient, as a hook sees it.
+            so_far: the sum of this piece's earlier gradients of that leaf, where `.grad` holds it.
+
+        Returns:
+            Why the piece is lost, if it is.
+        """
+        reading = self._reading
+        if reading.cut is not None:
+            part = reading.cut.take(index, grad, self._partial)
+            if part is None:
+                return None
+            grad, so_far = part, None
+        if self._fired[index]:
+            return self._take_again(index, grad, so_far)
+        self._fired[index] = 1
+        if grad.is_sparse and not grad.is_cpu:
+            return Problem.SPARSE_ON_GPU
+        if reading.sums_backwards or (not grad.is_sparse and grad.numel() <= reading.staged_numel):
+            self._stage(index, grad)
+        else:
+            self._keep((index,), (grad,), reading.metric.roots(index, grad))
+        return None
+
+    def _take_again(self, index: int, grad: Tensor, so_far: Tensor | None) -> Problem | None:
+        """Take a second gradient h₂ of the same parameter in one piece: |h₁ + h₂|² needs both gradients at once."""
+        # h₁ may still wait for its kernel.
+        staged, reading = self._staged.get(_stream(grad), {}), self._reading
+        if index in staged:
+            staged[index] = staged[index] + grad
+            return None
+        if so_far is not None and not (grad.is_sparse or so_far.is_sparse):
+            # h₁ has been squared, but `.grad` still holds it: |h₁ + h₂|² = |h₁|² + |h₂|² + 2⟨h₁, h₂⟩.
+            self._cross.append((index, 2 * reading.metric.dot(index, so_far, grad)))
+            self._keep((index,), (grad,), reading.metric.roots(index, grad))
+            return None
+        # h₁ is lost, and so is this window. Later pieces keep all gradients until they end, if the staging area can
+        # hold them.
+        n_bytes = sum(leaf.numel() * leaf.element_size() for leaf in reading.leaves)
+        reading.sums_backwards = n_bytes <= self._staging_bytes
+        return Problem.SEVERAL_BACKWARDS if reading.sums_backwards else Problem.TOO_LARGE_TO_SUM
+
+    @torch.no_grad()
+    def summary(self, n_backwards: int) -> GradientSummary:
+        """The part of the piece's gradient that is kept; parameters that it did not reach count as 0."""
+        reading = self._reading
+        if reading.cut is not None:
+            for index, part in reading.cut.sum_partial(self._partial).items():
+                self._keep((index,), (part,), reading.metric.roots(index, part))
+        # Gradients that still wait come first: they add to the parts and to the witness.
+        self._flush()
+        self._adopt_results()
+        sq_norms = add_squares(len(reading.leaves), self._parts, self._device)
+        # Where a piece had several backwards, the parts hold their squares, and these are the cross terms.
+        for index, twice_the_product in self._cross:
+            sq_norms[index] += to_device(twice_the_product, self._device)
+        return GradientSummary(sq_norms, reading.witness.join(self._witnessed, self._device), n_backwards)
+
+    def _stage(self, index: int, grad: Tensor) -> None:
+        self._staged.setdefault(_stream(grad), {})[index] = grad.clone() if self._clones else grad
+        self._staged_bytes += grad.numel() * grad.element_size()
+        if self._staged_bytes > self._staging_bytes and not self._reading.sums_backwards:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Reduce the gradients that wait, each on the stream that wrote it."""
+        for stream, staged in self._staged.items():
+            if not staged:
+                continue
+            if stream is None:
+                self._reduce(staged)
+                continue
+            with torch.cuda.stream(stream):
+                self._reduce(staged)
+            torch.cuda.current_stream(stream.device).wait_stream(stream)  # the results are read on the present stream
+        self._staged = {None: {}}
+        self._staged_bytes = 0
+
+    def _reduce(self, grads: dict[int, Tensor]) -> None:
+        metric, most = self._reading.metric, self._reading.staged_numel
+        small = {i: g for i, g in grads.items() if g.numel() <= most and not g.is_sparse}
+        if small:
+            self._keep(tuple(small), tuple(small.values()), metric.norms(tuple(small), tuple(small.values())))
+        for index, grad in grads.items():
+            if index not in small:
+                self._keep((index,), (grad,), metric.roots(index, grad))
+
+    def _keep(self, indices: tuple[int, ...], grads: Sequence[Tensor], roots: Tensor) -> None:
+        """Keep the roots of some gradients, and the witness's elements of them."""
+        self._parts.append((indices, roots))
+        results, witness, cut = [roots], self._reading.witness, self._reading.cut
+        for index, grad in zip(indices, grads, strict=True):
+            if index in witness:
+                elements = witness.read_shard(index, grad, cut.specs[index] if cut is not None else None)
+                # Cloned: the elements are a view of the gradient, which autograd may write to once the hook returns.
+                sum_of_elements = self._witnessed[index] + elements if index in self._witnessed else elements.clone()
+                self._witnessed[index] = sum_of_elements
+                results.append(sum_of_elements)
+        if (stream := _stream(roots)) is not None:
+            self._results.append((stream, results))
+
+    def _adopt_results(self) -> None:
+        """Check the device of the hooks' results and keep them alive on this stream."""
+        if self._reading.one_device and self._parts and (device := self._parts[0][1].device) != self._device:
+            raise RuntimeError(
+                f"the model was on {self._device} when the probe was attached and is on {device} now: "
+                "attach after moving it"
+            )
+        # Autograd may run a hook on another stream. The allocator must not reuse the memory of the hook's results
+        # before the present stream has read them.
+        for stream, results in self._results:
+            present = torch.cuda.current_stream(stream.device)
+            if stream != present:
+                for result in results:
+                    result.record_stream(present)
+
+
+def _stream(grad: Tensor) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(grad.device) if grad.is_cuda else None

@@ -1,0 +1,111 @@
+"""How long windows take, on the host's clock or on a device's, without waiting for the device."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+
+
+class Mark(Protocol):
+    """A moment in the work of a device."""
+
+    def has_passed(self) -> bool:
+        """Whether the device has come to that moment; never waits."""
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Seconds between two moments that have passed."""
+
+
+class HostMark:
+    """The present moment on the host, whose work is done when it is called."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def has_passed(self) -> bool:
+        """Always."""
+        return True
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Seconds between the two."""
+        return self.at - earlier.at
+
+
+class DeviceMark:
+    """The end of the work that a CUDA device's present stream has been given so far.
+
+    Args:
+        device: of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(torch.cuda.current_stream(device))
+
+    def has_passed(self) -> bool:
+        """Whether the device has come so far; it is asked, not waited for."""
+        return bool(self.event.query())
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Seconds between the two, on the device's own clock."""
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+@dataclass(frozen=True)
+class WindowTimes:
+    """Durations that have become known, in seconds.
+
+    Attributes:
+        idle: of windows that were not measured.
+        n_idle: how many they are.
+        measured: of measured windows.
+        n_measured: how many they are.
+    """
+
+    idle: float = 0.0
+    n_idle: int = 0
+    measured: float = 0.0
+    n_measured: int = 0
+
+
+class WindowClock:
+    """Times windows from end to end. The first one, whose beginning nobody marked, is left out.
+
+    Args:
+        mark: makes a mark of the present moment; see `marks_of`.
+    """
+
+    def __init__(self, mark: Callable[[], Mark]) -> None:
+        self._mark = mark
+        self._last: Mark | None = None
+        self._marks: deque[tuple[Mark, bool]] = deque()
+
+    def window_ended(self, *, was_measured: bool) -> None:
+        """Mark the end of a window. Marks of a device are read when it has passed them; nothing waits for it."""
+        self._marks.append((self._mark(), was_measured))
+
+    def take(self) -> WindowTimes:
+        """The durations that have become known since the last call."""
+        idle = measured = 0.0
+        n_idle = n_measured = 0
+        while self._marks and self._marks[0][0].has_passed():
+            mark, was_measured = self._marks.popleft()
+            if self._last is not None:
+                seconds = mark.seconds_since(self._last)
+                if was_measured:
+                    measured, n_measured = measured + seconds, n_measured + 1
+                else:
+                    idle, n_idle = idle + seconds, n_idle + 1
+            self._last = mark
+        return WindowTimes(idle, n_idle, measured, n_measured)
+
+
+def marks_of(device: torch.device) -> Callable[[], Mark]:
+    """Makes marks of the present moment: events on a device that the host runs ahead of, else the host's clock."""
+    return functools.partial(DeviceMark, device) if device.type == "cuda" else HostMark

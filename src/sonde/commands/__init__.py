@@ -1,0 +1,1 @@
+"""Commands that measure something of yours: options, input, and what they print."""

@@ -1,0 +1,251 @@
+"""`sonde measure MODEL --data …`: the noise scale of a checkpoint of transformers, in words and in a table."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from sonde.batch_size.checkpoint.measure import measure
+from sonde.batch_size.checkpoint.measurement import Measurement
+from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT, judge_batch
+from sonde.batch_size.stats.reading import GroupReading
+from sonde.commands.measure_options import MeasureOptions, check_ranges
+from sonde.commands.text import read_documents, sequences
+from sonde.records import RunLog
+from sonde.runs.sinks import JsonlSink
+from sonde.wording import count, estimate, number, percent
+
+_UNIT = "sequences"
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def run_measure(options: MeasureOptions) -> int:
+    """Measure, and print the noise scale, what it means for a batch, and that of each block.
+
+    Args:
+        options: the options of the user.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ImportError: when transformers is not installed.
+        FileNotFoundError: when there is no data.
+        ValueError: when the model or the data cannot be used.
+    """
+    check_ranges(options)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    device = _device(options.device)
+    documents = read_documents(options.data)
+    try:
+        model, tokenizer = _load(options, device)
+        pieces = _pieces(documents, tokenizer, options)
+        console.print(_setting(model, device, options))
+        measurement = _measured(model, pieces, device, options, _Lines(console))
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"{device} has too little memory: pass a smaller --examples-per-piece or --tokens, or --dtype bfloat16"
+        ) from error
+    _print_result(measurement, options, console)
+    return 0
+
+
+def _measured(
+    model: Any, pieces: Iterator[Tensor], device: torch.device, options: MeasureOptions, on_window: _Lines
+) -> Measurement:
+    torch.manual_seed(options.seed)  # of dropout; this process does nothing else
+    return measure(
+        model,
+        lambda model, ids: _loss(model, ids.to(device)),
+        pieces,
+        unit=_UNIT,
+        until=options.until,
+        most_batches=None if options.most is None else math.ceil(options.most / options.examples_per_piece),
+        batch=options.batch,
+        log=_log(options),
+        on_window=on_window,
+        verbose=False,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"--device {name} cannot be used here ({first_line}): pass cpu or auto") from error
+    return device
+
+
+def _load(options: MeasureOptions, device: torch.device) -> tuple[Any, Any]:
+    """The model, in its mode and with gradients for all of its parameters, and its tokenizer."""
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+    except ImportError as error:
+        raise ImportError("sonde measure needs transformers: pip install 'transformers>=5.23,<6'") from error
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).partition("\n")[0].rstrip(".:")
+        raise ValueError(
+            f"transformers cannot load {options.model!r} ({first_line}): pass a folder that save_pretrained has "
+            "written, with a tokenizer in it, or the name of a model"
+        ) from error
+    _check_fit(model, tokenizer, options)
+    tokenizer.model_max_length = int(1e30)  # whole documents are encoded, and cut afterwards
+    model.config.use_cache = False
+    model.requires_grad_(True)
+    return model.to(device).train(options.train_mode), tokenizer
+
+
+def _check_fit(model: Any, tokenizer: Any, options: MeasureOptions) -> None:
+    """Refuse a tokenizer that is not the model's, and sequences that are too long for it."""
+    n_known = model.config.get_text_config().vocab_size
+    # Without files of its own, transformers makes a tokenizer that knows no text.
+    if not tokenizer.encode("text", add_special_tokens=False) or len(tokenizer) > n_known:
+        raise ValueError(
+            f"{options.model} has no tokenizer that fits (it knows {len(tokenizer)} tokens, the model {n_known}): save "
+            "the model's tokenizer in its folder, by save_pretrained"
+        )
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(context, int) and options.tokens > context:
+        raise ValueError(
+            f"{options.model} reads at most {context} tokens, got --tokens {options.tokens}: pass --tokens {context}"
+        )
+
+
+def _loss(model: Any, ids: Tensor) -> Tensor:
+    """The mean loss of predicting each next token; ids: [sequences, tokens]."""
+    return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+
+def _pieces(documents: Iterable[str], tokenizer: Any, options: MeasureOptions) -> Iterator[Tensor]:
+    """Sequences, a few at a time: [examples_per_piece, tokens].
+
+    Raises:
+        ValueError: when there are too few to compare.
+    """
+    each = sequences(documents, tokenizer, options.tokens, seed=options.seed)
+    first = list(itertools.islice(each, options.examples_per_piece + 1))
+    if len(first) <= options.examples_per_piece:
+        raise ValueError(
+            f"{options.data} has text for {len(first)} sequences of {options.tokens} tokens, and a noise scale "
+            "compares pieces: pass more text, a smaller --tokens or a smaller --examples-per-piece"
+        )
+    return _batched(itertools.chain(first, each), options.examples_per_piece)
+
+
+def _batched(each: Iterator[Tensor], n: int) -> Iterator[Tensor]:
+    while batch := list(itertools.islice(each, n)):
+        yield torch.stack(batch)
+
+
+def _log(options: MeasureOptions) -> RunLog | None:
+    if options.log is None:
+        return None
+    metadata = {
+        "model": options.model,
+        "data": str(options.data),
+        "tokens": options.tokens,
+        "dtype": options.dtype,
+        "train mode": options.train_mode,
+        "seed": options.seed,
+    }
+    return RunLog(JsonlSink(options.log), run=f"measure {options.model}", metadata=metadata, every=1)
+
+
+def _setting(model: Any, device: torch.device, options: MeasureOptions) -> str:
+    mode = "train mode" if options.train_mode else "evaluation mode, without dropout"
+    return (
+        f"{options.model}: {count(sum(p.numel() for p in model.parameters()))} parameters in {options.dtype} on "
+        f"{device}, {mode}. Sequences of {options.tokens} tokens from {options.data}, "
+        f"{options.examples_per_piece} in each backward."
+    )
+
+
+class _Lines:
+    """Prints how far the measurement has come, now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._last = console, time.monotonic()
+
+    def __call__(self, measurement: Measurement) -> None:
+        """Called after each window."""
+        if time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = time.monotonic()
+            self._console.print(f"  {measurement}")
+
+
+def _print_result(measurement: Measurement, options: MeasureOptions, console: Console) -> None:
+    reading = measurement.reading
+    console.print(f"\n{measurement}")
+    console.print(f"loss {number(measurement.loss, 4)} nats per token")
+    for line in _meaning(measurement, options):
+        console.print(line)
+    console.print()
+    console.print(_table(reading.groups, total_grad_sq=reading.grad_sq, total_trace_cov=reading.trace_cov))
+    if options.log is not None:
+        console.print(f"\nlog     {options.log}\n        sonde report {options.log}  writes a page of it")
+
+
+def _meaning(measurement: Measurement, options: MeasureOptions) -> Iterator[str]:
+    """What the noise scale means: in tokens, and for a batch."""
+    reading = measurement.reading
+    if reading.b_simple is not None:
+        tokens = [number(n * options.tokens) for n in (reading.b_simple, reading.low or 0.0, reading.high or 0.0)]
+        yield f"In tokens: {tokens[0]} [{tokens[1]} – {tokens[2]}]"
+    if options.batch is not None:
+        verdict = judge_batch(
+            options.batch,
+            unit=_UNIT,
+            status=reading.status,
+            b_simple=reading.b_simple,
+            low=reading.low,
+            high=reading.high,
+            reason=reading.reason,
+            advice=reading.advice,
+        )
+        yield f"\n{verdict.headline}\n{verdict.detail}"
+    elif reading.b_simple is not None:
+        least, most = number(reading.b_simple / ABOUT_RIGHT), number(reading.b_simple * ABOUT_RIGHT)
+        yield (
+            f"A batch between {least} and {most} {_UNIT} is about right for the model as it is now. The noise scale "
+            "grows while a model trains. Pass --batch N for a verdict on a batch of N."
+        )
+
+
+def _table(groups: Any, *, total_grad_sq: float | None, total_trace_cov: float | None) -> Table:
+    """The noise scale of each block, and its shares of |G|² and tr Σ."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("block")
+    for title in ("noise scale", "of |G|²", "of tr Σ"):
+        table.add_column(title, justify="right")
+    group: GroupReading
+    for name, group in groups.items():
+        table.add_row(
+            name,
+            estimate(group.status, group.b_simple, group.low, group.high),
+            _share(group.grad_sq, total_grad_sq),
+            _share(group.trace_cov, total_trace_cov),
+        )
+    return table
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    """A part in per cent. That of a |G|² that is not positive yet is not known."""
+    return "–" if part is None or not whole or whole <= 0 or part < 0 else percent(part / whole)

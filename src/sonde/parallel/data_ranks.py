@@ -1,0 +1,91 @@
+"""Which ranks have data of their own: the others hold parts of a model that works on the same micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from sonde.parallel.placements import axes_over, check_mesh, is_dtensor, place_along, ranks_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """This rank's place among the ranks that have data of their own.
+
+    Ranks of tensor parallelism work on one micro-batch together: they are one data-parallel rank, and one of them
+    counts its pieces.
+
+    Attributes:
+        rank: number of this rank's data.
+        n_ranks: how many ranks have data of their own.
+        n_sharing: how many ranks share this rank's parameters and its data, this rank included.
+        first_sharing: the lowest of them, by its global number.
+        counts_pieces: whether this rank counts the pieces of its data. (In a pipeline, one stage does.)
+    """
+
+    rank: int = 0
+    n_ranks: int = 1
+    n_sharing: int = 1
+    first_sharing: int = 0
+    counts_pieces: bool = True
+
+
+def check_whole_mesh(parameters: Mapping[str, Tensor], mesh: Any = None) -> DeviceMesh:
+    """The mesh of all ranks that hold any of a model: as given, or the largest of its parameters.
+
+    Args:
+        parameters: by name; plain ones count for nothing.
+        mesh: as the user gave it, or None.
+
+    Raises:
+        ValueError: when it does not contain the ranks of every parameter, or is no mesh.
+    """
+    meshes = {name: cast(Any, p).device_mesh for name, p in parameters.items() if is_dtensor(p)}
+    if mesh is None:
+        mesh = max(meshes.values(), key=lambda m: m.size())
+    check_mesh("mesh", mesh)
+    for name, its_mesh in meshes.items():
+        if not ranks_of(its_mesh) <= ranks_of(mesh):
+            raise ValueError(
+                f"{name!r} is on ranks outside the mesh of the other parameters, so no mesh of the model holds all of "
+                "its ranks: pass mesh=, the mesh of all ranks that hold any of the model"
+            )
+    return cast("DeviceMesh", mesh)
+
+
+def data_ranks(mesh: DeviceMesh, leaves: Sequence[Tensor], pp_mesh: DeviceMesh | None = None) -> DataRanks:
+    """Which ranks of a mesh have data of their own.
+
+    FSDP2 cuts parameters over ranks with data of their own, and gathers them for forward and backward. What is still
+    cut then is cut over ranks that work on the same data, as pipeline stages do.
+
+    Args:
+        mesh: all ranks that hold any of the model.
+        leaves: the parameters as forward uses them.
+        pp_mesh: the pipeline stages.
+
+    Raises:
+        ValueError: when the ranks over which they are cut, or the pipeline stages, are no whole axes of the mesh.
+    """
+    meshes = [cast(Any, leaf).device_mesh for leaf in leaves if is_dtensor(leaf)]
+    sharing = ranks_of(max(meshes, key=lambda m: m.size())) if meshes else frozenset([dist.get_rank()])
+    axes = axes_over(mesh, sharing)
+    if axes is None or any(not ranks_of(m) <= sharing for m in meshes):
+        raise ValueError(
+            "parameters are cut over ranks that are no axes of one mesh, so it is not known which ranks have data of "
+            "their own: cut the model over axes of one mesh"
+        )
+    stages = axes_over(mesh, ranks_of(pp_mesh)) if pp_mesh is not None else ()
+    if stages is None:
+        raise ValueError("pp_mesh= is no axis of mesh=: pass a mesh= that has the pipeline stages as an axis")
+    together = {*axes, *stages}
+    rank, n_ranks = place_along(mesh, [axis for axis in range(mesh.ndim) if axis not in together])
+    counts_pieces = place_along(mesh, sorted(together))[0] == 0
+    return DataRanks(rank, n_ranks, len(sharing), min(sharing), counts_pieces)

@@ -1,0 +1,59 @@
+"""The whole parameters that FSDP2 gathers for forward and backward: the leaves whose gradients backward makes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def gathered_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
+    """The gathered parameter that stands in for each sharded one, by the `id` of the sharded one.
+
+    FSDP2 makes a gathered parameter at its first gathering and keeps it: later it only frees and refills its memory. So
+    a hook on it sees the gradient of every backward on this rank, before FSDP2 adds it up or reduces it.
+
+    Each module of FSDP2 is gathered once, one after another. All ranks have to call this. Afterwards the model shows
+    its sharded parameters.
+
+    Raises:
+        ValueError: for parameters on the meta device.
+    """
+    modules = _fsdp_modules(model)
+    if modules and (meta := next((name for name, p in model.named_parameters() if p.is_meta), None)):
+        raise ValueError(f"{meta!r} is on the meta device, which holds no values: attach after to_empty() and loading")
+    for module in modules:
+        module.reshard()  # after a forward, the outermost module shows its gathered parameters
+    gathered: dict[int, nn.Parameter] = {}
+    for module in modules:
+        sharded = list(_own_parameters(module))
+        module.unshard()
+        try:
+            shown = list(_own_parameters(module))
+        finally:
+            module.reshard()
+        gathered |= {id(old): new for old, new in zip(sharded, shown, strict=True) if new is not old}
+    return gathered
+
+
+def reduction_dtypes(model: nn.Module) -> list[torch.dtype]:
+    """The dtypes in which FSDP2 reduces gradients over ranks, where a policy sets them."""
+    # A private path, since torch has no public one; a test guards it.
+    policies = [module._get_fsdp_state()._mp_policy for module in _fsdp_modules(model)]
+    return list(dict.fromkeys(p.reduce_dtype for p in policies if p.reduce_dtype is not None))
+
+
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a module and its descendants, except those of modules of FSDP2 inside it."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not hasattr(child, "unshard"):
+            yield from _own_parameters(child)

@@ -1,0 +1,65 @@
+"""What a measurement must leave as it found it: modes, random numbers, `.grad`, buffers, and how parameters are cut."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from sonde.parallel.placements import reshard
+
+
+@contextlib.contextmanager
+def preserve_modes_and_randomness(model: nn.Module) -> Iterator[None]:
+    """On exit, modules are in train or evaluation mode as before, and random generators have their former states."""
+    reshard(model)
+    modes = [(module, module.training) for module in model.modules()]
+    # The random state of every device: seeding changes all of them.
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state, python_state = numpy and numpy.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            reshard(model)
+            for module, mode in modes:
+                module.training = mode
+            random.setstate(python_state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def preserve_gradients_and_buffers(model: nn.Module) -> Iterator[None]:
+    """No parameter has a gradient inside. On exit `.grad`, `requires_grad` and buffers are as before, bit for bit.
+
+    Holds a copy of every buffer, since a forward pass may write to any of them: running statistics, queues, codebooks.
+    """
+    parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    for p, _, _ in parameters:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad, requires_grad in parameters:
+            p.requires_grad_(requires_grad)
+            p.grad = grad
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                # Compared by value: batch normalisation changes its statistics without counting their version up. What
+                # is unchanged is not written to, since the graph of a forward before may need it.
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+                if getattr(module, name, None) is not buffer:  # the forward pass has put another tensor in its place
+                    setattr(module, name, buffer)

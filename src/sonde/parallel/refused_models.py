@@ -1,0 +1,74 @@
+"""Models whose micro-batches no hook can measure, refused by name with what works there."""
+
+from __future__ import annotations
+
+import gc
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sonde.parallel.placements import is_dtensor, is_fully_sharded
+
+_INSTEAD = "sonde.attach measures DDP, FSDP2 (fully_shard) and DTensors"
+
+
+def refuse_hidden_gradients(model: nn.Module) -> None:
+    """Refuse wrappers that do not show the gradients of micro-batches.
+
+    Raises:
+        ValueError: for FSDP's first version, DeepSpeed, and Megatron's own parallelism.
+    """
+    for module in model.modules():
+        if is_fully_sharded(module) and not hasattr(module, "reshard"):
+            raise ValueError(
+                f"FSDP's first version does not show the gradients of micro-batches: {_INSTEAD}, and FSDP's own "
+                "clip_grad_norm_ measures the norm"
+            )
+        if _is_of_deepspeed(module):
+            raise ValueError(_deepspeed(type(module).__name__))
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise ValueError(_deepspeed(f"ZeRO-3 holds {name!r} in parts"))
+        if getattr(parameter, "tensor_model_parallel", False) and not is_dtensor(parameter):
+            raise ValueError(
+                f"{name!r} is a shard of Megatron's tensor parallelism, and a plain tensor does not show over which "
+                f"ranks: {_INSTEAD}; sonde.clip_grad_norm_ with mesh= and replicas= measures the norm"
+            )
+
+
+def refuse_inner_module(model: nn.Module) -> None:
+    """Refuse a plain module that another module wraps: its gradients are reduced, and the module does not show how.
+
+    Trainers hand the inner module to their callbacks.
+
+    Raises:
+        ValueError: when a living DDP module or DeepSpeed engine holds the module.
+    """
+    if not dist.is_initialized():  # as both need it
+        return
+    for candidate in gc.get_objects():
+        # By type(), since some objects make up their __class__, or import modules to know it.
+        if not issubclass(type(candidate), nn.Module) or candidate is model:
+            continue
+        is_ddp = issubclass(type(candidate), DistributedDataParallel)
+        if not (is_ddp or _is_of_deepspeed(candidate)) or all(m is not model for m in candidate.modules()):
+            continue
+        if not is_ddp:
+            raise ValueError(_deepspeed(type(candidate).__name__))
+        raise ValueError(
+            "the model is inside a DistributedDataParallel module, which averages its gradients over ranks: pass that "
+            "module, as trainer.model_wrapped or the result of accelerator.prepare (or process_group=, if you reduce "
+            "the gradients yourself and that module is no longer used)"
+        )
+
+
+def _is_of_deepspeed(module: object) -> bool:
+    return type(module).__module__.split(".")[0] == "deepspeed"
+
+
+def _deepspeed(what: str) -> str:
+    return (
+        f"DeepSpeed ({what}) does not show the gradients of micro-batches: {_INSTEAD}, and "
+        "engine.get_global_grad_norm() has the norm"
+    )

@@ -1,0 +1,38 @@
+"""Refuses what differs between ranks, where it would make their collectives differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+_BYTES = 7
+"""Bytes of a digest, so that it and its negative are int64."""
+
+
+def check_same_on_ranks(group: dist.ProcessGroup | None, device: torch.device, values: Mapping[str, object]) -> None:
+    """Compare values over ranks, by one all-reduce that all ranks of the group have to join. Waits.
+
+    Args:
+        group: the ranks; None for this process alone.
+        device: one that the group's backend accepts.
+        values: by name, the same names on every rank; compared by their `repr`.
+
+    Raises:
+        ValueError: on all ranks, when a value differs, naming it and this rank's value.
+    """
+    if group is None or group.size() == 1:
+        return
+    digests = [hashlib.sha256(repr(value).encode()).digest()[:_BYTES] for value in values.values()]
+    numbers = torch.tensor([int.from_bytes(digest, "big") for digest in digests], dtype=torch.int64, device=device)
+    largest = torch.cat([numbers, -numbers])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = largest.view(2, -1).cpu()
+    for name, differs in zip(values, (highest != -lowest).tolist(), strict=True):
+        if differs:
+            raise ValueError(
+                f"{name} differs between ranks, got {values[name]!r:.80} on this rank: attach with the same arguments, "
+                "to the same model, on every rank"
+            )

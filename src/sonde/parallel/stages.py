@@ -1,0 +1,63 @@
+"""Pipeline stages: each rank holds some of the model's parameters, and all ranks know the list of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from sonde.parallel.placements import check_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class ModelParameters:
+    """The parameters of the whole model.
+
+    Attributes:
+        names: of all of them; those of the first pipeline rank first, then those of the second, and so on.
+        shapes: of each, whole.
+        first: where this rank's parameters begin in that list.
+    """
+
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    first: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole model."""
+        return sum(map(math.prod, self.shapes))
+
+
+def model_parameters(own: Mapping[str, Tensor], pp_mesh: DeviceMesh | None) -> ModelParameters:
+    """The parameters of all pipeline stages, by one exchange. All ranks of the pipeline have to call this.
+
+    Names that two pipeline ranks both use, as those of modules that were numbered anew on each rank, begin with the
+    number of the rank.
+
+    Args:
+        own: this rank's parameters, by name.
+        pp_mesh: the pipeline's ranks; None without a pipeline.
+
+    Raises:
+        ValueError: when `pp_mesh` is no mesh of one axis that contains this rank.
+    """
+    mine = [(name, tuple(p.shape)) for name, p in own.items()]
+    if pp_mesh is None:
+        return ModelParameters([name for name, _ in mine], [shape for _, shape in mine])
+    check_mesh("pp_mesh", pp_mesh, n_axes=1)
+    stages: list[Any] = [None] * pp_mesh.size()
+    dist.all_gather_object(stages, mine, group=pp_mesh.get_group())
+    every_name = [name for stage in stages for name, _ in stage]
+    are_numbered = len(set(every_name)) < len(every_name)
+    prefixes = [f"stages.{rank}." if are_numbered else "" for rank in range(len(stages))]
+    names = [prefix + name for prefix, stage in zip(prefixes, stages, strict=True) for name, _ in stage]
+    shapes = [tuple(shape) for stage in stages for _, shape in stage]
+    return ModelParameters(names, shapes, first=sum(map(len, stages[: pp_mesh.get_local_rank()])))

@@ -1,0 +1,248 @@
+"""Whole models: every parameter's squared norms for each example, against one backward for each example."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.gpt import TINY, Gpt
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from sonde.batch_size.per_example.norms import PerExampleNorms
+from tests.batch_size.per_example.oracle import assert_exact, exact_squares, measure, shares_of
+
+B = 4
+
+
+class Block(nn.Module):
+    """Attention and an MLP with an activation in place: [B, T, width] → [B, T, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm_attention(x)).chunk(3, -1))
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu_(self.up(self.norm_mlp(x))))
+
+
+class SmallGpt(nn.Module):
+    """A GPT whose head is its embedding, with the positions of every sequence: [B, T] → [B, T, vocabulary]."""
+
+    def __init__(self, vocabulary: int = 19, width: int = 16, context: int = 12) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        return self.head(self.norm(self.blocks(self.embed(ids) + self.position(places))))
+
+
+def token_shares(model: Any, ids: Tensor) -> Tensor:
+    """Each sequence's part of the mean loss over all tokens."""
+    logits = model(ids[:, :-1])
+    logits = logits if isinstance(logits, Tensor) else logits.logits
+    losses = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return losses.view(len(ids), -1).sum(1) / losses.numel()
+
+
+def tokens(n: int = 19, length: int = 9) -> Tensor:
+    return torch.randint(n, (B, length))
+
+
+def test_gpt() -> None:
+    ids = tokens()
+    squares = assert_exact(SmallGpt().double(), lambda model: token_shares(model, ids))
+    assert len(squares.names) == 28
+
+
+def test_gpt_in_fp32_is_exact_to_rounding() -> None:
+    """1e-6 for all parameters together; fp32's own backward is no better for single parameters."""
+    ids, model = tokens(), SmallGpt()
+    exact = exact_squares(model, lambda m: token_shares(m, ids))
+    squares = measure(model, lambda m: token_shares(m, ids))
+    assert squares.not_covered() == {}
+    torch.testing.assert_close(squares.totals(), torch.stack(list(exact.values())).sum(0), rtol=1e-6, atol=0.0)
+    for name, row in zip(squares.names, squares.sq_norms, strict=True):
+        torch.testing.assert_close(row, exact[name], rtol=1e-4, atol=1e-14, msg=lambda m, name=name: f"{name}: {m}")
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, out, 3, stride=stride, padding=1, bias=False),
+            nn.GroupNorm(2, out),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(out, out, 3, padding=1, bias=False),
+            nn.GroupNorm(2, out),
+        )
+        self.short = nn.Sequential(nn.Conv2d(width, out, 1, stride=stride, bias=False), nn.GroupNorm(2, out))
+        self.last = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(x) + self.short(x))
+
+
+def test_a_residual_convolutional_net() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 7, stride=2, padding=3), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        Residual(8, 8, 1), Residual(8, 16, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
+    ).double()  # fmt: skip
+    for staging in (8 * 2**20, 1000):
+        assert_exact(model, shares_of(torch.randn(B, 3, 32, 32)), staging_bytes=staging)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["batch_first", "positions first"])
+def test_torchs_transformer_encoder(first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=first)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Linear(3, 8), encoder).double()
+    x, causal = torch.randn(B, 5, 3), nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner[0](x)
+            x = x if first else x.transpose(0, 1)
+            y = self.inner[1](x, mask=causal, is_causal=True)
+            return y if first else y.transpose(0, 1)
+
+    # With positions first, the encoder's own layers return no examples in the first dim; its attention knows.
+    own = () if first else tuple(
+        n for n, _ in Masked().named_parameters() if ".layers." in n and "self_attn" not in n
+    )  # fmt: skip
+    assert_exact(Masked(), shares_of(x), not_covered=own)
+
+
+def hugging_face(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=19,
+            n_positions=16,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        vocab_size=19, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=kind == "tied llama",
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+class WithPositions(nn.Module):
+    """GPT-2, told the positions of each sequence: its table of positions is then looked up for every example."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.model(ids, position_ids=torch.arange(ids.shape[1]).expand_as(ids))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "tied llama"])
+def test_models_of_transformers(kind: str) -> None:
+    model, ids = hugging_face(kind).double(), tokens()
+    not_covered = ("transformer.wpe.weight",) if kind == "gpt2" else ()
+    # Llama's norms compute in fp32 in a float64 model too.
+    rel = 1e-9 if kind == "gpt2" else 1e-6
+    squares = assert_exact(model, lambda m: token_shares(m, ids), rel=rel, not_covered=not_covered)
+    if kind == "gpt2":
+        assert "is 1, not 4 examples" in squares.not_covered()["transformer.wpe.weight"]
+        assert_exact(WithPositions(model), lambda m: token_shares(m, ids))
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_a_model_of_transformers_with_gradient_checkpointing(reentrant: bool) -> None:
+    model, ids = hugging_face("tied llama").double(), tokens()
+    plain = measure(model, lambda m: token_shares(m, ids))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    model.enable_input_require_grads()
+    squares = measure(model, lambda m: token_shares(m, ids))
+    assert squares.not_covered() == {}
+    torch.testing.assert_close(squares.sq_norms, plain.sq_norms, rtol=1e-6, atol=0.0)
+
+
+def test_the_gpt_of_the_benchmarks_says_what_it_uses_outside_its_layers() -> None:
+    """It multiplies by the embedding's weight as a head, and adds the positions' weight as it is."""
+    model, ids = Gpt(TINY).double(), torch.randint(256, (B, 33))
+    exact = exact_squares(copy.deepcopy(model), lambda m: torch.stack([m(x[None]) / B for x in ids]))
+    with PerExampleNorms(model) as norms:
+        model(ids).backward()
+        squares = norms.take(B)
+    assert set(squares.not_covered()) == {"embed.weight", "position.weight"}
+    for name, row in zip(squares.names, squares.sq_norms, strict=True):
+        if name not in squares.not_covered():
+            torch.testing.assert_close(row, exact[name], rtol=1e-9, atol=0.0)
+
+
+def test_adapters_on_a_frozen_model() -> None:
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    model = SmallGpt().requires_grad_(False)
+    for block in model.blocks:
+        block.qkv, block.up = Adapted(block.qkv), Adapted(block.up)
+    ids = tokens()
+    squares = assert_exact(model.double(), lambda m: token_shares(m, ids))
+    assert len(squares.names) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["autocast", "parameters"])
+def test_16_bits(dtype: torch.dtype, kind: str) -> None:
+    """The squares are those of the gradients that 16-bit backward has, so they differ from fp64's by 16-bit rounding.
+
+    Compared with one backward for each example in the same precision, whose own rounding is what is allowed here.
+    """
+    ids, model = tokens(), SmallGpt()
+    if kind == "parameters":
+        model = model.to(dtype)
+
+    def shares(m: nn.Module) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype, enabled=kind == "autocast"):
+            logits = m(ids[:, :-1])
+        losses = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+        return losses.view(B, -1).sum(1) / losses.numel() * 64
+
+    exact = {name: [] for name, _ in model.named_parameters()}
+    for b in range(B):
+        model.zero_grad()
+        shares(model)[b].backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            exact[name].append(p.grad.double().square().sum())
+    squares = measure(model, shares)
+    assert squares.not_covered() == {}
+    eps = torch.finfo(dtype).eps
+    for name, row in zip(squares.names, squares.sq_norms, strict=True):
+        torch.testing.assert_close(
+            row, torch.stack(exact[name]), rtol=6 * eps, atol=0.0, msg=lambda m, n=name: f"{n}: {m}"
+        )

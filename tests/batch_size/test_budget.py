@@ -1,0 +1,384 @@
+"""Which windows are measured: one in each stretch, alike on all ranks, at a cost that the budget allows."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sonde.batch_size.budget import FIRST_WINDOWS, Pace
+from sonde.batch_size.measuring_cost import MOST_EVERY, N_COSTS, WindowCosts
+from tests.mutants import Mutant
+
+
+def measured_by(pace: Pace, n_windows: int, **costs: float) -> list[int]:
+    """The windows that a pace measures, if the costs of each have arrived before the next begins."""
+    measured = []
+    for _ in range(n_windows):
+        number, was_measured = pace.windows + 1, pace.is_measured
+        pace.window_ends()
+        if was_measured:
+            measured.append(number)
+            pace.take(number, WindowCosts(**costs))
+    return measured
+
+
+def timed(*, measured: float, idle: float, window: float, every: int, rng: random.Random) -> dict[str, float]:
+    """The costs of one stretch: a measured window and the others before it, all of them with scatter."""
+    spent_idle = sum(idle * rng.uniform(0.5, 1.5) for _ in range(every - 1))
+    spent = measured * rng.uniform(0.5, 1.5)
+    times = [window * rng.uniform(0.8, 1.2) for _ in range(every)]
+    return {
+        "seconds": spent + spent_idle,
+        "idle_seconds": spent_idle,
+        "idle_time": sum(times[1:]) + spent_idle,
+        "n_idle": every - 1,
+        "measured_time": times[0] + spent,
+        "n_measured": 1,
+    }
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 16, 100])
+def test_one_window_of_each_stretch_is_measured(every: int) -> None:
+    measured = measured_by(Pace(every=every), 200 * every)
+    assert measured[0] == 1  # the first window is measured besides, to show early what is wrong with a set-up
+    in_stretch = [(number - 1) // every for number in measured]
+    assert sorted(set(in_stretch)) == list(range(200))
+    assert len(measured) - 200 in (0, 1)
+
+
+@pytest.mark.parametrize("every", [4, 12, 26])
+def test_no_period_in_the_data_falls_in_step_with_the_windows(every: int) -> None:
+    """Each phase of any short period is measured as often as the others."""
+    measured = measured_by(Pace(every=every), 4000 * every)[1:]
+    for period in (2, 3, 4, every - 1, every, every + 1, 2 * every):
+        counts = [sum(number % period == phase for number in measured) for phase in range(period)]
+        expected = len(measured) / period
+        # χ² of so many phases, 5 standard deviations above its mean.
+        chi_square = sum((n - expected) ** 2 / expected for n in counts)
+        assert chi_square < period - 1 + 5 * math.sqrt(2 * (period - 1)), (period, counts)
+
+
+def naive_every(measured: float, idle: float, window: float, allowed: float) -> int:
+    """Try one N after the other."""
+    for every in range(1, MOST_EVERY):
+        cost = measured + (every - 1) * idle
+        if cost <= allowed * (every * window + cost):
+            return every
+    return MOST_EVERY
+
+
+def test_the_smallest_n_within_nine_tenths_of_the_budget_is_chosen() -> None:
+    rng = random.Random(0)
+    chosen = set()
+    for _ in range(300):
+        window = 10 ** rng.uniform(-4, 0)
+        measured, idle = window * 10 ** rng.uniform(-3, 0.5), window * 10 ** rng.uniform(-6, -2)
+        measured = max(measured, idle)
+        allowed = 10 ** rng.uniform(-2.5, -0.5)
+        every = rng.randint(2, 9)
+        costs = WindowCosts(
+            seconds=measured + (every - 1) * idle,
+            idle_seconds=(every - 1) * idle,
+            idle_time=(every - 1) * (window + idle),
+            n_idle=every - 1,
+            measured_time=window + measured,
+            n_measured=1,
+        )
+        pace = paced(costs, every=every, allowed=allowed)
+        expected = naive_every(measured, idle, window, 0.9 * allowed)
+        # A change by less than a quarter down, or a tenth up, is not worth it. Rounding may move a whole number by one.
+        expected = every if 0.75 * every <= expected <= 1.1 * every else expected
+        assert abs(pace.every - expected) <= 1
+        chosen.add(pace.every)
+    assert {1, MOST_EVERY} < chosen
+
+
+def paced(costs: WindowCosts, *, every: int, allowed: float) -> Pace:
+    """A pace that has seen the same costs in 16 measured windows, one in `every`."""
+    pace = Pace(budget=allowed)
+    row = [7, every, *costs.numbers()]
+    pace.load_state_dict({"windows": 500, "every": every, "base": 480, "has_verdict": 1, "costs": [row] * 16})
+    measured_by(pace, 16, **vars(costs))
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        (
+            "forgets idle windows",
+            "math.fsum(row.costs.idle_seconds for row in rows) / n_idle if n_idle else 0.0",
+            "0.0",
+        ),
+        ("takes all windows for measured ones", "row.costs.seconds - row.costs.idle_seconds", "row.costs.seconds"),
+        ("times windows wrongly", "statistics.median(idle_lengths) - idle", "2 * statistics.median(idle_lengths)"),
+    ],
+)
+def test_a_wrong_number_of_windows_is_noticed(name: str, old: str, new: str) -> None:
+    wrong = Mutant(name, "sonde.batch_size.measuring_cost:_mean_costs", old, new)
+    with wrong.applied(), pytest.raises(AssertionError):
+        test_the_smallest_n_within_nine_tenths_of_the_budget_is_chosen()
+
+
+def test_a_window_that_evaluates_or_compiles_does_not_move_the_pace() -> None:
+    """An evaluation makes one window very long, and the first window of a process is dear."""
+    rng = random.Random(1)
+    pace = Pace(budget=0.01)
+    pace.load_state_dict({"windows": 500, "every": 10, "base": 480, "has_verdict": 1, "costs": []})
+    for i in range(60):
+        costs = timed(measured=0.01, idle=1e-6, window=0.1, every=10, rng=rng)
+        if i == 20:
+            costs["idle_time"] += 100.0
+        if i == 0:
+            costs |= {"seconds": costs["seconds"] + 5.0, "measured_time": costs["measured_time"] + 5.0}
+        feed(pace, costs)
+    assert 9 <= pace.every <= 14
+
+
+def feed(pace: Pace, costs: dict[str, float]) -> None:
+    """Let windows end until one was measured, and give its costs."""
+    while not pace.is_measured:
+        pace.window_ends()
+    number = pace.windows + 1
+    pace.window_ends()
+    pace.take(number, WindowCosts(**costs))
+
+
+def test_windows_that_are_longer_by_more_than_was_timed_count_as_dearer() -> None:
+    """A device does extra work that no clock of the host sees."""
+    rng = random.Random(2)
+    pace = Pace(budget=0.01)
+    pace.load_state_dict({"windows": 500, "every": 10, "base": 480, "has_verdict": 1, "costs": []})
+    for _ in range(120):
+        costs = timed(measured=0.002, idle=0.0, window=0.1, every=pace.every, rng=rng)
+        costs["measured_time"] += 0.05
+        feed(pace, costs)
+    share = pace.cost.share
+    assert share is not None
+    assert share < 0.012
+    assert pace.every > 20  # by the host's clock alone it would be 3
+
+
+def test_the_shares_error_is_its_scatter() -> None:
+    """The true share lies within two standard errors in about 95 % of runs."""
+    rng = random.Random(3)
+    held = []
+    for _ in range(300):
+        pace = Pace(every=5)
+        for _ in range(64):
+            feed(pace, timed(measured=0.02, idle=1e-4, window=0.1, every=5, rng=rng))
+        cost = pace.cost
+        assert cost.share is not None
+        assert cost.error is not None
+        expected = (0.02 + 4e-4) / (0.5 + 0.02 + 4e-4)
+        held.append(abs(cost.share - expected) <= 2 * cost.error)
+    # 300 runs: three standard deviations around 95 % are 91 and 99 %.
+    assert 0.91 <= sum(held) / len(held) <= 0.99
+
+
+def test_the_share_is_known_soon_after_a_change_of_n_and_leaves_out_the_first_windows() -> None:
+    rng = random.Random(6)
+    pace = Pace(budget=0.01)
+    while pace.every == 1:
+        feed(pace, timed(measured=0.01, idle=0.0, window=0.1, every=1, rng=rng))
+    assert pace.every > 8
+    for _ in range(5):
+        feed(pace, timed(measured=0.01, idle=0.0, window=0.1, every=pace.every, rng=rng))
+    share = pace.cost.share
+    assert share is not None
+    assert share < 0.012  # not the tenth of the time that the first windows took
+
+
+# Ranks.
+
+
+def windows_of_ranks(
+    delays: Sequence[Any], n_windows: int, options: Sequence[dict[str, Any]], verdict_at: int = 0
+) -> tuple[list[list[int]], list[Pace]]:
+    """The windows that each of several ranks measures, if numbers take a while to arrive, on each rank another.
+
+    A rank that awaits a window gets it: its probe waits for it.
+    """
+    n, rng = len(delays), random.Random(4)
+    paces = [Pace(**own, n_ranks=n) for own in options]
+    measured: list[list[int]] = [[] for _ in paces]
+    under_way: list[list[tuple[int, int, WindowCosts]]] = [[] for _ in paces]
+    for window in range(1, n_windows + 1):
+        sums = [0.0] * N_COSTS
+        for pace in paces:
+            own = timed(measured=0.01, idle=1e-6, window=0.05, every=pace.every, rng=rng)
+            start = pace.start
+            numbers = WindowCosts(
+                **own, has_verdict=float(window > verdict_at), start=start, sq_start=float(start * start)
+            )
+            sums = [a + b for a, b in zip(sums, numbers.numbers(), strict=True)]
+        for rank, pace in enumerate(paces):
+            number = pace.windows + 1
+            while (awaited := pace.awaits) is not None:
+                _, first, costs = under_way[rank].pop(0)
+                assert first == awaited
+                pace.take(first, costs)
+            if pace.is_measured:
+                measured[rank].append(window)
+                under_way[rank].append((window + delays[rank](rng), number, WindowCosts(*sums)))
+            pace.window_ends()
+            while under_way[rank] and under_way[rank][0][0] <= window:
+                _, first, costs = under_way[rank].pop(0)
+                pace.take(first, costs)
+    return measured, paces
+
+
+DELAYS = (lambda rng: 0, lambda rng: rng.randint(0, 14), lambda rng: rng.randint(0, 40))
+
+
+def test_ranks_measure_the_same_windows_whenever_their_numbers_arrive() -> None:
+    for verdict_at in (0, 30, 1000):
+        measured, paces = windows_of_ranks(DELAYS, 900, [{"budget": 0.01}] * 3, verdict_at)
+        assert measured[0] == measured[1] == measured[2]
+        assert len({pace.every for pace in paces}) == 1
+        assert paces[0].every > 10
+        assert 250 > len(measured[0]) > 30
+
+
+def test_a_choice_that_depends_on_arrival_is_noticed() -> None:
+    mutant = Mutant(
+        "uses all that has arrived",
+        "sonde.batch_size.budget:Pace._decide",
+        "while self._arrived and self._arrived[0].number <= up_to:",
+        "while self._arrived:",
+    )
+    with mutant.applied(), pytest.raises(AssertionError):
+        test_ranks_measure_the_same_windows_whenever_their_numbers_arrive()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{"budget": 0.01}, {"budget": 0.02}],
+        [{"every": 3}, {"every": 4}],
+        [{"every": 1}, {"every": 4}],
+        [{"budget": 0.01}, {"budget": None}],
+        [{"every": 3}, {"every": 3}, {"every": 5}],
+    ],
+)
+def test_ranks_with_other_options_measure_every_window(options: list[dict[str, Any]]) -> None:
+    measured, paces = windows_of_ranks(DELAYS[: len(options)], 300, options)
+    assert measured == [list(range(1, 301))] * len(options)
+    assert all(pace.disagrees for pace in paces)
+
+
+def test_ranks_whose_digests_only_add_up_to_the_same_still_disagree() -> None:
+    pace = Pace(every=7, n_ranks=3)
+    start = float(pace.start)
+    for window in range(1, 101):
+        assert pace.is_measured, window
+        pace.window_ends()
+        around = start**2 + (start - 5) ** 2 + (start + 5) ** 2
+        pace.take(window, WindowCosts(start=3 * start, sq_start=around))
+    assert pace.disagrees
+
+
+def test_with_ranks_the_first_windows_show_that_all_began_alike() -> None:
+    measured, paces = windows_of_ranks(DELAYS, 200, [{"every": 5}] * 3)
+    assert measured[0][:16] == list(range(1, 17))
+    in_stretch = [(number - 1) // 5 for number in measured[0] if number > 20]
+    assert in_stretch == list(range(4, 40))
+    assert not any(pace.disagrees for pace in paces)
+
+
+def test_one_rank_waits_for_nothing() -> None:
+    pace = Pace(budget=0.01)
+    for _ in range(100):
+        assert pace.awaits is None
+        pace.window_ends()
+
+
+# The first windows.
+
+
+def test_all_windows_are_measured_until_a_verdict() -> None:
+    dear = {"seconds": 0.5, "measured_time": 1.0, "n_measured": 1.0}
+    pace = Pace(budget=0.01)
+    assert measured_by(pace, 48, **dear) == list(range(1, 49))
+    measured_by(pace, 32, **dear, has_verdict=1.0)
+    assert pace.every > 50
+    assert len(measured_by(pace, 500, **dear, has_verdict=1.0)) < 12
+
+
+def test_without_a_verdict_the_allowance_ends_the_first_windows() -> None:
+    dear = {"seconds": 0.5, "measured_time": 1.0, "n_measured": 1.0}
+    pace = Pace(budget=0.01)
+    assert len(measured_by(pace, 1000, **dear)) < FIRST_WINDOWS + 30
+    assert measured_by(Pace(budget=0.01), FIRST_WINDOWS, **dear) == list(range(1, FIRST_WINDOWS + 1))
+
+
+def test_all_windows_are_measured_where_the_budget_allows_it() -> None:
+    cheap = {"seconds": 0.005, "measured_time": 1.0, "n_measured": 1.0, "has_verdict": 1.0}
+    assert measured_by(Pace(budget=0.01), 600, **cheap) == list(range(1, 601))
+    assert measured_by(Pace(), 300, seconds=1.0, measured_time=1.0, n_measured=1.0) == list(range(1, 301))
+
+
+def test_a_cost_that_no_pace_can_lower_is_told() -> None:
+    rng = random.Random(5)
+    pace = Pace(budget=0.01)
+    pace.load_state_dict({"windows": 500, "every": MOST_EVERY, "base": 480, "has_verdict": 1, "costs": []})
+    for _ in range(20):
+        feed(pace, timed(measured=1e-3, idle=5e-6, window=1e-4, every=MOST_EVERY, rng=rng))
+    assert pace.every == MOST_EVERY
+    assert pace.cost.is_over
+    assert not replace(pace.cost, budget=0.5).is_over
+
+
+# Restarts.
+
+
+@pytest.mark.parametrize("options", [{"every": 7}, {"budget": 0.01}])
+def test_a_restart_goes_on_with_the_same_windows(options: dict[str, Any]) -> None:
+    costs = {"seconds": 0.07, "measured_time": 1.0, "n_measured": 1.0, "has_verdict": 1.0}
+    whole, first, second = Pace(**options), Pace(**options), Pace(**options)
+    n_before = 331
+    measured_by(whole, n_before, **costs)
+    measured_by(first, n_before, **costs)
+    expected = measured_by(whole, 70, **costs)
+    second.load_state_dict(first.state_dict())
+    got = measured_by(second, 70, **costs)
+    assert got in (expected, [n_before + 1, *expected])  # the first window after attach is measured besides
+    assert len(got) < 20
+
+
+def test_a_state_is_ignored_once_a_window_has_ended() -> None:
+    """Otherwise a rank that alone loads a state would measure other windows than its peers."""
+    other = Pace(every=7)
+    measured_by(other, 50)
+    pace, same = Pace(every=7), Pace(every=7)
+    measured_by(pace, 3)
+    measured_by(same, 3)
+    pace.load_state_dict(other.state_dict())
+    assert measured_by(pace, 100) == measured_by(same, 100)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"windows": -1},
+        {"every": 0},
+        {"every": 2.5},
+        {"base": 11},
+        {"has_verdict": None},
+        {"costs": 3},
+        {"costs": [[1.0, 2.0]]},
+        {"costs": [[1, 1, *[math.nan] * N_COSTS]]},
+        {"more": 1},
+    ],
+)
+def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
+    pace = Pace(every=7)
+    before = pace.state_dict()
+    with pytest.raises(ValueError, match="pace of the probe state"):
+        pace.load_state_dict({"windows": 10, "every": 3, "base": 3, "has_verdict": 0, "costs": []} | damage)
+    assert pace.state_dict() == before

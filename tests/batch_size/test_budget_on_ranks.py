@@ -1,0 +1,211 @@
+"""Ranks measure the same windows: one collective in each of them, none in the others, and never a hang."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sonde.batch_size.delivery import Delivery
+from tests.batch_size.ddp_loops import batches, by_hand, wrap
+from tests.batch_size.loops import Recording, attached, mean_loss
+from tests.ranks import Ranks
+
+
+def _n_collectives() -> int:
+    return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+
+
+def _loop(
+    n_windows: int,
+    options: dict[str, Any] | None,
+    *,
+    n_micro: int = 1,
+    clip: bool = True,
+    hold_back: bool = False,
+    state: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train at fixed weights; the measured windows and the collectives of each window.
+
+    Args:
+        n_windows: how many.
+        options: of the probe; None for no probe.
+        n_micro: micro-batches of a window.
+        clip: end windows by a clip.
+        hold_back: let nothing arrive on the host, unless it is waited for.
+        state: loaded first.
+    """
+    rank = dist.get_rank()
+    _, model = wrap({})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    measured, issued = [], []
+    sink = Recording()
+    if options is not None:
+        options = {"every": None, "sinks": [sink]} | options
+    with attached(model, optimizer, **options) if options is not None else contextlib.nullcontext() as probe:
+        if probe and state is not None:
+            probe.load_state_dict(state)
+        if hold_back:
+            receive = Delivery.receive
+            probe._delivery.receive = lambda *, wait: receive(probe._delivery, wait=True) if wait else None  # type: ignore
+        for window in range(1, n_windows + 1):
+            before = _n_collectives()
+            if probe and probe._pacing.is_measured:
+                measured.append(window)
+            data = batches(rank, n_micro, window)
+            for i, (x, y) in enumerate(data):
+                sync = contextlib.nullcontext() if i == len(data) - 1 else model.no_sync()
+                with probe.piece(units=len(x)) if probe else contextlib.nullcontext(), sync:
+                    mean_loss(model, x, y).backward()
+            if probe:
+                _ = probe.clip_grad_norm_(1.0) if clip else probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            issued.append(_n_collectives() - before)
+        if probe is None:
+            return {"measured": measured, "issued": issued}
+        reading, alerts = probe.reading(), probe.alerts
+        return {
+            "measured": measured,
+            "issued": issued,
+            "reading": reading,
+            "alerts": alerts,
+            "tap": probe._reader.tap_name,
+            "every": probe.cost().every,
+            "state": probe.state_dict(),
+            "records": sink.of_kind("reading"),
+        }
+
+
+def _with_and_without(n_windows: int, options: dict[str, Any], n_micro: int, clip: bool) -> tuple[Any, Any]:
+    kind = {"n_micro": n_micro, "clip": clip}
+    return _loop(n_windows, options, **kind), _loop(n_windows, None, **kind)
+
+
+def assert_one_collective(on: dict[str, Any], off: dict[str, Any]) -> None:
+    """DDP's own collectives are the same in all windows but the first two, after which it rebuilds its buckets."""
+    for window, (n_on, n_off) in enumerate(zip(on["issued"], off["issued"], strict=True), start=1):
+        if window > 2:
+            assert n_on - n_off == (window in on["measured"]), window
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize(("tap", "n_micro"), [("leaf", 1), ("leaf", 3), ("comm_hook", 1), ("auto", 1)])
+def test_one_collective_in_measured_windows_and_none_in_the_others(
+    ranks2: Ranks, tap: str, n_micro: int, clip: bool
+) -> None:
+    results = ranks2(_with_and_without, 50, {"every": 5, "tap": tap}, n_micro, clip)
+    for on, off in results:
+        assert_one_collective(on, off)
+        assert on["measured"] == results[0][0]["measured"]
+        assert on["measured"][:16] == list(range(1, 17))
+        assert len(on["measured"]) in (22, 23, 24)
+        assert on["reading"].windows == len(on["measured"])
+        assert on["alerts"] == {}
+        assert on["tap"] == ("leaf hooks" if tap == "leaf" else "DDP's communication hook")
+
+
+def test_three_ranks(ranks3: Ranks) -> None:
+    results = ranks3(_with_and_without, 40, {"every": 4, "tap": "leaf"}, 2, True)
+    for on, off in results:
+        assert_one_collective(on, off)
+        assert on["measured"] == results[0][0]["measured"]
+        assert on["reading"].b_simple == results[0][0]["reading"].b_simple
+
+
+def _values(tap: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The reading of some windows at fixed weights, and its oracle over the same windows."""
+    result = _loop(40, {"every": 4, "tap": tap}, n_micro=2, clip=False)
+    plain, _ = wrap({})
+    rows = [by_hand_of(plain, window, per_rank=tap == "comm_hook") for window in result["measured"]]
+    n = len(rows)
+    return result, {name: sum(row[name] for row in rows) / n for name in ("trace_cov", "grad_sq")}
+
+
+def by_hand_of(model: Any, window: int, *, per_rank: bool) -> dict[str, Any]:
+    """One window's tr Σ and |G|² from whole gradients: the sum over the windows up to it, less those before."""
+    upto, before = (by_hand(model, 2, 2, n, per_rank=per_rank) for n in (window + 1, window))
+    return {name: upto[name] * (window + 1) - before[name] * window for name in ("trace_cov", "grad_sq")}
+
+
+@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
+def test_the_numbers_are_those_of_the_measured_windows(ranks2: Ranks, tap: str) -> None:
+    for result, expected in ranks2(_values, tap):
+        # fp32 gradients and their reduction: a few 1e-7 of S and B, amplified by their difference.
+        assert result["reading"].trace_cov == pytest.approx(expected["trace_cov"], rel=2e-5)
+        assert result["reading"].grad_sq == pytest.approx(
+            expected["grad_sq"], rel=2e-5, abs=2e-5 * expected["trace_cov"]
+        )
+
+
+def _at_a_tiny_budget(hold_back_on: int | None) -> dict[str, Any]:
+    hold_back = dist.get_rank() == hold_back_on
+    return _loop(300, {"budget": 1e-7, "log_every": 20}, hold_back=hold_back)
+
+
+@pytest.mark.parametrize("hold_back_on", [None, 0, 1])
+def test_ranks_agree_on_a_budget_whenever_their_numbers_arrive(ranks2: Ranks, hold_back_on: int | None) -> None:
+    """On one rank nothing arrives before it is waited for: that rank waits at the window where it has to decide."""
+    results = ranks2(_at_a_tiny_budget, hold_back_on)
+    assert results[0]["measured"] == results[1]["measured"]
+    assert 32 <= len(results[0]["measured"]) < 250  # measuring costs far more than the budget
+    assert [result["every"] for result in results] == [1000, 1000]
+    assert results[0]["alerts"] == {}
+
+
+def test_a_generous_budget_measures_every_window(ranks2: Ranks) -> None:
+    for result in ranks2(_generous):
+        assert result["measured"] == list(range(1, 61))
+        assert result["every"] == 1
+
+
+def _generous() -> dict[str, Any]:
+    return _loop(60, {"budget": 0.99})
+
+
+def _other_options(name: str) -> str:
+    try:
+        _loop(1, {name: {"every": 3, "budget": 0.1}[name] * (1 + dist.get_rank())})
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["every", "budget"])
+def test_ranks_with_other_options_are_refused(ranks2: Ranks, name: str) -> None:
+    for message in ranks2(_other_options, name):
+        assert f"{name} differs between ranks" in message
+
+
+def _one_rank_loads_a_state() -> dict[str, Any]:
+    state = _loop(40, {"every": 3})["state"]
+    return _loop(60, {"every": 3}, state=state if dist.get_rank() == 0 else None)
+
+
+def test_a_state_that_only_one_rank_loads_is_named_and_every_window_is_measured(ranks2: Ranks) -> None:
+    for result in ranks2(_one_rank_loads_a_state):
+        assert result["measured"] == list(range(1, 61))
+        assert "load the state on every rank" in result["alerts"]["ranks_disagree"]
+
+
+def _all_ranks_load_a_state() -> tuple[list[int], list[int]]:
+    whole = _loop(90, {"every": 3})["measured"]
+    state = _loop(40, {"every": 3})["state"]
+    return whole, [40 + window for window in _loop(50, {"every": 3}, state=state)["measured"]]
+
+
+def test_a_restart_on_all_ranks_goes_on_with_the_same_windows(ranks2: Ranks) -> None:
+    for whole, again in ranks2(_all_ranks_load_a_state):
+        assert again[:16] == list(range(41, 57))  # ranks first see that all began alike
+        assert again[16:] == [window for window in whole if window > 56]
+
+
+def test_the_log_shows_what_measuring_costs(ranks2: Ranks) -> None:
+    first, _ = ranks2(_with_and_without, 60, {"every": 4, "log_every": 10}, 1, False)
+    metrics = first[0]["records"][-1]["metrics"]
+    assert metrics["cost/every"] == 4
+    assert 0 < metrics["cost/share"] < 1
+    assert metrics["cost/share_error"] > 0

@@ -1,0 +1,115 @@
+"""The noise scale under FSDP2: the same numbers as one process with the same pieces, and training unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.batch_size.sharded_loops import Loop, train
+from tests.ranks import Ranks
+
+LOOPS = {
+    "default": Loop(),
+    "reshard after forward": Loop(reshard=True),
+    "no reshard": Loop(reshard=False),
+    "every piece reduces": Loop(sync="every"),
+    "no clip": Loop(clips=False),
+    "no clip, every piece reduces": Loop(clips=False, sync="every", reshard=True),
+    "weights": Loop(weighted=True),
+    "bf16 parameters, reduced in fp32": Loop(mixed=True),
+    "bf16 parameters, every piece reduces": Loop(mixed=True, sync="every", clips=False),
+    "offloaded": Loop(offload=True),
+    "offloaded, no clip": Loop(offload=True, clips=False),
+    "tied": Loop(tied=True),
+    "frozen": Loop(frozen=True),
+    "checkpointed": Loop(checkpoints=True),
+    "compiled blocks": Loop(compiled=True),
+    "evaluation between": Loop(evaluates=True),
+    "several forwards": Loop(forwards=2),
+    "late": Loop(late=2, evaluates=True),
+}
+
+
+def _values(loop: Loop) -> dict[str, Any]:
+    return train(loop, values=True)
+
+
+def assert_as_by_hand(results: list[dict[str, Any]], loop: Loop) -> None:
+    # bf16 gradients are the same bits; FSDP2 sums them in fp32 but the witness allows for bf16.
+    for result in results:
+        assert result["alerts"] == {}
+        assert result["hooks"] == 0
+        assert len(result["windows"]) == loop.windows
+        for window, exact in zip(result["windows"], result["by hand"], strict=True):
+            assert window is not None, result["reading"].dropped
+            size = exact[0][0]
+            assert torch.tensor(window, dtype=torch.float64).sub(torch.tensor(exact)).abs().max() < 1e-5 * size
+    assert len({str(result["windows"]) for result in results}) == 1  # all ranks say the same
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_two_ranks(ranks2: Ranks, name: str) -> None:
+    assert_as_by_hand(ranks2(_values, LOOPS[name]), LOOPS[name])
+
+
+@pytest.mark.parametrize("name", ["default", "no clip, every piece reduces"])
+def test_three_ranks(ranks3: Ranks, name: str) -> None:
+    assert_as_by_hand(ranks3(_values, LOOPS[name]), LOOPS[name])
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        Loop(mesh=(2, 2)),
+        Loop(mesh=(2, 2), clips=False, sync="every"),
+        Loop(mesh=(2, 2), mixed=True, evaluates=True),
+        Loop(reshard=2),
+        Loop(reshard=2, sync="every", clips=False),
+    ],
+    ids=lambda loop: f"{loop.mesh or 4} {loop.reshard} {loop.sync}",
+)
+def test_four_ranks(ranks4: Ranks, loop: Loop) -> None:
+    assert_as_by_hand(ranks4(_values, loop), loop)
+
+
+def test_reduced_in_bf16(ranks2: Ranks) -> None:
+    """The gradient is rounded to bf16 before it is summed: the windows count, and their numbers are near."""
+    loop = Loop(reduced_in_bf16=True, clips=False)
+    for result in ranks2(_values, loop):
+        assert result["alerts"] == {}
+        for window, exact in zip(result["windows"], result["by hand"], strict=True):
+            assert window[0] == pytest.approx(exact[0], rel=2e-2, abs=2e-2 * exact[0][0])
+
+
+ZERO_IMPACT = {
+    name: Loop(**{**vars(loop), "dropout": True, "windows": 6}) for name, loop in LOOPS.items() if name != "late"
+}
+
+
+@pytest.mark.parametrize("name", ZERO_IMPACT)
+def test_training_is_unchanged_by_one_collective_a_window(ranks2: Ranks, name: str) -> None:
+    """Bit for bit. The clip's own collective carries the window; without a clip the window has one of its own."""
+    loop = ZERO_IMPACT[name]
+    for with_probe, without in zip(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), strict=True):
+        assert all(map(torch.equal, with_probe["weights"], without["weights"]))
+        assert with_probe["norms"] == without["norms"]
+        assert with_probe["reading"].windows == loop.windows
+        n_more = 0 if loop.clips else loop.windows
+        assert with_probe["collectives"] - without["collectives"] == n_more
+
+
+def _unchanged(loop: Loop, probed: bool) -> dict[str, Any]:
+    return train(loop, probed=probed)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_windows_that_are_not_measured_take_no_collective(ranks2: Ranks, clips: bool) -> None:
+    loop = Loop(clips=clips, dropout=True, windows=60, options={"every": 3})  # all, until the ranks have agreed
+    for with_probe, without in zip(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), strict=True):
+        assert all(map(torch.equal, with_probe["weights"], without["weights"]))
+        assert with_probe["norms"] == without["norms"]
+        assert 20 <= with_probe["reading"].windows <= 45
+        n_more = 0 if clips else with_probe["reading"].windows
+        assert with_probe["collectives"] - without["collectives"] == n_more

@@ -1,0 +1,329 @@
+"""The noise scale under pipeline parallelism: a window's pieces are the micro-batches of the schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import sonde
+from tests.batch_size.sharded_loops import Block, n_collectives
+from tests.oracles import window_by_hand
+from tests.ranks import Ranks, mesh_of
+
+VOCABULARY, WIDTH, LENGTH, UNITS, N_PIECES, WINDOWS = 13, 8, 6, 3, 4, 2
+IGNORED = -100
+
+
+def parts() -> list[nn.Module]:
+    """The model, in four parts that stages are made of."""
+    torch.manual_seed(5)
+    blocks = [Block(12), Block(12)]
+    for block in blocks:
+        block.dropout.p = 0.0
+    return [nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY, bias=False)]
+
+
+NAMES = ("embed", "block0", "block1", "head")
+
+
+class Stage(nn.Module):
+    """Some of the parts, under their names in the whole model."""
+
+    def __init__(self, whole: list[nn.Module], which: list[int]) -> None:
+        super().__init__()
+        for i in which:
+            self.add_module(NAMES[i], whole[i])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.children():
+            x = part(x)
+        return x.contiguous()
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the model is cut and scheduled.
+
+    Attributes:
+        schedule: a class of torch's.
+        looped: the order in which ranks take the four stages; None for two stages of two parts.
+        dp: data-parallel ranks, by FSDP2 or DDP.
+        tp: ranks of tensor parallelism.
+        ddp: data parallelism by DDP.
+        clips: the probe clips.
+        weighted: micro-batches weigh by their tokens.
+    """
+
+    schedule: str
+    looped: tuple[tuple[int, ...], ...] | None = None
+    dp: int = 1
+    tp: int = 1
+    ddp: bool = False
+    clips: bool = True
+    weighted: bool = False
+
+
+LOOP, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
+PIPELINES = {
+    "GPipe": Pipeline("ScheduleGPipe"),
+    "1F1B": Pipeline("Schedule1F1B", clips=False),
+    "1F1B, weights": Pipeline("Schedule1F1B", weighted=True),
+    "interleaved": Pipeline("ScheduleInterleaved1F1B", LOOP, weighted=True),
+    "looped": Pipeline("ScheduleLoopedBFS", LOOP, clips=False),
+    "zero bubble": Pipeline("ScheduleInterleavedZeroBubble", LOOP, weighted=True),
+    "zero bubble in a V": Pipeline("ScheduleZBVZeroBubble", V, clips=False, weighted=True),
+    "DualPipeV": Pipeline("ScheduleDualPipeV", V, weighted=True),
+}
+WIDER = {
+    "FSDP2": Pipeline("Schedule1F1B", dp=2, weighted=True),
+    "FSDP2, no clip": Pipeline("ScheduleInterleaved1F1B", LOOP, dp=2, clips=False),
+    "DDP": Pipeline("Schedule1F1B", dp=2, ddp=True, weighted=True),  # torch's DDP cannot run GPipe
+    "DDP, no clip": Pipeline("Schedule1F1B", dp=2, ddp=True, clips=False),
+    "TP": Pipeline("Schedule1F1B", tp=2, weighted=True),
+}
+
+
+def tensor_parallel(module: nn.Module, mesh: Any) -> None:
+    plan: dict[str, Any] = {
+        "embed": ColwiseParallel(output_layouts=Replicate()),
+        "block*.up": ColwiseParallel(),
+        "block*.down": RowwiseParallel(output_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(module, mesh, plan)
+
+
+def part_of(name: str) -> str:
+    return name.split(".")[0]
+
+
+def data(rank: int, window: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a data-parallel rank's window, [N_PIECES · UNITS, LENGTH]; some targets are ignored."""
+    generator = torch.Generator().manual_seed(100 * window + rank)
+    ids = torch.randint(VOCABULARY, (N_PIECES * UNITS, LENGTH + 1), generator=generator)
+    ignored = torch.rand(N_PIECES * UNITS, LENGTH, generator=generator) < 0.3
+    return ids[:, :-1], ids[:, 1:].masked_fill(ignored, IGNORED)
+
+
+def loss_of(logits: Tensor, targets: Tensor, weighted: bool) -> Tensor:
+    """The mean over tokens that count, or their sum over a constant."""
+    flat, wanted = logits.flatten(0, 1), targets.flatten()
+    if weighted:
+        return nn.functional.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED) / 20
+    return nn.functional.cross_entropy(flat, wanted, ignore_index=IGNORED)
+
+
+def weights(rank: int, window: int, weighted: bool) -> list[float]:
+    if not weighted:
+        return [1.0] * N_PIECES
+    return [float((t != IGNORED).sum()) for t in data(rank, window)[1].chunk(N_PIECES)]
+
+
+def stages_of(pipe: Pipeline) -> tuple[Any, nn.ModuleList, Any, tuple[int, ...], int]:
+    """The mesh, this rank's stages, their schedule, their numbers, and how many stages there are."""
+    mesh = mesh_of((2, pipe.dp, pipe.tp), ("pp", "dp", "tp"))
+    stage, whole = mesh.get_local_rank("pp"), parts()
+    which = [[i] for i in pipe.looped[stage]] if pipe.looped else [[0, 1], [2, 3]][stage : stage + 1]
+    modules: list[Any] = [Stage(whole, parts_of) for parts_of in which]
+    if pipe.tp > 1:
+        for module in modules:
+            tensor_parallel(module, mesh["tp"])
+    if pipe.ddp:
+        modules = [DistributedDataParallel(m, process_group=mesh.get_group("dp")) for m in modules]
+    elif pipe.dp > 1:
+        modules = [fully_shard(m, mesh=mesh["dp"]) for m in modules]
+    n_stages = 4 if pipe.looped else 2
+    numbers = pipe.looped[stage] if pipe.looped else (stage,)
+    device, group = torch.device("cpu"), mesh.get_group("pp")
+    stages = [PipelineStage(m, n, n_stages, device, group=group) for m, n in zip(modules, numbers, strict=True)]
+    schedule_class: Any = getattr(schedules, pipe.schedule)
+    schedule = schedule_class(
+        stages if pipe.looped else stages[0],
+        N_PIECES,
+        loss_fn=lambda logits, targets: loss_of(logits, targets, pipe.weighted),
+    )
+    return mesh, nn.ModuleList(modules), schedule, numbers, n_stages
+
+
+def run(schedule: Any, numbers: tuple[int, ...], n_stages: int, rank: int, window: int) -> None:
+    tokens, targets = data(rank, window)
+    inputs, wanted = [tokens] if 0 in numbers else [], {"target": targets} if n_stages - 1 in numbers else {}
+    schedule.step(*inputs, **wanted)
+
+
+def train(pipe: Pipeline, *, probed: bool = True) -> dict[str, Any]:
+    mesh, model, schedule, numbers, n_stages = stages_of(pipe)
+    dp_rank = mesh.get_local_rank("dp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe: Any = None
+    if probed:
+        options: dict[str, Any] = {"unit": "sequences", "verbose": False, "log": sonde.RunLog(every=1000), "every": 1}
+        options["groups"] = part_of
+        probe = sonde.attach(model, optimizer, mesh=mesh, pp_mesh=mesh["pp"], **options)
+    result: dict[str, Any] = {"windows": [], "by hand": [], "norms": []}
+    n_sums = 0
+    for window in range(WINDOWS):
+        exact = by_hand(whole_model(model, mesh), pipe, window) if probed else None
+        before = n_collectives()
+        of_pieces = {"units": UNITS, "weights": weights(dp_rank, window, pipe.weighted)}
+        with probe.pieces(N_PIECES, **of_pieces) if probe else contextlib.nullcontext():
+            run(schedule, numbers, n_stages, dp_rank, window)
+        if pipe.clips and probe:
+            result["norms"].append(float(probe.clip_grad_norm_(0.1)))
+        elif pipe.clips:
+            norm = sonde.clip_grad_norm_(model.parameters(), 0.1, mesh=mesh, pp_mesh=mesh["pp"])
+            result["norms"].append(float(norm))
+        elif probe:
+            probe.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        n_sums += n_collectives() - before
+        if probe:
+            solved = probe.window()
+            result["windows"].append(
+                solved
+                and {"": (solved.total.trace_cov, solved.total.grad_sq)}
+                | {g: (e.trace_cov, e.grad_sq) for g, e in zip(probe._reader.groups, solved.per_group, strict=True)}
+            )
+            result["by hand"].append(exact)
+    result["collectives"] = n_sums
+    if probe:
+        result["reading"], result["alerts"] = probe.reading(), probe.alerts
+        probe.close()
+    result["weights"] = [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+    return result
+
+
+def whole_model(modules: nn.ModuleList, mesh: Any) -> dict[str, Tensor]:
+    """Every parameter of all stages, on every rank."""
+    own = {}
+    for module in modules:
+        for name, p in module.named_parameters():
+            tensor = p.full_tensor() if isinstance(p, DTensor) else p
+            own[name.removeprefix("module.")] = tensor.detach().double()
+    gathered: list[Any] = [None] * mesh["pp"].size()
+    dist.all_gather_object(gathered, own, group=mesh.get_group("pp"))
+    return {name: tensor for stage in gathered for name, tensor in stage.items()}
+
+
+def by_hand(values: dict[str, Tensor], pipe: Pipeline, window: int) -> dict[str, tuple[float, float]]:
+    """(tr Σ, |G|²) of the total and of each part, from whole gradients in float64."""
+    model = copy.deepcopy(Stage(parts(), [0, 1, 2, 3])).double()
+    model.load_state_dict(values)
+    names = [name for name, _ in model.named_parameters()]
+    pieces, of_pieces = [], []
+    for rank in range(pipe.dp):
+        tokens, targets = data(rank, window)
+        of_pieces += weights(rank, window, pipe.weighted)
+        for x, y in zip(tokens.chunk(N_PIECES), targets.chunk(N_PIECES), strict=True):
+            loss = loss_of(model(x), y, pipe.weighted)
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            pieces.append(dict(zip(names, (g.flatten() for g in grads), strict=True)))
+    solved = {}
+    for part in NAMES:
+        of_part = [torch.cat([piece[n] for n in names if n.split(".")[0] == part]) for piece in pieces]
+        final = torch.stack(of_part).sum(0) / pipe.dp
+        solved[part] = window_by_hand(of_part, of_pieces, [UNITS] * len(of_part), final)
+    return {"": (sum(t for t, _ in solved.values()), sum(g for _, g in solved.values()))} | solved
+
+
+def _train(pipe: Pipeline, probed: bool) -> dict[str, Any]:
+    return train(pipe, probed=probed)
+
+
+@pytest.mark.parametrize("name", PIPELINES | WIDER)
+def test_values_and_training_unchanged(request: pytest.FixtureRequest, name: str) -> None:
+    """One collective a window carries the pieces, the gradient and the clip; all ranks get the same numbers."""
+    pipe = (PIPELINES | WIDER)[name]
+    ranks: Ranks = request.getfixturevalue("ranks2" if name in PIPELINES else "ranks4")
+    check(ranks(_train, pipe, True), ranks(_train, pipe, False), pipe)
+
+
+def test_pipeline_over_fsdp_over_tensor_parallelism(ranks8: Ranks) -> None:
+    pipe = Pipeline("Schedule1F1B", dp=2, tp=2, weighted=True)
+    check(ranks8(_train, pipe, True), ranks8(_train, pipe, False), pipe)
+
+
+def check(probed: list[dict[str, Any]], plain: list[dict[str, Any]], pipe: Pipeline) -> None:
+    for result, without in zip(probed, plain, strict=True):
+        assert result["alerts"] == {}
+        for window, exact in zip(result["windows"], result["by hand"], strict=True):
+            assert window is not None, result["reading"].dropped
+            assert window.keys() == exact.keys()
+            size = exact[""][0]
+            for part, values in window.items():
+                assert values == pytest.approx(exact[part], abs=1e-5 * size), part
+        assert all(map(torch.equal, result["weights"], without["weights"]))
+        assert result["norms"] == without["norms"]
+        assert result["collectives"] - without["collectives"] == (0 if pipe.clips else WINDOWS)
+    assert len({str(result["windows"]) for result in probed}) == 1
+
+
+def _misused(how: str) -> tuple[str, dict[str, int]]:
+    """What is said, and which windows were dropped."""
+    mesh, model, schedule, numbers, n_stages = stages_of(PIPELINES["GPipe"])
+    options: dict[str, Any] = {"unit": "sequences", "verbose": False, "every": 1, "units_per_piece": UNITS}
+    said = ""
+    with sonde.attach(model, mesh=mesh, pp_mesh=mesh["pp"], **options) as probe:
+        try:
+            if how == "outside":
+                run(schedule, numbers, n_stages, 0, 0)
+            else:
+                n = {"fewer": 2, "more": 6}.get(how, N_PIECES)
+                given: dict[str, Any] = {"too few units": {"units": [1.0]}, "a bad weight": {"weights": 0.0}}.get(
+                    how, {}
+                )
+                with probe.pieces(n, **given):
+                    run(schedule, numbers, n_stages, 0, 0)
+            probe.step()
+        except (RuntimeError, ValueError) as error:
+            said = str(error)
+        dropped = dict(probe.reading().dropped) if how in ("fewer", "more") else {}
+    return said, dropped
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("outside", "a pipeline schedule ran outside pieces.*with probe.pieces"),
+        ("too few units", "units must have one number for each of 4 micro-batches, got 1"),
+        ("a bad weight", "weight must be positive and finite, got 0.0"),
+    ],
+)
+def test_misuse_is_refused(ranks2: Ranks, how: str, message: str) -> None:
+    for said, _ in ranks2(_misused, how):
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(said)
+
+
+@pytest.mark.parametrize("how", ["fewer", "more"])
+def test_another_number_of_micro_batches_drops_the_window(ranks2: Ranks, how: str) -> None:
+    for said, dropped in ranks2(_misused, how):
+        assert said == ""
+        assert ["another number of gradients than the schedule" in reason for reason in dropped] == [True]
+
+
+def _without_the_axis() -> str:
+    mesh, model, *_ = stages_of(PIPELINES["GPipe"])
+    try:
+        sonde.attach(model, unit="sequences", verbose=False, mesh=mesh["dp"], pp_mesh=mesh["pp"])
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_mesh_without_the_stages_is_refused(ranks2: Ranks) -> None:
+    for said in ranks2(_without_the_axis):
+        assert "pp_mesh= is no axis of mesh=" in said

@@ -1,0 +1,78 @@
+"""Ranks that were attached with other arguments are refused on all ranks: their vectors would not fit together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.batch_size.loops import attached, small_model
+from tests.batch_size.sharded_loops import Loop, build, shard
+from tests.ranks import Ranks
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "unit": ({"unit": "rows of rank 1"}, "unit differs between ranks, got '(rows|rows of rank 1)' on this rank"),
+    "horizon": ({"horizon": 20.0}, "horizon differs between ranks, got (inf|20.0) on this rank"),
+    "groups": ({"groups": None}, "the groups of parameters differs between ranks"),
+}
+
+
+def _attach(wrapper: str, options: dict[str, Any]) -> str:
+    model = shard(build(Loop()), Loop()) if wrapper == "FSDP2" else small_model()
+    if wrapper == "DDP":
+        model = DistributedDataParallel(model)  # type: ignore[assignment]
+    if wrapper == "by hand":
+        options = options | {"process_group": dist.group.WORLD}
+    try:
+        attached(model, **(options if dist.get_rank() == 1 or wrapper == "by hand" else {})).close()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_options_on_one_rank(ranks3: Ranks, name: str) -> None:
+    options, message = OTHERS[name]
+    for said in ranks3(_attach, "DDP", options):
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(said)
+
+
+def test_other_options_under_fsdp(ranks2: Ranks) -> None:
+    for said in ranks2(_attach, "FSDP2", {"horizon": 20.0}):
+        assert "horizon differs between ranks" in said
+
+
+def _frozen_on_one_rank() -> str:
+    model = small_model()
+    model[0].bias.requires_grad_(dist.get_rank() == 0)
+    try:
+        attached(model, process_group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_other_parameters_on_one_rank(ranks2: Ranks) -> None:
+    for said in ranks2(_frozen_on_one_rank):
+        assert said.startswith("the list of measured parameters differs between ranks")
+
+
+def _ranks_with_other_units() -> int:
+    """The units of a piece may differ from rank to rank."""
+    model = small_model()
+    rank = dist.get_rank()
+    with attached(model, process_group=dist.group.WORLD, units_per_piece=rank + 1) as probe:
+        for _ in range(2):
+            model(torch.randn(rank + 1, 12)).square().mean().backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        probe.step()
+        return probe.reading().windows
+
+
+def test_ranks_may_have_other_units_in_a_piece(ranks2: Ranks) -> None:
+    assert ranks2(_ranks_with_other_units) == [1, 1]

@@ -1,0 +1,102 @@
+"""Models that cannot be measured are refused on all ranks, by name, with what works there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.batch_size.loops import attached, small_model, windows_of_rows
+from tests.batch_size.sharded_loops import Loop, build, shard
+from tests.ranks import Ranks, mesh_of
+
+
+def _sharded(**options: Any) -> None:
+    attached(shard(build(Loop()), Loop()), **options)
+
+
+def _adam() -> None:
+    model = shard(build(Loop()), Loop())
+    attached(model, torch.optim.AdamW(model.parameters()), metric="adam")
+
+
+def _first_version() -> None:
+    attached(FullyShardedDataParallel(small_model(), device_id=torch.device("cpu")))
+
+
+def _on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = small_model()
+    attached(fully_shard(model, mesh=mesh_of((2,))))
+
+
+def _inside_ddp() -> None:
+    wrapped = DistributedDataParallel(small_model())
+    attached(wrapped.module)
+
+
+def _in_a_compiled_ddp() -> None:
+    wrapped = torch.compile(DistributedDataParallel(small_model()), backend="eager")
+    attached(wrapped._orig_mod.module)
+
+
+REFUSED: dict[str, tuple[Callable[..., None], str]] = {
+    "adam's metric": (_adam, "metric='adam' needs the whole second moment on each rank, got a model cut by FSDP2"),
+    "buckets": (lambda: _sharded(tap="comm_hook"), "tap='comm_hook' reads DDP's buckets, got a model of kind FSDP2"),
+    "a process group": (lambda: _sharded(process_group=dist.group.WORLD), "a sharded model knows its ranks"),
+    "no mesh": (lambda: _sharded(mesh=2), "mesh must be a DeviceMesh, got 2"),
+    "FSDP's first version": (_first_version, "FSDP's first version does not show the gradients.*fully_shard"),
+    "the meta device": (_on_the_meta_device, "is on the meta device, which holds no values: attach after to_empty"),
+    "a module inside DDP": (_inside_ddp, "pass that module, as trainer.model_wrapped"),
+    "a module inside a compiled DDP": (_in_a_compiled_ddp, "pass that module, as trainer.model_wrapped"),
+}
+
+
+def _message(name: str) -> str:
+    try:
+        REFUSED[name][0]()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(ranks2: Ranks, name: str) -> None:
+    for message in ranks2(_message, name):
+        assert re.search(REFUSED[name][1], message), message
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("ds_id", "DeepSpeed .ZeRO-3 holds '0.weight' in parts.*engine.get_global_grad_norm"),
+        ("tensor_model_parallel", "'0.weight' is a shard of Megatron's tensor parallelism.*mesh= and replicas="),
+    ],
+)
+def test_parameters_that_other_frameworks_have_cut(attribute: str, message: str) -> None:
+    model = small_model()
+    setattr(model[0].weight, attribute, True)
+    with pytest.raises(ValueError, match=message):
+        attached(model)
+
+
+def _late() -> dict[str, Any]:
+    """The wrapper comes after attach: the parameters that were attached to get no gradient any more."""
+    model = nn.Linear(3, 2)
+    with attached(model) as probe:
+        windows_of_rows(probe, fully_shard(model, mesh=mesh_of((2,))), 3)
+        return {"dropped": probe.reading().dropped, "windows": probe.reading().windows, "alerts": set(probe.alerts)}
+
+
+def test_a_wrapper_that_comes_after_attach(ranks2: Ranks) -> None:
+    for result in ranks2(_late):
+        assert result["windows"] == 0
+        assert "no backward reached the parameters in a piece" in next(iter(result["dropped"]))
+        assert "not_watched" in result["alerts"]

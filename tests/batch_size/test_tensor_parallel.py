@@ -1,0 +1,54 @@
+"""The noise scale under tensor and sequence parallelism, alone and below FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.batch_size.sharded_loops import Loop, train
+from tests.ranks import Ranks
+
+LOOPS = {
+    f"{cut}{', no clip' * (not clips)}{', weights' * weighted}": Loop(cut=cut, clips=clips, weighted=weighted)
+    for cut in ("tp", "sp", "fsdp over tp", "fsdp over sp")
+    for clips, weighted in ((True, False), (False, True))
+}
+MORE = {"fsdp over sp, every piece reduces": Loop(cut="fsdp over sp", sync="every", clips=False)}
+
+
+@pytest.mark.parametrize("name", LOOPS | MORE)
+def test_values(request: pytest.FixtureRequest, name: str) -> None:
+    loop = (LOOPS | MORE)[name]
+    ranks: Ranks = request.getfixturevalue("ranks4" if "fsdp" in loop.cut else "ranks2")
+    results = ranks(_values, loop)
+    for result in results:
+        assert result["alerts"] == {}
+        for window, exact in zip(result["windows"], result["by hand"], strict=True):
+            assert window is not None, result["reading"].dropped
+            error = torch.tensor(window, dtype=torch.float64).sub(torch.tensor(exact)).abs().max()
+            assert error < 1e-5 * exact[0][0]
+        assert result["setup"]["ranks"] == (2 if "fsdp" in loop.cut else 1)
+    assert len({str(result["windows"]) for result in results}) == 1
+
+
+def _values(loop: Loop) -> dict[str, Any]:
+    return train(loop, values=True)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_training_is_unchanged(request: pytest.FixtureRequest, name: str) -> None:
+    """Bit for bit. Partial gradients take one small collective a piece besides, and one a window without a clip."""
+    loop = LOOPS[name]
+    ranks: Ranks = request.getfixturevalue("ranks4" if "fsdp" in loop.cut else "ranks2")
+    n_partial = loop.windows * (2 + (not loop.clips and loop.cut == "sp")) if loop.cut.endswith("sp") else 0
+    for with_probe, without in zip(ranks(_unchanged, loop, True), ranks(_unchanged, loop, False), strict=True):
+        assert all(map(torch.equal, with_probe["weights"], without["weights"]))
+        assert with_probe["norms"] == without["norms"]
+        n_more = with_probe["collectives"] - without["collectives"]
+        assert n_more == n_partial + (0 if loop.clips else loop.windows)
+
+
+def _unchanged(loop: Loop, probed: bool) -> dict[str, Any]:
+    return train(loop, probed=probed)

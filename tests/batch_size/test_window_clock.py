@@ -1,0 +1,77 @@
+"""Windows are timed from end to end, and a device that is behind is not waited for."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from sonde.batch_size.window_clock import HostMark, WindowClock, WindowTimes, marks_of
+
+
+class Device:
+    """A device that lags behind: its moments pass when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.given: list[float] = []
+
+    def mark(self) -> DeviceMoment:
+        return DeviceMoment(self)
+
+
+class DeviceMoment:
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, device.given[-1]
+
+    def has_passed(self) -> bool:
+        return self.device.now >= self.at
+
+    def seconds_since(self, earlier: DeviceMoment) -> float:
+        assert self.has_passed()
+        assert earlier.has_passed()
+        return self.at - earlier.at
+
+
+def test_each_duration_is_given_once_when_the_device_has_come_so_far() -> None:
+    rng, device = random.Random(0), Device()
+    clock = WindowClock(device.mark)
+    ends, kinds, got = [0.0], [], []
+    for _ in range(200):
+        device.given.append(ends[-1])
+        kind = rng.random() < 0.3
+        clock.window_ended(was_measured=kind)
+        kinds.append(kind)
+        ends.append(ends[-1] + rng.uniform(0.1, 1.0))
+        if rng.random() < 0.4:
+            device.now = max(device.now, ends[-1] - rng.uniform(0.0, 9.0))
+            got.append(clock.take())
+    device.now = ends[-1]
+    got.append(clock.take())
+    durations = [b - a for a, b in itertools.pairwise(ends[:-1])]  # without the first window, begun by nobody
+    of = {kind: [d for d, k in zip(durations, kinds[1:], strict=True) if k is kind] for kind in (True, False)}
+    assert sum(t.n_measured for t in got) == len(of[True])
+    assert sum(t.n_idle for t in got) == len(of[False])
+    assert sum(t.measured for t in got) == pytest.approx(sum(of[True]))
+    assert sum(t.idle for t in got) == pytest.approx(sum(of[False]))
+    assert clock.take() == WindowTimes()
+
+
+def test_a_device_that_has_done_nothing_gives_nothing() -> None:
+    device = Device()
+    clock = WindowClock(device.mark)
+    for end in (1.0, 2.0, 3.0):
+        device.given.append(end)
+        clock.window_ended(was_measured=True)
+    assert clock.take() == WindowTimes()
+    device.now = 2.0
+    assert clock.take() == WindowTimes(measured=1.0, n_measured=1)
+
+
+def test_the_hosts_clock_is_read_where_the_host_does_the_work() -> None:
+    assert marks_of(torch.device("cpu")) is HostMark
+    first, second = HostMark(), HostMark()
+    assert first.has_passed()
+    assert second.seconds_since(first) >= 0

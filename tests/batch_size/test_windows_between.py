@@ -1,0 +1,395 @@
+"""Windows that are not measured: nothing is read in them, and everything else goes on as in the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import sonde
+from sonde import NoiseScaleProbe
+from sonde.batch_size.measuring_cost import WindowCosts
+from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, small_model
+from tests.oracles import window_by_hand
+
+
+def windows(
+    model: nn.Module,
+    probe: NoiseScaleProbe,
+    optimizer: torch.optim.Optimizer,
+    n: int,
+    *,
+    first: int = 1,
+    clip: float | None = None,
+    declared: bool = True,
+) -> Iterator[tuple[int, bool]]:
+    """Windows of two pieces, with data that follow from the window's number: its number, and whether it is measured."""
+    for number in range(first, first + n):
+        is_measured = probe._pacing.is_measured
+        for x, y in pieces(number):
+            if declared:
+                with probe.piece(units=4):
+                    mean_loss(model, x, y).backward()
+            else:
+                mean_loss(model, x, y).backward()
+        if clip is None:
+            probe.step()
+        else:
+            probe.clip_grad_norm_(clip)
+        yield number, is_measured
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def pieces(number: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(number)
+    return [batch(4, generator) for _ in range(2)]
+
+
+def at_fixed_weights(**options: Any) -> tuple[nn.Module, NoiseScaleProbe, torch.optim.Optimizer]:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return model, attached(model, optimizer, **options), optimizer
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_the_numbers_are_those_of_the_measured_windows_alone(declared: bool) -> None:
+    """tr Σ and |G|² of each measured window equal those of its whole gradients, whatever came between."""
+    sink = Recording()
+    log = sonde.RunLog([sink], every=5, log_windows=True)
+    model, probe, optimizer = at_fixed_weights(every=4, log=log, units_per_piece=4)
+    with probe:
+        measured = [n for n, is_measured in windows(model, probe, optimizer, 60, declared=declared) if is_measured]
+        reading = probe.reading()
+    by_number = {record["window"]: record["metrics"] for record in sink.of_kind("window")}
+    assert list(by_number) == measured
+    assert 15 <= len(measured) <= 16
+    estimates = []
+    for number in measured:
+        gradients = [flat_grad(model, mean_loss(model, x, y)) for x, y in pieces(number)]
+        estimates.append(window_by_hand(gradients, [1, 1], [4, 4], torch.stack(gradients).sum(0)))
+        # fp32 gradients: a few 1e-7 of S and B, amplified by their difference.
+        assert by_number[number]["gns/trace_cov"] == pytest.approx(estimates[-1][0], rel=1e-5)
+        assert by_number[number]["gns/grad_sq"] == pytest.approx(
+            estimates[-1][1], rel=1e-5, abs=1e-5 * estimates[-1][0]
+        )
+    assert reading.trace_cov == pytest.approx(sum(t for t, _ in estimates) / len(measured), rel=1e-5)
+    assert (reading.windows, reading.dropped) == (len(measured), {})
+    assert reading.every == pytest.approx(4.0)
+    assert f"{len(measured)} windows measured, one in 4" in str(reading)
+
+
+def test_no_hook_is_left_in_windows_between() -> None:
+    model, probe, optimizer = at_fixed_weights(every=4)
+    seen = set()
+    with probe:
+        for number in range(1, 41):
+            hooks = [p._backward_hooks for p in model.parameters()]
+            seen.add(probe._pacing.is_measured)
+            if probe._pacing.is_measured:
+                assert all(len(h) == 1 for h in hooks), number  # type: ignore[arg-type]
+            else:
+                assert hooks == [None] * len(hooks), number
+            list(windows(model, probe, optimizer, 1, first=number))
+    assert seen == {True, False}
+
+
+def test_hooks_of_the_user_stay_and_run_in_every_window() -> None:
+    """Registered before attach, while windows are measured, and in a window between."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    calls = dict.fromkeys(("before", "measured", "between"), 0)
+    weights: list[Tensor] = [model[0].weight, model[0].bias, model[3].weight]  # type: ignore[list-item]
+
+    def count(name: str) -> Any:
+        def hook(grad: Tensor) -> None:
+            calls[name] += 1
+
+        return hook
+
+    handles = {"before": weights[0].register_hook(count("before"))}
+    expected = dict.fromkeys(calls, 0)
+    with attached(model, optimizer, every=3) as probe:
+        for number in range(1, 31):
+            if probe._pacing.is_measured and number > 3 and "measured" not in handles:
+                handles["measured"] = weights[1].register_hook(count("measured"))
+            elif not probe._pacing.is_measured and number > 6 and "between" not in handles:
+                handles["between"] = weights[2].register_hook(count("between"))
+            expected = {name: n + 2 * (name in handles) for name, n in expected.items()}
+            list(windows(model, probe, optimizer, 1, first=number))
+        n_windows = probe.reading().windows
+    assert len(handles) == 3
+    assert calls == expected
+    assert min(calls.values()) > 20
+    assert n_windows in (10, 11)
+    for handle in handles.values():
+        handle.remove()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_a_clip_clips_and_returns_the_norm_in_every_window(norm_type: float) -> None:
+    model, probe, _ = at_fixed_weights(every=4, units_per_piece=4)
+    twin = small_model()
+    kinds = set()
+    with probe:
+        for number in range(1, 21):
+            kinds.add(probe._pacing.is_measured)
+            for each in (model, twin):
+                each.zero_grad()
+                for x, y in pieces(number):
+                    mean_loss(each, x, y).backward()
+            norm = probe.clip_grad_norm_(0.1, norm_type)
+            expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1, norm_type)
+            assert float(norm) == pytest.approx(float(expected), rel=1e-5)  # torch adds up in fp32
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-8)
+    assert kinds == {True, False}
+
+
+def test_a_norm_that_is_not_finite_raises_in_every_window_and_the_window_has_ended() -> None:
+    model, probe, _ = at_fixed_weights(every=4)
+    with probe:
+        for number in range(1, 13):
+            model.zero_grad()
+            for x, y in pieces(number):
+                with probe.piece(units=4):
+                    (mean_loss(model, x, y) * float("nan")).backward()
+            with pytest.raises(RuntimeError, match="not finite"):
+                probe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+            assert probe._n_windows == number
+
+
+def test_misuse_is_refused_in_every_window() -> None:
+    model, probe, optimizer = at_fixed_weights(every=5)
+    kinds = set()
+    with probe:
+        for number in range(1, 21):
+            kinds.add(probe._pacing.is_measured)
+            with pytest.raises(RuntimeError, match="inside another piece"), probe.piece(units=4), probe.piece(units=4):
+                pass
+            with pytest.raises(RuntimeError, match="number of units in a piece is not known"), probe.piece():
+                pass
+            for bad in ({"units": 0}, {"units": 4, "weight": -1.0}, {"unit_weights": []}, {"units": torch.ones(2)}):
+                with pytest.raises(ValueError, match=r"units|weight"), probe.piece(**bad):
+                    pass
+            with probe.piece(units=4), pytest.raises(RuntimeError, match="ended inside a piece"):
+                probe.step()
+            with pytest.raises(ValueError, match="max_norm"):
+                probe.clip_grad_norm_(-1.0)
+            list(windows(model, probe, optimizer, 1, first=number))
+    assert kinds == {True, False}
+    with pytest.raises(RuntimeError, match="closed"):
+        probe.step()
+
+
+# The log.
+
+
+def test_the_log_counts_windows_of_training_and_keeps_scalars_of_all() -> None:
+    sink = Recording()
+    model, probe, optimizer = at_fixed_weights(every=4, sinks=[sink], log_every=10)
+    measured = []
+    with probe:
+        for number in range(1, 100):
+            if probe._pacing.is_measured:
+                measured.append(number)
+            probe.log(step=float(number))
+            list(windows(model, probe, optimizer, 1, first=number))
+        probe.reading()
+    readings = sink.of_kind("reading")
+    # A reading is written at the first measured window from each multiple of 10 on; and one at the end.
+    due = [next(n for n in measured if n // 10 >= k) for k in range(1, max(measured) // 10 + 1)]
+    assert [r["window"] for r in readings][: len(due)] == list(dict.fromkeys(due))
+    assert [r["metrics"]["run/units_seen"] for r in readings] == [8 * r["window"] for r in readings]
+    # Each scalar is averaged over the windows up to the measured one, and then over measured windows.
+    stretches = list(itertools.pairwise([0, *measured]))
+    means = {b: (a + 1 + b) / 2 for a, b in stretches}
+    since = 0
+    for record in readings[: len(due)]:
+        inside = [n for n in measured if since < n <= record["window"]]
+        assert record["metrics"]["step"] == pytest.approx(sum(means[n] for n in inside) / len(inside), rel=1e-6)
+        since = record["window"]
+    # The last reading holds what the windows after the last measured one were given.
+    assert readings[-1]["window"] == 99 > measured[-1]
+    rest = [means[n] for n in measured if n > since] + [(measured[-1] + 100) / 2]
+    assert readings[-1]["metrics"]["step"] == pytest.approx(sum(rest) / len(rest), rel=1e-6)
+    assert {r["metrics"]["cost/every"] for r in readings} == {4}
+    assert readings[-1]["metrics"]["cost/share"] > 0
+    assert readings[-1]["metrics"]["cost/share_error"] > 0
+    assert readings[-1]["metrics"]["cost/seconds_per_window"] > 0
+
+
+def test_a_log_of_sparse_windows_replays_to_the_same_reading() -> None:
+    sink = Recording()
+    log = sonde.RunLog([sink], every=1, log_windows=True)
+    model, probe, optimizer = at_fixed_weights(every=3, log=log, horizon=20.0)
+    with probe:
+        for _ in windows(model, probe, optimizer, 90):
+            pass
+    reading = sink.of_kind("reading")[-2]  # the last one is of the end of the run
+    logged = [sonde.WindowReading(0, r["window"], r["time"], r["metrics"], r["groups"]) for r in sink.of_kind("window")]
+    last = list(sonde.replay_windows(logged, horizon=20.0))[-1]
+    assert last.window == reading["window"]
+    expected = [reading["metrics"][f"gns/{name}"] for name in ("b_simple", "drift")]
+    assert [last.total.ratio, last.total.drift] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_cost_above_the_budget_at_the_slowest_pace_raises_an_alert() -> None:
+    """Even windows that are not measured cost a fifth of the time here."""
+    sink = Recording()
+    model, probe, optimizer = at_fixed_weights(every=None, budget=0.01, sinks=[sink], log_every=1)
+    with probe:
+        costs = WindowCosts(
+            seconds=0.201, idle_seconds=0.2, idle_time=1.0, n_idle=999, measured_time=0.002, n_measured=1
+        ).numbers()
+        pace = {"windows": 5000, "every": 1000, "base": 4000, "has_verdict": 1, "costs": [[4000, 1000, *costs]] * 20}
+        probe.load_state_dict(probe.state_dict() | {"pace": pace})
+        list(windows(model, probe, optimizer, 1))
+        cost = probe.cost()
+        assert (cost.every, cost.budget) == (1000, 0.01)
+        assert cost.share == pytest.approx(0.2, rel=0.1)
+        list(windows(model, probe, optimizer, 1, first=2))
+    assert "still takes 20" in probe.alerts["over_budget"]
+    assert sink.of_kind("reading")[-1]["metrics"]["cost/share"] == pytest.approx(0.2, rel=0.1)
+
+
+# What a loop does wrong, and what it does not.
+
+
+def silent_loop(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """A window that nobody ends."""
+    for x, y in pieces(number):
+        mean_loss(model, x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_loop_that_no_longer_ends_its_windows_is_noticed_between() -> None:
+    model, probe, optimizer = at_fixed_weights(every=1000)
+    with probe:
+        list(windows(model, probe, optimizer, 3))
+        assert not probe._pacing.is_measured
+        silent_loop(model, optimizer, 4)
+        assert probe.alerts == {}  # a window that was not measured has lost nothing
+        silent_loop(model, optimizer, 5)
+        assert "was not ended" in probe.alerts["never_called"]
+
+
+def test_sound_loops_raise_no_alert() -> None:
+    """Two optimizers with a part of the model each, gradients that rest by turns, evaluation in between."""
+    model = small_model()
+    halves = [torch.optim.SGD(part.parameters(), lr=1e-3) for part in (model[:3], model[3:])]
+    with attached(model, every=4, log_every=1) as probe:
+        for number in range(1, 121):
+            frozen = model[4] if number % 2 else model[0]  # the parts are trained by turns
+            frozen.requires_grad_(False)
+            for x, y in pieces(number):
+                with probe.piece(units=4):
+                    mean_loss(model, x, y).backward()
+            probe.step()
+            for optimizer in halves:
+                optimizer.step()
+                with torch.no_grad():
+                    model(x)
+                optimizer.zero_grad()
+            frozen.requires_grad_(True)
+        probe.reading()
+        assert probe.alerts == {}
+
+
+def test_a_block_that_is_frozen_leaves_the_noise_scale_and_returns() -> None:
+    model, probe, optimizer = at_fixed_weights(every=4, log_every=1)
+    with probe:
+        list(windows(model, probe, optimizer, 40))
+        model[0].requires_grad_(False)
+        list(windows(model, probe, optimizer, 24, first=41))
+        probe.reading()
+        assert "0.weight" in probe.alerts["frozen"]
+        assert "0" not in probe.reading().groups
+        model[0].requires_grad_(True)
+        list(windows(model, probe, optimizer, 24, first=65))
+        probe.reading()
+        assert "unfrozen" in probe.alerts
+        history = probe._tracker._averages.history
+        numbers = {name: s.numbers.tolist() for names, s in history.series() for name in names}
+        assert min(numbers["0"]) > 64
+        assert min(numbers["2"]) < 40
+
+
+def test_another_optimizer_is_followed_between() -> None:
+    model, probe, _ = at_fixed_weights(every=1000)
+    other = torch.optim.SGD(model.parameters(), lr=0.0)
+    with probe:
+        list(windows(model, probe, other, 12))
+        assert list(probe.alerts) == ["optimizer_replaced"]
+
+
+def test_an_error_inside_a_piece_between_leaves_the_next_one_alone() -> None:
+    model, probe, optimizer = at_fixed_weights(every=4)
+    with probe:
+        for number in range(1, 41):
+            is_measured = probe._pacing.is_measured
+            if not is_measured:
+                with pytest.raises(ZeroDivisionError), probe.piece(units=4):
+                    _ = 1 / 0
+            list(windows(model, probe, optimizer, 1, first=number))
+        assert probe.reading().dropped == {}
+        assert probe.alerts == {}
+
+
+# Compiled models.
+
+
+def test_a_compiled_model_is_not_compiled_again_when_windows_change() -> None:
+    torch._dynamo.reset()
+    compiled = CompileCounter()
+    model = small_model()
+    fast = torch.compile(model, backend=compiled)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(fast, optimizer, every=3) as probe:  # type: ignore[arg-type]
+        list(windows(fast, probe, optimizer, 4))  # type: ignore[arg-type]
+        n_first = compiled.frame_count
+        list(windows(fast, probe, optimizer, 20, first=5))  # type: ignore[arg-type]
+        assert compiled.frame_count == n_first > 0
+        assert probe.reading().windows > 5
+
+
+# Saved states.
+
+
+def test_a_restart_goes_on_at_the_same_pace() -> None:
+    def measured(probe: NoiseScaleProbe, model: nn.Module, n: int, first: int) -> list[int]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        return [number for number, is_measured in windows(model, probe, optimizer, n, first=first) if is_measured]
+
+    model = small_model()
+    with attached(model, every=5) as whole:
+        measured(whole, model, 33, 1)
+        state = whole.state_dict()
+        expected = measured(whole, model, 40, 34)
+        reading = whole.reading()
+    with attached(model, every=5) as second:
+        second.load_state_dict(state)
+        got = measured(second, model, 40, 34)
+        assert got in (expected, [34, *expected])  # the first window after attach is measured besides
+        assert second._n_windows == 73
+        again = second.reading()
+    assert again.every == pytest.approx(reading.every)
+    assert again.trace_cov == pytest.approx(reading.trace_cov, rel=0.2)
+
+
+def test_a_state_from_before_windows_were_left_out_is_read() -> None:
+    model, probe, optimizer = at_fixed_weights(every=1)
+    with probe:
+        list(windows(model, probe, optimizer, 20))
+        state, reading = probe.state_dict(), probe.reading()
+    del state["pace"], state["windows"], state["averages"]["history"]["spacing"]
+    with attached(small_model(), every=1) as again:
+        again.load_state_dict(state)
+        assert again.reading() == reading
+        assert again._n_windows == 20
