@@ -324,6 +324,21 @@ def _without_the_axis() -> str:
     return "no error"
 
 
+def _buckets() -> str:
+    mesh, model, *_ = stages_of(WIDER["DDP"])
+    try:
+        sonde.attach(model, unit="sequences", verbose=False, mesh=mesh, pp_mesh=mesh["pp"], tap="comm_hook")
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_buckets_of_a_pipeline_are_refused(ranks4: Ranks) -> None:
+    """They hold a whole window, and the schedule's micro-batches are the pieces."""
+    for said in ranks4(_buckets):
+        assert "got a model of kind DistributedDataParallel in pipeline stages" in said
+
+
 def test_a_mesh_without_the_stages_is_refused(ranks2: Ranks) -> None:
     for said in ranks2(_without_the_axis):
         assert "pp_mesh= is no axis of mesh=" in said

@@ -571,8 +571,7 @@ class NoiseScaleProbe:
 
     def _setup(self) -> dict[str, object]:
         """The setup that was found, for the log and for people."""
-        setup = setup_record(self._options, self._wrapper, self._reader.tap_name, self._reader.groups)
-        setup["parameters"] = self._whole.numel
+        setup = setup_record(self._options, self._wrapper, self._whole, self._reader.tap_name, self._reader.groups)
         setup["fixed_weights"] = self._tracker.at_fixed_weights
         has_scaler, level = self._grad_scaler is not None, self._tracker.level
         return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found

@@ -163,22 +163,24 @@ def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Seq
     }
 
 
-def setup_record(options: NoiseScaleOptions, wrapper: Wrapper, tap: str, groups: Sequence[str]) -> dict[str, object]:
+def setup_record(
+    options: NoiseScaleOptions, wrapper: Wrapper, whole: ModelParameters, tap: str, groups: Sequence[str]
+) -> dict[str, object]:
     """What the log's header says of the model and of the options.
 
     Args:
         options: of the probe.
         wrapper: of the model.
+        whole: the parameters of the whole model.
         tap: where gradients are read.
         groups: names of the parameter groups.
     """
-    parameters = list(wrapper.parameters.values())
     return {
         "wrapper": wrapper.name,
         "ranks": wrapper.n_ranks,
-        "device": str(parameters[0].device),
+        "device": str(wrapper.leaves[0].device),
         "tap": tap,
-        "parameters": sum(p.numel() for p in parameters),
+        "parameters": whole.numel,
         "groups": list(groups),
         "budget": options.budget if options.every is None else None,
         "every": options.every,

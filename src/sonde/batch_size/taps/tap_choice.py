@@ -64,6 +64,7 @@ class TapChoice:
         self._may_tap_buckets = (
             self._is_auto
             and wrapper.ddp_holds_all
+            and wrapper.pp_mesh is None
             and comm_hook_name(wrapper.ddp) is None
             and wrapper.n_ranks >= 2
             and is_power_of_two(wrapper.n_ranks)
@@ -157,7 +158,7 @@ class TapChoice:
         )
 
     def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> Tap:
-        if self._wrapper.ddp is None:
+        if self._wrapper.ddp is None or self._wrapper.pp_mesh is not None:
             raise ValueError(
                 f"tap='comm_hook' reads DDP's buckets, got a model of kind {self._wrapper.name}: use tap='leaf' or "
                 "'auto'"
