@@ -215,6 +215,5 @@ class LeafHookTap:
     def _take(self, index: int, grad: Tensor) -> None:
         if index in self._left_overs.unseen:
             self._left_overs.look(index)
-        so_far = self._reading.leaves[index].grad if self._grad_is_piece else None
-        if (problem := self._piece.take(index, grad, so_far)) is not None:
+        if (problem := self._piece.take(index, grad, grad_is_sum=self._grad_is_piece)) is not None:
             self._problems[problem] += 1

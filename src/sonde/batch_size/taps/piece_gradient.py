@@ -75,13 +75,13 @@ class PieceGradient:
         self._fired = bytearray(len(reading.leaves))
         self._partial: dict[int, Tensor] = {}
 
-    def take(self, index: int, grad: Tensor, so_far: Tensor | None = None) -> Problem | None:
+    def take(self, index: int, grad: Tensor, *, grad_is_sum: bool = False) -> Problem | None:
         """Let a gradient wait for a shared kernel, or reduce it at once.
 
         Args:
             index: of the leaf.
             grad: its gradient, as a hook sees it.
-            so_far: the sum of this piece's earlier gradients of that leaf, where `.grad` holds it.
+            grad_is_sum: whether `.grad` of that leaf is the sum of this piece's earlier gradients.
 
         Returns:
             Why the piece is lost, if it is.
@@ -91,9 +91,9 @@ class PieceGradient:
             part = reading.cut.take(index, grad, self._partial)
             if part is None:
                 return None
-            grad, so_far = part, None
+            grad, grad_is_sum = part, False
         if self._fired[index]:
-            return self._take_again(index, grad, so_far)
+            return self._take_again(index, grad, reading.leaves[index].grad if grad_is_sum else None)
         self._fired[index] = 1
         if grad.is_sparse and not grad.is_cpu:
             return Problem.SPARSE_ON_GPU
