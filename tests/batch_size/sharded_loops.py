@@ -304,8 +304,9 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
             pieces.append(dict(zip(names, (g.double().flatten() for g in grads), strict=True)))
             weights.append(float(len(ids)) if loop.weighted else 1.0)
             units.append(float(len(ids)))
-    groups = list(dict.fromkeys(block_of(n) for n in names))
-    parts = [[n for n in names if block_of(n) == group] for group in groups]
+    group_of = str if loop.options.get("groups") == "parameters" else block_of
+    groups = list(dict.fromkeys(group_of(n) for n in names))
+    parts = [[n for n in names if group_of(n) == group] for group in groups]
     solved = []
     for part in parts:
         gradients = [torch.cat([piece[n] for n in part]) for piece in pieces]

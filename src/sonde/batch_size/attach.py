@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from sonde.batch_size.budget import DEFAULT_BUDGET
+from sonde.batch_size.parameter_groups import Groups
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.deprecation import with_deprecated
-from sonde.parallel.wrappers import GroupOf
 from sonde.probe import Partners
 from sonde.records import RunLog, log_of
 
@@ -30,12 +30,13 @@ def attach(
     unit: str,
     units_per_piece: float | None = None,
     horizon: float = 50.0,
-    groups: Literal["blocks"] | GroupOf | None = "blocks",
+    groups: Groups = "blocks",
     metric: Literal["euclidean", "adam"] = "euclidean",
     tap: TapName = "auto",
     staging_mib: float = 8.0,
     budget: float | None = DEFAULT_BUDGET,
     every: int | None = None,
+    log_groups: bool | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
@@ -48,7 +49,7 @@ def attach(
 ) -> NoiseScaleProbe:
     """Measure the gradient noise scale of a model while it trains.
 
-    `NoiseScaleOptions` explains `unit` to `every`, and `NoiseScaleProbe` the other arguments.
+    `NoiseScaleOptions` explains `unit` to `log_groups`, and `NoiseScaleProbe` the other arguments.
 
     Args:
         model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
@@ -59,12 +60,13 @@ def attach(
         unit: plural name of the independent sample ("sequences", "images"); results are in it.
         units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number.
         horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
-        groups: "blocks", None, or a function from a parameter's name to its group's.
+        groups: "blocks", "kinds", "parameters", None, or a function from a parameter's name to its group's.
         metric: "euclidean" or "adam".
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
         budget: part of the run's time that measuring may cost; None to measure every window.
         every: measure one window in so many, whatever it costs.
+        log_groups: whether each group's values go to the log; None for up to 256 groups, but not for "parameters".
         grad_scaler: the `torch.amp.GradScaler` in use.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
         mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
@@ -99,7 +101,9 @@ def attach(
         >>> probe.close()
     """
     log = log_of(log, deprecated)
-    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib, budget, every)
+    options = NoiseScaleOptions(
+        unit, units_per_piece, horizon, groups, metric, tap, staging_mib, budget, every, log_groups
+    )
     return NoiseScaleProbe(
         model,
         optimizer,

@@ -159,6 +159,7 @@ class NoiseScaleLog:
         self._n_readings = 0
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
+        self._has_groups = bool(setup.get("groups"))
         self._cost = cost
         self._interval = _Interval(start=time.time())
         log.begin("reading", unit=tracker.unit, setup=setup, metrics=METRICS, write_rest=write_rest)
@@ -187,7 +188,8 @@ class NoiseScaleLog:
             if value is not None and (name != NORM or math.isfinite(value)):
                 interval.scalars.setdefault(name, _Mean()).add(value)
         if drop is None and self._log.log_windows and self._tracker.last is not None:
-            self._write("window", **_window_record(window, self._tracker.last, self._tracker.groups))
+            groups = self._tracker.groups if self._has_groups else ()
+            self._write("window", **_window_record(window, self._tracker.last, groups))
         self._n_same_drops = self._n_same_drops + 1 if drop and drop.kind == self._last_drop else 1
         self._last_drop = drop.kind if drop else ""
         self._alert_set_asides(self._tracker.set_asides)
@@ -247,8 +249,8 @@ class NoiseScaleLog:
         if interval.windows == 0:
             return
         self._n_readings += 1
-        is_due = is_last or has_details(self._n_readings)
-        self._lacks_groups = not is_due
+        is_due = self._has_groups and (is_last or has_details(self._n_readings))
+        self._lacks_groups = self._has_groups and not is_due
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank
         reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last, now=self._window)
@@ -335,7 +337,7 @@ def _window_record(window: MeasuredWindow, solved: SolvedWindow, groups: Sequenc
         },
         "groups": {
             name: {"trace_cov": json_number(group.trace_cov), "grad_sq": json_number(group.grad_sq)}
-            for name, group in zip(groups, solved.per_group, strict=True)
+            for name, group in zip(groups, solved.per_group, strict=False)
         },
     }
 

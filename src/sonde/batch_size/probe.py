@@ -36,6 +36,7 @@ from sonde.batch_size.model_checks import (
     refuse_steps_in_backward,
 )
 from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.parameter_groups import group_names
 from sonde.batch_size.pieces import Pieces
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
@@ -46,7 +47,6 @@ from sonde.batch_size.setup import (
     describe,
     describe_pace,
     describe_window,
-    group_names,
     same_on_ranks,
     setup_record,
 )
@@ -64,6 +64,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
+from sonde.parallel.parameter_roles import parameter_roles
 from sonde.parallel.process_groups import n_summed
 from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import model_parameters
@@ -156,8 +157,9 @@ class NoiseScaleProbe:
             self._metric = AdamMetric(unwrap_optimizer(optimizer), parameters)
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
-        whole = self._whole = model_parameters(wrapper.parameters, wrapper.pp_mesh)
-        names = group_names(options.groups, whole.names)
+        roles = parameter_roles(model, wrapper.parameters)
+        whole = self._whole = model_parameters(wrapper.parameters, roles, wrapper.pp_mesh)
+        names = group_names(options.groups, whole)
         check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, whole, names))
         # A GradScaler and Adam's metric change the size of squares, so that the limit for plain squares does not apply.
         has_own_size = self._grad_scaler is not None or options.metric == "adam"
@@ -226,7 +228,7 @@ class NoiseScaleProbe:
         except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
-        self._say(describe(self._setup(), self._tracker.unit))
+        self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 

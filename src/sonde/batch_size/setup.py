@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -13,11 +13,12 @@ from typing_extensions import TypeIs
 from sonde.batch_size.budget import DEFAULT_BUDGET, FIRST_WINDOWS
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
+from sonde.batch_size.parameter_groups import Groups, are_logged, check_groups
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.parallel.stages import ModelParameters
 from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.parallel.wrappers import GroupOf, Wrapper, block_of
+from sonde.parallel.wrappers import Wrapper
 from sonde.records import RunLog
 from sonde.wording import percent
 
@@ -31,8 +32,9 @@ class NoiseScaleOptions:
         units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number. Without `piece()`, each
             backward is one piece. Once `piece()` is used, only backwards inside `piece()` count.
         horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
-        groups: "blocks" for one group per top-level block, None for one group in all, or a function from a parameter's
-            name to its group's.
+        groups: "blocks" for one group per top-level block; "kinds" for embeddings, attention, mlp, experts, norms,
+            biases, head and the like; "parameters" for one group each; None for one group in all; or a function from a
+            parameter's name to its group's.
         metric: "euclidean" for |g|²; "adam" for Σ g²/(√v̂ + ε) with the second moment of the optimizer's previous
             step, the noise scale that Adam's steps see.
         tap: "leaf" reads each micro-batch by hooks on parameters. "comm_hook" reads each rank's window in DDP's
@@ -45,6 +47,8 @@ class NoiseScaleOptions:
             one window in N is measured, with N chosen from what the probe has timed, and at most 1000. It is a window
             at a random place in each stretch of N, so that no period in the data falls in step with it.
         every: N itself, from the first window on; `budget` is not used then.
+        log_groups: write each group's values to the log. None writes up to 256 groups, but none of "parameters".
+            `reading().groups` has them in any case.
 
     Raises:
         ValueError: for an option outside its range.
@@ -53,12 +57,13 @@ class NoiseScaleOptions:
     unit: str
     units_per_piece: float | None = None
     horizon: float = 50.0
-    groups: Literal["blocks"] | GroupOf | None = "blocks"
+    groups: Groups = "blocks"
     metric: Literal["euclidean", "adam"] = "euclidean"
     tap: TapName = "auto"
     staging_mib: float = 8.0
     budget: float | None = DEFAULT_BUDGET
     every: int | None = None
+    log_groups: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.unit, str) or not self.unit.strip():
@@ -72,6 +77,9 @@ class NoiseScaleOptions:
             raise ValueError(
                 f"horizon must be more than 1 window, got {self.horizon!r}: use 50, or math.inf for all windows"
             )
+        check_groups(self.groups)
+        if self.log_groups is not None and not isinstance(self.log_groups, bool):
+            raise ValueError(f"log_groups must be True, False or None, got {self.log_groups!r}")
         if self.metric not in ("euclidean", "adam"):
             raise ValueError(f"metric must be 'euclidean' or 'adam', got {self.metric!r}")
         if self.tap not in get_args(TapName):
@@ -115,35 +123,6 @@ def _is_number(value: object) -> TypeIs[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def group_names(groups: object, parameters: Collection[str]) -> list[str]:
-    """The name of each parameter's group.
-
-    Args:
-        groups: "blocks", None, or a function from a parameter's name to its group's.
-        parameters: names.
-
-    Raises:
-        ValueError: when `groups` is of another kind, or returns anything but names.
-    """
-    if groups == "blocks":
-        return [block_of(name) for name in parameters]
-    if groups is None:
-        return ["all" for _ in parameters]
-    if not callable(groups):
-        raise ValueError(
-            f"groups must be 'blocks', None or a function from a parameter's name, got {groups!r}: use 'blocks' for "
-            "one group per top-level block"
-        )
-    names = [groups(name) for name in parameters]
-    for parameter, name in zip(parameters, names, strict=True):
-        if not isinstance(name, str):
-            raise ValueError(
-                f"groups must return a group's name, a str, for each parameter, got {name!r} for {parameter!r}: return "
-                "one name for all parameters that belong nowhere else"
-            )
-    return names
-
-
 def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Sequence[str]) -> dict[str, object]:
     """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums.
 
@@ -181,7 +160,7 @@ def setup_record(
         "device": str(wrapper.leaves[0].device),
         "tap": tap,
         "parameters": whole.numel,
-        "groups": list(groups),
+        "groups": list(groups) if are_logged(options.groups, len(groups), options.log_groups) else [],
         "budget": options.budget if options.every is None else None,
         "every": options.every,
         "horizon": options.horizon if math.isfinite(options.horizon) else None,
@@ -191,9 +170,8 @@ def setup_record(
     }
 
 
-def describe(setup: Mapping[str, Any], unit: str) -> str:
+def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
     """The message that attach prints."""
-    groups = setup["groups"]
     shown = ", ".join(groups[:4]) + (f", … {groups[-1]}" if len(groups) > 5 else "".join(f", {g}" for g in groups[4:]))
     hook = f", communication hook {setup['comm_hook']}" if setup["comm_hook"] else ""
     rows = {
@@ -202,7 +180,7 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
         "pieces": f"read by {setup['tap']}; the first window shows how many there are",
         "unit": unit,
         "windows": _windows_in_words(setup["budget"], setup["every"]),
-        "groups": f"{len(groups)}: {shown}",
+        "groups": f"{len(groups)}: {shown}" + ("" if setup["groups"] else "; their values are not written to the log"),
         "steps": setup["optimizer"],
     }
     if setup["batch_norms"]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,13 @@ from sonde.batch_size.checkpoint.batches import (
 from sonde.batch_size.checkpoint.measurement import Ending, Measurement, Progress, precision
 from sonde.batch_size.checkpoint.model import MeasuredModel
 from sonde.batch_size.checkpoint.ranks import WindowTotals
+from sonde.batch_size.parameter_groups import Groups, group_names
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.setup import NoiseScaleOptions, group_names
+from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
-from sonde.parallel.wrappers import GroupOf, Wrapper, find_wrapper
+from sonde.parallel.parameter_roles import parameter_roles
+from sonde.parallel.stages import model_parameters
+from sonde.parallel.wrappers import Wrapper, find_wrapper
 from sonde.records import RunLog
 
 _FEWEST_WINDOWS = 12
@@ -55,7 +58,7 @@ def measure(
     until: float = 0.1,
     most_batches: int | None = None,
     batch: float | None = None,
-    groups: Literal["blocks"] | GroupOf | None = "blocks",
+    groups: Groups = "blocks",
     process_group: dist.ProcessGroup | None = None,
     log: RunLog | None = None,
     on_window: Callable[[Measurement], object] | None = None,
@@ -92,8 +95,8 @@ def measure(
         until: stop when both ends of the 95 % interval are within this part of B_simple: 0.1 for ± 10 %.
         most_batches: stop after so many batches on each rank; None for all of them.
         batch: a batch size in units to judge: `sonde report` and the log show the verdict on it.
-        groups: "blocks" for one group per top-level block, None for one group in all, or a function from a parameter's
-            name to its group's.
+        groups: "blocks", "kinds", "parameters", None or a function from a parameter's name to its group's, as for
+            `sonde.attach`.
         process_group: ranks that measure a plain model together, each with its own data.
         log: gets readings and alerts.
         on_window: called after each window with the measurement so far.
@@ -135,7 +138,7 @@ def measure(
         try:
             _check_options(loss, until, most_batches, batch)
             options = NoiseScaleOptions(unit=unit, groups=groups, horizon=math.inf, tap="leaf", every=1)
-            facts["digest of the names of parameters and groups"] = _digest(wrapper, groups)
+            facts["digest of the names of parameters and groups"] = _digest(model, wrapper, groups)
             source = MeasuredBatches(batches, units=units, weight=weight, most=most_batches)
             if (first := source.peek()) is not None:
                 weight_of_first = first.weight
@@ -156,8 +159,9 @@ def measure(
             return _Measuring(target, probe, fixed, loss, source, until, max(weights)).run(progress, on_window)
 
 
-def _digest(wrapper: Wrapper, groups: object) -> str:
-    names = [*wrapper.parameters, *group_names(groups, wrapper.parameters)]
+def _digest(model: nn.Module, wrapper: Wrapper, groups: Groups) -> str:
+    whole = model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), None)
+    names = [*whole.names, *group_names(groups, whole)]
     return hashlib.sha256(repr(names).encode()).hexdigest()[:12]
 
 

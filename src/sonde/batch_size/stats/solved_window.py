@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.noise_scale import WindowEstimate, estimate_window
+from sonde.batch_size.stats.group_estimates import estimate_groups
+from sonde.batch_size.stats.noise_scale import WindowEstimate
 from sonde.batch_size.stats.window_row import WindowRow
 
 
@@ -26,7 +28,7 @@ class SolvedWindow:
     """
 
     total: WindowEstimate
-    per_group: tuple[WindowEstimate, ...]
+    per_group: Sequence[WindowEstimate]
     within_between: WindowEstimate | None
     norm: float
     effective_units: float
@@ -47,15 +49,12 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int) -> SolvedWindow:
     # a clip that came first would weigh windows, since its coefficient differs from window to window.
     unit_scale = 1.0 / n_ranks
     to_unit = (unit_scale / scale) ** 2
-    per_group = tuple(
-        estimate_window(row.pieces(small), big * to_unit, scale=unit_scale)
-        for small, big in zip(row.sq_norm_over_weight, row.sq_norm_big, strict=True)
-    )
     pieces = row.pieces(0.0)
+    per_group = estimate_groups(pieces, row.sq_norm_over_weight, row.sq_norm_big, scale=unit_scale, to_unit=to_unit)
     # The witness's sums are in fp64, so that equal pieces show as a difference of rounding only.
     witness_squares = row.weight * row.witness_small
     return SolvedWindow(
-        total=WindowEstimate(math.fsum(e.trace_cov for e in per_group), math.fsum(e.grad_sq for e in per_group)),
+        total=WindowEstimate(*per_group.table.sum(1).tolist()),
         per_group=per_group,
         within_between=_within_between(row, n_ranks),
         norm=math.sqrt(math.fsum(row.sq_norm_big) * to_unit),

@@ -54,7 +54,8 @@ class WindowReader:
         self._taps, self._grad_scaler = taps, grad_scaler
         self._seconds = 0.0
         own = group_names[first : first + len(self.parameters)]
-        self._group_index = [self.groups.index(name) for name in own]
+        place = {name: i for i, name in enumerate(self.groups)}
+        self._group_index = [place[name] for name in own]
         self._sums = WindowSums(
             self._group_index,
             n_groups=len(self.groups),
