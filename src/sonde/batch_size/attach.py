@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,8 +28,8 @@ def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    unit: str,
-    units_per_piece: float | None = None,
+    unit: str | Sequence[str],
+    units_per_piece: float | Mapping[str, float] | None = None,
     horizon: float = 50.0,
     groups: Groups = "blocks",
     metric: Literal["euclidean", "adam"] = "euclidean",
@@ -57,8 +58,9 @@ def attach(
             gathered once.
         optimizer: whose steps end the windows. The probe warns about windows that are not measured, or measured twice.
             Without it, the probe looks for the only optimizer that steps the model's parameters.
-        unit: plural name of the independent sample ("sequences", "images"); results are in it.
-        units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number.
+        unit: plural name of the independent sample ("sequences", "images"); results are in it. With several names,
+            ("sequences", "tokens"), they are converted to those after the first.
+        units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives them.
         horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks", "kinds", "parameters", None, or a function from a parameter's name to its group's.
         metric: "euclidean" or "adam".
@@ -129,7 +131,7 @@ class GnsProbeConfig(NoiseScaleOptions):
         log_every: windows between readings, if `attach` gets no log.
     """
 
-    unit: str = "sequences"
+    unit: str | Sequence[str] = "sequences"
     enabled: bool = False
     log_every: int = 10
 

@@ -87,11 +87,12 @@ class Delivery:
             known: what the host knows of it.
         """
         # `read` must not hold the window itself, so that its memory is freed once it is sent.
-        names, sizes = tuple(scalars), window.witness_sizes
+        names, sizes, n_further = tuple(scalars), window.witness_sizes, window.n_further
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
             packed, sq_norm_big, witness_final, values = vectors
-            row, costs = read_row(packed, sq_norm_big, witness_final, sizes), read_costs(packed, len(sq_norm_big))
+            row = read_row(packed, sq_norm_big, witness_final, sizes, n_further)
+            costs = read_costs(packed, len(sq_norm_big))
             return MeasuredWindow(row, known, dict(zip(names, values.tolist(), strict=True)), costs)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]

@@ -162,7 +162,8 @@ class NoiseScaleLog:
         self._has_groups = bool(setup.get("groups"))
         self._cost = cost
         self._interval = _Interval(start=time.time())
-        log.begin("reading", unit=tracker.unit, setup=setup, metrics=METRICS, write_rest=write_rest)
+        metrics = METRICS | _metrics_in(tracker.further_units, tracker.unit)
+        log.begin("reading", unit=tracker.unit, setup=setup, metrics=metrics, write_rest=write_rest)
 
     def window(self, window: MeasuredWindow, drop: Drop | None, norm: float | None) -> None:
         """Add a window that the tracker has taken; write a reading when one is due.
@@ -310,6 +311,20 @@ class NoiseScaleLog:
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Go on counting where another run stopped."""
         self._window, self._units_seen = int(state["window"]), float(state["units_seen"])
+
+
+def _metrics_in(units: Sequence[str], first: str) -> dict[str, Metric]:
+    """The metrics that say the noise scale again in further units."""
+    metrics: dict[str, Metric] = {}
+    for unit in units:
+        converted = f"at the average {unit} of one of the {first}"
+        metrics |= {
+            f"gns/b_simple_{unit}": Metric(unit, f"gns/b_simple {converted}"),
+            f"gns/b_simple_{unit}_low": Metric(unit, f"gns/b_simple_low {converted}"),
+            f"gns/b_simple_{unit}_high": Metric(unit, f"gns/b_simple_high {converted}"),
+            f"gns/{unit}_per_window": Metric(unit, f"{unit} in a window"),
+        }
+    return metrics
 
 
 def _over_budget(cost: Cost) -> tuple[str, str]:

@@ -37,7 +37,7 @@ from sonde.batch_size.model_checks import (
 )
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.parameter_groups import group_names
-from sonde.batch_size.pieces import Pieces
+from sonde.batch_size.pieces import Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import VERSION, check_state, identity
 from sonde.batch_size.scalars import Scalars
@@ -61,6 +61,7 @@ from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import Window
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.units import unit_names
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
@@ -161,10 +162,12 @@ class NoiseScaleProbe:
         whole = self._whole = model_parameters(wrapper.parameters, roles, wrapper.pp_mesh)
         names = group_names(options.groups, whole)
         check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, whole, names))
+        units = unit_names(options.unit)
         # A GradScaler and Adam's metric change the size of squares, so that the limit for plain squares does not apply.
         has_own_size = self._grad_scaler is not None or options.metric == "adam"
         self._tracker = NoiseScaleTracker(
-            unit=options.unit,
+            unit=units[0],
+            further_units=units[1:],
             groups=tuple(dict.fromkeys(names)),
             horizon=options.horizon,
             n_ranks=wrapper.n_ranks,
@@ -192,6 +195,7 @@ class NoiseScaleProbe:
             self._taps,
             grad_scaler=self._grad_scaler,
             first=whole.first,
+            n_further=len(units) - 1,
         )
         self._delivery = Delivery(self._take, self._reader.device)
         pace = Pace(every=options.every, budget=options.budget, n_ranks=n_summed(wrapper.group))
@@ -217,6 +221,7 @@ class NoiseScaleProbe:
         own_names = names[whole.first : whole.first + len(parameters)]
         self._loop = LoopWatch(model, optimizer, wrapper, own_names, self._reader, alert=self._alert)
         self._pieces = Pieces(
+            units,
             options.units_per_piece,
             reader=self._reader,
             loop=self._loop,
@@ -237,14 +242,15 @@ class NoiseScaleProbe:
     def piece(
         self,
         *,
-        units: float | Tensor | None = None,
+        units: Units = None,
         weight: float | Tensor = 1.0,
         unit_weights: Sequence[float] | Tensor | None = None,
     ) -> AbstractContextManager[None]:
         """A context around the backward, or backwards, of one micro-batch.
 
         Args:
-            units: units in the piece, > 0; by default the number of `unit_weights`, or `units_per_piece`.
+            units: units in the piece, > 0; by default the number of `unit_weights`, or `units_per_piece`. If it is
+                counted in several: {"sequences": 8, "tokens": 4096}.
             weight: the piece's weight in the loss, > 0: 1 where micro-losses are averaged or added as they are, the
                 number of loss tokens where the loss is normalised by the tokens of the whole window.
             unit_weights: the weight of each unit within the piece, [units]; unequal weights give a smaller effective
@@ -260,7 +266,7 @@ class NoiseScaleProbe:
         return self._pieces.declared(units, weight, unit_weights)
 
     def pieces(
-        self, n: int, *, units: float | Sequence[float] | None = None, weights: float | Sequence[float] = 1.0
+        self, n: int, *, units: UnitsOfPieces = None, weights: float | Sequence[float] = 1.0
     ) -> AbstractContextManager[None]:
         """A context around the step of a pipeline schedule, which runs the backwards of several micro-batches.
 
@@ -268,7 +274,8 @@ class NoiseScaleProbe:
 
         Args:
             n: the schedule's micro-batches; each is a piece.
-            units: units in each of them, > 0, one number for all or [n]; by default `units_per_piece`.
+            units: units in each of them, > 0, one number for all or [n], by name if there are several; by default
+                `units_per_piece`.
             weights: the weight of each in the loss, > 0, one number for all or [n].
 
         Raises:
@@ -581,8 +588,9 @@ class NoiseScaleProbe:
     def _say_first(self, window: MeasuredWindow) -> None:
         self._n_arrived += 1
         if self._n_arrived == 1:
-            n_pieces, n_units = window.row.n_pieces, window.row.n_units
-            self._say(describe_window(n_pieces, n_units, self._wrapper.n_ranks, self._tracker.unit))
+            row, names = window.row, [self._tracker.unit, *self._tracker.further_units]
+            counts = dict(zip(names, [row.n_units, *row.n_further], strict=True))
+            self._say(describe_window(row.n_pieces, counts, self._wrapper.n_ranks))
 
     def _say(self, text: str) -> None:
         if self._verbose:

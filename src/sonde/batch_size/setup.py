@@ -16,6 +16,7 @@ from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BA
 from sonde.batch_size.parameter_groups import Groups, are_logged, check_groups
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.tap_choice import TapName
+from sonde.batch_size.units import counted_in, unit_names
 from sonde.parallel.stages import ModelParameters
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.parallel.wrappers import Wrapper
@@ -28,9 +29,11 @@ class NoiseScaleOptions:
     """How a `NoiseScaleProbe` measures; also the options of `gns_probe:` in a YAML file.
 
     Attributes:
-        unit: plural name of the independent sample ("sequences", "images"); results are in it.
-        units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number. Without `piece()`, each
-            backward is one piece. Once `piece()` is used, only backwards inside `piece()` count.
+        unit: plural name of the independent sample ("sequences", "images"); results are in it. Several names,
+            ("sequences", "tokens"), count each piece in all of them: results are converted to those after the first.
+        units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives their
+            number. Without `piece()`, each backward is one piece. Once `piece()` is used, only backwards inside
+            `piece()` count.
         horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks" for one group per top-level block; "kinds" for embeddings, attention, mlp, experts, norms,
             biases, head and the like; "parameters" for one group each; None for one group in all; or a function from a
@@ -54,8 +57,8 @@ class NoiseScaleOptions:
         ValueError: for an option outside its range.
     """
 
-    unit: str
-    units_per_piece: float | None = None
+    unit: str | Sequence[str]
+    units_per_piece: float | Mapping[str, float] | None = None
     horizon: float = 50.0
     groups: Groups = "blocks"
     metric: Literal["euclidean", "adam"] = "euclidean"
@@ -66,13 +69,14 @@ class NoiseScaleOptions:
     log_groups: bool | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.unit, str) or not self.unit.strip():
-            raise ValueError(
-                f"unit must name the independent sample, got {self.unit!r}: use 'sequences', 'images' or 'prompts'"
-            )
-        units = self.units_per_piece
-        if units is not None and not (_is_number(units) and 0 < units < math.inf):
-            raise ValueError(f"units_per_piece must be positive and finite, got {units!r}: count a micro-batch's units")
+        names = unit_names(self.unit)
+        if self.units_per_piece is not None:
+            first, further = counted_in(names, self.units_per_piece)
+            for units in (first, *further):
+                if not (_is_number(units) and 0 < units < math.inf):
+                    raise ValueError(
+                        f"units_per_piece must be positive and finite, got {units!r}: count a micro-batch's units"
+                    )
         if not (_is_number(self.horizon) and self.horizon > 1):
             raise ValueError(
                 f"horizon must be more than 1 window, got {self.horizon!r}: use 50, or math.inf for all windows"
@@ -131,8 +135,10 @@ def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Seq
         whole: the parameters of the whole model.
         names: the group of each of them.
     """
+    names_of_units = unit_names(options.unit)
     return {
-        "unit": options.unit,
+        "unit": names_of_units[0],
+        "the list of further units": names_of_units[1:],
         "horizon": options.horizon,
         "metric": options.metric,
         "every": options.every,
@@ -166,7 +172,8 @@ def setup_record(
         "horizon": options.horizon if math.isfinite(options.horizon) else None,
         "metric": options.metric,
         "comm_hook": comm_hook_name(wrapper.ddp),
-        "units_per_piece": options.units_per_piece,
+        "units_per_piece": options.units_per_piece if _is_number(options.units_per_piece) else None,
+        "further_units": list(unit_names(options.unit)[1:]),
     }
 
 
@@ -178,7 +185,7 @@ def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
         "model": f"{setup['wrapper']}, {setup['parameters']:,} trainable parameters on {setup['device']}{hook}",
         "ranks": f"{setup['ranks']} data-parallel {'rank' if setup['ranks'] == 1 else 'ranks'}",
         "pieces": f"read by {setup['tap']}; the first window shows how many there are",
-        "unit": unit,
+        "unit": unit + (f", also counted in {', '.join(further)}" if (further := setup["further_units"]) else ""),
         "windows": _windows_in_words(setup["budget"], setup["every"]),
         "groups": f"{len(groups)}: {shown}" + ("" if setup["groups"] else "; their values are not written to the log"),
         "steps": setup["optimizer"],
@@ -207,7 +214,8 @@ def describe_pace(cost: Cost) -> str:
     return f"one window in {cost.every} is measured from now on{why}"
 
 
-def describe_window(n_pieces: int, n_units: float, n_ranks: int, unit: str) -> str:
+def describe_window(n_pieces: int, n_units: Mapping[str, float], n_ranks: int) -> str:
     """The message that the first window prints."""
     each = f" ({n_ranks} ranks × {n_pieces / n_ranks:g})" if n_ranks > 1 else ""
-    return f"{n_pieces} pieces per window{each}, {n_units:g} {unit} in all"
+    counts = ", ".join(f"{number:g} {unit}" for unit, number in n_units.items())
+    return f"{n_pieces} pieces per window{each}, {counts} in all"

@@ -91,6 +91,7 @@ def summarise(
         scale_residual=averages.scale_residual,
         unit=unit,
         every=_spacing(averages),
+        further_units=averages.further_per_unit,
         groups={
             name: replace(groups[name], set_aside=asides.n_in_group[name]) for name in history.groups if name in groups
         },

@@ -21,6 +21,7 @@ class NoiseScaleTracker:
 
     Args:
         unit: plural name of the unit.
+        further_units: names of further units, in the order of a row's `n_further`.
         groups: names of the parameter groups, in the order of a row's entries.
         horizon: of the trend and of the averages, in measured windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
@@ -34,6 +35,7 @@ class NoiseScaleTracker:
         self,
         *,
         unit: str,
+        further_units: Sequence[str] = (),
         groups: Sequence[str],
         horizon: float,
         n_ranks: int,
@@ -43,9 +45,9 @@ class NoiseScaleTracker:
         fixed_weights: FixedWeights | None = None,
     ) -> None:
         self.unit, self.groups, self.horizon, self.level = unit, tuple(groups), horizon, level
-        self.rounding = rounding
+        self.rounding, self.further_units = rounding, tuple(further_units)
         self._n_ranks, self._least_sq_norm = n_ranks, least_sq_norm
-        self._averages = NoiseScaleAverages(self.groups, horizon)
+        self._averages = NoiseScaleAverages(self.groups, horizon, further_units)
         self._fixed_weights = fixed_weights
         self.last: SolvedWindow | None = None
         """The last window; None if it was dropped."""
@@ -75,7 +77,7 @@ class NoiseScaleTracker:
             floor=self.rounding.floor,
         )
         if math.isfinite(row.n_units) and row.n_pieces:
-            self._averages.see_units(row.n_units)
+            self._averages.see_units(row.n_units, row.n_further)
         drop = why_unusable(row, scale, least_sq_norm=self._least_sq_norm, likely_cause=self.rounding.likely_cause)
         if drop is not None:
             self._averages.drop(drop, scale)

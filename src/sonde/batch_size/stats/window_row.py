@@ -51,6 +51,7 @@ class WindowRow:
         witness_final: F, the witness's elements, float64; [witness].
         neighbours: neighbouring pieces compared with distant ones.
         repeats: pieces and ranks with the same gradient.
+        n_further: its size in each further unit.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -71,6 +72,7 @@ class WindowRow:
     witness_final: Tensor
     neighbours: NeighbourSums = field(default_factory=NeighbourSums)
     repeats: Repeats = field(default_factory=Repeats)
+    n_further: Sequence[float] = ()
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""

@@ -30,6 +30,7 @@ class WindowReader:
         wrapper: the model.
         group_names: the parameter group of each parameter of the whole model, [parameters of all pipeline stages].
         first: where this rank's parameters begin in that list.
+        n_further: how many further units pieces are counted in.
         metric: how gradients are squared.
         witness: which elements are compared.
         taps: the choice of the tap that reads the pieces.
@@ -46,6 +47,7 @@ class WindowReader:
         *,
         grad_scaler: torch.amp.GradScaler | None,
         first: int = 0,
+        n_further: int = 0,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
@@ -63,6 +65,7 @@ class WindowReader:
             device=self.device,
             data=wrapper.data,
             has_loss_scale=grad_scaler is not None,
+            n_further=n_further,
         )
         self._unmeasured: list[int] | None = None
         self.clip_also({})
@@ -173,7 +176,7 @@ class WindowReader:
             sq_norm_big = self._sums.per_group(self._sq_norms(grads))
         packed = self._pack(problems)
         work = start_reduce(packed, self._wrapper.group)
-        return Window(packed, sq_norm_big, witness, dict(self._witness.sizes), work), norm
+        return Window(packed, sq_norm_big, witness, dict(self._witness.sizes), work, self._sums.n_further), norm
 
     def _end_window_of_shards(
         self, grads: Sequence[Tensor | None], problems: Collection[Problem], *, reads_grad: bool
@@ -188,12 +191,12 @@ class WindowReader:
             vector = torch.cat([packed, witness])
             norm = self._norm_of_clip(riding=vector)
             packed, witness = vector.split([len(packed), len(witness)])
-            return Window(packed, self._squared(norm), witness, sizes, None), norm
+            return Window(packed, self._squared(norm), witness, sizes, None, self._sums.n_further), norm
         squares = to_device(own_square_sums(self.plan)[: len(self.groups)], self.device).to(packed.dtype)
         vector = torch.cat([packed, squares, witness])
         work = start_reduce(vector, self._wrapper.group)
         packed, squares, witness = vector.split([len(packed), len(squares), len(witness)])
-        return Window(packed, squares, witness, sizes, work), None
+        return Window(packed, squares, witness, sizes, work, self._sums.n_further), None
 
     def _norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         start = time.perf_counter()
