@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ import sonde
 from sonde import NoiseScaleProbe
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_sums import PieceCounts, read_row
-from tests.batch_size.loops import Recording, attached, batch, mean_loss, small_model
+from tests.batch_size.loops import Recording, attached, batch, mean_loss, nested_state, small_model
 from tests.batch_size.sharded_loops import Loop, build, shard, tokens
 from tests.ranks import Ranks
 
@@ -177,7 +176,7 @@ def test_the_state_keeps_the_counts_and_older_states_are_read() -> None:
     model = small_model()
     with attached(model, unit=UNITS) as probe:
         train(probe, model, 8)
-        state, reading = json.loads(json.dumps(probe.state_dict())), probe.reading()
+        state, reading = nested_state(probe), probe.reading()
     with attached(model, unit=UNITS) as probe:
         probe.load_state_dict(state)
         assert probe.reading().in_unit("tokens") == reading.in_unit("tokens")

@@ -39,7 +39,7 @@ from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.parameter_groups import group_names
 from sonde.batch_size.pieces import Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
-from sonde.batch_size.saved_state import VERSION, check_state, identity
+from sonde.batch_size.saved_state import check_state, identity, sealed, unsealed
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
@@ -370,28 +370,35 @@ class NoiseScaleProbe:
         return dict(self._log.alerts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages so far, from which a restart continues, as JSON values. Waits for the device."""
+        """The averages so far, from which a restart continues: a version and a text. Waits for the device.
+
+        The same on every rank. Any checkpoint takes it: `torch.save`, JSON, and `torch.distributed.checkpoint` with the
+        probe itself as one of its entries.
+        """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return {
-                "version": VERSION,
-                "what": self._identity(),
-                "averages": self._tracker.state_dict(),
-                "frozen": self._loop.frozen,
-                "run": self._log.state_dict(),
-                "windows": self._n_windows,
-                "pace": self._pacing.pace.state_dict(),
-            }
+            return sealed(
+                {
+                    "what": self._identity(),
+                    "averages": self._tracker.state_dict(),
+                    "frozen": self._loop.frozen,
+                    "run": self._log.state_dict(),
+                    "windows": self._n_windows,
+                    "pace": self._pacing.pace.state_dict(),
+                }
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict`.
 
-        Load it on every rank, before the first window. Ranks that began with different states measure every window.
+        Load it on every rank, before the first window; the run that saved it may have had another number of ranks.
+        Ranks that began with different states measure every window.
 
         Raises:
             ValueError: when it is of another version, unit, metric, horizon or of other parameters, has unknown or
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
+        state = unsealed(state)
         check_state(state, self._identity(), self._wrapper.parameters)
         with self._delivery.alone():
             self._delivery.receive_all()  # windows still on their way belong to the time before
