@@ -81,13 +81,15 @@ def measure(
     needs memory for one more set of gradients and a copy of its buffers.
 
     Args:
-        model: plain, compiled or wrapped in DDP, with its final `requires_grad`.
+        model: plain, compiled, wrapped in DDP, or cut by FSDP2 or tensor parallelism, with its final `requires_grad`.
+            All ranks of a cut model call this together.
         loss: `loss(model, batch)` makes the mean loss of a batch, a tensor of no dims. Under DDP, `model` is the module
             inside, so that one function serves both.
         batches: micro-batches in random order: a DataLoader or another iterable. On several ranks each rank passes its
             own part, as a DistributedSampler deals it. Ranks may have different numbers of batches, of different sizes.
-            A rank may have none. If the model itself communicates in every pass (SyncBatchNorm, DDP inside another
-            module), all ranks stop with the first whose data end.
+            A rank may have none. If the model itself communicates in every pass (FSDP2, SyncBatchNorm, DDP inside
+            another module), all ranks stop with the first whose data end. Ranks that share a micro-batch by tensor
+            parallelism pass the same batches.
         unit: plural name of the independent sample; results are in it.
         units: units in a batch, a number or a function of the batch; by default the rows of its tensors.
         weight: how much a batch counts in the average of the losses, likewise; by default its units. Pass the number of
@@ -106,7 +108,7 @@ def measure(
         The measurement. `reading` has the noise scale, its interval and its groups, and `ended` why it stopped.
 
     Raises:
-        ValueError: for an argument out of its range; a model without trainable parameters, or cut into shards; a loss
+        ValueError: for an argument out of its range; a model without trainable parameters; a loss
             that is not a finite tensor of no dims with a graph; fewer than two batches; gradients that cannot be used;
             ranks that were called differently.
         RuntimeError: when the loss changes the weights; when another rank failed.
@@ -124,11 +126,6 @@ def measure(
         ('precise', 'resolved')
     """
     wrapper = find_wrapper(model, process_group)
-    if wrapper.mesh is not None:
-        raise ValueError(
-            f"sonde.measure reads plain and DDP models, got one cut by {wrapper.name}: measure the same weights under "
-            "DDP or on one device, or attach while the model trains"
-        )
     target = MeasuredModel(model, wrapper)
     log = RunLog() if log is None else log
     with target.left_as_it_is():
@@ -152,7 +149,7 @@ def measure(
             )
         fixed = FixedWeights(batch)
         with NoiseScaleProbe(
-            target.module, None, options, process_group=wrapper.group, log=log, verbose=False, fixed_weights=fixed
+            target.module, None, options, process_group=target.group, log=log, verbose=False, fixed_weights=fixed
         ) as probe:
             says = verbose and log.is_first_rank
             progress = Progress(model, target.parameters, n_ranks=target.ranks.n, says=says, unit=unit)
@@ -214,7 +211,9 @@ class _Measuring:
         """Measure windows until the interval is narrow, or nothing is left to measure."""
         progress.begin()
         in_16_bits = any(p.dtype.itemsize == 2 for p in self._target.parameters)
-        for length in window_lengths(self._ranks.n, longest=_LONGEST_IN_16_BITS if in_16_bits else math.inf):
+        for length in window_lengths(
+            self._target.n_data_ranks, longest=_LONGEST_IN_16_BITS if in_16_bits else math.inf
+        ):
             totals = self._window(length)
             if totals.n_pieces < 2:  # what is left cannot be compared with anything
                 return self._finish(self._ending_without_data(), progress)
@@ -273,7 +272,7 @@ class _Measuring:
         Returns:
             Its loss, without a graph.
         """
-        loss = checked_loss(self._loss(self._target.module, batch.data), batch)
+        loss = self._loss_of(batch)
         # Rounded to the loss's dtype as backward rounds it, so that the piece counts exactly as its gradient does.
         weight = torch.tensor(batch.weight / self._usual_weight, dtype=loss.dtype, device="cpu").item()
         with self._probe.piece(units=batch.n_units, weight=weight):
@@ -283,8 +282,22 @@ class _Measuring:
                 loss.backward(gradient=torch.full_like(loss, weight))
         return loss.detach()
 
+    def _loss_of(self, batch: CountedBatch) -> Tensor:
+        """The loss of a batch. Where backward communicates, it begins only if all ranks have one."""
+        if not self._target.in_step:
+            return checked_loss(self._loss(self._target.module, batch.data), batch)
+        loss = None
+        try:
+            loss = checked_loss(self._loss(self._target.module, batch.data), batch)
+        finally:  # a rank whose loss fails takes part too
+            all_have_one = self._ranks.agree(on_all=loss is not None)
+        if not all_have_one:
+            raise RuntimeError("another rank failed while measuring: see its error")
+        return loss
+
     def _end_window(self, totals: WindowTotals) -> None:
         self._ranks.sum_gradients(totals)
+        self._target.check_reduced(totals.has_gradient)
         n_units, weighted, weights = totals.sums
         self._n_units += n_units
         self._n_batches += totals.n_pieces
