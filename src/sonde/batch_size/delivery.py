@@ -96,13 +96,17 @@ class Delivery:
             row, costs = read_row(packed, sq_norm_big, witness_final, sizes), read_costs(packed, len(sq_norm_big))
             example_row = None
             if of_examples:
-                example_row = read_examples(ExamplesOfWindow(*of_examples), weight=row.weight, n_pieces=row.n_pieces)
+                vector, covered, *big = of_examples
+                examples = ExamplesOfWindow(vector, big[0] if big else None, covered)
+                example_row = read_examples(examples, row.sq_norm_big, weight=row.weight, n_pieces=row.n_pieces)
             return MeasuredWindow(row, known, dict(zip(names, values.tolist(), strict=True)), costs, example_row)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
         vectors.append(as_vector(list(scalars.values()), self._device))
         if window.examples is not None:
-            vectors += [window.examples.vector, window.examples.sq_norm_big, window.examples.covered]
+            vectors += [window.examples.vector, window.examples.covered]
+            if window.examples.sq_norm_big is not None:
+                vectors.append(window.examples.sq_norm_big)
         self.put(vectors, read, window.work)
 
     def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:

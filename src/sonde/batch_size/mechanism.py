@@ -123,8 +123,8 @@ class Mechanism:
             return replace(row, examples=found.sums)
         if self._state != "examples" and row.n_pieces >= 2:
             return row
-        if self._covered.coverage is None and row.n_pieces >= 2:  # both mechanisms speak of the whole model
-            return row
+        if not self._is_asked and self._covered.coverage is None and row.n_pieces >= 2:
+            return row  # both mechanisms speak of the whole model
         why = f"{found.why_not}{self._named_reasons()}" if found.why_not else self.why_not
         if row.n_pieces < 2:
             return _explained(row, why)
@@ -248,10 +248,16 @@ def _made(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> tup
         return None, f"metric={options.metric!r} needs whole gradients: use metric='euclidean'"
     if options.tap == "comm_hook":
         return None, "tap='comm_hook' reads whole windows: use tap='auto' or 'leaf'"
-    if wrapper.mesh is not None:
-        return None, f"a model cut by {wrapper.name} calls its layers with parts of examples or parameters"
+    if wrapper.pp_mesh is not None or wrapper.data.n_sharing > 1:
+        return None, f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters"
     try:
-        window = ExampleWindow(model, wrapper.parameters, int(options.staging_mib * 2**20))
+        window = ExampleWindow(
+            model,
+            wrapper.parameters,
+            wrapper.leaves,
+            staging_bytes=int(options.staging_mib * 2**20),
+            is_sharded=wrapper.mesh is not None,
+        )
         if len(window.without_rule) == len(wrapper.parameters):
             return None, "no layer of the model has a rule for them: see sonde.PerExampleNorms"
         window.open()

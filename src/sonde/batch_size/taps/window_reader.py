@@ -222,7 +222,7 @@ class WindowReader:
         vector = torch.cat([packed, examples.vector])
         work = start_reduce(vector, self._wrapper.group)
         packed, of_examples = vector.split([len(packed), len(examples.vector)])
-        return Window(packed, sq_norm_big, witness, sizes, work, replace(examples, vector=of_examples)), norm
+        return Window(packed, sq_norm_big, witness, sizes, work, _summed(examples, [of_examples])), norm
 
     def _end_window_of_shards(
         self, grads: Sequence[Tensor | None], problems: Collection[Problem], *, reads_grad: bool
@@ -231,18 +231,21 @@ class WindowReader:
 
         One collective does it all. A clip waits for that collective, as it has to.
         """
-        packed, witness = self._pack(problems), self._read_witness_of_shards(grads)
-        sizes = dict(self._witness.sizes)
+        witness, sizes = self._read_witness_of_shards(grads), dict(self._witness.sizes)
+        examples = self._examples.end_window(self._sums, None) if self._examples is not None else None
+        of_examples = [] if examples is None else [examples.vector]
+        packed = self._pack(problems)
         if reads_grad:
-            vector = torch.cat([packed, witness])
+            vector = torch.cat([packed, witness, *of_examples])
             norm = self._norm_of_clip(riding=vector)
-            packed, witness = vector.split([len(packed), len(witness)])
-            return Window(packed, self._squared(norm), witness, sizes, None), norm
+            packed, witness, *of_examples = vector.split([len(packed), len(witness), *map(len, of_examples)])
+            return Window(packed, self._squared(norm), witness, sizes, None, _summed(examples, of_examples)), norm
         squares = to_device(own_square_sums(self.plan)[: len(self.groups)], self.device).to(packed.dtype)
-        vector = torch.cat([packed, squares, witness])
+        vector = torch.cat([packed, squares, witness, *of_examples])
         work = start_reduce(vector, self._wrapper.group)
-        packed, squares, witness = vector.split([len(packed), len(squares), len(witness)])
-        return Window(packed, squares, witness, sizes, work), None
+        lengths = [len(packed), len(squares), len(witness), *map(len, of_examples)]
+        packed, squares, witness, *of_examples = vector.split(lengths)
+        return Window(packed, squares, witness, sizes, work, _summed(examples, of_examples)), None
 
     def _norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         start = time.perf_counter()
@@ -328,3 +331,8 @@ class WindowReader:
             on_device = [(i, g) for i, g in present if g.device == device]
             parts += self._metric.parts([i for i, _ in on_device], [g for _, g in on_device])
         return add_squares(len(grads), parts, self.device)
+
+
+def _summed(examples: ExamplesOfWindow | None, vectors: Sequence[Tensor]) -> ExamplesOfWindow | None:
+    """The examples with their vector as the collective sums it, if there is one."""
+    return replace(examples, vector=vectors[0]) if examples is not None else None
