@@ -290,8 +290,8 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[float, float]]:
     """(tr Σ, |G|²) of the total and of each group, from the whole gradient of every piece of every rank in float64.
 
-    With per_example=True, every example is a piece. In bf16, a piece's gradient is that of a bf16 model, and only the
-    sums are in float64.
+    With per_example="always", every example is a piece. In bf16, a piece's gradient is that of a bf16 model, and only
+    the sums are in float64.
     """
     dtype = torch.bfloat16 if loop.mixed else torch.float64
     model = copy.deepcopy(build(loop))
@@ -304,7 +304,7 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
         for k in range(2):
             ids = tokens(rank, window, k)
             parameters = [p for p in model.parameters() if p.requires_grad]
-            parts = ids.split(1) if loop.options.get("per_example") is True else [ids]
+            parts = ids.split(1) if loop.options.get("per_example") == "always" else [ids]
             for part in parts:
                 share = 1.0 if loop.weighted else 1.0 / len(parts)
                 grads = torch.autograd.grad(share * loss_of(model, part, loop), parameters)

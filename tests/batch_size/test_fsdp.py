@@ -129,7 +129,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_single_examples(ranks2: Ranks, name: str) -> None:
     """Every example of every rank is a piece; their numbers ride in the same collective, and training is unchanged."""
-    loop = replace(EXAMPLES[name], options={"per_example": True})
+    loop = replace(EXAMPLES[name], options={"per_example": "always"})
     results = ranks2(_values, loop)
     assert_as_by_hand(results, loop)
     assert {result["reading"].u for result in results} == {1.0}
@@ -145,7 +145,7 @@ def test_single_examples(ranks2: Ranks, name: str) -> None:
 
 def test_single_examples_need_every_parameter_under_fsdp2(ranks2: Ranks) -> None:
     """A parameter that is in no layer with a rule."""
-    loop = Loop(options={"per_example": True})
+    loop = Loop(options={"per_example": "always"})
     for result in ranks2(_unchanged, loop, True):
         assert "a sharded model needs all parameters covered" in result["reading"].reason
         assert "LM has no rule" in result["reading"].reason

@@ -50,15 +50,15 @@ class Mechanism:
     def __init__(self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> None:
         self._names, self._n_ranks = list(wrapper.parameters), wrapper.n_ranks
         self._is_on_host = wrapper.leaves[0].device.type == "cpu"
-        self._is_asked = options.per_example is True
+        self._is_asked = options.per_example == "always"
         self.examples: ExampleWindow | None = None
         """Reads the examples; None where that is not possible, or not wanted."""
         self.why_not = ""
         """Why examples are not read, for people; empty where they may be."""
-        if options.per_example is not False:
+        if options.per_example != "never":
             self.examples, self.why_not = _made(model, wrapper, options)
         if self._is_asked and self.examples is None:
-            raise ValueError(f"per_example=True needs the gradients of single examples, but {self.why_not}")
+            raise ValueError(f"per_example='always' needs the gradients of single examples, but {self.why_not}")
         self._state: _State = "pieces" if self.examples is None else "examples" if self._is_asked else "first"
         self._trial = MechanismTrial(options.budget if options.every is None else None)
         self._covered = CoveredPart(len(self._names))

@@ -265,8 +265,10 @@ def read_examples(
         return ExampleRow(None, "", 0, times, covered)
     n_covered = round(float(counts.n_covered) / n_reading)
     why_not = ""
-    if n_read != n_pieces or not covered:
+    if n_read != n_pieces:
         why_not = f"examples were read in {n_read} of {n_pieces} pieces only"
+    elif not covered:
+        why_not = "this rank had no piece, so it does not know which parameters are covered"
     elif n_reading * round(float(counts.sq_digest)) != round(float(counts.digest)) ** 2:
         why_not = "other parameters were covered on other ranks"
     elif not n_covered:
