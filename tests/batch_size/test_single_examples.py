@@ -337,3 +337,16 @@ def test_windows_of_one_piece_are_unbiased_and_their_interval_holds_the_exact_va
     assert reading.low is not None
     assert reading.high is not None
     assert reading.low < exact.b_simple < reading.high
+
+
+def test_a_window_with_a_piece_whose_examples_cannot_be_counted_gives_a_reason() -> None:
+    model = small_model()
+    with attached(model, per_example="always") as probe:
+        for (x, y), units in zip(pieces_of(6, 4), (6, 4.5), strict=True):
+            with probe.piece(units=units):
+                mean_loss(model, x, y).backward()
+        probe.step()
+        reading = probe.reading()
+    assert reading.windows == 0
+    assert "examples were read in 1 of 2 pieces only" in reading.reason
+    assert "no whole number" in reading.reason
