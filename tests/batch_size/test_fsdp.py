@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.batch_size.sharded_loops import Loop, train
+from tests.batch_size.sharded_loops import UNITS, Loop, train
 from tests.ranks import Ranks
 
 LOOPS = {
@@ -33,8 +34,8 @@ LOOPS = {
 }
 
 
-def _values(loop: Loop) -> dict[str, Any]:
-    return train(loop, values=True)
+def _values(loop: Loop, probed: bool = True) -> dict[str, Any]:
+    return train(loop, probed=probed, values=True)
 
 
 def assert_as_by_hand(results: list[dict[str, Any]], loop: Loop) -> None:
@@ -51,8 +52,11 @@ def assert_as_by_hand(results: list[dict[str, Any]], loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_two_ranks(ranks2: Ranks, name: str) -> None:
-    assert_as_by_hand(ranks2(_values, LOOPS[name]), LOOPS[name])
+def test_values_and_training_unchanged(ranks2: Ranks, name: str) -> None:
+    loop = LOOPS[name]
+    results = ranks2(_values, loop)
+    assert_as_by_hand(results, loop)
+    assert_unchanged(results, ranks2(_values, loop, False), loop)
 
 
 @pytest.mark.parametrize("name", ["default", "no clip, every piece reduces"])
@@ -84,21 +88,20 @@ def test_reduced_in_bf16(ranks2: Ranks) -> None:
             assert window[0] == pytest.approx(exact[0], rel=2e-2, abs=2e-2 * exact[0][0])
 
 
-ZERO_IMPACT = {
-    name: Loop(**{**vars(loop), "dropout": True, "windows": 6}) for name, loop in LOOPS.items() if name != "late"
-}
-
-
-@pytest.mark.parametrize("name", ZERO_IMPACT)
-def test_training_is_unchanged_by_one_collective_a_window(ranks2: Ranks, name: str) -> None:
+def assert_unchanged(results: list[dict[str, Any]], without: list[dict[str, Any]], loop: Loop) -> None:
     """Bit for bit. The clip's own collective carries the window; without a clip the window has one of its own."""
-    loop = ZERO_IMPACT[name]
-    for with_probe, without in zip(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), strict=True):
-        assert all(map(torch.equal, with_probe["weights"], without["weights"]))
-        assert with_probe["norms"] == without["norms"]
+    for with_probe, unprobed in zip(results, without, strict=True):
+        assert all(map(torch.equal, with_probe["weights"], unprobed["weights"]))
+        assert with_probe["norms"] == unprobed["norms"]
         assert with_probe["reading"].windows == loop.windows
-        n_more = 0 if loop.clips else loop.windows
-        assert with_probe["collectives"] - without["collectives"] == n_more
+        assert with_probe["collectives"] - unprobed["collectives"] == (0 if loop.clips else loop.windows)
+
+
+@pytest.mark.parametrize("name", ["default", "checkpointed", "compiled blocks", "bf16 parameters, reduced in fp32"])
+def test_random_numbers_stay_the_same(ranks2: Ranks, name: str) -> None:
+    """Dropout draws them in forward, and a checkpoint draws them again."""
+    loop = replace(LOOPS[name], dropout=True, windows=6)
+    assert_unchanged(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), loop)
 
 
 def _unchanged(loop: Loop, probed: bool) -> dict[str, Any]:
@@ -114,3 +117,34 @@ def test_windows_that_are_not_measured_take_no_collective(ranks2: Ranks, clips: 
         assert 20 <= with_probe["reading"].windows <= 45
         n_more = 0 if clips else with_probe["reading"].windows
         assert with_probe["collectives"] - without["collectives"] == n_more
+
+
+EXAMPLES = {
+    "default": Loop(covered=True),
+    "no clip, every piece reduces, reshard": Loop(covered=True, clips=False, sync="every", reshard=True),
+    "weights": Loop(covered=True, weighted=True),
+    "checkpointed, tied, evaluation between": Loop(covered=True, checkpoints=True, tied=True, evaluates=True),
+    "offloaded, frozen": Loop(covered=True, offload=True, frozen=True),
+    "late": Loop(covered=True, late=2),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_single_examples(ranks2: Ranks, name: str) -> None:
+    """Every example of every rank is a piece; their numbers ride in the same collective, and training is unchanged."""
+    loop = replace(EXAMPLES[name], options={"per_example": "always"})
+    results = ranks2(_values, loop)
+    assert_as_by_hand(results, loop)
+    assert {result["reading"].u for result in results} == {1.0}
+    sizes = [n for units in UNITS[:2] for n in units]
+    n_effective = sum(sizes) if loop.weighted else len(sizes) ** 2 / sum(1 / n for n in sizes)
+    assert results[0]["reading"].effective_units == pytest.approx(n_effective)
+    assert_unchanged(results, ranks2(_values, loop, False), loop)
+
+
+def test_single_examples_need_every_parameter_under_fsdp2(ranks2: Ranks) -> None:
+    """A parameter that is in no layer with a rule."""
+    loop = Loop(options={"per_example": "always"})
+    for result in ranks2(_unchanged, loop, True):
+        assert "a sharded model needs all parameters covered" in result["reading"].reason
+        assert "LM has no rule" in result["reading"].reason

@@ -35,6 +35,7 @@ def attach(
     metric: Literal["euclidean", "adam"] = "euclidean",
     tap: TapName = "auto",
     staging_mib: float = 8.0,
+    per_example: Literal["auto", "always", "never"] = "auto",
     budget: float | None = DEFAULT_BUDGET,
     every: int | None = None,
     log_groups: bool | None = None,
@@ -66,6 +67,7 @@ def attach(
         metric: "euclidean" or "adam".
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
+        per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.
         budget: part of the run's time that measuring may cost; None to measure every window.
         every: measure one window in so many, whatever it costs.
         log_groups: whether each group's values go to the log; None for up to 256 groups, but not for "parameters".
@@ -104,7 +106,7 @@ def attach(
     """
     log = log_of(log, deprecated)
     options = NoiseScaleOptions(
-        unit, units_per_piece, horizon, groups, metric, tap, staging_mib, budget, every, log_groups
+        unit, units_per_piece, horizon, groups, metric, tap, staging_mib, per_example, budget, every, log_groups
     )
     return NoiseScaleProbe(
         model,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.window_entry import SetAside
 from sonde.stats.intervals import Status
 from sonde.wording import number
@@ -132,6 +133,7 @@ class NoiseScaleReading:
         groups: by parameter group, in the model's order; empty where groups were not read.
         every: one window of training in so many is measured, on average over the horizon.
         further_units: how many of each further unit one unit is, on average; None before the first window.
+        coverage: the part of the model that the numbers speak of; None if it is the whole model.
     """
 
     b_simple: float | None
@@ -162,6 +164,7 @@ class NoiseScaleReading:
     unit: str
     groups: Mapping[str, GroupReading] = field(repr=False)
     every: float = 1.0
+    coverage: Coverage | None = None
     further_units: Mapping[str, float | None] = field(default_factory=dict)
 
     def in_unit(self, name: str) -> ConvertedReading:
@@ -203,6 +206,7 @@ class NoiseScaleReading:
             "gns/influence": self.influence.log_change if self.influence else None,
             "gns/scale": self.scale,
             "gns/scale_residual": self.scale_residual,
+            "gns/covered": self.coverage.part if self.coverage else 1.0,
         }
         for converted in map(self.in_unit, self.further_units):
             numbers |= converted.metrics()
@@ -218,6 +222,7 @@ class NoiseScaleReading:
         of_these = f" measured, one in {number(self.every)}" if self.every > 1 else ""
         dropped = f", {sum(self.dropped.values())} dropped" if self.dropped else ""
         seen = f"{batch}{self.windows} windows{of_these}{dropped}"
+        seen += f" ({self.coverage})" if self.coverage is not None else ""
         if self.status == "resolved":
             moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
             known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"

@@ -19,18 +19,23 @@ from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neig
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
+from sonde.batch_size.taps.tap import ExamplesOfWindow, GradientSummary, Number, Problem
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import accumulation_dtype, to_device
 
 
 @dataclass(frozen=True)
 class PieceCounts:
-    """A piece's weight w_k, its effective number of units n_k, its units as counted, and in each further unit."""
+    """A piece's weight w_k, its effective number of units n_k, its units as counted, and their own weights.
+
+    Attributes:
+        further: its size in each of the further units.
+    """
 
     weight: Number
     effective_units: Number
     units: Number
+    unit_weights: Sequence[float] | Tensor | None = None
     further: tuple[Number, ...] = ()
 
 
@@ -74,7 +79,8 @@ def piece_counts(
         )
     units = _positive("units", units)
     others = tuple(_positive("units", number) for number in further)
-    return PieceCounts(_positive("weight", weight), units if effective is None else effective, units, others)
+    n_units = units if effective is None else effective
+    return PieceCounts(_positive("weight", weight), n_units, units, unit_weights, others)
 
 
 def check_counts(
@@ -135,6 +141,7 @@ class Window:
         witness_sizes: elements that the witness read of each parameter, in order, by index.
         work: the collective that is adding to `packed`; None with a single rank.
         n_further: how many further units pieces are counted in.
+        examples: of the window's single examples, if the probe may read them.
     """
 
     packed: Tensor
@@ -142,6 +149,7 @@ class Window:
     witness_final: Tensor
     witness_sizes: Mapping[int, int]
     work: dist.Work | None
+    examples: ExamplesOfWindow | None = None
     n_further: int = 0
 
 
@@ -173,7 +181,7 @@ class WindowSums:
         self.dtype = accumulation_dtype(device)
         self._device = device
         self._group_index = torch.tensor(group_index, device=device)
-        self._n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
+        self.n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
         self._data = data = data if data is not None else DataRanks()
         self._n_marked = min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
         self._small = torch.zeros(len(group_index), dtype=self.dtype, device=device)
@@ -230,9 +238,14 @@ class WindowSums:
         self._witness_small += squares.sum() / weight
         self._squares += gradient.sq_norms.sum()
 
+    @property
+    def sq_norms_over_weight(self) -> Tensor:
+        """Σ |h_k|²/w_k of this rank's pieces so far, per parameter; [parameters]."""
+        return self._small
+
     def per_group(self, sq_norms: Tensor) -> Tensor:
         """Sums of [parameters] over parameter groups: [groups]."""
-        return torch.zeros(self._n_groups, dtype=self.dtype, device=self._device).index_add_(
+        return torch.zeros(self.n_groups, dtype=self.dtype, device=self._device).index_add_(
             0, self._group_index, sq_norms
         )
 
