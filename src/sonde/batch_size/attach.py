@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,10 +14,13 @@ from torch import nn
 from sonde.batch_size.budget import DEFAULT_BUDGET
 from sonde.batch_size.parameter_groups import Groups
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.setup import NoiseScaleOptions
+from sonde.batch_size.setup import NoiseScaleOptions, check_partners, join_comparison
 from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.deprecation import with_deprecated
+from sonde.parallel.parameter_roles import parameter_roles
+from sonde.parallel.stages import model_parameters
+from sonde.parallel.wrappers import find_wrapper
 from sonde.probe import Partners
 from sonde.records import RunLog, log_of
 
@@ -105,9 +109,14 @@ def attach(
         >>> probe.close()
     """
     log = log_of(log, deprecated)
-    options = NoiseScaleOptions(
-        unit, units_per_piece, horizon, groups, metric, tap, staging_mib, per_example, budget, every, log_groups
-    )
+    try:
+        options = NoiseScaleOptions(
+            unit, units_per_piece, horizon, groups, metric, tap, staging_mib, per_example, budget, every, log_groups
+        )
+        check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
+    except ValueError:
+        _refuse_on_all_ranks(model, process_group, mesh, pp_mesh)
+        raise
     return NoiseScaleProbe(
         model,
         optimizer,
@@ -121,6 +130,16 @@ def attach(
         log=log,
         verbose=verbose,
     )
+
+
+def _refuse_on_all_ranks(
+    model: nn.Module, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None
+) -> None:
+    """Let peers raise too, whose own arguments may have been accepted: they wait for this rank."""
+    with contextlib.suppress(ValueError):  # of the model: all ranks refuse it
+        wrapper = find_wrapper(model, process_group, mesh, pp_mesh)
+        model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
+        join_comparison(wrapper)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ from sonde.batch_size.setup import (
     describe,
     describe_pace,
     describe_window,
+    join_comparison,
     same_on_ranks,
     setup_record,
 )
@@ -58,6 +59,7 @@ from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
 from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
+from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import Window
@@ -150,7 +152,7 @@ class NoiseScaleProbe:
                 "use metric='euclidean'"
             )
         parameters = list(wrapper.parameters.values())
-        self._unmeasured = UnmeasuredParameters(model, [*parameters, *wrapper.stand_ins])
+        self._unmeasured = UnmeasuredParameters(model, parameters, wrapper.leaves, wrapper.stand_ins)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._options = options
         self._metric: GradientMetric = Euclidean()
@@ -161,7 +163,11 @@ class NoiseScaleProbe:
         self._rounding = RoundingWatch(wrapper, hook_name)
         roles = parameter_roles(model, wrapper.parameters)
         whole = self._whole = model_parameters(wrapper.parameters, roles, wrapper.pp_mesh)
-        names = group_names(options.groups, whole)
+        try:
+            names = group_names(options.groups, whole)
+        except Exception:  # of the user's own function: its peers must not wait for this rank
+            join_comparison(wrapper)
+            raise
         check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, whole, names))
         units = unit_names(options.unit)
         # A GradScaler and Adam's metric change the size of squares, so that the limit for plain squares does not apply.
@@ -503,9 +509,10 @@ class NoiseScaleProbe:
         """
         start = time.perf_counter()
         notes = self._loop.window_ends(self._n_windows + 1)
+        problems = notes.problems + ((Problem.REPLACED,) if self._unmeasured.have_replaced_measured() else ())
         self._pacing.spent(start)
         window, measured = self._reader.end_window(
-            reads_grad=clip is not None, problems=notes.problems, costs=self._pacing.take_costs()
+            reads_grad=clip is not None, problems=problems, costs=self._pacing.take_costs()
         )
         norm, failure = None, None
         clip_scalars: dict[str, float | Tensor] = {}

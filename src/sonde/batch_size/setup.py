@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from sonde.batch_size.parameter_groups import Groups, are_logged, check_groups
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.batch_size.units import counted_in, unit_names
+from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import ModelParameters
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.parallel.wrappers import Wrapper
@@ -144,6 +146,7 @@ def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Seq
     """
     names_of_units = unit_names(options.unit)
     return {
+        "whether the arguments were accepted": True,
         "unit": names_of_units[0],
         "the list of further units": names_of_units[1:],
         "horizon": options.horizon,
@@ -154,6 +157,17 @@ def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Seq
         "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
         "the groups of parameters": list(names),
     }
+
+
+def join_comparison(wrapper: Wrapper) -> None:
+    """Take part in the comparison of all ranks' arguments where this rank's were refused, so that its peers raise too.
+
+    Args:
+        wrapper: of the model.
+    """
+    names = same_on_ranks(NoiseScaleOptions("refused"), ModelParameters([], [], []), [])
+    with contextlib.suppress(ValueError):  # this rank raises its own error
+        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, dict.fromkeys(names))
 
 
 def setup_record(
