@@ -58,8 +58,8 @@ def test_the_estimate_is_that_of_the_first_unit_and_the_rest_is_converted(as_ten
     assert converted.low == pytest.approx(reading.low * per_row, rel=1e-12)
     assert converted.units_per_window == pytest.approx(48)
     assert metrics["gns/b_simple_tokens"] == pytest.approx(converted.b_simple, rel=1e-9)
-    assert metrics["gns/b_simple_tokens_high"] == pytest.approx(converted.high, rel=1e-9)
-    assert metrics["gns/tokens_per_window"] == pytest.approx(48)
+    assert metrics["gns/b_simple_high_tokens"] == pytest.approx(converted.high, rel=1e-9)
+    assert metrics["gns/units_per_window_tokens"] == pytest.approx(48)
     assert metrics["gns/units_per_window"] == 10
     assert " rows [4.68 – 30.7] = 71.4 tokens, batch 10" in str(reading)
     assert reading.in_unit("rows").b_simple == reading.b_simple
@@ -92,7 +92,7 @@ def test_the_log_declares_and_writes_each_unit(capsys: pytest.CaptureFixture[str
     assert header["unit"] == "rows"
     assert header["metrics"]["gns/b_simple_loss_tokens"]["unit"] == "loss_tokens"
     last = sink.of_kind("reading")[-1]["metrics"]
-    assert (last["gns/tokens_per_window"], last["gns/loss_tokens_per_window"]) == (40, 20)
+    assert (last["gns/units_per_window_tokens"], last["gns/units_per_window_loss_tokens"]) == (40, 20)
     assert set(reading.metrics()) <= set(header["metrics"])
 
 
@@ -225,7 +225,9 @@ def test_a_count_on_a_device_that_is_not_finite_drops_the_window() -> None:
     assert kinds == [["bad_counts"], []]
 
 
-@pytest.mark.parametrize("unit", [(), ("rows", "rows"), ("rows", "loss tokens"), ("rows", ""), 3, ("rows", 3)], ids=str)
+@pytest.mark.parametrize(
+    "unit", [(), ("rows", "rows"), ("rows", "loss tokens"), ("rows", "low"), ("rows", ""), 3, ("rows", 3)], ids=str
+)
 def test_names_that_cannot_be_are_refused(unit: Any) -> None:
     with pytest.raises(ValueError, match=r"unit must name|further unit's name|name of its own"):
         attached(small_model(), unit=unit)
