@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import sonde
 from sonde import NoiseScaleProbe
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_sums import PieceCounts, read_row
+from sonde.runs.report.verdicts import batch_size_panel
 from tests.batch_size.loops import Recording, attached, batch, mean_loss, nested_state, small_model
 from tests.batch_size.sharded_loops import Loop, build, shard, tokens
 from tests.ranks import Ranks
@@ -94,6 +96,15 @@ def test_the_log_declares_and_writes_each_unit(capsys: pytest.CaptureFixture[str
     last = sink.of_kind("reading")[-1]["metrics"]
     assert (last["gns/units_per_window_tokens"], last["gns/units_per_window_loss_tokens"]) == (40, 20)
     assert set(reading.metrics()) <= set(header["metrics"])
+
+
+def test_the_report_says_the_verdict_in_each_unit(tmp_path: Path) -> None:
+    model = small_model()
+    with attached(model, unit=UNITS, log=sonde.RunLog(sonde.JsonlSink(tmp_path), every=5)) as probe:
+        train(probe, model, 20)
+        b_simple = probe.reading().in_unit("tokens").b_simple
+    basis = batch_size_panel(sonde.read_run(tmp_path)).basis
+    assert basis.endswith(f" In tokens, the batch is 48, the noise scale {b_simple:.3g}.")
 
 
 def test_each_way_to_count_a_piece() -> None:
