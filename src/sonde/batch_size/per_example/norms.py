@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,23 @@ from sonde.batch_size.taps.autograd_internals import (
 from sonde.parallel.wrappers import clean_name, find_wrapper
 
 _RULES: Mapping[type[nn.Module], LayerRule] = {**RULES, **convolution.RULES, **attention.RULES}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _timed(method: Callable[Concatenate[PerExampleNorms, P], T]) -> Callable[Concatenate[PerExampleNorms, P], T]:
+    """Add the host time of a method to `seconds`. No such method calls another."""
+
+    @functools.wraps(method)
+    def timed(self: PerExampleNorms, /, *args: P.args, **keywords: P.kwargs) -> T:
+        start = time.perf_counter()
+        try:
+            return method(self, *args, **keywords)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    return timed
 
 
 class PerExampleNorms:
@@ -101,8 +119,7 @@ class PerExampleNorms:
     ) -> None:
         if staging_bytes <= 0:
             raise ValueError(f"staging_bytes must be positive, got {staging_bytes}: 8 * 2**20 is the default")
-        trained = find_wrapper(model).parameters
-        measured = dict(trained if parameters is None else parameters)
+        measured = dict(find_wrapper(model).parameters if parameters is None else parameters)
         if not measured:
             raise ValueError("there are no parameters to measure: give at least one that is trained")
         self._model = model
@@ -114,6 +131,8 @@ class PerExampleNorms:
         self._checkpoints = Checkpoints()
         self._unseen = self._reasons_for_unseen(measured)
         self._handles: list[RemovableHandle] = []
+        self.seconds = 0.0
+        """Host time spent in hooks and methods so far."""
         self._forget_piece()
 
     def _forget_piece(self) -> None:
@@ -126,6 +145,12 @@ class PerExampleNorms:
         """Parameters that no layer with a rule holds, and why. Others may turn out not to be covered in a piece."""
         return {name: reason for name, reason in self._unseen.items() if reason != _USED_ELSEWHERE}
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the hooks are installed."""
+        return bool(self._handles)
+
+    @_timed
     def open(self) -> None:
         """Install the hooks: before the first forward that is measured.
 
@@ -156,6 +181,7 @@ class PerExampleNorms:
                 self._handles.append(layer.register_forward_hook(watch, with_kwargs=True))
         self._handles += [p.register_hook(functools.partial(self._whole, i)) for i, p in enumerate(self._parameters)]
 
+    @_timed
     def take(self, n_examples: int) -> PerExampleSquares:
         """The squared norms of the piece: of all that backward has added since the last call.
 
@@ -187,6 +213,13 @@ class PerExampleNorms:
         self._forget_piece()
         return squares
 
+    def discard(self) -> None:
+        """Forget what backward has added since the last `take`."""
+        self._checkpoints.forget_gradients()
+        self._piece.new_piece()
+        self._forget_piece()
+
+    @_timed
     def close(self) -> None:
         """Remove every hook, and let go of everything that was kept."""
         for handle in self._handles:
@@ -232,6 +265,7 @@ class PerExampleNorms:
             for name, p in measured.items()
         }
 
+    @_timed
     def _called(
         self,
         name: str,
@@ -280,6 +314,7 @@ class PerExampleNorms:
         self._piece.note_replaced(replaced)
         return bool(replaced)
 
+    @_timed
     def _about_to_be_called(
         self, rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
@@ -291,6 +326,7 @@ class PerExampleNorms:
             with contextlib.suppress(NotCoveredError), torch.no_grad():  # the first call has noted the reason
                 self._checkpoints.run_again(layer, arranged(rule, layer, args, keywords))
 
+    @_timed
     def _returned(self, call: Call, grad: Tensor) -> None:
         """In backward, with the gradient of what a layer has returned."""
         if not self._handles or not any(will_accumulate(self._parameters[i]) for i in call.indices.values()):
@@ -313,6 +349,7 @@ class PerExampleNorms:
             dim = call.rule.example_dim(call.layer)
             self._piece.add_use(call, grad.movedim(dim, 0) if dim and grad.dim() > dim else grad)
 
+    @_timed
     def _whole(self, index: int, grad: Tensor | None) -> None:
         """In backward, with the whole gradient of a parameter."""
         if grad is not None and accumulates(self._parameters[index]):
