@@ -342,7 +342,7 @@ def test_guard_fsdp_tells_its_divisors(ranks2: Ranks) -> None:
 
 
 def _waiting_in_fsdp(mixed: bool) -> list[list[bool]]:
-    """What waits after a backward that was not reduced, was reduced, and, under HSDP, was not reduced over all ranks."""
+    """What waits after a backward that was not reduced and one that was; under HSDP, over some ranks and over all."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     reduces_in = MixedPrecisionPolicy(reduce_dtype=torch.float64) if mixed else MixedPrecisionPolicy()

@@ -151,11 +151,14 @@ def group_names(groups: object, parameters: Collection[str]) -> list[str]:
     return names
 
 
-def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Sequence[str]) -> dict[str, object]:
+def same_on_ranks(
+    options: NoiseScaleOptions, wrapper: Wrapper, whole: ModelParameters, names: Sequence[str]
+) -> dict[str, object]:
     """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums.
 
     Args:
         options: as given.
+        wrapper: of the model.
         whole: the parameters of the whole model.
         names: the group of each of them.
     """
@@ -168,6 +171,7 @@ def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Seq
         "per_example": options.per_example,
         "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
         "the groups of parameters": list(names),
+        "the number of ranks that feed the same experts": wrapper.experts.n_ranks if wrapper.experts is not None else 1,
     }
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
+from sonde.parallel.expert_ranks import ExpertRanks, find_experts
 from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import group_of_mesh
@@ -34,6 +35,7 @@ class Wrapper:
         ddp_holds_all: whether every trainable parameter is in `ddp`.
         group: the ranks that windows are summed over; None for a single process.
         data: which of these ranks have data of their own.
+        experts: which parameters several of these ranks feed in one backward, under expert parallelism; None without.
         mesh: these ranks, if parameters are cut over them; None if every rank holds whole parameters.
         pp_mesh: the pipeline stages, each with parameters of its own; None without a pipeline.
         parameters: trainable parameters of this rank by clean name (no `module.`, no `_orig_mod.`), each tensor once.
@@ -49,6 +51,7 @@ class Wrapper:
     ddp_holds_all: bool
     group: dist.ProcessGroup | None
     data: DataRanks
+    experts: ExpertRanks | None
     mesh: DeviceMesh | None
     pp_mesh: DeviceMesh | None
     parameters: dict[str, nn.Parameter]
@@ -68,6 +71,7 @@ def find_wrapper(
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     pp_mesh: DeviceMesh | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> Wrapper:
     """Find a model's wrapper, its ranks and its trainable parameters. Under FSDP2, all ranks have to call this.
 
@@ -76,6 +80,7 @@ def find_wrapper(
         process_group: for a plain module whose gradients the user reduces over ranks.
         mesh: all ranks that hold any of the model, where no parameter is on all of them.
         pp_mesh: the pipeline stages, one axis of `mesh`, which it stands for where it is all of it.
+        expert_mesh: the ranks over which experts are spread, where FSDP2 does not cut the other parameters.
 
     Raises:
         ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones.
@@ -95,16 +100,24 @@ def find_wrapper(
     leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
     if is_cut:
         mesh = check_whole_mesh(parameters, mesh if mesh is not None else pp_mesh)
-        group, data = group_of_mesh(mesh), data_ranks(mesh, leaves, pp_mesh)
+        experts = find_experts(*_with_frozen(model, parameters, gathered), expert_mesh, n_trainable=len(parameters))
+        fed_by_one = [leaf for i, leaf in enumerate(leaves) if experts is None or i not in experts.indices]
+        group, data = group_of_mesh(mesh), data_ranks(mesh, fed_by_one, pp_mesh)
     else:
+        if expert_mesh is not None:
+            raise ValueError("expert_mesh= is for experts that are DTensors, got a model without: make them DTensors")
+        experts = None
         group, mesh = (ddp.process_group if ddp is not None else process_group), None
         data = DataRanks(*((dist.get_rank(group), group.size()) if group is not None else (0, 1)))
     return Wrapper(
-        name=_wrapper_name(ddp, gathered, parameters) + (" in pipeline stages" if pp_mesh is not None else ""),
+        name=_wrapper_name(ddp, gathered, parameters)
+        + (f" with experts over {experts.n_ranks} ranks" if experts is not None else "")
+        + (" in pipeline stages" if pp_mesh is not None else ""),
         ddp=ddp,
         ddp_holds_all=ddp is not None and {id(p) for p in parameters.values()} <= {id(p) for p in ddp.parameters()},
         group=group,
         data=data,
+        experts=experts,
         mesh=mesh,
         pp_mesh=pp_mesh,
         parameters=parameters,
@@ -113,6 +126,14 @@ def find_wrapper(
         reduced_in=reduction_dtypes(model),
         stand_ins=list(gathered.values()),
     )
+
+
+def _with_frozen(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], gathered: Mapping[int, nn.Parameter]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """All parameters, trainable ones first; and the tensor that forward uses for each of them."""
+    everything: list[Tensor] = [*parameters.values(), *_by_name(model, requires_grad=False).values()]
+    return everything, [gathered.get(id(p), p) for p in everything]
 
 
 def _check_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

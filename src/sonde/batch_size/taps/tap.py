@@ -59,6 +59,21 @@ class ExamplesOfWindow:
     covered: Tensor
 
 
+@dataclass(frozen=True)
+class ExpertsOfWindow:
+    """The numbers of a window of experts that several ranks feed.
+
+    Attributes:
+        vector: sums over their pieces, as `ExpertPieces.pack` returned them; 1-D, equally long on all ranks.
+        sq_norm_big: |F|² of experts, [groups].
+        witness_final: the witness's elements of F, 0 for those of other parameters; [witness].
+    """
+
+    vector: Tensor
+    sq_norm_big: Tensor
+    witness_final: Tensor
+
+
 class Tap(Protocol):
     """Reads the gradients of pieces and never changes them. A new way to read gradients is a new class of this kind."""
 
@@ -130,6 +145,7 @@ class Problem(IntEnum):
     OUTSIDE_PIECES = 19
     INTERRUPTED_IN_BUCKETS = 20
     NOT_IN_EVERY_PIECE = 21
+    EXPERTS_DIFFER = 22
 
     @property
     def only_explains(self) -> bool:
@@ -216,6 +232,10 @@ _MESSAGES = {
     Problem.NOT_IN_EVERY_PIECE: (
         "a parameter of a pipeline stage had another number of gradients than the schedule has micro-batches: enter "
         "'with probe.pieces(n_microbatches):' around schedule.step(), and use every parameter in every micro-batch"
+    ),
+    Problem.EXPERTS_DIFFER: (
+        "ranks that feed the same experts had different numbers of pieces in the window, or more than 256: enter "
+        "'with probe.piece():' around the backward of each micro-batch on all of these ranks"
     ),
     Problem.OUTSIDE_PIECES: (
         "a backward outside piece() added to the gradients, and DDP's buckets hold its part too: "

@@ -151,7 +151,7 @@ class TapChoice:
             self._witness,
             self._metric,
             parameters=list(self._wrapper.parameters.values()),
-            cut=CutGradients(len(leaves), data.first_sharing) if data.n_sharing > 1 else None,
+            cut=CutGradients(len(leaves), data.first_sharing) if data.n_sharing > 1 or self._wrapper.experts else None,
             on_backward_end=self._on_backward,
             n_collectives=lambda: n_collectives(self._wrapper.group),
             staging_bytes=self._staging_bytes,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
+from sonde.parallel.expert_ranks import find_experts
 from sonde.parallel.gathered import gathered_parameters
 from sonde.parallel.placements import is_dtensor, stage_ranks
 from sonde.parallel.process_groups import data_parallel_group, group_of_mesh, group_over
@@ -56,6 +57,11 @@ def prompt_ranks(
     gathered = gathered_parameters(model)
     parameters = dict(model.named_parameters())  # FSDP2 shows its sharded parameters again
     leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
+    if find_experts(list(parameters.values()), leaves) is not None:
+        raise ValueError(
+            "gradients of single prompts cannot be read of experts that several ranks feed: measure the model without "
+            "expert parallelism"
+        )
     mesh = check_whole_mesh(parameters, mesh)
     data = data_ranks(mesh, leaves)
     cut: list[DeviceMesh] = [leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]  # type: ignore[attr-defined]
