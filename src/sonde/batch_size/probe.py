@@ -105,6 +105,7 @@ class NoiseScaleProbe:
         pp_mesh: the pipeline stages, an axis of `mesh`.
         expert_mesh: the axis of `mesh` over which experts are spread, each rank with data of its own, where FSDP2 does
             not cut the other parameters.
+        cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -133,6 +134,7 @@ class NoiseScaleProbe:
         mesh: DeviceMesh | None = None,
         pp_mesh: DeviceMesh | None = None,
         expert_mesh: DeviceMesh | None = None,
+        cp_mesh: DeviceMesh | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         log: RunLog | None = None,
@@ -143,7 +145,7 @@ class NoiseScaleProbe:
         log = log_of(log, deprecated)
         options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
-        self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh, expert_mesh)
+        self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         refuse_steps_in_backward(wrapper.parameters)
         if options.metric == "adam" and wrapper.mesh is not None:
             raise ValueError(

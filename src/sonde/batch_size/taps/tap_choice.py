@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from sonde.batch_size.stats.window_row import WindowRow
+from sonde.batch_size.taps.context_pieces import ContextPieces
 from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap, comm_hook_name, is_power_of_two, is_tapped
 from sonde.batch_size.taps.leaf_hooks import LeafHookTap
@@ -64,7 +65,7 @@ class TapChoice:
         self._may_tap_buckets = (
             self._is_auto
             and wrapper.ddp_holds_all
-            and wrapper.pp_mesh is None
+            and wrapper.mesh is None
             and comm_hook_name(wrapper.ddp) is None
             and wrapper.n_ranks >= 2
             and is_power_of_two(wrapper.n_ranks)
@@ -152,13 +153,26 @@ class TapChoice:
             self._metric,
             parameters=list(self._wrapper.parameters.values()),
             cut=CutGradients(len(leaves), data.first_sharing) if data.n_sharing > 1 or self._wrapper.experts else None,
+            context=self._context_pieces(),
             on_backward_end=self._on_backward,
             n_collectives=lambda: n_collectives(self._wrapper.group),
             staging_bytes=self._staging_bytes,
         )
 
+    def _context_pieces(self) -> ContextPieces | None:
+        group = self._wrapper.sequence_group
+        if group is None:
+            return None
+        if not self._metric.is_plain:
+            raise ValueError(
+                f"context parallelism is measured with metric='euclidean' alone, got {self._metric.name!r}: leave it "
+                "out"
+            )
+        leaves, staging = self._wrapper.leaves, self._staging_bytes
+        return ContextPieces(leaves, group, self._witness, self._metric, staging_bytes=staging)
+
     def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> Tap:
-        if self._wrapper.ddp is None or self._wrapper.pp_mesh is not None:
+        if self._wrapper.ddp is None or self._wrapper.mesh is not None:
             raise ValueError(
                 f"tap='comm_hook' reads DDP's buckets, got a model of kind {self._wrapper.name}: use tap='leaf' or "
                 "'auto'"

@@ -211,7 +211,7 @@ class WindowSums:
         self._small += gradient.sq_norms / weight
         squares = gradient.witness.square()
         self._witness += gradient.witness
-        self._witness_squares += squares
+        self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
         self._witness_small += squares.sum() / weight
         self._squares += gradient.sq_norms.sum()
 
