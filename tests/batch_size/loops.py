@@ -100,7 +100,7 @@ def attached(
         "horizon": math.inf,
         "log": None,
         "every": 1,
-        "per_example": False,
+        "per_example": "never",
     } | options
     options["log"] = options["log"] or sonde.RunLog(sinks, every=log_every)
     return sonde.attach(model, optimizer, **options)

@@ -96,7 +96,7 @@ def test_pieces_of_other_sizes_and_weights() -> None:
     model, pieces = small_model(), pieces_of(6, 3, 1)
     weights, own = [3.0, 1.0, 2.0], [[1.0, 2.0, 0.0, 4.0, 1.0, 1.0], [1.0, 5.0, 2.0], [1.0]]
     expected = by_hand(model, pieces, weights=weights, unit_weights=own)
-    with attached(model, per_example=True) as probe:
+    with attached(model, per_example="always") as probe:
         for (x, y), weight, of_units in zip(pieces, weights, own, strict=True):
             with probe.piece(weight=weight, unit_weights=of_units):
                 (weight * shares(model, x, y, of_units).sum()).backward()
@@ -108,7 +108,7 @@ def test_weights_may_be_tensors_on_the_device() -> None:
     model, pieces = small_model(), pieces_of(4, 3)
     own = [[1.0, 2.0, 3.0, 1.0], [1.0, 5.0, 2.0]]
     expected = by_hand(model, pieces, weights=[2.0, 1.0], unit_weights=own)
-    with attached(model, per_example=True) as probe:
+    with attached(model, per_example="always") as probe:
         for (x, y), weight, of_units in zip(pieces, (2.0, 1.0), own, strict=True):
             with probe.piece(weight=torch.tensor(weight), unit_weights=torch.tensor(of_units)):
                 (weight * shares(model, x, y, of_units).sum()).backward()
@@ -118,7 +118,7 @@ def test_weights_may_be_tensors_on_the_device() -> None:
 
 def test_every_group_is_solved_from_its_examples() -> None:
     model, pieces = small_model(), pieces_of(5)
-    with attached(model, per_example=True) as probe:
+    with attached(model, per_example="always") as probe:
         with probe.piece(units=5):
             mean_loss(model, *pieces[0]).backward()
         probe.step()
@@ -132,7 +132,7 @@ def test_a_gradient_scaler_and_a_later_scaling_change_nothing() -> None:
     model, (x, y) = small_model(), pieces_of(6)[0]
     expected = by_hand(model, [(x, y)])
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with attached(model, per_example=True, grad_scaler=scaler) as probe:
+    with attached(model, per_example="always", grad_scaler=scaler) as probe:
         with probe.piece(units=6):
             scaler.scale(mean_loss(model, x, y)).backward()
         for p in model.parameters():
@@ -148,7 +148,7 @@ def test_only_the_covered_parameters_count_and_the_others_are_named() -> None:
     keep = torch.cat([torch.full((p.numel(),), name != "own") for name, p in model.named_parameters()])
     expected = by_hand(model, pieces, keep=keep.tolist())
     sink = Recording()
-    with attached(model, per_example=True, sinks=[sink]) as probe:
+    with attached(model, per_example="always", sinks=[sink]) as probe:
         with probe.piece(units=6):
             mean_loss(model, *pieces[0]).backward()
         probe.step()
@@ -167,7 +167,7 @@ def test_windows_with_pieces_give_the_ratio_of_the_covered_to_the_whole() -> Non
     torch.manual_seed(0)
     model, sums = Scaled(), torch.zeros(2, 2, dtype=torch.float64)
     keep = torch.cat([torch.full((p.numel(),), name != "own") for name, p in model.named_parameters()])
-    with attached(model, per_example=True) as probe:
+    with attached(model, per_example="always") as probe:
         for window in range(20):
             pieces = pieces_of(16, 16, seed=window)
             gradients = [flat_grad(model, mean_loss(model, *piece)) for piece in pieces]
@@ -247,8 +247,8 @@ def test_units_that_are_not_rows_give_a_reason() -> None:
 
 def test_batch_normalisation_is_refused_or_said() -> None:
     model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    with pytest.raises(ValueError, match=r"per_example=True needs the gradients of single examples.*BatchNorm1d"):
-        attached(model, per_example=True)
+    with pytest.raises(ValueError, match=r"per_example='always' needs the gradients of single examples.*BatchNorm1d"):
+        attached(model, per_example="always")
     assert not any(m._forward_hooks for m in model.modules())
     with attached(model, per_example="auto") as probe:
         with probe.piece(units=6):
@@ -261,15 +261,15 @@ def test_batch_normalisation_is_refused_or_said() -> None:
 def test_what_does_not_go_together_is_refused(options: dict[str, Any]) -> None:
     model = small_model()
     optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(ValueError, match="per_example=True needs the gradients of single examples"):
-        attached(model, optimizer, per_example=True, **options)
+    with pytest.raises(ValueError, match="per_example='always' needs the gradients of single examples"):
+        attached(model, optimizer, per_example="always", **options)
 
 
 def test_windows_that_are_not_measured_have_no_hook() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     hooked = []
-    with attached(model, optimizer, per_example=True, every=4) as probe:
+    with attached(model, optimizer, per_example="always", every=4) as probe:
         for window in range(16):
             (x, y) = pieces_of(6, seed=window)[0]
             hooked.append(any(layer._forward_hooks for layer in model))
@@ -284,7 +284,7 @@ def test_windows_that_are_not_measured_have_no_hook() -> None:
 
 
 def test_training_is_bit_for_bit_the_same() -> None:
-    def weights(per_example: object) -> list[Tensor]:
+    def weights(per_example: str) -> list[Tensor]:
         model = small_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         with attached(model, optimizer, per_example=per_example, log_every=1) as probe:
@@ -297,13 +297,13 @@ def test_training_is_bit_for_bit_the_same() -> None:
                 optimizer.zero_grad()
         return [p.detach().clone() for p in model.parameters()] + [torch.get_rng_state()]
 
-    assert all(torch.equal(a, b) for a, b in zip(weights("auto"), weights(False), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights("auto"), weights("never"), strict=True))
 
 
 def test_an_interrupted_piece_does_not_count() -> None:
     model, pieces = small_model(), pieces_of(6, 4)
     expected = by_hand(model, pieces[1:])
-    with attached(model, per_example=True) as probe:
+    with attached(model, per_example="always") as probe:
         with contextlib.suppress(KeyError), probe.piece(units=6):
             mean_loss(model, *pieces[0]).backward()
             raise KeyError
@@ -319,7 +319,7 @@ def test_windows_of_one_piece_are_unbiased_and_their_interval_holds_the_exact_va
     model, (x, y) = small_model(torch.float64), batch(64, torch.Generator().manual_seed(1), torch.float64)
     exact = population(per_example_gradients(model, lambda out, target: (out - target).square().sum(), x, y))
     generator, solved = torch.Generator().manual_seed(2), []
-    with attached(model, per_example=True, horizon=math.inf) as probe:
+    with attached(model, per_example="always", horizon=math.inf) as probe:
         for _ in range(400):
             rows = torch.randint(64, (8,), generator=generator)
             with probe.piece(units=8):
@@ -337,3 +337,16 @@ def test_windows_of_one_piece_are_unbiased_and_their_interval_holds_the_exact_va
     assert reading.low is not None
     assert reading.high is not None
     assert reading.low < exact.b_simple < reading.high
+
+
+def test_a_window_with_a_piece_whose_examples_cannot_be_counted_gives_a_reason() -> None:
+    model = small_model()
+    with attached(model, per_example="always") as probe:
+        for (x, y), units in zip(pieces_of(6, 4), (6, 4.5), strict=True):
+            with probe.piece(units=units):
+                mean_loss(model, x, y).backward()
+        probe.step()
+        reading = probe.reading()
+    assert reading.windows == 0
+    assert "examples were read in 1 of 2 pieces only" in reading.reason
+    assert "no whole number" in reading.reason

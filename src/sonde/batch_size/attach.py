@@ -34,7 +34,7 @@ def attach(
     metric: Literal["euclidean", "adam"] = "euclidean",
     tap: TapName = "auto",
     staging_mib: float = 8.0,
-    per_example: bool | Literal["auto"] = "auto",
+    per_example: Literal["auto", "always", "never"] = "auto",
     budget: float | None = DEFAULT_BUDGET,
     every: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
@@ -66,7 +66,7 @@ def attach(
         metric: "euclidean" or "adam".
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
-        per_example: "auto", True or False: whether the gradient of each example is read besides those of pieces.
+        per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.
         budget: part of the run's time that measuring may cost; None to measure every window.
         every: measure one window in so many, whatever it costs.
         grad_scaler: the `torch.amp.GradScaler` in use.

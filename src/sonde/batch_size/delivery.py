@@ -98,7 +98,9 @@ class Delivery:
             row, costs = read_row(packed, sq_norm_big, witness_final, sizes), read_costs(packed, len(sq_norm_big))
             example_row = None
             if has_examples:
-                example_row = read_examples(ExamplesOfWindow(*of_part), weight=row.weight, n_pieces=row.n_pieces)
+                vector, covered, *big = of_part
+                examples = ExamplesOfWindow(vector, big[0] if big else None, covered)
+                example_row = read_examples(examples, row.sq_norm_big, weight=row.weight, n_pieces=row.n_pieces)
             elif has_experts:
                 row = with_experts(row, ExpertsOfWindow(*of_part))
             return MeasuredWindow(row, known, dict(zip(names, values.tolist(), strict=True)), costs, example_row)
@@ -106,7 +108,9 @@ class Delivery:
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
         vectors.append(as_vector(list(scalars.values()), self._device))
         if window.examples is not None:
-            vectors += [window.examples.vector, window.examples.sq_norm_big, window.examples.covered]
+            vectors += [window.examples.vector, window.examples.covered]
+            if window.examples.sq_norm_big is not None:
+                vectors.append(window.examples.sq_norm_big)
         elif window.experts is not None:
             vectors += [window.experts.vector, window.experts.sq_norm_big, window.experts.witness_final]
         self.put(vectors, read, window.work)

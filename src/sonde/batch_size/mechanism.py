@@ -50,15 +50,15 @@ class Mechanism:
     def __init__(self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> None:
         self._names, self._n_ranks = list(wrapper.parameters), wrapper.n_ranks
         self._is_on_host = wrapper.leaves[0].device.type == "cpu"
-        self._is_asked = options.per_example is True
+        self._is_asked = options.per_example == "always"
         self.examples: ExampleWindow | None = None
         """Reads the examples; None where that is not possible, or not wanted."""
         self.why_not = ""
         """Why examples are not read, for people; empty where they may be."""
-        if options.per_example is not False:
+        if options.per_example != "never":
             self.examples, self.why_not = _made(model, wrapper, options)
         if self._is_asked and self.examples is None:
-            raise ValueError(f"per_example=True needs the gradients of single examples, but {self.why_not}")
+            raise ValueError(f"per_example='always' needs the gradients of single examples, but {self.why_not}")
         self._state: _State = "pieces" if self.examples is None else "examples" if self._is_asked else "first"
         self._trial = MechanismTrial(options.budget if options.every is None else None)
         self._covered = CoveredPart(len(self._names))
@@ -123,8 +123,8 @@ class Mechanism:
             return replace(row, examples=found.sums)
         if self._state != "examples" and row.n_pieces >= 2:
             return row
-        if self._covered.coverage is None and row.n_pieces >= 2:  # both mechanisms speak of the whole model
-            return row
+        if not self._is_asked and self._covered.coverage is None and row.n_pieces >= 2:
+            return row  # both mechanisms speak of the whole model
         why = f"{found.why_not}{self._named_reasons()}" if found.why_not else self.why_not
         if row.n_pieces < 2:
             return _explained(row, why)
@@ -248,10 +248,16 @@ def _made(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> tup
         return None, f"metric={options.metric!r} needs whole gradients: use metric='euclidean'"
     if options.tap == "comm_hook":
         return None, "tap='comm_hook' reads whole windows: use tap='auto' or 'leaf'"
-    if wrapper.mesh is not None:
-        return None, f"a model cut by {wrapper.name} calls its layers with parts of examples or parameters"
+    if wrapper.pp_mesh is not None or wrapper.data.n_sharing > 1 or wrapper.experts is not None:
+        return None, f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters"
     try:
-        window = ExampleWindow(model, wrapper.parameters, int(options.staging_mib * 2**20))
+        window = ExampleWindow(
+            model,
+            wrapper.parameters,
+            wrapper.leaves,
+            staging_bytes=int(options.staging_mib * 2**20),
+            is_sharded=wrapper.mesh is not None,
+        )
         if len(window.without_rule) == len(wrapper.parameters):
             return None, "no layer of the model has a rule for them: see sonde.PerExampleNorms"
         window.open()

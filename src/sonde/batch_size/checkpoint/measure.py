@@ -135,7 +135,7 @@ def measure(
         try:
             _check_options(loss, until, most_batches, batch)
             options = NoiseScaleOptions(
-                unit=unit, groups=groups, horizon=math.inf, tap="leaf", per_example=False, every=1
+                unit=unit, groups=groups, horizon=math.inf, tap="leaf", per_example="never", every=1
             )
             facts["digest of the names of parameters and groups"] = _digest(wrapper, groups)
             source = MeasuredBatches(batches, units=units, weight=weight, most=most_batches)

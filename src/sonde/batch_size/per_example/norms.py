@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -42,6 +42,7 @@ from sonde.batch_size.taps.autograd_internals import (
     inside_another_backward,
     will_accumulate,
 )
+from sonde.parallel.placements import is_dtensor
 from sonde.parallel.wrappers import clean_name, find_wrapper
 
 _RULES: Mapping[type[nn.Module], LayerRule] = {**RULES, **convolution.RULES, **attention.RULES}
@@ -75,8 +76,9 @@ class PerExampleNorms:
     Measured on this rank: under DDP these are the gradients of the rank's own examples.
 
     Args:
-        model: as it is trained, plain or in DDP.
+        model: as it is trained, plain, in DDP or under FSDP2. Under FSDP2 without `parameters`, on all ranks together.
         parameters: what to measure, by name; all trainable parameters by default.
+        leaves: the tensor that forward uses for each of them, [parameters], where it is another one: FSDP2 gathers it.
         rules: rules for layers of your own, by type. A rule takes the layer, a tuple of what it was called with, and
             the gradient of its output. It returns each example's gradient by the parameter's name within the layer: a
             tensor [examples, *shape of the parameter], or `OuterProducts` for a matrix. It may raise `NotCoveredError`
@@ -88,8 +90,8 @@ class PerExampleNorms:
             up. This keeps the inputs and output gradients of all layers until the piece ends.
 
     Raises:
-        ValueError: for compiled, sharded, and scripted models, for batch normalisation in train mode, and for a model
-            without trainable parameters.
+        ValueError: for parameters that are cut in forward too (tensor parallelism), and for a model without trainable
+            parameters.
 
     Example:
         >>> class Scale(nn.Module):
@@ -113,23 +115,31 @@ class PerExampleNorms:
         model: nn.Module,
         *,
         parameters: Mapping[str, nn.Parameter] | None = None,
+        leaves: Sequence[Tensor] | None = None,
         rules: Mapping[type[nn.Module], GradientsOf] | None = None,
         staging_bytes: int = 8 * 2**20,
         several_backwards: bool = False,
     ) -> None:
         if staging_bytes <= 0:
             raise ValueError(f"staging_bytes must be positive, got {staging_bytes}: 8 * 2**20 is the default")
-        measured = dict(find_wrapper(model).parameters if parameters is None else parameters)
+        if parameters is None:
+            wrapper = find_wrapper(model)
+            parameters, leaves = wrapper.parameters, wrapper.leaves
+        measured = dict(parameters)
         if not measured:
             raise ValueError("there are no parameters to measure: give at least one that is trained")
         self._model = model
         self._rules = {**_RULES, **{kind: own_rule(rule) for kind, rule in (rules or {}).items()}}
-        self._parameters = list(measured.values())
-        self._indices = {id(p): i for i, p in enumerate(self._parameters)}
+        self._parameters: list[Tensor] = list(measured.values() if leaves is None else leaves)
+        _refuse_cut(measured, self._parameters)
+        # Between forwards, FSDP2 shows its shards in the layers; in forward, what it has gathered.
+        self._indices = {id(p): i for i, p in enumerate(measured.values())}
+        self._indices |= {id(p): i for i, p in enumerate(self._parameters)}
         self._several_backwards = several_backwards
-        self._piece = PieceSums(measured, staging_bytes, several_backwards)
+        named = dict(zip(measured, self._parameters, strict=True))
+        self._piece = PieceSums(named, staging_bytes, several_backwards)
         self._checkpoints = Checkpoints()
-        self._unseen = self._reasons_for_unseen(measured)
+        self._unseen = self._reasons_for_unseen(list(measured))
         self._handles: list[RemovableHandle] = []
         self.seconds = 0.0
         """Host time spent in hooks and methods so far."""
@@ -162,8 +172,8 @@ class PerExampleNorms:
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
         _refuse_model(self._model)
-        present = {id(p) for p in self._model.parameters()}
-        if gone := [name for name, p in zip(self._unseen, self._parameters, strict=True) if id(p) not in present]:
+        present = {self._indices[id(p)] for p in self._model.parameters() if id(p) in self._indices}
+        if gone := [name for i, name in enumerate(self._unseen) if i not in present]:
             raise ValueError(
                 f"{len(gone)} parameters ({gone[0]!r}, …) are not in the model any more: make a new PerExampleNorms"
             )
@@ -249,20 +259,21 @@ class PerExampleNorms:
     def _held_by(self, layer: nn.Module) -> dict[str, int]:
         return {name: self._indices[id(p)] for name, p in layer.named_parameters() if id(p) in self._indices}
 
-    def _reasons_for_unseen(self, measured: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    def _reasons_for_unseen(self, names: Sequence[str]) -> dict[str, str]:
         """For each parameter, what it means if no rule sees it."""
         types: dict[int, str] = {}
         has_rule: set[int] = set()
         for layer in self._model.modules():
             if self._rule_of(layer) is not None:
-                has_rule.update(map(id, layer.parameters()))
+                has_rule.update(self._held_by(layer).values())
             for p in layer.parameters(recurse=False):
-                types.setdefault(id(p), type(layer).__name__)
+                if id(p) in self._indices:
+                    types.setdefault(self._indices[id(p)], type(layer).__name__)
         return {
             name: _USED_ELSEWHERE
-            if id(p) in has_rule
-            else f"{types.get(id(p), 'its layer')} has no rule: give one in rules=, or leave the parameter out"
-            for name, p in measured.items()
+            if i in has_rule
+            else f"{types.get(i, 'its layer')} has no rule: give one in rules=, or leave the parameter out"
+            for i, name in enumerate(names)
         }
 
     @_timed
@@ -388,6 +399,16 @@ def _plain_arithmetic(grad: Tensor) -> Iterator[None]:
     )
     with torch.no_grad(), without_autocast:
         yield
+
+
+def _refuse_cut(parameters: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> None:
+    """Refuse parameters of which forward uses a part only."""
+    for name, leaf in zip(parameters, leaves, strict=True):
+        if is_dtensor(leaf):
+            raise ValueError(
+                f"per-example norms need whole parameters in forward, and {name!r} is cut over ranks there: measure "
+                "its pieces, as sonde.attach does"
+            )
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -89,16 +89,29 @@ class ExampleWindow:
     Args:
         model: as `PerExampleNorms` takes it.
         parameters: the measured ones by name.
+        leaves: see `PerExampleNorms`.
+        is_sharded: whether ranks hold parts of `.grad`, whose squares are known only after the sum over ranks. All
+            parameters must be covered then.
         staging_bytes: see `PerExampleNorms`.
 
     Raises:
         ValueError: for models that `PerExampleNorms` refuses.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], staging_bytes: int) -> None:
-        self._norms = PerExampleNorms(model, parameters=parameters, staging_bytes=max(staging_bytes, 2**16))
-        self._names = tuple(parameters)
-        self._device = next(iter(parameters.values())).device
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        leaves: Sequence[Tensor],
+        *,
+        staging_bytes: int,
+        is_sharded: bool = False,
+    ) -> None:
+        self._norms = PerExampleNorms(
+            model, parameters=parameters, leaves=leaves, staging_bytes=max(staging_bytes, 2**16)
+        )
+        self._names, self._is_sharded = tuple(parameters), is_sharded
+        self._device = leaves[0].device
         dtype = accumulation_dtype(self._device)
         generator = torch.Generator(device="cpu").manual_seed(_SEED)
         keys = torch.randint(2**_DIGEST_BITS, (len(self._names),), generator=generator, device="cpu")
@@ -176,14 +189,13 @@ class ExampleWindow:
 
         Args:
             sums: of the window's pieces, not packed yet.
-            sq_norms_big: |F|² per parameter, [parameters]; None if it was not measured since nothing was read.
+            sq_norms_big: |F|² per parameter, [parameters]; None if examples were not read, or of a sharded model.
         """
         if not self._n_pieces and self.times == ExampleTimes():
             n_groups = sums.n_groups
-            return ExamplesOfWindow(
-                self._small.new_zeros(n_numbers(n_groups)), self._small.new_zeros(n_groups), self._small.new_zeros(0)
-            )
-        has_read = self._n_pieces > 0 and sq_norms_big is not None
+            nothing = None if self._is_sharded else self._small.new_zeros(n_groups)
+            return ExamplesOfWindow(self._small.new_zeros(n_numbers(n_groups)), nothing, self._small.new_zeros(0))
+        has_read = self._n_pieces > 0 and (self._is_sharded or sq_norms_big is not None)
         big = self._small if sq_norms_big is None else sq_norms_big
         covered = torch.isfinite(self._small) & has_read
         small, of_pieces, of_window = (
@@ -208,7 +220,7 @@ class ExampleWindow:
         self._small.zero_()
         self._sq_weight.zero_()
         self._reset()
-        return ExamplesOfWindow(vector, of_window, mask)
+        return ExamplesOfWindow(vector, None if self._is_sharded else of_window, mask)
 
 
 def _weights_of_examples(counts: PieceCounts, n: int, like: Tensor) -> Tensor:
@@ -228,15 +240,18 @@ def _values(row: object) -> list[float | Tensor]:
     return [getattr(row, each.name) for each in fields(row)]  # type: ignore[arg-type]
 
 
-def read_examples(examples: ExamplesOfWindow, *, weight: float, n_pieces: int) -> ExampleRow:
+def read_examples(
+    examples: ExamplesOfWindow, sq_norm_big: Sequence[float], *, weight: float, n_pieces: int
+) -> ExampleRow:
     """Name the numbers of a window's examples once they are on the host.
 
     Args:
         examples: summed over ranks; on the CPU.
+        sq_norm_big: |F|² of all parameters, [groups].
         weight: Σ w_k of the window's pieces.
         n_pieces: the window's pieces on all ranks.
     """
-    n_groups, n_counts = len(examples.sq_norm_big), len(fields(_Counts))
+    n_groups, n_counts = len(sq_norm_big), len(fields(_Counts))
     small, of_pieces, *numbers = (
         part.tolist()
         for part in examples.vector.split(
@@ -250,12 +265,16 @@ def read_examples(examples: ExamplesOfWindow, *, weight: float, n_pieces: int) -
         return ExampleRow(None, "", 0, times, covered)
     n_covered = round(float(counts.n_covered) / n_reading)
     why_not = ""
-    if n_read != n_pieces or not covered:
+    if n_read != n_pieces:
         why_not = f"examples were read in {n_read} of {n_pieces} pieces only"
+    elif not covered:
+        why_not = "this rank had no piece, so it does not know which parameters are covered"
     elif n_reading * round(float(counts.sq_digest)) != round(float(counts.digest)) ** 2:
         why_not = "other parameters were covered on other ranks"
     elif not n_covered:
         why_not = "no parameter was covered"
+    elif examples.sq_norm_big is None and not all(covered):
+        why_not = "a sharded model needs all parameters covered"
     if why_not:
         return ExampleRow(None, why_not, n_read, times, covered)
     sums = ExampleSums(
@@ -264,7 +283,7 @@ def read_examples(examples: ExamplesOfWindow, *, weight: float, n_pieces: int) -
         sq_weight=float(counts.sq_weight),
         n_examples=round(float(counts.n_examples)),
         of_pieces=of_pieces,
-        sq_norm_big=examples.sq_norm_big.tolist(),
+        sq_norm_big=sq_norm_big if examples.sq_norm_big is None else examples.sq_norm_big.tolist(),
         n_covered=n_covered,
     )
     return ExampleRow(sums, "", n_read, times, covered)

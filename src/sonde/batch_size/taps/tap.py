@@ -54,12 +54,12 @@ class ExamplesOfWindow:
 
     Attributes:
         vector: to be summed over ranks; 1-D, equally long on all of them.
-        sq_norm_big: |F|² of the covered parameters, [groups].
+        sq_norm_big: |F|² of the covered parameters, [groups]; None where it is that of all parameters, or unknown.
         covered: 1 for each parameter that is covered on this rank, else 0, [parameters]; empty if nothing was read.
     """
 
     vector: Tensor
-    sq_norm_big: Tensor
+    sq_norm_big: Tensor | None
     covered: Tensor
 
 

@@ -237,7 +237,7 @@ class WindowReader:
         vector = torch.cat([packed, examples.vector])
         work = start_reduce(vector, self._wrapper.group)
         packed, of_examples = vector.split([len(packed), len(examples.vector)])
-        return Window(packed, sq_norm_big, witness, sizes, work, replace(examples, vector=of_examples)), norm
+        return Window(packed, sq_norm_big, witness, sizes, work, _summed(examples, [of_examples])), norm
 
     def _end_window_of_shards(
         self, grads: Sequence[Tensor | None], problems: Collection[Problem], *, reads_grad: bool
@@ -247,32 +247,37 @@ class WindowReader:
         One collective does it all. A clip waits for that collective, as it has to.
         """
         witness = self._read_witness_of_shards(grads)
-        if self._experts is None:
-            parts = [self._pack(problems), witness]
-        else:
+        examples = self._examples.end_window(self._sums, None) if self._examples is not None else None
+        if self._experts is not None:
             own = witness * self._experts.own_elements
             of_experts, differ = self._experts.pack()
             parts = [self._pack(problems, {Problem.EXPERTS_DIFFER: differ}), own, of_experts, witness - own]
+        else:
+            parts = [self._pack(problems), witness, *([] if examples is None else [examples.vector])]
         if reads_grad:
             vector = torch.cat(parts)
             norm = self._norm_of_clip(riding=vector)
-            return self._window_of_shards(vector.split(list(map(len, parts))), self._squared(norm), None), norm
+            summed = vector.split(list(map(len, parts)))
+            return self._window_of_shards(summed, self._squared(norm), examples, None), norm
         squares = to_device(own_square_sums(self.plan)[: self._n_squares], self.device).to(witness.dtype)
         parts.append(squares)
         vector = torch.cat(parts)
         work = start_reduce(vector, self._wrapper.group)
         *summed, squares = vector.split(list(map(len, parts)))
-        return self._window_of_shards(summed, squares, work), None
+        return self._window_of_shards(summed, squares, examples, work), None
 
-    def _window_of_shards(self, summed: Sequence[Tensor], squares: Tensor, work: dist.Work | None) -> Window:
+    def _window_of_shards(
+        self, summed: Sequence[Tensor], squares: Tensor, examples: ExamplesOfWindow | None, work: dist.Work | None
+    ) -> Window:
         """The window from its parts, while `work` may still be summing them."""
-        packed, witness, *of_experts = summed
+        packed, witness, *more = summed
         experts = None
-        if of_experts:
-            vector, witness_of_experts = of_experts
+        if self._experts is not None:
+            vector, witness_of_experts = more
             experts = ExpertsOfWindow(vector, squares[len(self.groups) :], witness_of_experts)
         sizes = dict(self._witness.sizes)
-        return Window(packed, squares[: len(self.groups)], witness, sizes, work, experts=experts)
+        of_groups = squares[: len(self.groups)]
+        return Window(packed, of_groups, witness, sizes, work, _summed(examples, more), experts)
 
     @property
     def _n_squares(self) -> int:
@@ -371,3 +376,8 @@ class WindowReader:
             on_device = [(i, g) for i, g in present if g.device == device]
             parts += self._metric.parts([i for i, _ in on_device], [g for _, g in on_device])
         return add_squares(len(grads), parts, self.device)
+
+
+def _summed(examples: ExamplesOfWindow | None, vectors: Sequence[Tensor]) -> ExamplesOfWindow | None:
+    """The examples with their vector as the collective sums it, if there is one."""
+    return replace(examples, vector=vectors[0]) if examples is not None else None
