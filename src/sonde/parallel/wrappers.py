@@ -108,7 +108,8 @@ def find_wrapper(
         if mesh is None and not any(map(is_dtensor, parameters.values())):
             mesh = cp_mesh
         mesh = check_whole_mesh(parameters, mesh)
-        if ddp is not None and set(dist.get_process_group_ranks(ddp.process_group)) != ranks_of(mesh):
+        over_ddp = ranks_of(mesh) if ddp is None else set(dist.get_process_group_ranks(ddp.process_group))
+        if cp_mesh is not None and over_ddp != ranks_of(mesh):
             raise ValueError("DDP averages over other ranks than those of mesh=: pass mesh=, a mesh of DDP's ranks")
         experts = find_experts(*_with_frozen(model, parameters, gathered), expert_mesh, n_trainable=len(parameters))
         fed_by_one = [leaf for i, leaf in enumerate(leaves) if experts is None or i not in experts.indices]
