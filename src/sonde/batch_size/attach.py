@@ -41,6 +41,8 @@ def attach(
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     pp_mesh: DeviceMesh | None = None,
+    expert_mesh: DeviceMesh | None = None,
+    cp_mesh: DeviceMesh | None = None,
     comm_hook: CommHook | None = None,
     comm_state: object = None,
     log: RunLog | None = None,
@@ -72,6 +74,10 @@ def attach(
         mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
         pp_mesh: the pipeline stages, an axis of `mesh`. `model` is this rank's stage, or an `nn.ModuleList` of its
             stages, and `probe.pieces(n)` goes around each step of the schedule.
+        expert_mesh: the axis of `mesh` over which experts are spread as DTensors, each rank with data of its own. It is
+            found without, where FSDP2 cuts the other parameters over these ranks.
+        cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences. They enter the same pieces with the
+            same numbers, those of the whole sequences. In measured windows, their gradients are summed piece by piece.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -112,6 +118,8 @@ def attach(
         process_group=process_group,
         mesh=mesh,
         pp_mesh=pp_mesh,
+        expert_mesh=expert_mesh,
+        cp_mesh=cp_mesh,
         comm_hook=comm_hook,
         comm_state=comm_state,
         log=log,

@@ -13,7 +13,8 @@ from torch import Tensor
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
 from sonde.batch_size.per_example.window import read_examples
 from sonde.batch_size.readback import Read, Readback
-from sonde.batch_size.taps.tap import ExamplesOfWindow
+from sonde.batch_size.taps.expert_pieces import with_experts
+from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow
 from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, read_row
 
 
@@ -90,15 +91,18 @@ class Delivery:
         """
         # `read` must not hold the window itself, so that its memory is freed once it is sent.
         names, sizes = tuple(scalars), window.witness_sizes
+        has_examples, has_experts = window.examples is not None, window.experts is not None
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
-            packed, sq_norm_big, witness_final, values, *of_examples = vectors
+            packed, sq_norm_big, witness_final, values, *of_part = vectors
             row, costs = read_row(packed, sq_norm_big, witness_final, sizes), read_costs(packed, len(sq_norm_big))
             example_row = None
-            if of_examples:
-                vector, covered, *big = of_examples
+            if has_examples:
+                vector, covered, *big = of_part
                 examples = ExamplesOfWindow(vector, big[0] if big else None, covered)
                 example_row = read_examples(examples, row.sq_norm_big, weight=row.weight, n_pieces=row.n_pieces)
+            elif has_experts:
+                row = with_experts(row, ExpertsOfWindow(*of_part))
             return MeasuredWindow(row, known, dict(zip(names, values.tolist(), strict=True)), costs, example_row)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
@@ -107,6 +111,8 @@ class Delivery:
             vectors += [window.examples.vector, window.examples.covered]
             if window.examples.sq_norm_big is not None:
                 vectors.append(window.examples.sq_norm_big)
+        elif window.experts is not None:
+            vectors += [window.experts.vector, window.experts.sq_norm_big, window.experts.witness_final]
         self.put(vectors, read, window.work)
 
     def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:

@@ -248,7 +248,7 @@ def _made(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> tup
         return None, f"metric={options.metric!r} needs whole gradients: use metric='euclidean'"
     if options.tap == "comm_hook":
         return None, "tap='comm_hook' reads whole windows: use tap='auto' or 'leaf'"
-    if wrapper.pp_mesh is not None or wrapper.data.n_sharing > 1:
+    if wrapper.pp_mesh is not None or wrapper.data.n_sharing > 1 or wrapper.experts is not None:
         return None, f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters"
     try:
         window = ExampleWindow(

@@ -103,6 +103,9 @@ class NoiseScaleProbe:
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
         mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
         pp_mesh: the pipeline stages, an axis of `mesh`.
+        expert_mesh: the axis of `mesh` over which experts are spread, each rank with data of its own, where FSDP2 does
+            not cut the other parameters.
+        cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -130,6 +133,8 @@ class NoiseScaleProbe:
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         pp_mesh: DeviceMesh | None = None,
+        expert_mesh: DeviceMesh | None = None,
+        cp_mesh: DeviceMesh | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         log: RunLog | None = None,
@@ -140,7 +145,7 @@ class NoiseScaleProbe:
         log = log_of(log, deprecated)
         options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
-        self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh)
+        self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         refuse_steps_in_backward(wrapper.parameters)
         if options.metric == "adam" and wrapper.mesh is not None:
             raise ValueError(
@@ -159,7 +164,13 @@ class NoiseScaleProbe:
         self._rounding = RoundingWatch(wrapper, hook_name)
         whole = self._whole = model_parameters(wrapper.parameters, wrapper.pp_mesh)
         names = group_names(options.groups, whole.names)
-        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, whole, names))
+        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, wrapper, whole, names))
+        experts = () if wrapper.experts is None else wrapper.experts.indices
+        if experts and wrapper.pp_mesh is not None:
+            raise ValueError(
+                "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
+                "scale without a pipeline"
+            )
         # A GradScaler and Adam's metric change the size of squares, so that the limit for plain squares does not apply.
         has_own_size = self._grad_scaler is not None or options.metric == "adam"
         self._tracker = NoiseScaleTracker(
@@ -173,7 +184,7 @@ class NoiseScaleProbe:
         )
         self._mechanism = Mechanism(model, wrapper, options)
         # The taps install hooks, so they come after everything that may refuse the model.
-        witness = Witness(whole.shapes, whole.first, len(parameters))
+        witness = Witness(whole.shapes, whole.first, len(parameters), apart=experts)
         self._taps = TapChoice(
             wrapper,
             witness,

@@ -37,8 +37,9 @@ class NoiseScaleOptions:
             step, the noise scale that Adam's steps see.
         tap: "leaf" reads each micro-batch by hooks on parameters. "comm_hook" reads each rank's window in DDP's
             buckets: cheaper, but blind to micro-batches. "auto" begins with "leaf" and changes to "comm_hook" when
-            every rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook
-            of your own. "auto" changes back where buckets do not suffice.
+            every rank has had one piece in each of a few windows, without a communication hook of your own, and where
+            DDP has shown at attach that a hook divides by this number of ranks as DDP does, bit for bit. "auto" changes
+            back where buckets do not suffice.
         staging_mib: limit of the memory for gradients that wait, in MiB.
         per_example: whether the gradient of each example is read besides those of pieces, layer by layer, so that a
             window of a single piece gives a number too. "auto" reads it where windows are single pieces, or where its
@@ -151,11 +152,14 @@ def group_names(groups: object, parameters: Collection[str]) -> list[str]:
     return names
 
 
-def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Sequence[str]) -> dict[str, object]:
+def same_on_ranks(
+    options: NoiseScaleOptions, wrapper: Wrapper, whole: ModelParameters, names: Sequence[str]
+) -> dict[str, object]:
     """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums.
 
     Args:
         options: as given.
+        wrapper: of the model.
         whole: the parameters of the whole model.
         names: the group of each of them.
     """
@@ -163,11 +167,13 @@ def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Seq
         "unit": options.unit,
         "horizon": options.horizon,
         "metric": options.metric,
+        "whether tap is 'auto'": options.tap == "auto",
         "every": options.every,
         "budget": options.budget,
         "per_example": options.per_example,
         "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
         "the groups of parameters": list(names),
+        "the number of ranks that feed the same experts": wrapper.experts.n_ranks if wrapper.experts is not None else 1,
     }
 
 

@@ -35,13 +35,14 @@ class SolvedWindow:
     witness_differences: float
 
 
-def solve_window(row: WindowRow, *, scale: float, n_ranks: int) -> SolvedWindow:
+def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: float | None = None) -> SolvedWindow:
     """Solve a window that can be used.
 
     Args:
         row: what it measured.
         scale: κ, the gradient that the optimizer sees over the sum of its pieces.
         n_ranks: data-parallel ranks.
+        expert_scale: κ of experts; None without experts, or if no token reached them.
     """
     # Everything is brought to the units of the rank-averaged sum of the pieces: S by its definition, B by κ. Otherwise
     # a clip that came first would weigh windows, since its coefficient differs from window to window.
@@ -52,6 +53,16 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int) -> SolvedWindow:
         estimate_window(measured.pieces(small), big * to_unit, scale=unit_scale)
         for small, big in zip(measured.sq_norm_over_weight, measured.sq_norm_big, strict=True)
     )
+    sq_norm = math.fsum(row.sq_norm_big)
+    if row.experts is not None:
+        # Experts' pieces are others, and so may their κ be: solved apart, then added.
+        experts_unit_scale = unit_scale * (1.0 if expert_scale is None else expert_scale / scale)
+        of_experts = (
+            estimate_window(row.experts.pieces(small), big * to_unit, scale=experts_unit_scale)
+            for small, big in zip(row.experts.sq_norm_over_weight, row.experts.sq_norm_big, strict=True)
+        )
+        per_group = tuple(map(_sum_of, per_group, of_experts))
+        sq_norm += math.fsum(row.experts.sq_norm_big)
     pieces = measured.pieces(0.0)
     # The witness's sums are in fp64, so that equal pieces show as a difference of rounding only. They are of pieces,
     # and a single one has no other to differ from.
@@ -61,12 +72,16 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int) -> SolvedWindow:
         total=WindowEstimate(math.fsum(e.trace_cov for e in per_group), math.fsum(e.grad_sq for e in per_group)),
         per_group=per_group,
         within_between=_within_between(row, n_ranks),
-        norm=math.sqrt(math.fsum(row.sq_norm_big) * to_unit),
+        norm=math.sqrt(sq_norm * to_unit),
         effective_units=1.0 / pieces.v,
         u=pieces.u,
         witness_squares=witness_squares,
         witness_differences=witness_differences,
     )
+
+
+def _sum_of(a: WindowEstimate, b: WindowEstimate) -> WindowEstimate:
+    return WindowEstimate(a.trace_cov + b.trace_cov, a.grad_sq + b.grad_sq)
 
 
 def _within_between(row: WindowRow, n_ranks: int) -> WindowEstimate | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.example_sums import Coverage
+from sonde.batch_size.stats.expert_sums import joint_scale
 from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
@@ -70,22 +71,34 @@ class NoiseScaleTracker:
         # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
         # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
+        tolerance, floor = rounding_of_sums(self.rounding.tolerance, n_additions), self.rounding.floor
         scale = read_scale(
             row.witness_final,
             row.witness_sum,
-            tolerance=rounding_of_sums(self.rounding.tolerance, n_additions),
+            tolerance=tolerance,
             squares=row.witness_squares,
             sizes=row.witness_sizes,
-            floor=self.rounding.floor,
+            floor=floor,
         )
+        experts = None
+        if row.experts is not None:
+            experts = row.experts.read_scale(row.witness_sizes, tolerance=tolerance, floor=floor)
         if math.isfinite(row.n_units) and row.n_pieces:
             self._averages.see_units(row.n_units)
-        drop = why_unusable(row, scale, least_sq_norm=self._least_sq_norm, likely_cause=self.rounding.likely_cause)
+        drop = why_unusable(
+            row,
+            scale,
+            least_sq_norm=self._least_sq_norm,
+            likely_cause=self.rounding.likely_cause,
+            expert_scale=experts,
+        )
+        scale = scale if experts is None else joint_scale(scale, experts)
         if drop is not None:
             self._averages.drop(drop, scale)
             return drop
         assert scale.scale is not None
-        solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks)
+        expert_scale = None if experts is None else experts.scale
+        solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks, expert_scale=expert_scale)
         self._averages.add(solved, scale)
         if self._fixed_weights is not None:
             self._fixed_weights.add(solved, weight=row.weight / self._n_ranks, number=self._averages.n_seen)

@@ -22,6 +22,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # docume
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.taps.autograd_internals import accumulates, in_backward, inside_another_backward
+from sonde.batch_size.taps.ddp_division import divided
 from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
@@ -367,7 +368,7 @@ class _Average:
         if buffer.is_sparse:
             buffer.div_(n_ranks)
         else:
-            buffer.mul_(1.0 / n_ranks)
+            divided(buffer, n_ranks)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
         averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.taps.expert_pieces import ExpertPieces
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
-from sonde.batch_size.taps.tap import ExamplesOfWindow, GradientSummary, Number, Problem, RankGradient
+from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
@@ -93,6 +95,16 @@ class WindowReader:
             data=wrapper.data,
             has_loss_scale=grad_scaler is not None,
         )
+        self._experts: ExpertPieces | None = None
+        if wrapper.experts is not None:
+            self._experts = ExpertPieces(
+                wrapper.experts,
+                self._group_index,
+                n_groups=len(self.groups),
+                witness=witness,
+                counts_pieces=wrapper.data.counts_pieces,
+                device=self.device,
+            )
         self._unmeasured: list[int] | None = None
         self.clip_also({})
 
@@ -136,7 +148,10 @@ class WindowReader:
             self._sums.count(counts)
         else:
             self._taps.saw_piece(gradient)
-            self._sums.add(self._unscaled(gradient), counts)
+            gradient = self._unscaled(gradient)
+            if self._experts is not None:
+                gradient = self._experts.take_from(gradient, counts)
+            self._sums.add(gradient, counts)
         self._seconds += time.perf_counter() - start
         if self._examples is not None and self._examples.is_open:
             self._examples.end_piece(counts, self._unscale())
@@ -231,21 +246,43 @@ class WindowReader:
 
         One collective does it all. A clip waits for that collective, as it has to.
         """
-        witness, sizes = self._read_witness_of_shards(grads), dict(self._witness.sizes)
+        witness = self._read_witness_of_shards(grads)
         examples = self._examples.end_window(self._sums, None) if self._examples is not None else None
-        of_examples = [] if examples is None else [examples.vector]
-        packed = self._pack(problems)
+        if self._experts is not None:
+            own = witness * self._experts.own_elements
+            of_experts, differ = self._experts.pack()
+            parts = [self._pack(problems, {Problem.EXPERTS_DIFFER: differ}), own, of_experts, witness - own]
+        else:
+            parts = [self._pack(problems), witness, *([] if examples is None else [examples.vector])]
         if reads_grad:
-            vector = torch.cat([packed, witness, *of_examples])
+            vector = torch.cat(parts)
             norm = self._norm_of_clip(riding=vector)
-            packed, witness, *of_examples = vector.split([len(packed), len(witness), *map(len, of_examples)])
-            return Window(packed, self._squared(norm), witness, sizes, None, _summed(examples, of_examples)), norm
-        squares = to_device(own_square_sums(self.plan)[: len(self.groups)], self.device).to(packed.dtype)
-        vector = torch.cat([packed, squares, witness, *of_examples])
+            summed = vector.split(list(map(len, parts)))
+            return self._window_of_shards(summed, self._squared(norm), examples, None), norm
+        squares = to_device(own_square_sums(self.plan)[: self._n_squares], self.device).to(witness.dtype)
+        parts.append(squares)
+        vector = torch.cat(parts)
         work = start_reduce(vector, self._wrapper.group)
-        lengths = [len(packed), len(squares), len(witness), *map(len, of_examples)]
-        packed, squares, witness, *of_examples = vector.split(lengths)
-        return Window(packed, squares, witness, sizes, work, _summed(examples, of_examples)), None
+        *summed, squares = vector.split(list(map(len, parts)))
+        return self._window_of_shards(summed, squares, examples, work), None
+
+    def _window_of_shards(
+        self, summed: Sequence[Tensor], squares: Tensor, examples: ExamplesOfWindow | None, work: dist.Work | None
+    ) -> Window:
+        """The window from its parts, while `work` may still be summing them."""
+        packed, witness, *more = summed
+        experts = None
+        if self._experts is not None:
+            vector, witness_of_experts = more
+            experts = ExpertsOfWindow(vector, squares[len(self.groups) :], witness_of_experts)
+        sizes = dict(self._witness.sizes)
+        of_groups = squares[: len(self.groups)]
+        return Window(packed, of_groups, witness, sizes, work, _summed(examples, more), experts)
+
+    @property
+    def _n_squares(self) -> int:
+        """Parts of the model whose |F|² is measured: the groups and, if there are any, the experts of each group."""
+        return len(self.groups) * (1 if self._experts is None else 2)
 
     def _norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         start = time.perf_counter()
@@ -257,19 +294,23 @@ class WindowReader:
 
     def _squared(self, norm: GlobalNorm) -> Tensor:
         """|F|² per group from a measured norm; [groups]."""
-        return to_device(norm.by_part[: len(self.groups)], self.device).to(self._sums.dtype).square()
+        return to_device(norm.by_part[: self._n_squares], self.device).to(self._sums.dtype).square()
 
-    def _pack(self, problems: Collection[Problem]) -> Tensor:
+    def _pack(self, problems: Collection[Problem], more: Mapping[Problem, Number] | None = None) -> Tensor:
         """This rank's sums. They are packed after all reading, since the metric may have met problems too."""
         counts = self._take_problems()
         for problem in problems:
             counts[problem] += 1
+        for problem, count in (more or {}).items():
+            counts[problem] += count
         return self._sums.pack(counts)
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
         if self._examples is not None:
             self._examples.end_window(self._sums, None)
+        if self._experts is not None:
+            self._experts.forget()
         self._sums.pack(self._take_problems())
         self._taps.tap.end_window()
 
@@ -279,12 +320,16 @@ class WindowReader:
         if self._unmeasured == ids:
             return
         self._unmeasured = ids
-        measured = self._wrapper.parameters
+        measured, parts, names = self._wrapper.parameters, self._group_index, list(self.groups)
+        if self._wrapper.experts is not None:
+            are_experts = self._wrapper.experts.indices
+            parts = [group + len(self.groups) * (i in are_experts) for i, group in enumerate(parts)]
+            names += [f"experts of {group}" for group in self.groups]
         self.plan = NormPlan(
             [*measured.values(), *unmeasured.values()],
             [*measured, *unmeasured],
-            parts=[*self._group_index, *[len(self.groups)] * len(unmeasured)],
-            part_names=[*self.groups, "not measured"],
+            parts=[*parts, *[len(names)] * len(unmeasured)],
+            part_names=[*names, "not measured"],
             mesh=self._wrapper.mesh,
             pp_mesh=self._wrapper.pp_mesh,
             allow_sparse=True,

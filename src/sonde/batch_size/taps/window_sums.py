@@ -19,7 +19,7 @@ from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neig
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.batch_size.taps.tap import ExamplesOfWindow, GradientSummary, Number, Problem
+from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import accumulation_dtype, to_device
 
@@ -123,6 +123,7 @@ class Window:
         witness_sizes: elements that the witness read of each parameter, in order, by index.
         work: the collective that is adding to `packed`; None with a single rank.
         examples: of the window's single examples, if the probe may read them.
+        experts: of experts that several ranks feed, if the model has any; the other numbers are then of the rest.
     """
 
     packed: Tensor
@@ -131,6 +132,7 @@ class Window:
     witness_sizes: Mapping[int, int]
     work: dist.Work | None
     examples: ExamplesOfWindow | None = None
+    experts: ExpertsOfWindow | None = None
 
 
 class WindowSums:
@@ -209,7 +211,7 @@ class WindowSums:
         self._small += gradient.sq_norms / weight
         squares = gradient.witness.square()
         self._witness += gradient.witness
-        self._witness_squares += squares
+        self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
         self._witness_small += squares.sum() / weight
         self._squares += gradient.sq_norms.sum()
 
