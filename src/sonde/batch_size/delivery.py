@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
 from sonde.batch_size.readback import Read, Readback
+from sonde.batch_size.taps.further_metrics import Adds
+from sonde.batch_size.taps.further_sums import read_further
 from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, read_row
 
 
@@ -24,10 +26,11 @@ class Delivery:
     Args:
         take: called with each window, in order.
         device: of the numbers.
+        adds: what adds up over parameters in each further metric.
     """
 
-    def __init__(self, take: Callable[[MeasuredWindow], None], device: torch.device) -> None:
-        self._take, self._device = take, device
+    def __init__(self, take: Callable[[MeasuredWindow], None], device: torch.device, adds: Sequence[Adds] = ()) -> None:
+        self._take, self._device, self._adds = take, device, tuple(adds)
         self._readback: Readback[MeasuredWindow] = Readback()
         self._lock = threading.RLock()
         self._is_inside = False
@@ -87,14 +90,15 @@ class Delivery:
             known: what the host knows of it.
         """
         # `read` must not hold the window itself, so that its memory is freed once it is sent.
-        names, sizes = tuple(scalars), window.witness_sizes
+        names, sizes, adds = tuple(scalars), window.witness_sizes, self._adds
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
-            packed, sq_norm_big, witness_final, values = vectors
+            packed, sq_norm_big, witness_final, *both, values = vectors
             row, costs = read_row(packed, sq_norm_big, witness_final, sizes), read_costs(packed, len(sq_norm_big))
-            return MeasuredWindow(row, known, dict(zip(names, values.tolist(), strict=True)), costs)
+            further = read_further(both[0], both[1], adds) if both else ()
+            return MeasuredWindow(row, known, dict(zip(names, values.tolist(), strict=True)), costs, further)
 
-        vectors = [window.packed, window.sq_norm_big, window.witness_final]
+        vectors = [window.packed, window.sq_norm_big, window.witness_final, *(window.further or ())]
         self.put([*vectors, as_vector(list(scalars.values()), self._device)], read, window.work)
 
     def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:

@@ -51,6 +51,8 @@ class WindowRow:
         witness_final: F, the witness's elements, float64; [witness].
         neighbours: neighbouring pieces compared with distant ones.
         repeats: pieces and ranks with the same gradient.
+        whole: Σ |h_k|²/w_k and |F|² of the whole model, in a metric in which squares of groups do not add up to them;
+            None otherwise.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -71,6 +73,7 @@ class WindowRow:
     witness_final: Tensor
     neighbours: NeighbourSums = field(default_factory=NeighbourSums)
     repeats: Repeats = field(default_factory=Repeats)
+    whole: tuple[float, float] | None = None
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""

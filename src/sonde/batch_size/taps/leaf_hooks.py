@@ -16,6 +16,7 @@ from torch.autograd import Variable
 
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
 from sonde.batch_size.taps.cut_gradients import CutGradients
+from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL, STAGED_NUMEL_ON_CPU, PieceGradient, Reading
@@ -34,6 +35,7 @@ class LeafHookTap:
         cut: what this rank counts of a gradient that it shares with other ranks; None if every rank has its own pieces.
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
+        further: metrics beside `metric`; None without.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
         n_collectives: counts the collectives that the ranks have issued so far; any of them may have reduced `.grad`.
         staging_bytes: bound of the memory for gradients that wait.
@@ -48,6 +50,7 @@ class LeafHookTap:
         *,
         parameters: Sequence[Tensor] | None = None,
         cut: CutGradients | None = None,
+        further: FurtherMetrics | None = None,
         on_backward_end: Callable[[], None],
         n_collectives: Callable[[], int] = lambda: 0,
         staging_bytes: int = 8 * 2**20,
@@ -67,6 +70,7 @@ class LeafHookTap:
             staging_bytes=staging_bytes,
             device=device,
             one_device=all(leaf.device == device for leaf in leaves),
+            further=further,
         )
         self._problems = [0] * len(Problem)
         self._explicit = self._only_explicit = False

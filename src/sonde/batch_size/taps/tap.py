@@ -20,15 +20,18 @@ class GradientSummary:
         sq_norms: squared norm per parameter in some `GradientMetric`, 0 for a parameter without gradient; [parameters].
         witness: the witness's elements, [witness.size].
         n_backwards: backwards that added up to this gradient.
+        further: norm per parameter in each further metric, not squared; [further metrics, parameters]. None without.
     """
 
     sq_norms: Tensor
     witness: Tensor
     n_backwards: int = 1
+    further: Tensor | None = None
 
     def scaled(self, factor: Tensor) -> GradientSummary:
         """The summary of `factor` times the gradient; factor: 0-dim."""
-        return GradientSummary(self.sq_norms * factor.square(), self.witness * factor, self.n_backwards)
+        further = None if self.further is None else self.further * factor.abs()
+        return GradientSummary(self.sq_norms * factor.square(), self.witness * factor, self.n_backwards, further)
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Problem(IntEnum):
     OUTSIDE_PIECES = 19
     INTERRUPTED_IN_BUCKETS = 20
     NOT_IN_EVERY_PIECE = 21
+    MOMENT_CUT_APART = 22
 
     @property
     def only_explains(self) -> bool:
@@ -201,6 +205,10 @@ _MESSAGES = {
     Problem.NOT_IN_EVERY_PIECE: (
         "a parameter of a pipeline stage had another number of gradients than the schedule has micro-batches: enter "
         "'with probe.pieces(n_microbatches):' around schedule.step(), and use every parameter in every micro-batch"
+    ),
+    Problem.MOMENT_CUT_APART: (
+        "a gradient was cut over ranks in another way than the optimizer's second moment, so metric='adam' cannot "
+        "weigh it: use metric='euclidean'"
     ),
     Problem.OUTSIDE_PIECES: (
         "a backward outside piece() added to the gradients, and DDP's buckets hold its part too: "

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.taps.further_metrics import FurtherMetrics
+from sonde.batch_size.taps.further_sums import FurtherSums
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
@@ -16,9 +18,10 @@ from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
+from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import to_device
-from sonde.parallel.placements import holds_first_copy, layout_of, local_tensor, spec_of
+from sonde.parallel.placements import counted_part, holds_first_copy, layout_of, local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
@@ -34,6 +37,7 @@ class WindowReader:
         witness: which elements are compared.
         taps: the choice of the tap that reads the pieces.
         grad_scaler: the enabled GradScaler; a piece is divided by the scale that it was taken at.
+        further: metrics beside `metric`; None without.
     """
 
     def __init__(
@@ -46,12 +50,13 @@ class WindowReader:
         *,
         grad_scaler: torch.amp.GradScaler | None,
         first: int = 0,
+        further: FurtherMetrics | None = None,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
         self._wrapper, self._metric, self._witness = wrapper, metric, witness
-        self._taps, self._grad_scaler = taps, grad_scaler
+        self._taps, self._grad_scaler, self._further = taps, grad_scaler, further
         self._seconds = 0.0
         own = group_names[first : first + len(self.parameters)]
         self._group_index = [self.groups.index(name) for name in own]
@@ -62,6 +67,9 @@ class WindowReader:
             device=self.device,
             data=wrapper.data,
             has_loss_scale=grad_scaler is not None,
+            further=FurtherSums(further, self._group_index, n_groups=len(self.groups), device=self.device)
+            if further is not None
+            else None,
         )
         self._unmeasured: list[int] | None = None
         self.clip_also({})
@@ -74,7 +82,7 @@ class WindowReader:
     @property
     def seconds(self) -> float:
         """Host time spent reading so far, without the norm of a clip."""
-        return self._seconds + self._taps.seconds
+        return self._seconds + self._taps.seconds + (self._further.seconds if self._further is not None else 0.0)
 
     @property
     def tap_name(self) -> str:
@@ -170,9 +178,15 @@ class WindowReader:
             sq_norm_big = self._squared(norm)
         else:
             sq_norm_big = self._sums.per_group(self._sq_norms(grads))
-        packed = self._pack(problems)
-        work = start_reduce(packed, self._wrapper.group)
-        return Window(packed, sq_norm_big, witness, dict(self._witness.sizes), work), norm
+        big = self._further_big(grads, rank_gradient, witness)
+        packed, sizes = self._pack(problems), dict(self._witness.sizes)
+        if self._sums.further is None or big is None:
+            return Window(packed, sq_norm_big, witness, sizes, start_reduce(packed, self._wrapper.group)), norm
+        further = self._sums.further.pack()
+        vector = torch.cat([packed, further])
+        work = start_reduce(vector, self._wrapper.group)
+        packed, further = vector.split([len(packed), len(further)])
+        return Window(packed, sq_norm_big, witness, sizes, work, (further, big)), norm
 
     def _end_window_of_shards(
         self, grads: Sequence[Tensor | None], problems: Collection[Problem], *, reads_grad: bool
@@ -181,18 +195,52 @@ class WindowReader:
 
         One collective does it all. A clip waits for that collective, as it has to.
         """
+        further = self._further_of_shards(grads)
         packed, witness = self._pack(problems), self._read_witness_of_shards(grads)
-        sizes = dict(self._witness.sizes)
+        parts = [packed, witness, *further]
+        sizes, lengths = dict(self._witness.sizes), list(map(len, parts))
         if reads_grad:
-            vector = torch.cat([packed, witness])
+            vector = torch.cat(parts)
             norm = self._norm_of_clip(riding=vector)
-            packed, witness = vector.split([len(packed), len(witness)])
-            return Window(packed, self._squared(norm), witness, sizes, None), norm
+            packed, witness, *further = vector.split(lengths)
+            return Window(packed, self._squared(norm), witness, sizes, None, _both(further)), norm
         squares = to_device(own_square_sums(self.plan)[: len(self.groups)], self.device).to(packed.dtype)
-        vector = torch.cat([packed, squares, witness])
+        vector = torch.cat([squares, *parts])
         work = start_reduce(vector, self._wrapper.group)
-        packed, squares, witness = vector.split([len(packed), len(squares), len(witness)])
-        return Window(packed, squares, witness, sizes, work), None
+        squares, packed, witness, *further = vector.split([len(squares), *lengths])
+        return Window(packed, squares, witness, sizes, work, _both(further)), None
+
+    def _further_big(
+        self, grads: Sequence[Tensor | None], rank_gradient: RankGradient | None, witness: Tensor
+    ) -> Tensor | None:
+        """The final gradient in further metrics, where every rank holds all of it; flat. None without such metrics."""
+        if self._further is None or self._sums.further is None:
+            return None
+        if rank_gradient is not None and rank_gradient.reduced.further is not None:
+            factor = self._scaling_since_reduction(rank_gradient, witness).sqrt()
+            norms = rank_gradient.reduced.further * factor
+        else:
+            present = {i: g for i, g in enumerate(grads) if g is not None}
+            by_device: dict[torch.device, list[int]] = {}
+            for i, grad in present.items():
+                by_device.setdefault(grad.device, []).append(i)
+            parts = [self._further.norms(own, [present[i] for i in own]) for own in by_device.values()]
+            norms = self._further.join(parts, len(grads), self.device)
+        return self._sums.further.per_group(norms).view(-1)
+
+    def _further_of_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """The pieces in further metrics, and this rank's part of the final gradient; empty without such metrics."""
+        if self._further is None or self._sums.further is None:
+            return []
+        first, parameters = min(self.plan.in_stage), self.parameters
+        present = [(i, g) for i, g in enumerate(grads) if g is not None]
+        norms = []
+        for (i, _), grad in zip(present, reduce_partial([g for _, g in present]), strict=True):
+            part = counted_part(spec_of(grad), first, like=spec_of(parameters[i]))
+            if part is not None:
+                norms.append(self._further.norms_of_shard(i, part.of(local_tensor(grad))))
+        big = self._sums.further.per_group(self._further.join(norms, len(grads), self.device))
+        return [self._sums.further.pack(), big.view(-1)]
 
     def _norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         start = time.perf_counter()
@@ -216,6 +264,8 @@ class WindowReader:
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
         self._sums.pack(self._take_problems())
+        if self._sums.further is not None:
+            self._sums.further.pack()
         self._taps.tap.end_window()
 
     def clip_also(self, unmeasured: Mapping[str, Tensor]) -> None:
@@ -262,8 +312,15 @@ class WindowReader:
         witness by the same factor, so the witness gives the factor. Any other change shows in the witness and drops the
         window later.
         """
+        return self._sums.per_group(rank_gradient.reduced.sq_norms) * self._scaling_since_reduction(
+            rank_gradient, witness
+        )
+
+    @staticmethod
+    def _scaling_since_reduction(rank_gradient: RankGradient, witness: Tensor) -> Tensor:
+        """The square of what the gradient was scaled by since the reduction; 0-dim."""
         before, now = rank_gradient.reduced.witness.square().sum(), witness.square().sum()
-        return self._sums.per_group(rank_gradient.reduced.sq_norms) * torch.where(before > 0, now / before, 1.0)
+        return torch.where(before > 0, now / before, 1.0)
 
     def _sq_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         """|F|² per parameter in the metric, [parameters].
@@ -276,3 +333,8 @@ class WindowReader:
             on_device = [(i, g) for i, g in present if g.device == device]
             parts += self._metric.parts([i for i, _ in on_device], [g for _, g in on_device])
         return add_squares(len(grads), parts, self.device)
+
+
+def _both(further: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """What `Window.further` holds of the summed vectors, if there are any."""
+    return (further[0], further[1]) if further else None
