@@ -25,8 +25,9 @@ class MetricTrackers:
     def __init__(self, metrics: ChosenMetrics, make: Callable[[str, bool], NoiseScaleTracker]) -> None:
         self._order = list(metrics.adds)
         adds = metrics.adds
-        trackers = {name: make(name, adds.get(name) != "norms") for name in metrics.names}
-        self._all: dict[str, NoiseScaleTracker] = {**trackers}
+        self._all: dict[str, NoiseScaleTracker] = {}
+        for name in metrics.names:
+            self._all[name] = make(name, adds.get(name) != "norms")
         self.headline = next(iter(self._all.values()))
         self.further = {name: tracker for name, tracker in self._all.items() if tracker is not self.headline}
         """The others, by name."""

@@ -286,3 +286,26 @@ def test_sums_of_absolute_values() -> None:
     assert float(absolute_sum(sparse)) == 6.0
     assert float(absolute_sum(torch.tensor([-1.0, 2.0], dtype=torch.bfloat16))) == 3.0
     assert float(absolute_sum(torch.empty(0, 3))) == 0.0
+
+
+def test_a_loss_scale_changes_no_metric() -> None:
+    """A GradScaler multiplies every gradient, and its scale grows in between."""
+    assert _under_a_scale(1.0) == pytest.approx(_under_a_scale(1024.0), rel=1e-5)
+
+
+def _under_a_scale(scale: float) -> list[float]:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1, enabled=scale > 1)
+    losses = piece_losses(model, UNITS)
+    with attached(model, optimizer, metric=ALL, grad_scaler=scaler) as probe:
+        for _ in range(2):
+            for loss, n in zip(losses, UNITS, strict=True):
+                with probe.piece(units=n):
+                    scaler.scale(loss()).backward()
+            scaler.unscale_(optimizer)
+            probe.step()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [estimate.trace_cov for name in ALL if (estimate := probe.reading(name)).trace_cov]
