@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
+from sonde.batch_size.per_example.window import read_examples
 from sonde.batch_size.readback import Read, Readback
 from sonde.batch_size.taps.further_metrics import Adds
 from sonde.batch_size.taps.further_sums import read_further
+from sonde.batch_size.taps.tap import ExamplesOfWindow
 from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, read_row
 
 
@@ -93,13 +95,24 @@ class Delivery:
         names, sizes, adds = tuple(scalars), window.witness_sizes, self._adds
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
-            packed, sq_norm_big, witness_final, *both, values = vectors
+            packed, sq_norm_big, witness_final, values, *more = vectors
             row, costs = read_row(packed, sq_norm_big, witness_final, sizes), read_costs(packed, len(sq_norm_big))
-            further = read_further(both[0], both[1], adds) if both else ()
-            return MeasuredWindow(row, known, dict(zip(names, values.tolist(), strict=True)), costs, further)
+            further = read_further(more[0], more[1], adds) if adds else ()
+            example_row = None
+            if of_examples := more[2:] if adds else more:
+                vector, covered, *big = of_examples
+                examples = ExamplesOfWindow(vector, big[0] if big else None, covered)
+                example_row = read_examples(examples, row.sq_norm_big, weight=row.weight, n_pieces=row.n_pieces)
+            by_name = dict(zip(names, values.tolist(), strict=True))
+            return MeasuredWindow(row, known, by_name, costs, example_row, further)
 
-        vectors = [window.packed, window.sq_norm_big, window.witness_final, *(window.further or ())]
-        self.put([*vectors, as_vector(list(scalars.values()), self._device)], read, window.work)
+        vectors = [window.packed, window.sq_norm_big, window.witness_final]
+        vectors += [as_vector(list(scalars.values()), self._device), *(window.further or ())]
+        if window.examples is not None:
+            vectors += [window.examples.vector, window.examples.covered]
+            if window.examples.sq_norm_big is not None:
+                vectors.append(window.examples.sq_norm_big)
+        self.put(vectors, read, window.work)
 
     def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:
         """Put a window in; see `Readback.put`."""

@@ -10,7 +10,7 @@ from sonde.batch_size.log import MeasuredWindow
 from sonde.batch_size.metric_choice import ChosenMetrics
 from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
-from sonde.batch_size.stats.window_row import Drop
+from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.stats.state import check_keys
 
 
@@ -57,8 +57,12 @@ class MetricTrackers:
         for tracker in self._all.values():
             tracker.rounding = rounding
 
-    def update(self, window: MeasuredWindow) -> Drop | None:
+    def update(self, row: WindowRow, window: MeasuredWindow) -> Drop | None:
         """Take one measured window.
+
+        Args:
+            row: its numbers in the first metric, from its pieces or its examples.
+            window: all of its numbers.
 
         Returns:
             Why the headline's tracker dropped it; None when it was averaged.
@@ -66,8 +70,8 @@ class MetricTrackers:
         rows = dict(zip(self._order, window.further, strict=True))
         known, drops = window.known, []
         for name, tracker in self._all.items():
-            row = rows[name].in_place_of(window.row) if name in rows else window.row
-            drops.append(tracker.update(row, number=known.number, every=known.every))
+            own = rows[name].in_place_of(row) if name in rows else row
+            drops.append(tracker.update(own, number=known.number, every=known.every))
         return drops[0]
 
     def parameters_changed(self, change: TrainedChange) -> None:

@@ -28,6 +28,7 @@ from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.measuring_cost import Cost
+from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_choice import choose_metrics
 from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.model_checks import (
@@ -154,8 +155,8 @@ class NoiseScaleProbe:
         whole = self._whole = model_parameters(wrapper.parameters, wrapper.pp_mesh)
         names = group_names(options.groups, whole.names)
         must_match = same_on_ranks(options, whole, names)
-        if metrics.moments is not None:
-            must_match["whether the optimizer has second moments"] = metrics.moments.has_state
+        moments = metrics.moments
+        must_match["whether the optimizer has second moments"] = moments.has_state if moments is not None else None
         check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, must_match)
         self._metrics = MetricTrackers(
             metrics,
@@ -172,6 +173,7 @@ class NoiseScaleProbe:
             ),
         )
         self._tracker = self._metrics.headline
+        self._mechanism = Mechanism(model, wrapper, options)
         # The taps install hooks, so they come after everything that may refuse the model.
         witness = Witness(whole.shapes, whole.first, len(parameters))
         self._taps = TapChoice(
@@ -194,10 +196,11 @@ class NoiseScaleProbe:
             grad_scaler=self._grad_scaler,
             first=whole.first,
             further=metrics.further,
+            examples=self._mechanism.examples,
         )
         self._delivery = Delivery(self._take, self._reader.device, list(metrics.adds.values()))
         pace = Pace(every=options.every, budget=options.budget, n_ranks=n_summed(wrapper.group))
-        self._pacing = Pacing(pace, self._taps, self._reader)
+        self._pacing = Pacing(pace, self._taps, self._mechanism, self._reader)
         self._gathers = (
             GatherAfterSteps(metrics.moments, unwrap_optimizer(optimizer), lambda: self._pacing.is_measured)
             if metrics.moments is not None
@@ -236,6 +239,7 @@ class NoiseScaleProbe:
         except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
+        self._mechanism.begin_window(is_measured=True)
         self._say(describe(self._setup(), self._tracker.unit))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
@@ -462,6 +466,7 @@ class NoiseScaleProbe:
             self._log.end(reason)
 
     def _remove_hooks(self) -> None:
+        self._mechanism.close()
         self._taps.close()
         self._loop.close()
         if self._gathers is not None:
@@ -526,7 +531,7 @@ class NoiseScaleProbe:
         if notes.change is not None:
             self._changes.append(notes.change)
         self._put(window, clip_scalars | self._scalars.take())
-        if change := self._taps.change_if_due():
+        if not self._mechanism.keeps_leaf_hooks and (change := self._taps.change_if_due()):
             self._say(change)
         self._pacing.spent(start)
         return norm, failure
@@ -578,7 +583,16 @@ class NoiseScaleProbe:
         """Take in a window that has arrived: the tracker averages it, the tap may change, the log writes."""
         if self._rounding.has_changed():
             self._metrics.set_rounding(self._rounding.now())
-        drop = self._metrics.update(window)
+        row = self._mechanism.row_of(window)
+        drop = self._metrics.update(row, window)
+        self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
+        if drop is None:
+            self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
+        for alert, message in self._mechanism.take_news():
+            if alert:
+                self._alert(alert, message)
+            else:
+                self._say(message)
         for change in window.known.changes:
             self._metrics.parameters_changed(change)
             self._alert(change.alert, change.message)

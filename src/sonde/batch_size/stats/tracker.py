@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
+from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
@@ -59,6 +60,8 @@ class NoiseScaleTracker:
         self._fixed_weights = fixed_weights
         self.last: SolvedWindow | None = None
         """The last window; None if it was dropped."""
+        self.coverage: Coverage | None = None
+        """The part of the model that readings speak of; None if it is the whole model."""
 
     def update(self, row: WindowRow, *, number: int | None = None, every: float = 1.0) -> Drop | None:
         """Take one measured window.
@@ -133,20 +136,26 @@ class NoiseScaleTracker:
             now: number of the present window, measured or not; by default the last measured one.
         """
         if self._fixed_weights is not None:
-            return self._fixed_weights.reading(
+            reading = self._fixed_weights.reading(
                 self._averages, unit=self.unit, level=self.level, with_groups=with_groups
             )
+            return replace(reading, coverage=self.coverage)
         summaries = [
             summarise(
                 averages, unit=self.unit, level=self.level, with_groups=with_groups, as_if_last=as_if_last, now=now
             )
             for averages in (self._all_averages if with_groups else [self._averages])
         ]
-        return replace(summaries[0], groups=summaries[-1].groups)
+        return replace(summaries[0], groups=summaries[-1].groups, coverage=self.coverage)
 
     @property
     def _all_averages(self) -> list[NoiseScaleAverages]:
         return [self._averages] if self._apart is None else [self._averages, self._apart]
+
+    @property
+    def scale(self) -> float | None:
+        """κ of the last sound window."""
+        return self._averages.scale
 
     @property
     def set_asides(self) -> SetAsides:

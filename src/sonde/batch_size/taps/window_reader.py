@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.further_sums import FurtherSums
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
-from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
+from sonde.batch_size.taps.tap import ExamplesOfWindow, GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
@@ -26,6 +28,32 @@ from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
 
+class Examples(Protocol):
+    """Reads the gradients of a piece's single examples, where another part of the probe has chosen to."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether examples are read now."""
+
+    @property
+    def seconds(self) -> float:
+        """Host time spent reading so far."""
+
+    def end_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
+        """Add the examples of the piece that ends here; `unscale` undoes a GradScaler's scale."""
+
+    def discard_piece(self) -> None:
+        """Forget the present piece."""
+
+    def end_window(self, sums: WindowSums, sq_norms_big: Tensor | None) -> ExamplesOfWindow:
+        """The numbers of the window; starts the next one.
+
+        Args:
+            sums: of the window's pieces, not packed yet.
+            sq_norms_big: |F|² per parameter, [parameters]; None if examples were not read.
+        """
+
+
 class WindowReader:
     """Reads the gradients of pieces and windows, and starts the sum over ranks: one collective per window.
 
@@ -33,6 +61,7 @@ class WindowReader:
         wrapper: the model.
         group_names: the parameter group of each parameter of the whole model, [parameters of all pipeline stages].
         first: where this rank's parameters begin in that list.
+        examples: reads single examples besides pieces; None where that is not possible or not wanted.
         metric: how gradients are squared.
         witness: which elements are compared.
         taps: the choice of the tap that reads the pieces.
@@ -51,12 +80,13 @@ class WindowReader:
         grad_scaler: torch.amp.GradScaler | None,
         first: int = 0,
         further: FurtherMetrics | None = None,
+        examples: Examples | None = None,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
         self._wrapper, self._metric, self._witness = wrapper, metric, witness
-        self._taps, self._grad_scaler, self._further = taps, grad_scaler, further
+        self._taps, self._grad_scaler, self._examples, self._further = taps, grad_scaler, examples, further
         self._seconds = 0.0
         own = group_names[first : first + len(self.parameters)]
         self._group_index = [self.groups.index(name) for name in own]
@@ -82,12 +112,18 @@ class WindowReader:
     @property
     def seconds(self) -> float:
         """Host time spent reading so far, without the norm of a clip."""
-        return self._seconds + self._taps.seconds + (self._further.seconds if self._further is not None else 0.0)
+        of_examples = self._examples.seconds if self._examples is not None else 0.0
+        of_further = self._further.seconds if self._further is not None else 0.0
+        return self._seconds + self._taps.seconds + of_examples + of_further
 
     @property
     def tap_name(self) -> str:
         """Where gradients are read now."""
-        return self._taps.tap.name
+        return self._taps.tap.name + (" and single examples" if self._reads_examples else "")
+
+    @property
+    def _reads_examples(self) -> bool:
+        return self._examples is not None and self._examples.is_open
 
     # Pieces.
 
@@ -98,6 +134,8 @@ class WindowReader:
     def discard_piece(self) -> None:
         """Forget the present piece."""
         self._taps.tap.discard_piece()
+        if self._examples is not None:
+            self._examples.discard_piece()
 
     def end_piece(self, counts: PieceCounts) -> None:
         """Add the piece that ends here to the window."""
@@ -109,6 +147,8 @@ class WindowReader:
             self._taps.saw_piece(gradient)
             self._sums.add(self._unscaled(gradient), counts)
         self._seconds += time.perf_counter() - start
+        if self._examples is not None and self._examples.is_open:
+            self._examples.end_piece(counts, self._unscale())
 
     def begin_pieces(self, n: int) -> None:
         """From here until `end_pieces` the backwards of a pipeline schedule are n pieces."""
@@ -123,10 +163,15 @@ class WindowReader:
 
     def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
         """The gradient divided by the GradScaler's present scale, which stays on the device."""
+        unscale = self._unscale()
+        return gradient if unscale is None else gradient.scaled(unscale)
+
+    def _unscale(self) -> Tensor | None:
+        """The factor that undoes the GradScaler's present scale; it stays on the device."""
         if self._grad_scaler is None:
-            return gradient
+            return None
         scale = self._grad_scaler.scale(torch.ones((), device=self.device))
-        return gradient.scaled(scale.to(gradient.sq_norms.dtype).reciprocal())
+        return scale.to(self._sums.dtype).reciprocal()
 
     # Windows.
 
@@ -172,21 +217,23 @@ class WindowReader:
         witness = self._read_witness(grads)
         # |F|² comes from the cheapest source: DDP's buckets, the norm that a clip needs anyway, or a read of `.grad`.
         norm = self._norm_of_clip() if reads_grad else None
-        if rank_gradient is not None and norm is None:
+        sq_norms = self._sq_norms(grads) if self._reads_examples else None
+        if sq_norms is None and rank_gradient is not None and norm is None:
             sq_norm_big = self._scaled_since_reduction(rank_gradient, witness)
         elif norm is not None and self._metric.is_plain:
             sq_norm_big = self._squared(norm)
         else:
-            sq_norm_big = self._sums.per_group(self._sq_norms(grads))
+            sq_norm_big = self._sums.per_group(self._sq_norms(grads) if sq_norms is None else sq_norms)
+        examples = self._examples.end_window(self._sums, sq_norms) if self._examples is not None else None
         big = self._further_big(grads, rank_gradient, witness)
         packed, sizes = self._pack(problems), dict(self._witness.sizes)
-        if self._sums.further is None or big is None:
-            return Window(packed, sq_norm_big, witness, sizes, start_reduce(packed, self._wrapper.group)), norm
-        further = self._sums.further.pack()
-        vector = torch.cat([packed, further])
+        riding = [] if examples is None else [examples.vector]
+        riding += [] if self._sums.further is None else [self._sums.further.pack()]
+        vector = torch.cat([packed, *riding]) if riding else packed
         work = start_reduce(vector, self._wrapper.group)
-        packed, further = vector.split([len(packed), len(further)])
-        return Window(packed, sq_norm_big, witness, sizes, work, (further, big)), norm
+        packed, *riding = vector.split([len(packed), *map(len, riding)])
+        further = None if big is None else (riding[-1], big)
+        return Window(packed, sq_norm_big, witness, sizes, work, _summed(examples, riding), further), norm
 
     def _end_window_of_shards(
         self, grads: Sequence[Tensor | None], problems: Collection[Problem], *, reads_grad: bool
@@ -195,20 +242,23 @@ class WindowReader:
 
         One collective does it all. A clip waits for that collective, as it has to.
         """
+        witness, sizes = self._read_witness_of_shards(grads), dict(self._witness.sizes)
+        examples = self._examples.end_window(self._sums, None) if self._examples is not None else None
         further = self._further_of_shards(grads)
-        packed, witness = self._pack(problems), self._read_witness_of_shards(grads)
-        parts = [packed, witness, *further]
-        sizes, lengths = dict(self._witness.sizes), list(map(len, parts))
+        parts = [self._pack(problems), witness, *([] if examples is None else [examples.vector]), *further]
         if reads_grad:
             vector = torch.cat(parts)
             norm = self._norm_of_clip(riding=vector)
-            packed, witness, *further = vector.split(lengths)
-            return Window(packed, self._squared(norm), witness, sizes, None, _both(further)), norm
-        squares = to_device(own_square_sums(self.plan)[: len(self.groups)], self.device).to(packed.dtype)
-        vector = torch.cat([squares, *parts])
-        work = start_reduce(vector, self._wrapper.group)
-        squares, packed, witness, *further = vector.split([len(squares), *lengths])
-        return Window(packed, squares, witness, sizes, work, _both(further)), None
+            squares, work = self._squared(norm), None
+        else:
+            norm = None
+            squares = to_device(own_square_sums(self.plan)[: len(self.groups)], self.device).to(witness.dtype)
+            vector = torch.cat([*parts, squares])
+            work = start_reduce(vector, self._wrapper.group)
+            squares = vector[-len(squares) :]
+        packed, witness, *riding = vector[: sum(map(len, parts))].split(list(map(len, parts)))
+        both = (riding[-2], riding[-1]) if further else None
+        return Window(packed, squares, witness, sizes, work, _summed(examples, riding), both), norm
 
     def _further_big(
         self, grads: Sequence[Tensor | None], rank_gradient: RankGradient | None, witness: Tensor
@@ -263,6 +313,8 @@ class WindowReader:
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
+        if self._examples is not None:
+            self._examples.end_window(self._sums, None)
         self._sums.pack(self._take_problems())
         if self._sums.further is not None:
             self._sums.further.pack()
@@ -335,6 +387,6 @@ class WindowReader:
         return add_squares(len(grads), parts, self.device)
 
 
-def _both(further: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """What `Window.further` holds of the summed vectors, if there are any."""
-    return (further[0], further[1]) if further else None
+def _summed(examples: ExamplesOfWindow | None, vectors: Sequence[Tensor]) -> ExamplesOfWindow | None:
+    """The examples with their vector as the collective sums it, if there is one."""
+    return replace(examples, vector=vectors[0]) if examples is not None else None
