@@ -16,6 +16,7 @@ from sonde.batch_size.parameter_groups import Groups
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions, check_partners, join_comparison
 from sonde.batch_size.taps.ddp_buckets import CommHook
+from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.deprecation import with_deprecated
 from sonde.parallel.parameter_roles import parameter_roles
@@ -36,7 +37,7 @@ def attach(
     units_per_piece: float | Mapping[str, float] | None = None,
     horizon: float = 50.0,
     groups: Groups = "blocks",
-    metric: Literal["euclidean", "adam"] = "euclidean",
+    metric: MetricName | Sequence[MetricName] = "euclidean",
     tap: TapName = "auto",
     staging_mib: float = 8.0,
     per_example: Literal["auto", "always", "never"] = "auto",
@@ -47,6 +48,8 @@ def attach(
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     pp_mesh: DeviceMesh | None = None,
+    expert_mesh: DeviceMesh | None = None,
+    cp_mesh: DeviceMesh | None = None,
     comm_hook: CommHook | None = None,
     comm_state: object = None,
     log: RunLog | None = None,
@@ -68,7 +71,7 @@ def attach(
         units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives them.
         horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks", "kinds", "parameters", None, or a function from a parameter's name to its group's.
-        metric: "euclidean" or "adam".
+        metric: "euclidean", "adam", "sign" or "spectral"; or several of them, the headline first.
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
         per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.
@@ -80,6 +83,10 @@ def attach(
         mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
         pp_mesh: the pipeline stages, an axis of `mesh`. `model` is this rank's stage, or an `nn.ModuleList` of its
             stages, and `probe.pieces(n)` goes around each step of the schedule.
+        expert_mesh: the axis of `mesh` over which experts are spread as DTensors, each rank with data of its own. It is
+            found without, where FSDP2 cuts the other parameters over these ranks.
+        cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences. They enter the same pieces with the
+            same numbers, those of the whole sequences. In measured windows, their gradients are summed piece by piece.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -125,6 +132,8 @@ def attach(
         process_group=process_group,
         mesh=mesh,
         pp_mesh=pp_mesh,
+        expert_mesh=expert_mesh,
+        cp_mesh=cp_mesh,
         comm_hook=comm_hook,
         comm_state=comm_state,
         log=log,

@@ -29,6 +29,8 @@ from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
+from sonde.batch_size.metric_choice import choose_metrics
+from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.model_checks import (
     n_batch_norms,
     n_post_accumulate_hooks,
@@ -57,7 +59,7 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
-from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric
+from sonde.batch_size.taps.second_moments import GatherAfterSteps
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.tap_choice import TapChoice
@@ -107,6 +109,9 @@ class NoiseScaleProbe:
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
         mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
         pp_mesh: the pipeline stages, an axis of `mesh`.
+        expert_mesh: the axis of `mesh` over which experts are spread, each rank with data of its own, where FSDP2 does
+            not cut the other parameters.
+        cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -134,6 +139,8 @@ class NoiseScaleProbe:
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         pp_mesh: DeviceMesh | None = None,
+        expert_mesh: DeviceMesh | None = None,
+        cp_mesh: DeviceMesh | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         log: RunLog | None = None,
@@ -144,71 +151,83 @@ class NoiseScaleProbe:
         log = log_of(log, deprecated)
         options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
-        self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh)
+        self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         refuse_steps_in_backward(wrapper.parameters)
-        if options.metric == "adam" and wrapper.mesh is not None:
-            raise ValueError(
-                f"metric='adam' needs the whole second moment on each rank, got a model cut by {wrapper.name}: "
-                "use metric='euclidean'"
-            )
+        staging_bytes = int(options.staging_mib * 2**20)
+        metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
         parameters = list(wrapper.parameters.values())
         self._unmeasured = UnmeasuredParameters(model, parameters, wrapper.leaves, wrapper.stand_ins)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._options = options
-        self._metric: GradientMetric = Euclidean()
-        if options.metric == "adam":
-            assert optimizer is not None
-            self._metric = AdamMetric(unwrap_optimizer(optimizer), parameters)
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
         roles = parameter_roles(model, wrapper.parameters)
         whole = self._whole = model_parameters(wrapper.parameters, roles, wrapper.pp_mesh)
+        experts = () if wrapper.experts is None else wrapper.experts.indices
+        if experts and wrapper.pp_mesh is not None:
+            raise ValueError(
+                "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
+                "scale without a pipeline"
+            )
         try:
             names = group_names(options.groups, whole)
         except Exception:  # of the user's own function: its peers must not wait for this rank
             join_comparison(wrapper)
             raise
-        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, whole, names))
+        has_moments = metrics.moments.has_state if metrics.moments is not None else None
+        must_match = same_on_ranks(options, wrapper, whole, names, has_moments=has_moments)
+        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, must_match)
         units = unit_names(options.unit)
-        # A GradScaler and Adam's metric change the size of squares, so that the limit for plain squares does not apply.
-        has_own_size = self._grad_scaler is not None or options.metric == "adam"
-        self._tracker = NoiseScaleTracker(
-            unit=units[0],
-            further_units=units[1:],
-            groups=tuple(dict.fromkeys(names)),
-            horizon=options.horizon,
-            n_ranks=wrapper.n_ranks,
-            least_sq_norm=0.0 if has_own_size else LEAST_SQ_NORM * whole.numel,
-            rounding=self._rounding.now(),
-            fixed_weights=fixed_weights,
+        self._metrics = MetricTrackers(
+            metrics,
+            lambda name, groups_add_up: NoiseScaleTracker(
+                unit=units[0],
+                further_units=units[1:],
+                groups=tuple(dict.fromkeys(names)),
+                horizon=options.horizon,
+                n_ranks=wrapper.n_ranks,
+                # A GradScaler and other metrics change the size of squares: the limit for plain squares is not theirs.
+                least_sq_norm=0.0 if self._grad_scaler or name != "euclidean" else LEAST_SQ_NORM * whole.numel,
+                rounding=self._rounding.now(),
+                fixed_weights=fixed_weights,
+                groups_add_up=groups_add_up,
+            ),
         )
+        self._tracker = self._metrics.headline
         self._mechanism = Mechanism(model, wrapper, options)
         # The taps install hooks, so they come after everything that may refuse the model.
-        witness = Witness(whole.shapes, whole.first, len(parameters))
+        witness = Witness(whole.shapes, whole.first, len(parameters), apart=experts)
         self._taps = TapChoice(
             wrapper,
             witness,
-            self._metric,
+            metrics.base,
+            further=metrics.further,
             name=options.tap,
             comm_hook=comm_hook,
             comm_state=comm_state,
-            staging_bytes=int(options.staging_mib * 2**20),
+            staging_bytes=staging_bytes,
             on_backward=lambda: self._pieces.backward_ended(),
         )
         self._reader = WindowReader(
             wrapper,
             names,
-            self._metric,
+            metrics.base,
             witness,
             self._taps,
             grad_scaler=self._grad_scaler,
             first=whole.first,
-            n_further=len(units) - 1,
+            further=metrics.further,
+            n_further_units=len(units) - 1,
             examples=self._mechanism.examples,
         )
-        self._delivery = Delivery(self._take, self._reader.device)
+        self._delivery = Delivery(self._take, self._reader.device, list(metrics.adds.values()))
         pace = Pace(every=options.every, budget=options.budget, n_ranks=n_summed(wrapper.group))
         self._pacing = Pacing(pace, self._taps, self._mechanism, self._reader)
+        self._gathers = (
+            GatherAfterSteps(metrics.moments, unwrap_optimizer(optimizer), lambda: self._pacing.is_measured)
+            if metrics.moments is not None
+            else None
+        )
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
         self._n_checked = 0
@@ -238,7 +257,8 @@ class NoiseScaleProbe:
             in_pipeline=wrapper.pp_mesh is not None,
         )
         try:
-            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest, lambda: pace.cost)
+            further = self._metrics.further
+            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest, lambda: pace.cost, further)
         except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
@@ -347,23 +367,36 @@ class NoiseScaleProbe:
         for name, value in scalars.items():
             self._scalars.add(name, value)
 
-    def reading(self) -> NoiseScaleReading:
+    def reading(self, metric: str | None = None) -> NoiseScaleReading:
         """The present reading, including the window that ended last. Waits for the device.
 
         Another thread may call it while this one trains.
+
+        Args:
+            metric: one that is measured; by default the first.
+
+        Raises:
+            ValueError: for a metric that is not measured.
         """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._tracker.reading(now=self._n_windows)
+            return self._metrics.of(metric).reading(now=self._n_windows)
 
-    def window(self) -> SolvedWindow | None:
-        """The last measured window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits."""
+    def window(self, metric: str | None = None) -> SolvedWindow | None:
+        """The last measured window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits.
+
+        Args:
+            metric: as for `reading`.
+
+        Raises:
+            ValueError: for a metric that is not measured.
+        """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._tracker.last
+            return self._metrics.of(metric).last
 
     def metrics(self) -> Mapping[str, float | None]:
-        """The reading by metric name; None where a number is not known or not bounded. Waits for the device."""
+        """The first metric's reading by name; None where a number is not known or not bounded. Waits for the device."""
         with self._delivery.alone():
             self._delivery.receive_all()
             return self._tracker.reading(with_groups=False, now=self._n_windows).metrics()
@@ -391,6 +424,7 @@ class NoiseScaleProbe:
                 {
                     "what": self._identity(),
                     "averages": self._tracker.state_dict(),
+                    "metrics": self._metrics.state_dict(),
                     "frozen": self._loop.frozen,
                     "run": self._log.state_dict(),
                     "windows": self._n_windows,
@@ -410,9 +444,11 @@ class NoiseScaleProbe:
         """
         state = unsealed(state)
         check_state(state, self._identity(), self._wrapper.parameters)
+        # States from before there were further metrics lack them.
+        self._metrics.check_further(further := state.get("metrics", {}))
         with self._delivery.alone():
             self._delivery.receive_all()  # windows still on their way belong to the time before
-            self._tracker.load_state_dict(state["averages"])
+            self._metrics.load_state_dict(state["averages"], further)
             self._loop.restore(self._tracker.gone_groups, state.get("frozen", ()))
             self._log.load_state_dict(state["run"])
             # States from before windows were left out lack these two.
@@ -431,7 +467,7 @@ class NoiseScaleProbe:
                 self._log.write_rest()
 
     def _identity(self) -> dict[str, str]:
-        return identity(self._tracker.unit, self._metric.name, self._whole)
+        return identity(self._tracker.unit, ", ".join(self._options.metrics), self._whole)
 
     def close(self, reason: str = "closed") -> None:
         """Remove every hook, write what is left and end this probe's part of the log. A second call does nothing.
@@ -465,6 +501,8 @@ class NoiseScaleProbe:
         self._mechanism.close()
         self._taps.close()
         self._loop.close()
+        if self._gathers is not None:
+            self._gathers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -577,9 +615,9 @@ class NoiseScaleProbe:
     def _take(self, window: MeasuredWindow) -> None:
         """Take in a window that has arrived: the tracker averages it, the tap may change, the log writes."""
         if self._rounding.has_changed():
-            self._tracker.rounding = self._rounding.now()
+            self._metrics.set_rounding(self._rounding.now())
         row = self._mechanism.row_of(window)
-        drop = self._tracker.update(row, number=window.known.number, every=window.known.every)
+        drop = self._metrics.update(row, window)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
         if drop is None:
             self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
@@ -589,7 +627,7 @@ class NoiseScaleProbe:
             else:
                 self._say(message)
         for change in window.known.changes:
-            self._tracker.parameters_changed(change.groups, gone=change.gone, first=change.first)
+            self._metrics.parameters_changed(change)
             self._alert(change.alert, change.message)
         pace = self._pacing.pace
         pace.take(window.known.n_ended, window.costs)
@@ -599,8 +637,8 @@ class NoiseScaleProbe:
             self._pacing.judge(self._tracker.reading(with_groups=False, as_if_last=False))
         self._taps.saw_row(window.row, is_sound=drop is None)
         self._say_first(window)
-        solved = self._tracker.last
-        norm = solved.norm if solved is not None and self._metric.is_plain else None
+        plain = self._metrics.plain
+        norm = plain.last.norm if plain is not None and plain.last is not None else None
         self._log.window(window, drop, norm)
 
     def _alert(self, name: str, message: str) -> None:
@@ -617,7 +655,7 @@ class NoiseScaleProbe:
         self._n_arrived += 1
         if self._n_arrived == 1:
             row, names = window.row, [self._tracker.unit, *self._tracker.further_units]
-            counts = dict(zip(names, [row.n_units, *row.n_further], strict=True))
+            counts = dict(zip(names, [row.n_units, *row.further_units], strict=True))
             self._say(describe_window(row.n_pieces, counts, self._wrapper.n_ranks))
 
     def _say(self, text: str) -> None:

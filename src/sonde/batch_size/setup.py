@@ -13,9 +13,11 @@ from typing_extensions import TypeIs
 
 from sonde.batch_size.budget import DEFAULT_BUDGET, FIRST_WINDOWS
 from sonde.batch_size.measuring_cost import Cost
+from sonde.batch_size.metric_choice import metric_names
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
 from sonde.batch_size.parameter_groups import Groups, are_logged, check_groups
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
+from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.batch_size.units import counted_in, unit_names
 from sonde.parallel.same_on_ranks import check_same_on_ranks
@@ -41,11 +43,14 @@ class NoiseScaleOptions:
             biases, head and the like; "parameters" for one group each; None for one group in all; or a function from a
             parameter's name to its group's.
         metric: "euclidean" for |g|²; "adam" for Σ g²/(√v̂ + ε) with the second moment of the optimizer's previous
-            step, the noise scale that Adam's steps see.
+            step, the noise scale that Adam's steps see; "sign" for (Σ|g|)², which steps of signs see; "spectral" for
+            the squared sum of the singular values of all matrices, which Muon's steps see. Several, as a tuple, are
+            measured together: the first is the headline, of which the budget, the verdict and `reading()` speak.
         tap: "leaf" reads each micro-batch by hooks on parameters. "comm_hook" reads each rank's window in DDP's
             buckets: cheaper, but blind to micro-batches. "auto" begins with "leaf" and changes to "comm_hook" when
-            every rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook
-            of your own. "auto" changes back where buckets do not suffice.
+            every rank has had one piece in each of a few windows, without a communication hook of your own, and where
+            DDP has shown at attach that a hook divides by this number of ranks as DDP does, bit for bit. "auto" changes
+            back where buckets do not suffice.
         staging_mib: limit of the memory for gradients that wait, in MiB.
         per_example: whether the gradient of each example is read besides those of pieces, layer by layer, so that a
             window of a single piece gives a number too. "auto" reads it where windows are single pieces, or where its
@@ -67,7 +72,7 @@ class NoiseScaleOptions:
     units_per_piece: float | Mapping[str, float] | None = None
     horizon: float = 50.0
     groups: Groups = "blocks"
-    metric: Literal["euclidean", "adam"] = "euclidean"
+    metric: MetricName | Sequence[MetricName] = "euclidean"
     tap: TapName = "auto"
     staging_mib: float = 8.0
     per_example: Literal["auto", "always", "never"] = "auto"
@@ -88,11 +93,10 @@ class NoiseScaleOptions:
             raise ValueError(
                 f"horizon must be more than 1 window, got {self.horizon!r}: use 50, or math.inf for all windows"
             )
+        metric_names(self.metric)
         check_groups(self.groups)
         if self.log_groups is not None and not isinstance(self.log_groups, bool):
             raise ValueError(f"log_groups must be True, False or None, got {self.log_groups!r}")
-        if self.metric not in ("euclidean", "adam"):
-            raise ValueError(f"metric must be 'euclidean' or 'adam', got {self.metric!r}")
         if self.tap not in get_args(TapName):
             raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {self.tap!r}")
         if not (_is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
@@ -109,6 +113,11 @@ class NoiseScaleOptions:
                 f"every must be a whole number of windows from 1 up, got {self.every!r}: use 1 to measure every window"
             )
 
+    @property
+    def metrics(self) -> tuple[MetricName, ...]:
+        """The metrics by name, the headline first."""
+        return metric_names(self.metric)
+
 
 def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler: object, log: object) -> None:
     """Refuse objects of the wrong kind before the model is inspected.
@@ -116,7 +125,7 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler
     Raises:
         ValueError: with the argument, the object that was given and the kind that is needed.
     """
-    if options.metric == "adam" and optimizer is None:
+    if "adam" in options.metrics and optimizer is None:
         raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass optimizer=")
     if optimizer is not None and not hasattr(unwrap_optimizer(optimizer), "register_step_pre_hook"):
         raise ValueError(
@@ -136,13 +145,22 @@ def _is_number(value: object) -> TypeIs[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Sequence[str]) -> dict[str, object]:
+def same_on_ranks(
+    options: NoiseScaleOptions,
+    wrapper: Wrapper,
+    whole: ModelParameters,
+    names: Sequence[str],
+    *,
+    has_moments: bool | None = None,
+) -> dict[str, object]:
     """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums.
 
     Args:
         options: as given.
+        wrapper: of the model.
         whole: the parameters of the whole model.
         names: the group of each of them.
+        has_moments: whether the optimizer has second moments already; None if that does not matter.
     """
     names_of_units = unit_names(options.unit)
     return {
@@ -150,12 +168,16 @@ def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Seq
         "unit": names_of_units[0],
         "the list of further units": names_of_units[1:],
         "horizon": options.horizon,
-        "metric": options.metric,
+        "whether tap is 'auto'": options.tap == "auto",
+        "metric": options.metrics,
+        "staging_mib": options.staging_mib if options.metrics != ("euclidean",) else None,
         "every": options.every,
         "budget": options.budget,
         "per_example": options.per_example,
+        "whether the optimizer has second moments": has_moments,
         "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
         "the groups of parameters": list(names),
+        "the number of ranks that feed the same experts": wrapper.experts.n_ranks if wrapper.experts is not None else 1,
     }
 
 
@@ -165,7 +187,7 @@ def join_comparison(wrapper: Wrapper) -> None:
     Args:
         wrapper: of the model.
     """
-    names = same_on_ranks(NoiseScaleOptions("refused"), ModelParameters([], [], []), [])
+    names = same_on_ranks(NoiseScaleOptions("refused"), wrapper, ModelParameters([], [], []), [])
     with contextlib.suppress(ValueError):  # this rank raises its own error
         check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, dict.fromkeys(names))
 
@@ -192,7 +214,7 @@ def setup_record(
         "budget": options.budget if options.every is None else None,
         "every": options.every,
         "horizon": options.horizon if math.isfinite(options.horizon) else None,
-        "metric": options.metric,
+        "metric": ", ".join(options.metrics),
         "comm_hook": comm_hook_name(wrapper.ddp),
         "units_per_piece": options.units_per_piece if _is_number(options.units_per_piece) else None,
         "further_units": list(unit_names(options.unit)[1:]),
@@ -212,6 +234,8 @@ def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
         "groups": f"{len(groups)}: {shown}" + ("" if setup["groups"] else "; their values are not written to the log"),
         "steps": setup["optimizer"],
     }
+    if setup["metric"] != "euclidean":
+        rows["metric"] = setup["metric"]
     if setup["batch_norms"]:
         rows["note"] = f"{setup['batch_norms']} layers: {BATCH_NORM}"
     if setup["sync_batch_norms"]:

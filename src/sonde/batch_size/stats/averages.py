@@ -62,10 +62,10 @@ class NoiseScaleAverages:
         self.n_seen = number
         self.history.spacing.measured(number, every)
 
-    def see_units(self, n_units: float, n_further: Sequence[float] = ()) -> None:
+    def see_units(self, n_units: float, further_units: Sequence[float] = ()) -> None:
         """Average the units of a window, whether the window is used or dropped."""
         decay = self._decay
-        for (name, sums), n in zip(self._further.items(), n_further, strict=True):
+        for (name, sums), n in zip(self._further.items(), further_units, strict=True):
             if math.isfinite(n):
                 self._further[name] = (decay * sums[0] + n, decay * sums[1] + n_units)
         self._units = decay * self._units + n_units

@@ -19,7 +19,8 @@ from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neig
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.batch_size.taps.tap import ExamplesOfWindow, GradientSummary, Number, Problem
+from sonde.batch_size.taps.further_sums import FurtherSums
+from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import accumulation_dtype, to_device
 
@@ -140,8 +141,10 @@ class Window:
         witness_final: the witness's elements of that gradient; [witness].
         witness_sizes: elements that the witness read of each parameter, in order, by index.
         work: the collective that is adding to `packed`; None with a single rank.
-        n_further: how many further units pieces are counted in.
+        n_further_units: how many further units pieces are counted in.
         examples: of the window's single examples, if the probe may read them.
+        experts: of experts that several ranks feed, if the model has any; the other numbers are then of the rest.
+        further: what `FurtherSums` packed, and its sums of the final gradient; None without further metrics.
     """
 
     packed: Tensor
@@ -150,7 +153,9 @@ class Window:
     witness_sizes: Mapping[int, int]
     work: dist.Work | None
     examples: ExamplesOfWindow | None = None
-    n_further: int = 0
+    experts: ExpertsOfWindow | None = None
+    further: tuple[Tensor, Tensor] | None = None
+    n_further_units: int = 0
 
 
 class WindowSums:
@@ -163,7 +168,8 @@ class WindowSums:
         device: where the sums live.
         data: this rank's place among those that have data of their own; None for a single process.
         has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
-        n_further: how many further units pieces are counted in.
+        further: adds up the norms in further metrics; None without.
+        n_further_units: how many further units pieces are counted in.
     """
 
     def __init__(
@@ -175,9 +181,10 @@ class WindowSums:
         device: torch.device,
         data: DataRanks | None = None,
         has_loss_scale: bool = False,
-        n_further: int = 0,
+        further: FurtherSums | None = None,
+        n_further_units: int = 0,
     ) -> None:
-        self.n_further = n_further
+        self.further, self.n_further_units = further, n_further_units
         self.dtype = accumulation_dtype(device)
         self._device = device
         self._group_index = torch.tensor(group_index, device=device)
@@ -200,7 +207,7 @@ class WindowSums:
         self._weight_over_units: Number = 0.0
         self._sq_weight_over_units: Number = 0.0
         self._units: Number = 0.0
-        self._further: list[Number] = [0.0] * self.n_further
+        self._further_units: list[Number] = [0.0] * self.n_further_units
         self._compared: list[Tensor] = []
 
     def add(self, gradient: GradientSummary, counts: PieceCounts) -> None:
@@ -217,7 +224,7 @@ class WindowSums:
         self._weight_over_units += counts.weight / counts.effective_units
         self._sq_weight_over_units += counts.weight * counts.weight / counts.effective_units
         self._units += counts.units
-        self._further = [a + b for a, b in zip(self._further, counts.further, strict=True)]
+        self._further_units = [a + b for a, b in zip(self._further_units, counts.further, strict=True)]
         for number in (counts.weight, counts.effective_units, counts.units, *counts.further):
             # `piece_counts` has checked Python numbers. Tensors cannot be checked without waiting for the device.
             if isinstance(number, Tensor):
@@ -234,9 +241,11 @@ class WindowSums:
         self._small += gradient.sq_norms / weight
         squares = gradient.witness.square()
         self._witness += gradient.witness
-        self._witness_squares += squares
+        self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
         self._witness_small += squares.sum() / weight
         self._squares += gradient.sq_norms.sum()
+        if self.further is not None and gradient.further is not None:
+            self.further.add(gradient.further, weight)
 
     @property
     def sq_norms_over_weight(self) -> Tensor:
@@ -270,9 +279,9 @@ class WindowSums:
             self._sq_weight_over_units / self._weight if has_pieces else 0.0,
             float(may_compare),
         ]
-        further = self._further
+        further = self._further_units
         if not counts_pieces:
-            counts, further = [0.0] * _N_COUNTS, [0.0] * self.n_further
+            counts, further = [0.0] * _N_COUNTS, [0.0] * self.n_further_units
         numbers = as_vector([*self.costs.numbers(), *counts, *problems], self._device)
         self._add_not_finite(numbers[N_COSTS + _N_COUNTS :])
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
@@ -327,7 +336,7 @@ def read_row(
     sq_norm_big: Tensor,
     witness_final: Tensor,
     witness_sizes: Mapping[int, int],
-    n_further: int = 0,
+    n_further_units: int = 0,
 ) -> WindowRow:
     """Name the numbers of a window once they are on the host.
 
@@ -336,9 +345,9 @@ def read_row(
         sq_norm_big: as in `Window`, [groups]; on the CPU.
         witness_final: as in `Window`, [witness]; on the CPU.
         witness_sizes: as in `Window`.
-        n_further: as in `Window`.
+        n_further_units: as in `Window`.
     """
-    packed, further = packed.split([len(packed) - n_further, n_further])
+    packed, further = packed.split([len(packed) - n_further_units, n_further_units])
     n_groups, n_witness = len(sq_norm_big), len(witness_final)
     lengths = [n_groups, N_COSTS, _N_COUNTS, len(Problem), 2, _N_COMPARISONS, n_witness, n_witness]
     small, _, counts, problems, (witness_small, witness_ranks), compared, witness, squares, marks = packed.split(
@@ -355,7 +364,7 @@ def read_row(
         sq_weight_over_units=sq_weight_over_units,
         n_pieces=round(n_pieces),
         n_units=n_units,
-        n_further=further.tolist(),
+        further_units=further.tolist(),
         rank_sq_weight_over_units=rank_sq_weight_over_units,
         problems=[drop for p, drop in drops.items() if not p.only_explains],
         explanations=[drop for p, drop in drops.items() if p.only_explains],
