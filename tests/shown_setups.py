@@ -18,6 +18,7 @@ PAGE = TESTS.parent / "docs" / "where-it-works.md"
 QUANTITIES = {
     "noise scale": "noise scale",
     "single examples": "noise scale from single examples",
+    "prompts": "noise scale in prompts",
     "measure": "`sonde.measure`",
     "norm and clip": "norm and clip",
     "entropy change": "entropy change",
@@ -39,6 +40,7 @@ SETUPS = (
     "PP with FSDP2",
     "PP with TP",
     "PP with FSDP2 over TP",
+    "DDP over CP",
     "FSDP2 over CP",
     "EP",
 )
