@@ -20,6 +20,8 @@ LOOPS = {
     "EP2 × FSDP2, experts divided otherwise": Loop(averaged=False),
     "EP4": Loop(n_feeding=4, weighted=True),
     "EP4, experts not divided, no clip": Loop(n_feeding=4, averaged=False, clips=False),
+    "EP4 beside FSDP2 × TP": Loop(n_feeding=4, dense="fsdp over tp", weighted=True),
+    "EP4 beside FSDP2 × TP, no clip": Loop(n_feeding=4, dense="fsdp over tp", averaged=False, clips=False),
     "EP2 beside plain parameters": Loop(dense="plain", weighted=True),
     "EP2 beside plain parameters, no clip": Loop(dense="plain", clips=False),
 }
@@ -36,8 +38,8 @@ def test_values_are_those_of_one_process(ranks4: Ranks, name: str) -> None:
     results = ranks4(_values, loop)
     for result in results:
         assert result["alerts"] == {}
-        assert result["setup"]["ranks"] == 4
-        assert f"experts over {loop.n_feeding} ranks" in result["setup"]["wrapper"]
+        assert result["setup"]["ranks"] == loop.n_data
+        assert f"experts over {min(loop.n_feeding, loop.n_data)} ranks" in result["setup"]["wrapper"]
         for window, exact in zip(result["windows"], result["by hand"], strict=True):
             assert window is not None, result["reading"].dropped
             error = torch.tensor(window, dtype=torch.float64).sub(torch.tensor(exact)).abs().max()

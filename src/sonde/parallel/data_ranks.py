@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,19 +37,22 @@ class DataRanks:
     counts_pieces: bool = True
 
 
-def check_whole_mesh(parameters: Mapping[str, Tensor], mesh: Any = None) -> DeviceMesh:
+def check_whole_mesh(parameters: Mapping[str, Tensor], mesh: Any = None, experts: Collection[int] = ()) -> DeviceMesh:
     """The mesh of all ranks that hold any of a model: as given, or the largest of its parameters.
 
     Args:
         parameters: by name; plain ones count for nothing.
         mesh: as the user gave it, or None.
+        experts: positions of parameters whose own mesh is taken only if no other is as large, since it need not have
+            the axes of the others.
 
     Raises:
         ValueError: when it does not contain the ranks of every parameter, or is no mesh.
     """
     meshes = {name: cast(Any, p).device_mesh for name, p in parameters.items() if is_dtensor(p)}
     if mesh is None:
-        mesh = max(meshes.values(), key=lambda m: m.size())
+        are_experts = [name for i, name in enumerate(parameters) if i in experts]
+        _, mesh = max(meshes.items(), key=lambda item: (item[1].size(), item[0] not in are_experts, item[1].ndim))
     check_mesh("mesh", mesh)
     for name, its_mesh in meshes.items():
         if not ranks_of(its_mesh) <= ranks_of(mesh):

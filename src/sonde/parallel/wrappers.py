@@ -107,11 +107,11 @@ def find_wrapper(
         mesh = mesh if mesh is not None else pp_mesh
         if mesh is None and not any(map(is_dtensor, parameters.values())):
             mesh = cp_mesh
-        mesh = check_whole_mesh(parameters, mesh)
+        experts = find_experts(*_with_frozen(model, parameters, gathered), expert_mesh, n_trainable=len(parameters))
+        mesh = check_whole_mesh(parameters, mesh, experts.indices if experts is not None else ())
         over_ddp = ranks_of(mesh) if ddp is None else set(dist.get_process_group_ranks(ddp.process_group))
         if cp_mesh is not None and over_ddp != ranks_of(mesh):
             raise ValueError("DDP averages over other ranks than those of mesh=: pass mesh=, a mesh of DDP's ranks")
-        experts = find_experts(*_with_frozen(model, parameters, gathered), expert_mesh, n_trainable=len(parameters))
         fed_by_one = [leaf for i, leaf in enumerate(leaves) if experts is None or i not in experts.indices]
         group, data = group_of_mesh(mesh), data_ranks(mesh, fed_by_one, pp_mesh, cp_mesh)
     else:
