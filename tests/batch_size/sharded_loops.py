@@ -196,7 +196,8 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
 
     Returns:
         The parameters after training, the collectives that were issued, and with a probe its reading and alerts. With
-        `values`, also each window of the probe, and the same by hand: (tr Σ, |G|²) of the total and of each group.
+        `values`, also each window of the probe, and the same by hand: (tr Σ, |G|²) of the total and of each group. Then
+        the loop gathers the parameters before each window, with a probe or without.
     """
     torch._dynamo.reset()
     model = shard(build(loop), loop)
@@ -227,7 +228,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
         result["norms"].append(_end(probe, model, loop))
         optimizer.step()
         optimizer.zero_grad()
-        if values and window >= 0:
+        if values and probe and window >= 0:
             solved = probe.window()
             result["windows"].append(solved and [(e.trace_cov, e.grad_sq) for e in (solved.total, *solved.per_group)])
             result["by hand"].append(by_hand(whole, loop, window))
