@@ -114,3 +114,18 @@ def test_refusals(ranks4: Ranks) -> None:
     for messages in ranks4(_refused):
         for message, start in zip(messages, expected, strict=True):
             assert message.startswith(start)
+
+
+def _with_another_metric() -> str:
+    model, options = cut(Loop())
+    try:
+        sonde.attach(model, torch.optim.AdamW(model.parameters()), unit="rows", metric=("euclidean", "sign"), **options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_other_metrics_are_refused(ranks4: Ranks) -> None:
+    for message in ranks4(_with_another_metric):
+        assert "is not measured where several ranks feed one gradient" in message
+        assert "with experts over 2 ranks" in message

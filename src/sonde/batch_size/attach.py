@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +14,7 @@ from sonde.batch_size.budget import DEFAULT_BUDGET
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.taps.ddp_buckets import CommHook
+from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.deprecation import with_deprecated
 from sonde.parallel.wrappers import GroupOf
@@ -31,7 +33,7 @@ def attach(
     units_per_piece: float | None = None,
     horizon: float = 50.0,
     groups: Literal["blocks"] | GroupOf | None = "blocks",
-    metric: Literal["euclidean", "adam"] = "euclidean",
+    metric: MetricName | Sequence[MetricName] = "euclidean",
     tap: TapName = "auto",
     staging_mib: float = 8.0,
     per_example: Literal["auto", "always", "never"] = "auto",
@@ -63,7 +65,7 @@ def attach(
         units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number.
         horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks", None, or a function from a parameter's name to its group's.
-        metric: "euclidean" or "adam".
+        metric: "euclidean", "adam", "sign" or "spectral"; or several of them, the headline first.
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
         per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.

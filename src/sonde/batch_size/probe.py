@@ -29,6 +29,8 @@ from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
+from sonde.batch_size.metric_choice import choose_metrics
+from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.model_checks import (
     n_batch_norms,
     n_post_accumulate_hooks,
@@ -56,7 +58,7 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
-from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric
+from sonde.batch_size.taps.second_moments import GatherAfterSteps
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
@@ -147,67 +149,74 @@ class NoiseScaleProbe:
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
         self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         refuse_steps_in_backward(wrapper.parameters)
-        if options.metric == "adam" and wrapper.mesh is not None:
-            raise ValueError(
-                f"metric='adam' needs the whole second moment on each rank, got a model cut by {wrapper.name}: "
-                "use metric='euclidean'"
-            )
+        staging_bytes = int(options.staging_mib * 2**20)
+        metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
         parameters = list(wrapper.parameters.values())
         self._unmeasured = UnmeasuredParameters(model, [*parameters, *wrapper.stand_ins])
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._options = options
-        self._metric: GradientMetric = Euclidean()
-        if options.metric == "adam":
-            assert optimizer is not None
-            self._metric = AdamMetric(unwrap_optimizer(optimizer), parameters)
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
         whole = self._whole = model_parameters(wrapper.parameters, wrapper.pp_mesh)
         names = group_names(options.groups, whole.names)
-        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, wrapper, whole, names))
         experts = () if wrapper.experts is None else wrapper.experts.indices
         if experts and wrapper.pp_mesh is not None:
             raise ValueError(
                 "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
                 "scale without a pipeline"
             )
-        # A GradScaler and Adam's metric change the size of squares, so that the limit for plain squares does not apply.
-        has_own_size = self._grad_scaler is not None or options.metric == "adam"
-        self._tracker = NoiseScaleTracker(
-            unit=options.unit,
-            groups=tuple(dict.fromkeys(names)),
-            horizon=options.horizon,
-            n_ranks=wrapper.n_ranks,
-            least_sq_norm=0.0 if has_own_size else LEAST_SQ_NORM * whole.numel,
-            rounding=self._rounding.now(),
-            fixed_weights=fixed_weights,
+        must_match = same_on_ranks(options, wrapper, whole, names)
+        moments = metrics.moments
+        must_match["whether the optimizer has second moments"] = moments.has_state if moments is not None else None
+        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, must_match)
+        self._metrics = MetricTrackers(
+            metrics,
+            lambda name, groups_add_up: NoiseScaleTracker(
+                unit=options.unit,
+                groups=tuple(dict.fromkeys(names)),
+                horizon=options.horizon,
+                n_ranks=wrapper.n_ranks,
+                # A GradScaler and other metrics change the size of squares: the limit for plain squares is not theirs.
+                least_sq_norm=0.0 if self._grad_scaler or name != "euclidean" else LEAST_SQ_NORM * whole.numel,
+                rounding=self._rounding.now(),
+                fixed_weights=fixed_weights,
+                groups_add_up=groups_add_up,
+            ),
         )
+        self._tracker = self._metrics.headline
         self._mechanism = Mechanism(model, wrapper, options)
         # The taps install hooks, so they come after everything that may refuse the model.
         witness = Witness(whole.shapes, whole.first, len(parameters), apart=experts)
         self._taps = TapChoice(
             wrapper,
             witness,
-            self._metric,
+            metrics.base,
+            further=metrics.further,
             name=options.tap,
             comm_hook=comm_hook,
             comm_state=comm_state,
-            staging_bytes=int(options.staging_mib * 2**20),
+            staging_bytes=staging_bytes,
             on_backward=lambda: self._pieces.backward_ended(),
         )
         self._reader = WindowReader(
             wrapper,
             names,
-            self._metric,
+            metrics.base,
             witness,
             self._taps,
             grad_scaler=self._grad_scaler,
             first=whole.first,
+            further=metrics.further,
             examples=self._mechanism.examples,
         )
-        self._delivery = Delivery(self._take, self._reader.device)
+        self._delivery = Delivery(self._take, self._reader.device, list(metrics.adds.values()))
         pace = Pace(every=options.every, budget=options.budget, n_ranks=n_summed(wrapper.group))
         self._pacing = Pacing(pace, self._taps, self._mechanism, self._reader)
+        self._gathers = (
+            GatherAfterSteps(metrics.moments, unwrap_optimizer(optimizer), lambda: self._pacing.is_measured)
+            if metrics.moments is not None
+            else None
+        )
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
         self._n_checked = 0
@@ -236,7 +245,8 @@ class NoiseScaleProbe:
             in_pipeline=wrapper.pp_mesh is not None,
         )
         try:
-            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest, lambda: pace.cost)
+            further = self._metrics.further
+            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest, lambda: pace.cost, further)
         except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
@@ -343,23 +353,36 @@ class NoiseScaleProbe:
         for name, value in scalars.items():
             self._scalars.add(name, value)
 
-    def reading(self) -> NoiseScaleReading:
+    def reading(self, metric: str | None = None) -> NoiseScaleReading:
         """The present reading, including the window that ended last. Waits for the device.
 
         Another thread may call it while this one trains.
+
+        Args:
+            metric: one that is measured; by default the first.
+
+        Raises:
+            ValueError: for a metric that is not measured.
         """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._tracker.reading(now=self._n_windows)
+            return self._metrics.of(metric).reading(now=self._n_windows)
 
-    def window(self) -> SolvedWindow | None:
-        """The last measured window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits."""
+    def window(self, metric: str | None = None) -> SolvedWindow | None:
+        """The last measured window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits.
+
+        Args:
+            metric: as for `reading`.
+
+        Raises:
+            ValueError: for a metric that is not measured.
+        """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._tracker.last
+            return self._metrics.of(metric).last
 
     def metrics(self) -> Mapping[str, float | None]:
-        """The reading by metric name; None where a number is not known or not bounded. Waits for the device."""
+        """The first metric's reading by name; None where a number is not known or not bounded. Waits for the device."""
         with self._delivery.alone():
             self._delivery.receive_all()
             return self._tracker.reading(with_groups=False, now=self._n_windows).metrics()
@@ -383,6 +406,7 @@ class NoiseScaleProbe:
                 "version": VERSION,
                 "what": self._identity(),
                 "averages": self._tracker.state_dict(),
+                "metrics": self._metrics.state_dict(),
                 "frozen": self._loop.frozen,
                 "run": self._log.state_dict(),
                 "windows": self._n_windows,
@@ -399,9 +423,11 @@ class NoiseScaleProbe:
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
         check_state(state, self._identity(), self._wrapper.parameters)
+        # States from before there were further metrics lack them.
+        self._metrics.check_further(further := state.get("metrics", {}))
         with self._delivery.alone():
             self._delivery.receive_all()  # windows still on their way belong to the time before
-            self._tracker.load_state_dict(state["averages"])
+            self._metrics.load_state_dict(state["averages"], further)
             self._loop.restore(self._tracker.gone_groups, state.get("frozen", ()))
             self._log.load_state_dict(state["run"])
             # States from before windows were left out lack these two.
@@ -420,7 +446,7 @@ class NoiseScaleProbe:
                 self._log.write_rest()
 
     def _identity(self) -> dict[str, str]:
-        return identity(self._tracker.unit, self._metric.name, self._whole)
+        return identity(self._tracker.unit, ", ".join(self._options.metrics), self._whole)
 
     def close(self, reason: str = "closed") -> None:
         """Remove every hook, write what is left and end this probe's part of the log. A second call does nothing.
@@ -454,6 +480,8 @@ class NoiseScaleProbe:
         self._mechanism.close()
         self._taps.close()
         self._loop.close()
+        if self._gathers is not None:
+            self._gathers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -565,9 +593,9 @@ class NoiseScaleProbe:
     def _take(self, window: MeasuredWindow) -> None:
         """Take in a window that has arrived: the tracker averages it, the tap may change, the log writes."""
         if self._rounding.has_changed():
-            self._tracker.rounding = self._rounding.now()
+            self._metrics.set_rounding(self._rounding.now())
         row = self._mechanism.row_of(window)
-        drop = self._tracker.update(row, number=window.known.number, every=window.known.every)
+        drop = self._metrics.update(row, window)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
         if drop is None:
             self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
@@ -577,7 +605,7 @@ class NoiseScaleProbe:
             else:
                 self._say(message)
         for change in window.known.changes:
-            self._tracker.parameters_changed(change.groups, gone=change.gone, first=change.first)
+            self._metrics.parameters_changed(change)
             self._alert(change.alert, change.message)
         pace = self._pacing.pace
         pace.take(window.known.n_ended, window.costs)
@@ -587,8 +615,8 @@ class NoiseScaleProbe:
             self._pacing.judge(self._tracker.reading(with_groups=False, as_if_last=False))
         self._taps.saw_row(window.row, is_sound=drop is None)
         self._say_first(window)
-        solved = self._tracker.last
-        norm = solved.norm if solved is not None and self._metric.is_plain else None
+        plain = self._metrics.plain
+        norm = plain.last.norm if plain is not None and plain.last is not None else None
         self._log.window(window, drop, norm)
 
     def _alert(self, name: str, message: str) -> None:

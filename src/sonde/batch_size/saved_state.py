@@ -42,7 +42,7 @@ def check_state(state: Any, own: Mapping[str, str], parameters: Collection[str])
             f"probe state has version {got!r:.60}, but this sonde reads version {VERSION}: start without the state"
         )
     # States from before "frozen" was saved are still read, and those from before windows were left out.
-    later = {"frozen": [], "windows": 0, "pace": {}}
+    later = {"frozen": [], "windows": 0, "pace": {}, "metrics": {}}
     check_keys("noise-scale probe state", {**later, **state}, {"version", "what", "averages", "run", *later})
     check_keys("noise-scale probe state", state["what"], set(own))
     for name, value in own.items():

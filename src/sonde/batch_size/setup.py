@@ -12,8 +12,10 @@ from typing_extensions import TypeIs
 
 from sonde.batch_size.budget import DEFAULT_BUDGET, FIRST_WINDOWS
 from sonde.batch_size.measuring_cost import Cost
+from sonde.batch_size.metric_choice import metric_names
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
+from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.parallel.stages import ModelParameters
 from sonde.parallel.unwrap import unwrap_optimizer
@@ -34,7 +36,9 @@ class NoiseScaleOptions:
         groups: "blocks" for one group per top-level block, None for one group in all, or a function from a parameter's
             name to its group's.
         metric: "euclidean" for |g|²; "adam" for Σ g²/(√v̂ + ε) with the second moment of the optimizer's previous
-            step, the noise scale that Adam's steps see.
+            step, the noise scale that Adam's steps see; "sign" for (Σ|g|)², which steps of signs see; "spectral" for
+            the squared sum of the singular values of all matrices, which Muon's steps see. Several, as a tuple, are
+            measured together: the first is the headline, of which the budget, the verdict and `reading()` speak.
         tap: "leaf" reads each micro-batch by hooks on parameters. "comm_hook" reads each rank's window in DDP's
             buckets: cheaper, but blind to micro-batches. "auto" begins with "leaf" and changes to "comm_hook" when
             every rank has had one piece in each of a few windows, without a communication hook of your own, and where
@@ -59,7 +63,7 @@ class NoiseScaleOptions:
     units_per_piece: float | None = None
     horizon: float = 50.0
     groups: Literal["blocks"] | GroupOf | None = "blocks"
-    metric: Literal["euclidean", "adam"] = "euclidean"
+    metric: MetricName | Sequence[MetricName] = "euclidean"
     tap: TapName = "auto"
     staging_mib: float = 8.0
     per_example: Literal["auto", "always", "never"] = "auto"
@@ -78,8 +82,7 @@ class NoiseScaleOptions:
             raise ValueError(
                 f"horizon must be more than 1 window, got {self.horizon!r}: use 50, or math.inf for all windows"
             )
-        if self.metric not in ("euclidean", "adam"):
-            raise ValueError(f"metric must be 'euclidean' or 'adam', got {self.metric!r}")
+        metric_names(self.metric)
         if self.tap not in get_args(TapName):
             raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {self.tap!r}")
         if not (_is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
@@ -96,6 +99,11 @@ class NoiseScaleOptions:
                 f"every must be a whole number of windows from 1 up, got {self.every!r}: use 1 to measure every window"
             )
 
+    @property
+    def metrics(self) -> tuple[MetricName, ...]:
+        """The metrics by name, the headline first."""
+        return metric_names(self.metric)
+
 
 def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler: object, log: object) -> None:
     """Refuse objects of the wrong kind before the model is inspected.
@@ -103,7 +111,7 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler
     Raises:
         ValueError: with the argument, the object that was given and the kind that is needed.
     """
-    if options.metric == "adam" and optimizer is None:
+    if "adam" in options.metrics and optimizer is None:
         raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass optimizer=")
     if optimizer is not None and not hasattr(unwrap_optimizer(optimizer), "register_step_pre_hook"):
         raise ValueError(
@@ -166,8 +174,9 @@ def same_on_ranks(
     return {
         "unit": options.unit,
         "horizon": options.horizon,
-        "metric": options.metric,
         "whether tap is 'auto'": options.tap == "auto",
+        "metric": options.metrics,
+        "staging_mib": options.staging_mib if options.metrics != ("euclidean",) else None,
         "every": options.every,
         "budget": options.budget,
         "per_example": options.per_example,
@@ -199,7 +208,7 @@ def setup_record(
         "budget": options.budget if options.every is None else None,
         "every": options.every,
         "horizon": options.horizon if math.isfinite(options.horizon) else None,
-        "metric": options.metric,
+        "metric": ", ".join(options.metrics),
         "comm_hook": comm_hook_name(wrapper.ddp),
         "units_per_piece": options.units_per_piece,
     }
@@ -219,6 +228,8 @@ def describe(setup: Mapping[str, Any], unit: str) -> str:
         "groups": f"{len(groups)}: {shown}",
         "steps": setup["optimizer"],
     }
+    if setup["metric"] != "euclidean":
+        rows["metric"] = setup["metric"]
     if setup["batch_norms"]:
         rows["note"] = f"{setup['batch_norms']} layers: {BATCH_NORM}"
     if setup["sync_batch_norms"]:

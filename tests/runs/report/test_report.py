@@ -146,7 +146,7 @@ def test_the_rest_of_the_set_up_is_shown(tmp_path: Path) -> None:
     assert "the first has 0.29 of the last one's" in text
     assert "grad scaler: yes units per piece: 8" in text
     assert "comm hook" not in text
-    assert "adam: squared norms are weighted as this optimizer weights gradients." in text
+    assert "adam, in place of the plain squared norm of gradients." in text
 
 
 def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) -> None:

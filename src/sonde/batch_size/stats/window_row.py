@@ -61,6 +61,8 @@ class WindowRow:
         repeats: pieces and ranks with the same gradient.
         examples: the window's single examples; None if it is to be solved from its pieces.
         experts: of experts that several ranks feed, and the other numbers are of the rest; None without experts.
+        whole: Σ |h_k|²/w_k and |F|² of the whole model, in a metric in which squares of groups do not add up to them;
+            None otherwise.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -83,6 +85,7 @@ class WindowRow:
     repeats: Repeats = field(default_factory=Repeats)
     examples: ExampleSums | None = None
     experts: ExpertSums | None = None
+    whole: tuple[float, float] | None = None
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""

@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
 from sonde.batch_size.taps.context_pieces import ContextPieces, is_context_parallel
 from sonde.batch_size.taps.cut_gradients import CutGradients
+from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL, STAGED_NUMEL_ON_CPU, PieceGradient, Reading
@@ -36,6 +37,7 @@ class LeafHookTap:
         context: reads pieces whose gradients are means over ranks that share sequences; None without.
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
+        further: metrics beside `metric`; None without.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
         n_collectives: counts the collectives that the ranks have issued so far; any of them may have reduced `.grad`.
         staging_bytes: bound of the memory for gradients that wait.
@@ -51,6 +53,7 @@ class LeafHookTap:
         parameters: Sequence[Tensor] | None = None,
         cut: CutGradients | None = None,
         context: ContextPieces | None = None,
+        further: FurtherMetrics | None = None,
         on_backward_end: Callable[[], None],
         n_collectives: Callable[[], int] = lambda: 0,
         staging_bytes: int = 8 * 2**20,
@@ -70,6 +73,7 @@ class LeafHookTap:
             staging_bytes=staging_bytes,
             device=device,
             one_device=all(leaf.device == device for leaf in leaves),
+            further=further,
         )
         self._context = context
         self._problems = [0] * len(Problem)

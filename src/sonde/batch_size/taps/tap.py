@@ -22,17 +22,21 @@ class GradientSummary:
         n_backwards: backwards that added up to this gradient.
         witness_squares: squares of the parts that were added up to the witness's elements, which rounding is relative
             to, [witness.size]; None for the squares of the elements themselves.
+        further: norm per parameter in each further metric, not squared; [further metrics, parameters]. None without.
     """
 
     sq_norms: Tensor
     witness: Tensor
     n_backwards: int = 1
     witness_squares: Tensor | None = None
+    further: Tensor | None = None
 
     def scaled(self, factor: Tensor) -> GradientSummary:
         """The summary of `factor` times the gradient; factor: 0-dim."""
-        squares = None if self.witness_squares is None else self.witness_squares * factor.square()
-        return GradientSummary(self.sq_norms * factor.square(), self.witness * factor, self.n_backwards, squares)
+        square = factor.square()
+        squares = None if self.witness_squares is None else self.witness_squares * square
+        further = None if self.further is None else self.further * factor.abs()
+        return GradientSummary(self.sq_norms * square, self.witness * factor, self.n_backwards, squares, further)
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,7 @@ class Problem(IntEnum):
     EXPERTS_DIFFER = 22
     CONTEXT_PARALLEL = 23
     OTHER_ORDER = 24
+    MOMENT_CUT_APART = 25
 
     @property
     def only_explains(self) -> bool:
@@ -250,6 +255,10 @@ _MESSAGES = {
     Problem.EXPERTS_DIFFER: (
         "ranks that feed the same experts had different numbers of pieces in the window, or more than 256: enter "
         "'with probe.piece():' around the backward of each micro-batch on all of these ranks"
+    ),
+    Problem.MOMENT_CUT_APART: (
+        "a gradient was cut over ranks in another way than the optimizer's second moment, so metric='adam' cannot "
+        "weigh it: use metric='euclidean'"
     ),
     Problem.OUTSIDE_PIECES: (
         "a backward outside piece() added to the gradients, and DDP's buckets hold its part too: "

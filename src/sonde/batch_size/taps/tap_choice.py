@@ -12,6 +12,7 @@ from sonde.batch_size.taps.context_pieces import ContextPieces
 from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap, comm_hook_name, is_power_of_two, is_tapped
 from sonde.batch_size.taps.ddp_division import why_division_differs
+from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.tap import GradientSummary, Problem, Tap
@@ -32,6 +33,7 @@ class TapChoice:
         wrapper: the model.
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
+        further: metrics beside it; None without.
         name: "leaf", "comm_hook" or "auto".
         comm_hook: the user's DDP communication hook, for "comm_hook" to wrap.
         comm_state: the state that the hook is called with.
@@ -48,13 +50,14 @@ class TapChoice:
         witness: Witness,
         metric: GradientMetric,
         *,
+        further: FurtherMetrics | None = None,
         name: TapName,
         comm_hook: CommHook | None,
         comm_state: object,
         staging_bytes: int,
         on_backward: Callable[[], None],
     ) -> None:
-        self._wrapper, self._witness, self._metric = wrapper, witness, metric
+        self._wrapper, self._witness, self._metric, self._further = wrapper, witness, metric, further
         self._staging_bytes, self._on_backward = staging_bytes, on_backward
         self._is_auto = name == "auto"
         self._seconds_before = 0.0
@@ -160,8 +163,12 @@ class TapChoice:
             self._witness,
             self._metric,
             parameters=list(self._wrapper.parameters.values()),
-            cut=CutGradients(len(leaves), data.first_sharing) if data.n_sharing > 1 or self._wrapper.experts else None,
+            # Adam's second moments are cut as parameters are.
+            cut=CutGradients(leaves, data.first_sharing, as_leaves=self._further is not None)
+            if data.n_sharing > 1 or self._wrapper.experts
+            else None,
             context=self._context_pieces(),
+            further=self._further,
             on_backward_end=self._on_backward,
             n_collectives=lambda: n_collectives(self._wrapper.group),
             staging_bytes=self._staging_bytes,
@@ -200,6 +207,7 @@ class TapChoice:
             self._wrapper.leaves,
             self._witness,
             self._metric,
+            further=self._further,
             comm_hook=comm_hook,
             comm_state=comm_state,
             on_backward_end=self._on_backward,

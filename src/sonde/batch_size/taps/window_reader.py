@@ -13,6 +13,8 @@ from torch import Tensor
 
 from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.taps.expert_pieces import ExpertPieces
+from sonde.batch_size.taps.further_metrics import FurtherMetrics
+from sonde.batch_size.taps.further_sums import FurtherSums
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem, RankGradient
@@ -20,9 +22,10 @@ from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
+from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import to_device
-from sonde.parallel.placements import holds_first_copy, layout_of, local_tensor, spec_of
+from sonde.parallel.placements import counted_part, holds_first_copy, layout_of, local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
@@ -65,6 +68,7 @@ class WindowReader:
         witness: which elements are compared.
         taps: the choice of the tap that reads the pieces.
         grad_scaler: the enabled GradScaler; a piece is divided by the scale that it was taken at.
+        further: metrics beside `metric`; None without.
     """
 
     def __init__(
@@ -77,13 +81,14 @@ class WindowReader:
         *,
         grad_scaler: torch.amp.GradScaler | None,
         first: int = 0,
+        further: FurtherMetrics | None = None,
         examples: Examples | None = None,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
         self._wrapper, self._metric, self._witness = wrapper, metric, witness
-        self._taps, self._grad_scaler, self._examples = taps, grad_scaler, examples
+        self._taps, self._grad_scaler, self._examples, self._further = taps, grad_scaler, examples, further
         self._seconds = 0.0
         own = group_names[first : first + len(self.parameters)]
         self._group_index = [self.groups.index(name) for name in own]
@@ -94,6 +99,9 @@ class WindowReader:
             device=self.device,
             data=wrapper.data,
             has_loss_scale=grad_scaler is not None,
+            further=FurtherSums(further, self._group_index, n_groups=len(self.groups), device=self.device)
+            if further is not None
+            else None,
         )
         self._experts: ExpertPieces | None = None
         if wrapper.experts is not None:
@@ -117,7 +125,8 @@ class WindowReader:
     def seconds(self) -> float:
         """Host time spent reading so far, without the norm of a clip."""
         of_examples = self._examples.seconds if self._examples is not None else 0.0
-        return self._seconds + self._taps.seconds + of_examples
+        of_further = self._further.seconds if self._further is not None else 0.0
+        return self._seconds + self._taps.seconds + of_examples + of_further
 
     @property
     def tap_name(self) -> str:
@@ -231,13 +240,15 @@ class WindowReader:
         else:
             sq_norm_big = self._sums.per_group(self._sq_norms(grads) if sq_norms is None else sq_norms)
         examples = self._examples.end_window(self._sums, sq_norms) if self._examples is not None else None
+        big = self._further_big(grads, rank_gradient, witness)
         packed, sizes = self._pack(problems), dict(self._witness.sizes)
-        if examples is None:
-            return Window(packed, sq_norm_big, witness, sizes, start_reduce(packed, self._wrapper.group)), norm
-        vector = torch.cat([packed, examples.vector])
+        riding = [] if examples is None else [examples.vector]
+        riding += [] if self._sums.further is None else [self._sums.further.pack()]
+        vector = torch.cat([packed, *riding]) if riding else packed
         work = start_reduce(vector, self._wrapper.group)
-        packed, of_examples = vector.split([len(packed), len(examples.vector)])
-        return Window(packed, sq_norm_big, witness, sizes, work, _summed(examples, [of_examples])), norm
+        packed, *riding = vector.split([len(packed), *map(len, riding)])
+        further = None if big is None else (riding[-1], big)
+        return Window(packed, sq_norm_big, witness, sizes, work, _summed(examples, riding), further=further), norm
 
     def _end_window_of_shards(
         self, grads: Sequence[Tensor | None], problems: Collection[Problem], *, reads_grad: bool
@@ -248,26 +259,35 @@ class WindowReader:
         """
         witness = self._read_witness_of_shards(grads)
         examples = self._examples.end_window(self._sums, None) if self._examples is not None else None
+        further = self._further_of_shards(grads)
         if self._experts is not None:
             own = witness * self._experts.own_elements
             of_experts, differ = self._experts.pack()
             parts = [self._pack(problems, {Problem.EXPERTS_DIFFER: differ}), own, of_experts, witness - own]
         else:
-            parts = [self._pack(problems), witness, *([] if examples is None else [examples.vector])]
+            parts = [self._pack(problems), witness, *([] if examples is None else [examples.vector]), *further]
+        lengths = list(map(len, parts))
         if reads_grad:
             vector = torch.cat(parts)
             norm = self._norm_of_clip(riding=vector)
-            summed = vector.split(list(map(len, parts)))
-            return self._window_of_shards(summed, self._squared(norm), examples, None), norm
-        squares = to_device(own_square_sums(self.plan)[: self._n_squares], self.device).to(witness.dtype)
-        parts.append(squares)
-        vector = torch.cat(parts)
-        work = start_reduce(vector, self._wrapper.group)
-        *summed, squares = vector.split(list(map(len, parts)))
-        return self._window_of_shards(summed, squares, examples, work), None
+            squares, work = self._squared(norm), None
+        else:
+            norm = None
+            squares = to_device(own_square_sums(self.plan)[: self._n_squares], self.device).to(witness.dtype)
+            vector = torch.cat([*parts, squares])
+            work = start_reduce(vector, self._wrapper.group)
+            squares = vector[-len(squares) :]
+        summed = vector[: sum(lengths)].split(lengths)
+        return self._window_of_shards(summed, squares, examples, has_further=bool(further), work=work), norm
 
     def _window_of_shards(
-        self, summed: Sequence[Tensor], squares: Tensor, examples: ExamplesOfWindow | None, work: dist.Work | None
+        self,
+        summed: Sequence[Tensor],
+        squares: Tensor,
+        examples: ExamplesOfWindow | None,
+        *,
+        has_further: bool,
+        work: dist.Work | None,
     ) -> Window:
         """The window from its parts, while `work` may still be summing them."""
         packed, witness, *more = summed
@@ -276,13 +296,46 @@ class WindowReader:
             vector, witness_of_experts = more
             experts = ExpertsOfWindow(vector, squares[len(self.groups) :], witness_of_experts)
         sizes = dict(self._witness.sizes)
+        further = (more[-2], more[-1]) if has_further else None
         of_groups = squares[: len(self.groups)]
-        return Window(packed, of_groups, witness, sizes, work, _summed(examples, more), experts)
+        return Window(packed, of_groups, witness, sizes, work, _summed(examples, more), experts, further)
 
     @property
     def _n_squares(self) -> int:
         """Parts of the model whose |F|² is measured: the groups and, if there are any, the experts of each group."""
         return len(self.groups) * (1 if self._experts is None else 2)
+
+    def _further_big(
+        self, grads: Sequence[Tensor | None], rank_gradient: RankGradient | None, witness: Tensor
+    ) -> Tensor | None:
+        """The final gradient in further metrics, where every rank holds all of it; flat. None without such metrics."""
+        if self._further is None or self._sums.further is None:
+            return None
+        if rank_gradient is not None and rank_gradient.reduced.further is not None:
+            factor = self._scaling_since_reduction(rank_gradient, witness).sqrt()
+            norms = rank_gradient.reduced.further * factor
+        else:
+            present = {i: g for i, g in enumerate(grads) if g is not None}
+            by_device: dict[torch.device, list[int]] = {}
+            for i, grad in present.items():
+                by_device.setdefault(grad.device, []).append(i)
+            parts = [self._further.norms(own, [present[i] for i in own]) for own in by_device.values()]
+            norms = self._further.join(parts, len(grads), self.device)
+        return self._sums.further.per_group(norms).view(-1)
+
+    def _further_of_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """The pieces in further metrics, and this rank's part of the final gradient; empty without such metrics."""
+        if self._further is None or self._sums.further is None:
+            return []
+        first, parameters = min(self.plan.in_stage), self.parameters
+        present = [(i, g) for i, g in enumerate(grads) if g is not None]
+        norms = []
+        for (i, _), grad in zip(present, reduce_partial([g for _, g in present]), strict=True):
+            part = counted_part(spec_of(grad), first, like=spec_of(parameters[i]))
+            if part is not None:
+                norms.append(self._further.norms_of_shard(i, part.of(local_tensor(grad))))
+        big = self._sums.further.per_group(self._further.join(norms, len(grads), self.device))
+        return [self._sums.further.pack(), big.view(-1)]
 
     def _norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         start = time.perf_counter()
@@ -312,6 +365,8 @@ class WindowReader:
         if self._experts is not None:
             self._experts.forget()
         self._sums.pack(self._take_problems())
+        if self._sums.further is not None:
+            self._sums.further.pack()
         self._taps.tap.end_window()
 
     def clip_also(self, unmeasured: Mapping[str, Tensor]) -> None:
@@ -362,8 +417,15 @@ class WindowReader:
         witness by the same factor, so the witness gives the factor. Any other change shows in the witness and drops the
         window later.
         """
+        return self._sums.per_group(rank_gradient.reduced.sq_norms) * self._scaling_since_reduction(
+            rank_gradient, witness
+        )
+
+    @staticmethod
+    def _scaling_since_reduction(rank_gradient: RankGradient, witness: Tensor) -> Tensor:
+        """The square of what the gradient was scaled by since the reduction; 0-dim."""
         before, now = rank_gradient.reduced.witness.square().sum(), witness.square().sum()
-        return self._sums.per_group(rank_gradient.reduced.sq_norms) * torch.where(before > 0, now / before, 1.0)
+        return torch.where(before > 0, now / before, 1.0)
 
     def _sq_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         """|F|² per parameter in the metric, [parameters].

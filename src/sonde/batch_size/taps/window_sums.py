@@ -19,6 +19,7 @@ from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neig
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
+from sonde.batch_size.taps.further_sums import FurtherSums
 from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import accumulation_dtype, to_device
@@ -124,6 +125,7 @@ class Window:
         work: the collective that is adding to `packed`; None with a single rank.
         examples: of the window's single examples, if the probe may read them.
         experts: of experts that several ranks feed, if the model has any; the other numbers are then of the rest.
+        further: what `FurtherSums` packed, and its sums of the final gradient; None without further metrics.
     """
 
     packed: Tensor
@@ -133,6 +135,7 @@ class Window:
     work: dist.Work | None
     examples: ExamplesOfWindow | None = None
     experts: ExpertsOfWindow | None = None
+    further: tuple[Tensor, Tensor] | None = None
 
 
 class WindowSums:
@@ -145,6 +148,7 @@ class WindowSums:
         device: where the sums live.
         data: this rank's place among those that have data of their own; None for a single process.
         has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
+        further: adds up the norms in further metrics; None without.
     """
 
     def __init__(
@@ -156,7 +160,9 @@ class WindowSums:
         device: torch.device,
         data: DataRanks | None = None,
         has_loss_scale: bool = False,
+        further: FurtherSums | None = None,
     ) -> None:
+        self.further = further
         self.dtype = accumulation_dtype(device)
         self._device = device
         self._group_index = torch.tensor(group_index, device=device)
@@ -214,6 +220,8 @@ class WindowSums:
         self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
         self._witness_small += squares.sum() / weight
         self._squares += gradient.sq_norms.sum()
+        if self.further is not None and gradient.further is not None:
+            self.further.add(gradient.further, weight)
 
     @property
     def sq_norms_over_weight(self) -> Tensor:
