@@ -37,6 +37,7 @@ class Loop:
         weighted: pieces weigh by their units.
         n_pieces: of each rank and window.
         merges: rank 0 takes both backwards for one piece.
+        declared: whether pieces are declared; otherwise each backward is a piece of 4 units.
         windows: how many windows.
     """
 
@@ -47,6 +48,7 @@ class Loop:
     weighted: bool = False
     n_pieces: int = 2
     merges: bool = False
+    declared: bool = True
     windows: int = 3
 
     @property
@@ -125,6 +127,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
     result: dict[str, Any] = {"norms": [], "windows": [], "by hand": []}
     if probed:
         options: dict[str, Any] = {"unit": "sequences", "verbose": False, "every": 1, "groups": group_of}
+        options |= {} if loop.declared else {"units_per_piece": 4}
         log = sonde.RunLog(every=1000)
         probe = sonde.attach(model, optimizer, log=log, **(options | arguments | loop.options))
     before = n_collectives()
@@ -141,7 +144,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
                         merged.enter_context(probe.piece(**counts))
                     loss_of(model, ids, loop).backward()
                     continue
-                with probe.piece(**counts) if probe is not None else contextlib.nullcontext():
+                with probe.piece(**counts) if probe is not None and loop.declared else contextlib.nullcontext():
                     loss_of(model, ids, loop).backward()
         reduce_by_hand(model, loop)
         result["norms"].append(_end(probe, model, arguments, loop))
@@ -198,7 +201,7 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
         for k in range(loop.n_pieces):
             grads = torch.autograd.grad(loss_of(model, tokens(rank, window, k), loop), list(model.parameters()))
             h[rank, k] = dict(zip(names, (g.flatten() for g in grads), strict=True))
-    n = {(rank, k): float(UNITS[rank][k]) for rank, k in h}
+    n = {(rank, k): float(UNITS[rank][k]) if loop.declared else 4.0 for rank, k in h}
     w = {key: n[key] if loop.weighted else 1.0 for key in h}
     n_feeding = min(loop.n_feeding, loop.n_data)
     feeding = [range(first, first + n_feeding) for first in range(0, loop.n_data, n_feeding)]

@@ -23,6 +23,7 @@ LOOPS = {
     "CP2 below HSDP": (4, Loop(cut="hsdp", weighted=True)),
     "CP2 × DP2, DDP over both": (4, Loop(cut="ddp")),
     "CP2": (2, Loop()),
+    "CP2, pieces not declared": (2, Loop(declared=False)),
     "CP2 under DDP, no clip": (2, Loop(cut="ddp", clips=False)),
 }
 CHUNK = 1024

@@ -22,6 +22,7 @@ LOOPS = {
     "EP4, experts not divided, no clip": Loop(n_feeding=4, averaged=False, clips=False),
     "EP4 beside FSDP2 × TP": Loop(n_feeding=4, dense="fsdp over tp", weighted=True),
     "EP4 beside FSDP2 × TP, no clip": Loop(n_feeding=4, dense="fsdp over tp", averaged=False, clips=False),
+    "EP2 × FSDP2, pieces not declared": Loop(declared=False),
     "EP2 beside plain parameters": Loop(dense="plain", weighted=True),
     "EP2 beside plain parameters, no clip": Loop(dense="plain", clips=False),
 }
