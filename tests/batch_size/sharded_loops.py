@@ -312,10 +312,11 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
                 pieces.append(dict(zip(names, (g.double().flatten() for g in grads), strict=True)))
                 weights.append((len(ids) if loop.weighted else 1.0) / len(parts))
                 units.append(len(part))
-    groups = list(dict.fromkeys(block_of(n) for n in names))
+    group_of = str if loop.options.get("groups") == "parameters" else block_of
+    groups = list(dict.fromkeys(group_of(n) for n in names))
     solved = []
     for group in groups:
-        gradients = [torch.cat([piece[n] for n in names if block_of(n) == group]) for piece in pieces]
+        gradients = [torch.cat([piece[n] for n in names if group_of(n) == group]) for piece in pieces]
         final = torch.stack(gradients).sum(0) / n_data_ranks(loop)
         solved.append(window_by_hand(gradients, weights, units, final))
     return [(sum(t for t, _ in solved), sum(g for _, g in solved)), *solved]

@@ -30,6 +30,7 @@ LOOPS = {
     "evaluation between": Loop(evaluates=True),
     "several forwards": Loop(forwards=2),
     "late": Loop(late=2, evaluates=True),
+    "a group for each parameter": Loop(options={"groups": "parameters"}),
 }
 
 

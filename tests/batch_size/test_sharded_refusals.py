@@ -92,5 +92,5 @@ def _late() -> dict[str, Any]:
 def test_a_wrapper_that_comes_after_attach(ranks2: Ranks) -> None:
     for result in ranks2(_late):
         assert result["windows"] == 0
-        assert "no backward reached the parameters in a piece" in next(iter(result["dropped"]))
+        assert "measured parameters are no longer in the model" in next(iter(result["dropped"]))
         assert "not_watched" in result["alerts"]

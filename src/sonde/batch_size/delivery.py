@@ -94,11 +94,13 @@ class Delivery:
         """
         # `read` must not hold the window itself, so that its memory is freed once it is sent.
         names, sizes, adds = tuple(scalars), window.witness_sizes, self._adds
+        n_further_units = window.n_further_units
         has_examples, has_experts = window.examples is not None, window.experts is not None
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
             packed, sq_norm_big, witness_final, values, *more = vectors
-            row, costs = read_row(packed, sq_norm_big, witness_final, sizes), read_costs(packed, len(sq_norm_big))
+            row = read_row(packed, sq_norm_big, witness_final, sizes, n_further_units)
+            costs = read_costs(packed, len(sq_norm_big))
             further = read_further(more[0], more[1], adds) if adds else ()
             example_row = None
             of_part = more[2:] if adds else more

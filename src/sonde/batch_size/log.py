@@ -169,13 +169,14 @@ class NoiseScaleLog:
         self._n_readings = 0
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
+        self._has_groups = bool(setup.get("groups"))
         self._cost = cost
         self._interval = _Interval(start=time.time())
         log.begin(
             "reading",
             unit=tracker.unit,
             setup=setup,
-            metrics=METRICS | declared(self._further),
+            metrics=METRICS | _metrics_in(tracker.further_units, tracker.unit) | declared(self._further),
             sections=sections(self._further),
             write_rest=write_rest,
         )
@@ -205,7 +206,8 @@ class NoiseScaleLog:
                 interval.scalars.setdefault(name, _Mean()).add(value)
         if drop is None and self._log.log_windows and self._tracker.last is not None:
             further = of_windows({name: tracker.last for name, tracker in self._further.items()})
-            self._write("window", **_window_record(window, self._tracker.last, self._tracker.groups, further))
+            groups = self._tracker.groups if self._has_groups else ()
+            self._write("window", **_window_record(window, self._tracker.last, groups, further))
         self._n_same_drops = self._n_same_drops + 1 if drop and drop.kind == self._last_drop else 1
         self._last_drop = drop.kind if drop else ""
         self._alert_set_asides(self._tracker.set_asides)
@@ -265,8 +267,8 @@ class NoiseScaleLog:
         if interval.windows == 0:
             return
         self._n_readings += 1
-        is_due = is_last or has_details(self._n_readings)
-        self._lacks_groups = not is_due
+        is_due = self._has_groups and (is_last or has_details(self._n_readings))
+        self._lacks_groups = self._has_groups and not is_due
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank
         reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last, now=self._window)
@@ -336,6 +338,20 @@ class NoiseScaleLog:
         self._window, self._units_seen = int(state["window"]), float(state["units_seen"])
 
 
+def _metrics_in(units: Sequence[str], first: str) -> dict[str, Metric]:
+    """The metrics that say the noise scale again in further units."""
+    metrics: dict[str, Metric] = {}
+    for unit in units:
+        converted = f"at the average {unit} of one of the {first}"
+        metrics |= {
+            f"gns/b_simple_{unit}": Metric(unit, f"gns/b_simple {converted}"),
+            f"gns/b_simple_{unit}_low": Metric(unit, f"gns/b_simple_low {converted}"),
+            f"gns/b_simple_{unit}_high": Metric(unit, f"gns/b_simple_high {converted}"),
+            f"gns/{unit}_per_window": Metric(unit, f"{unit} in a window"),
+        }
+    return metrics
+
+
 def _over_budget(cost: Cost) -> tuple[str, str]:
     """The name and message of the alert about a cost that no pace can lower to the budget."""
     assert cost.share is not None
@@ -364,7 +380,7 @@ def _window_record(
         },
         "groups": {
             name: {"trace_cov": json_number(group.trace_cov), "grad_sq": json_number(group.grad_sq)}
-            for name, group in zip(groups, solved.per_group, strict=True)
+            for name, group in zip(groups, solved.per_group, strict=False)
         },
     }
 

@@ -39,9 +39,10 @@ from sonde.batch_size.model_checks import (
     refuse_steps_in_backward,
 )
 from sonde.batch_size.pacing import Pacing
-from sonde.batch_size.pieces import Pieces
+from sonde.batch_size.parameter_groups import group_names
+from sonde.batch_size.pieces import Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
-from sonde.batch_size.saved_state import VERSION, check_state, identity
+from sonde.batch_size.saved_state import check_state, identity, sealed, unsealed
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
@@ -49,7 +50,7 @@ from sonde.batch_size.setup import (
     describe,
     describe_pace,
     describe_window,
-    group_names,
+    join_comparison,
     same_on_ranks,
     setup_record,
 )
@@ -60,13 +61,16 @@ from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
 from sonde.batch_size.taps.second_moments import GatherAfterSteps
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
+from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import Window
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.units import unit_names
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
+from sonde.parallel.parameter_roles import parameter_roles
 from sonde.parallel.process_groups import n_summed
 from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import model_parameters
@@ -152,27 +156,33 @@ class NoiseScaleProbe:
         staging_bytes = int(options.staging_mib * 2**20)
         metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
         parameters = list(wrapper.parameters.values())
-        self._unmeasured = UnmeasuredParameters(model, [*parameters, *wrapper.stand_ins])
+        self._unmeasured = UnmeasuredParameters(model, parameters, wrapper.leaves, wrapper.stand_ins)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._options = options
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
-        whole = self._whole = model_parameters(wrapper.parameters, wrapper.pp_mesh)
-        names = group_names(options.groups, whole.names)
+        roles = parameter_roles(model, wrapper.parameters)
+        whole = self._whole = model_parameters(wrapper.parameters, roles, wrapper.pp_mesh)
         experts = () if wrapper.experts is None else wrapper.experts.indices
         if experts and wrapper.pp_mesh is not None:
             raise ValueError(
                 "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
                 "scale without a pipeline"
             )
-        must_match = same_on_ranks(options, wrapper, whole, names)
-        moments = metrics.moments
-        must_match["whether the optimizer has second moments"] = moments.has_state if moments is not None else None
+        try:
+            names = group_names(options.groups, whole)
+        except Exception:  # of the user's own function: its peers must not wait for this rank
+            join_comparison(wrapper)
+            raise
+        has_moments = metrics.moments.has_state if metrics.moments is not None else None
+        must_match = same_on_ranks(options, wrapper, whole, names, has_moments=has_moments)
         check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, must_match)
+        units = unit_names(options.unit)
         self._metrics = MetricTrackers(
             metrics,
             lambda name, groups_add_up: NoiseScaleTracker(
-                unit=options.unit,
+                unit=units[0],
+                further_units=units[1:],
                 groups=tuple(dict.fromkeys(names)),
                 horizon=options.horizon,
                 n_ranks=wrapper.n_ranks,
@@ -207,6 +217,7 @@ class NoiseScaleProbe:
             grad_scaler=self._grad_scaler,
             first=whole.first,
             further=metrics.further,
+            n_further_units=len(units) - 1,
             examples=self._mechanism.examples,
         )
         self._delivery = Delivery(self._take, self._reader.device, list(metrics.adds.values()))
@@ -238,6 +249,7 @@ class NoiseScaleProbe:
         own_names = names[whole.first : whole.first + len(parameters)]
         self._loop = LoopWatch(model, optimizer, wrapper, own_names, self._reader, alert=self._alert)
         self._pieces = Pieces(
+            units,
             options.units_per_piece,
             reader=self._reader,
             loop=self._loop,
@@ -251,7 +263,7 @@ class NoiseScaleProbe:
             self._remove_hooks()
             raise
         self._mechanism.begin_window(is_measured=True)
-        self._say(describe(self._setup(), self._tracker.unit))
+        self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 
@@ -260,14 +272,15 @@ class NoiseScaleProbe:
     def piece(
         self,
         *,
-        units: float | Tensor | None = None,
+        units: Units = None,
         weight: float | Tensor = 1.0,
         unit_weights: Sequence[float] | Tensor | None = None,
     ) -> AbstractContextManager[None]:
         """A context around the backward, or backwards, of one micro-batch.
 
         Args:
-            units: units in the piece, > 0; by default the number of `unit_weights`, or `units_per_piece`.
+            units: units in the piece, > 0; by default the number of `unit_weights`, or `units_per_piece`. If it is
+                counted in several: {"sequences": 8, "tokens": 4096}.
             weight: the piece's weight in the loss, > 0: 1 where micro-losses are averaged or added as they are, the
                 number of loss tokens where the loss is normalised by the tokens of the whole window.
             unit_weights: the weight of each unit within the piece, [units]; unequal weights give a smaller effective
@@ -283,7 +296,7 @@ class NoiseScaleProbe:
         return self._pieces.declared(units, weight, unit_weights)
 
     def pieces(
-        self, n: int, *, units: float | Sequence[float] | None = None, weights: float | Sequence[float] = 1.0
+        self, n: int, *, units: UnitsOfPieces = None, weights: float | Sequence[float] = 1.0
     ) -> AbstractContextManager[None]:
         """A context around the step of a pipeline schedule, which runs the backwards of several micro-batches.
 
@@ -291,7 +304,8 @@ class NoiseScaleProbe:
 
         Args:
             n: the schedule's micro-batches; each is a piece.
-            units: units in each of them, > 0, one number for all or [n]; by default `units_per_piece`.
+            units: units in each of them, > 0, one number for all or [n], by name if there are several; by default
+                `units_per_piece`.
             weights: the weight of each in the loss, > 0, one number for all or [n].
 
         Raises:
@@ -399,29 +413,36 @@ class NoiseScaleProbe:
         return dict(self._log.alerts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages so far, from which a restart continues, as JSON values. Waits for the device."""
+        """The averages so far, from which a restart continues: a version and a text. Waits for the device.
+
+        The same on every rank. Any checkpoint takes it: `torch.save`, JSON, and `torch.distributed.checkpoint` with the
+        probe itself as one of its entries.
+        """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return {
-                "version": VERSION,
-                "what": self._identity(),
-                "averages": self._tracker.state_dict(),
-                "metrics": self._metrics.state_dict(),
-                "frozen": self._loop.frozen,
-                "run": self._log.state_dict(),
-                "windows": self._n_windows,
-                "pace": self._pacing.pace.state_dict(),
-            }
+            return sealed(
+                {
+                    "what": self._identity(),
+                    "averages": self._tracker.state_dict(),
+                    "metrics": self._metrics.state_dict(),
+                    "frozen": self._loop.frozen,
+                    "run": self._log.state_dict(),
+                    "windows": self._n_windows,
+                    "pace": self._pacing.pace.state_dict(),
+                }
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict`.
 
-        Load it on every rank, before the first window. Ranks that began with different states measure every window.
+        Load it on every rank, before the first window; the run that saved it may have had another number of ranks.
+        Ranks that began with different states measure every window.
 
         Raises:
             ValueError: when it is of another version, unit, metric, horizon or of other parameters, has unknown or
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
+        state = unsealed(state)
         check_state(state, self._identity(), self._wrapper.parameters)
         # States from before there were further metrics lack them.
         self._metrics.check_further(further := state.get("metrics", {}))
@@ -526,9 +547,10 @@ class NoiseScaleProbe:
         """
         start = time.perf_counter()
         notes = self._loop.window_ends(self._n_windows + 1)
+        problems = notes.problems + ((Problem.REPLACED,) if self._unmeasured.have_replaced_measured() else ())
         self._pacing.spent(start)
         window, measured = self._reader.end_window(
-            reads_grad=clip is not None, problems=notes.problems, costs=self._pacing.take_costs()
+            reads_grad=clip is not None, problems=problems, costs=self._pacing.take_costs()
         )
         norm, failure = None, None
         clip_scalars: dict[str, float | Tensor] = {}
@@ -632,8 +654,9 @@ class NoiseScaleProbe:
     def _say_first(self, window: MeasuredWindow) -> None:
         self._n_arrived += 1
         if self._n_arrived == 1:
-            n_pieces, n_units = window.row.n_pieces, window.row.n_units
-            self._say(describe_window(n_pieces, n_units, self._wrapper.n_ranks, self._tracker.unit))
+            row, names = window.row, [self._tracker.unit, *self._tracker.further_units]
+            counts = dict(zip(names, [row.n_units, *row.further_units], strict=True))
+            self._say(describe_window(row.n_pieces, counts, self._wrapper.n_ranks))
 
     def _say(self, text: str) -> None:
         if self._verbose:

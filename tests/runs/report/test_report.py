@@ -252,7 +252,7 @@ def test_sections_without_data_say_so(tmp_path: Path) -> None:
     sink.close()
     text = visible_text(write_report(tmp_path))
     for sentence in (
-        "This run did not measure groups of parameters separately.",
+        "The log holds no values of groups of parameters: sonde.attach(log_groups=True) writes them.",
         "The gradient norm was not measured in this run.",
         "This run logged no loss and no other values.",
         "Windows left out None.",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sonde.batch_size.stats.group_estimates import GroupEstimates, estimate_groups
 from sonde.batch_size.stats.noise_scale import WindowEstimate, estimate_window
 from sonde.batch_size.stats.window_row import WindowRow
 
@@ -26,7 +28,7 @@ class SolvedWindow:
     """
 
     total: WindowEstimate
-    per_group: tuple[WindowEstimate, ...]
+    per_group: Sequence[WindowEstimate]
     within_between: WindowEstimate | None
     norm: float
     effective_units: float
@@ -56,25 +58,26 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: fl
     unit_scale = 1.0 / n_ranks
     to_unit = (unit_scale / scale) ** 2
     measured = row if row.examples is None else row.examples
-    per_group = tuple(
-        estimate_window(measured.pieces(small), big * to_unit, scale=unit_scale)
-        for small, big in zip(measured.sq_norm_over_weight, measured.sq_norm_big, strict=True)
+    pieces = measured.pieces(0.0)
+    per_group = estimate_groups(
+        pieces, measured.sq_norm_over_weight, measured.sq_norm_big, scale=unit_scale, to_unit=to_unit
     )
     sq_norm_big = math.fsum(row.sq_norm_big)
     if row.experts is not None:
         # Experts' pieces are others, and so may their κ be: solved apart, then added.
-        experts_unit_scale = unit_scale * (1.0 if expert_scale is None else expert_scale / scale)
-        of_experts = (
-            estimate_window(row.experts.pieces(small), big * to_unit, scale=experts_unit_scale)
-            for small, big in zip(row.experts.sq_norm_over_weight, row.experts.sq_norm_big, strict=True)
+        of_experts = estimate_groups(
+            row.experts.pieces(0.0),
+            row.experts.sq_norm_over_weight,
+            row.experts.sq_norm_big,
+            scale=unit_scale * (1.0 if expert_scale is None else expert_scale / scale),
+            to_unit=to_unit,
         )
-        per_group = tuple(map(_sum_of, per_group, of_experts))
+        per_group = GroupEstimates(per_group.table + of_experts.table)
         sq_norm_big += math.fsum(row.experts.sq_norm_big)
-    total = WindowEstimate(math.fsum(e.trace_cov for e in per_group), math.fsum(e.grad_sq for e in per_group))
+    total = WindowEstimate(*per_group.table.sum(1).tolist())
     if row.whole is not None:
         small, sq_norm_big = row.whole
         total = estimate_window(row.pieces(small), sq_norm_big * to_unit, scale=unit_scale)
-    pieces = measured.pieces(0.0)
     # The witness's sums are in fp64, so that equal pieces show as a difference of rounding only. They are of pieces,
     # and a single one has no other to differ from.
     witness_squares = row.weight * row.witness_small if row.n_pieces > 1 else 0.0
@@ -89,10 +92,6 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: fl
         witness_squares=witness_squares,
         witness_differences=witness_differences,
     )
-
-
-def _sum_of(a: WindowEstimate, b: WindowEstimate) -> WindowEstimate:
-    return WindowEstimate(a.trace_cov + b.trace_cov, a.grad_sq + b.grad_sq)
 
 
 def _within_between(row: WindowRow, n_ranks: int) -> WindowEstimate | None:

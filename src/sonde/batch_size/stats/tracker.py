@@ -28,6 +28,7 @@ class NoiseScaleTracker:
 
     Args:
         unit: plural name of the unit.
+        further_units: names of further units, in the order of a row's `further_units`.
         groups: names of the parameter groups, in the order of a row's entries.
         horizon: of the trend and of the averages, in measured windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
@@ -42,6 +43,7 @@ class NoiseScaleTracker:
         self,
         *,
         unit: str,
+        further_units: Sequence[str] = (),
         groups: Sequence[str],
         horizon: float,
         n_ranks: int,
@@ -51,13 +53,13 @@ class NoiseScaleTracker:
         fixed_weights: FixedWeights | None = None,
         groups_add_up: bool = True,
     ) -> None:
-        self._apart = None if groups_add_up else NoiseScaleAverages(tuple(groups), horizon)
+        self._apart = None if groups_add_up else NoiseScaleAverages(tuple(groups), horizon, further_units)
         """The averages of the groups, where they do not add up."""
         groups = tuple(groups) if groups_add_up else _WHOLE
         self.unit, self.groups, self.horizon, self.level = unit, groups, horizon, level
-        self.rounding = rounding
+        self.rounding, self.further_units = rounding, tuple(further_units)
         self._n_ranks, self._least_sq_norm = n_ranks, least_sq_norm
-        self._averages = NoiseScaleAverages(self.groups, horizon)
+        self._averages = NoiseScaleAverages(self.groups, horizon, further_units)
         self._fixed_weights = fixed_weights
         self.last: SolvedWindow | None = None
         """The last window; None if it was dropped."""
@@ -96,7 +98,7 @@ class NoiseScaleTracker:
             experts = row.experts.read_scale(row.witness_sizes, tolerance=tolerance, floor=floor)
         if math.isfinite(row.n_units) and row.n_pieces:
             for averages in self._all_averages:
-                averages.see_units(row.n_units)
+                averages.see_units(row.n_units, row.further_units)
         drop = why_unusable(
             row,
             scale,

@@ -59,6 +59,7 @@ class WindowRow:
         witness_final: F, the witness's elements, float64; [witness].
         neighbours: neighbouring pieces compared with distant ones.
         repeats: pieces and ranks with the same gradient.
+        further_units: its size in each further unit.
         examples: the window's single examples; None if it is to be solved from its pieces.
         experts: of experts that several ranks feed, and the other numbers are of the rest; None without experts.
         whole: Σ |h_k|²/w_k and |F|² of the whole model, in a metric in which squares of groups do not add up to them;
@@ -83,6 +84,7 @@ class WindowRow:
     witness_final: Tensor
     neighbours: NeighbourSums = field(default_factory=NeighbourSums)
     repeats: Repeats = field(default_factory=Repeats)
+    further_units: Sequence[float] = ()
     examples: ExampleSums | None = None
     experts: ExpertSums | None = None
     whole: tuple[float, float] | None = None

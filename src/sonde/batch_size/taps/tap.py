@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import Protocol
 
 from torch import Tensor
@@ -125,12 +125,15 @@ class Tap(Protocol):
         """Remove every hook."""
 
 
+@unique
 class Problem(IntEnum):
     """Why the pieces of a window cannot be used. Each rank counts its own problems; the counts are summed over ranks.
 
-    The order is that of causes: the first of several problems in a window causes the others, and is reported.
+    The order of the lines is that of causes: the first of several problems in a window causes the others, and is
+    reported.
     """
 
+    REPLACED = 22
     ENDED_LATE = 0
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
@@ -170,6 +173,10 @@ class Problem(IntEnum):
 
 
 _MESSAGES = {
+    Problem.REPLACED: (
+        "measured parameters are no longer in the model, and others that are not measured are in their place: attach "
+        "after the model is wrapped, cut or changed"
+    ),
     Problem.ENDED_LATE: (
         "the window was ended after optimizer.step(): call probe.step() or probe.clip_grad_norm_() before it"
     ),

@@ -63,6 +63,7 @@ class WindowReader:
         wrapper: the model.
         group_names: the parameter group of each parameter of the whole model, [parameters of all pipeline stages].
         first: where this rank's parameters begin in that list.
+        n_further_units: how many further units pieces are counted in.
         examples: reads single examples besides pieces; None where that is not possible or not wanted.
         metric: how gradients are squared.
         witness: which elements are compared.
@@ -82,6 +83,7 @@ class WindowReader:
         grad_scaler: torch.amp.GradScaler | None,
         first: int = 0,
         further: FurtherMetrics | None = None,
+        n_further_units: int = 0,
         examples: Examples | None = None,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
@@ -91,7 +93,8 @@ class WindowReader:
         self._taps, self._grad_scaler, self._examples, self._further = taps, grad_scaler, examples, further
         self._seconds = 0.0
         own = group_names[first : first + len(self.parameters)]
-        self._group_index = [self.groups.index(name) for name in own]
+        place = {name: i for i, name in enumerate(self.groups)}
+        self._group_index = [place[name] for name in own]
         self._sums = WindowSums(
             self._group_index,
             n_groups=len(self.groups),
@@ -102,6 +105,7 @@ class WindowReader:
             further=FurtherSums(further, self._group_index, n_groups=len(self.groups), device=self.device)
             if further is not None
             else None,
+            n_further_units=n_further_units,
         )
         self._experts: ExpertPieces | None = None
         if wrapper.experts is not None:
@@ -218,7 +222,7 @@ class WindowReader:
             window, norm = self._end_window_of_whole(grads, rank_gradient, problems, reads_grad=reads_grad)
         self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
         self._seconds += time.perf_counter() - start
-        return window, norm
+        return replace(window, n_further_units=self._sums.n_further_units), norm
 
     def _end_window_of_whole(
         self,

@@ -27,21 +27,32 @@ from sonde.parallel.devices import accumulation_dtype, to_device
 
 @dataclass(frozen=True)
 class PieceCounts:
-    """A piece's weight w_k, its effective number of units n_k, its units as counted, and their own weights."""
+    """A piece's weight w_k, its effective number of units n_k, its units as counted, and their own weights.
+
+    Attributes:
+        further: its size in each of the further units.
+    """
 
     weight: Number
     effective_units: Number
     units: Number
     unit_weights: Sequence[float] | Tensor | None = None
+    further: tuple[Number, ...] = ()
 
 
-def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[float] | Tensor | None) -> PieceCounts:
+def piece_counts(
+    units: Number | None,
+    weight: Number,
+    unit_weights: Sequence[float] | Tensor | None,
+    further: Sequence[Number] = (),
+) -> PieceCounts:
     """Check the counts that a user gives for a piece, and complete them.
 
     Args:
         units: units in the piece; None for one unit per entry of `unit_weights`.
         weight: the piece's weight in the loss.
         unit_weights: weights of the units within the piece, [units].
+        further: the piece's size in each of the further units.
 
     Raises:
         ValueError: for a number that is not positive and finite, or a tensor of the wrong shape.
@@ -68,17 +79,24 @@ def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[fl
             "leave out units="
         )
     units = _positive("units", units)
-    return PieceCounts(_positive("weight", weight), units if effective is None else effective, units, unit_weights)
+    others = tuple(_positive("units", number) for number in further)
+    n_units = units if effective is None else effective
+    return PieceCounts(_positive("weight", weight), n_units, units, unit_weights, others)
 
 
-def check_counts(units: Number | None, weight: Number, unit_weights: Sequence[float] | Tensor | None) -> None:
+def check_counts(
+    units: Number | None,
+    weight: Number,
+    unit_weights: Sequence[float] | Tensor | None,
+    further: Sequence[Number] = (),
+) -> None:
     """Check the counts of a piece that is not measured, as `piece_counts` does, without any work for a device.
 
     Raises:
         ValueError: for a number that is not positive and finite.
     """
-    if not any(isinstance(value, Tensor) and not at_hand(value) for value in (units, weight, unit_weights)):
-        piece_counts(units, weight, unit_weights)
+    if not any(isinstance(value, Tensor) and not at_hand(value) for value in (units, weight, unit_weights, *further)):
+        piece_counts(units, weight, unit_weights, further)
 
 
 def _positive(name: str, value: Number) -> Number:
@@ -123,6 +141,7 @@ class Window:
         witness_final: the witness's elements of that gradient; [witness].
         witness_sizes: elements that the witness read of each parameter, in order, by index.
         work: the collective that is adding to `packed`; None with a single rank.
+        n_further_units: how many further units pieces are counted in.
         examples: of the window's single examples, if the probe may read them.
         experts: of experts that several ranks feed, if the model has any; the other numbers are then of the rest.
         further: what `FurtherSums` packed, and its sums of the final gradient; None without further metrics.
@@ -136,6 +155,7 @@ class Window:
     examples: ExamplesOfWindow | None = None
     experts: ExpertsOfWindow | None = None
     further: tuple[Tensor, Tensor] | None = None
+    n_further_units: int = 0
 
 
 class WindowSums:
@@ -149,6 +169,7 @@ class WindowSums:
         data: this rank's place among those that have data of their own; None for a single process.
         has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
         further: adds up the norms in further metrics; None without.
+        n_further_units: how many further units pieces are counted in.
     """
 
     def __init__(
@@ -161,8 +182,9 @@ class WindowSums:
         data: DataRanks | None = None,
         has_loss_scale: bool = False,
         further: FurtherSums | None = None,
+        n_further_units: int = 0,
     ) -> None:
-        self.further = further
+        self.further, self.n_further_units = further, n_further_units
         self.dtype = accumulation_dtype(device)
         self._device = device
         self._group_index = torch.tensor(group_index, device=device)
@@ -185,6 +207,7 @@ class WindowSums:
         self._weight_over_units: Number = 0.0
         self._sq_weight_over_units: Number = 0.0
         self._units: Number = 0.0
+        self._further_units: list[Number] = [0.0] * self.n_further_units
         self._compared: list[Tensor] = []
 
     def add(self, gradient: GradientSummary, counts: PieceCounts) -> None:
@@ -201,7 +224,8 @@ class WindowSums:
         self._weight_over_units += counts.weight / counts.effective_units
         self._sq_weight_over_units += counts.weight * counts.weight / counts.effective_units
         self._units += counts.units
-        for number in (counts.weight, counts.effective_units, counts.units):
+        self._further_units = [a + b for a, b in zip(self._further_units, counts.further, strict=True)]
+        for number in (counts.weight, counts.effective_units, counts.units, *counts.further):
             # `piece_counts` has checked Python numbers. Tensors cannot be checked without waiting for the device.
             if isinstance(number, Tensor):
                 self._bad_counts += ~(torch.isfinite(number) & (number > 0))
@@ -255,8 +279,9 @@ class WindowSums:
             self._sq_weight_over_units / self._weight if has_pieces else 0.0,
             float(may_compare),
         ]
+        further = self._further_units
         if not counts_pieces:
-            counts = [0.0] * _N_COUNTS
+            counts, further = [0.0] * _N_COUNTS, [0.0] * self.n_further_units
         numbers = as_vector([*self.costs.numbers(), *counts, *problems], self._device)
         self._add_not_finite(numbers[N_COSTS + _N_COUNTS :])
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
@@ -271,6 +296,7 @@ class WindowSums:
                 self._witness,
                 self._witness_squares,
                 self._mark(),
+                as_vector(further, self._device),
             ]
         )
         # `packed` is a copy, so the accumulators can be zeroed in place for the next window.
@@ -305,7 +331,13 @@ class WindowSums:
         return marks.view(-1)
 
 
-def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Mapping[int, int]) -> WindowRow:
+def read_row(
+    packed: Tensor,
+    sq_norm_big: Tensor,
+    witness_final: Tensor,
+    witness_sizes: Mapping[int, int],
+    n_further_units: int = 0,
+) -> WindowRow:
     """Name the numbers of a window once they are on the host.
 
     Args:
@@ -313,7 +345,9 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         sq_norm_big: as in `Window`, [groups]; on the CPU.
         witness_final: as in `Window`, [witness]; on the CPU.
         witness_sizes: as in `Window`.
+        n_further_units: as in `Window`.
     """
+    packed, further = packed.split([len(packed) - n_further_units, n_further_units])
     n_groups, n_witness = len(sq_norm_big), len(witness_final)
     lengths = [n_groups, N_COSTS, _N_COUNTS, len(Problem), 2, _N_COMPARISONS, n_witness, n_witness]
     small, _, counts, problems, (witness_small, witness_ranks), compared, witness, squares, marks = packed.split(
@@ -330,6 +364,7 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         sq_weight_over_units=sq_weight_over_units,
         n_pieces=round(n_pieces),
         n_units=n_units,
+        further_units=further.tolist(),
         rank_sq_weight_over_units=rank_sq_weight_over_units,
         problems=[drop for p, drop in drops.items() if not p.only_explains],
         explanations=[drop for p, drop in drops.items() if p.only_explains],
