@@ -37,6 +37,7 @@ class Loop:
         weighted: pieces weigh by their units.
         n_pieces: of each rank and window.
         merges: rank 0 takes both backwards for one piece.
+        says_so: `expert_mesh=` is given where it is needed.
         declared: whether pieces are declared; otherwise each backward is a piece of 4 units.
         windows: how many windows.
     """
@@ -48,6 +49,7 @@ class Loop:
     weighted: bool = False
     n_pieces: int = 2
     merges: bool = False
+    says_so: bool = True
     declared: bool = True
     windows: int = 3
 
@@ -73,7 +75,7 @@ def cut(loop: Loop) -> tuple[Mixture, dict[str, Any]]:
     model.ep = both["ep"]
     model.experts.w = nn.Parameter(distribute_tensor(model.experts.w.detach(), both["ep"], [Shard(0)]))
     if loop.dense == "plain":
-        return model, {"mesh": both, "expert_mesh": both["ep"]}
+        return model, {"mesh": both} | ({"expert_mesh": both["ep"]} if loop.says_so else {})
     if loop.dense == "fsdp over tp":
         mesh = mesh_of((2, 2), ("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})

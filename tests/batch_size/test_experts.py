@@ -69,8 +69,10 @@ def test_training_is_unchanged(ranks4: Ranks, name: str) -> None:
     [
         (Loop(n_feeding=4, n_pieces=1), "the experts had a single piece in the window"),
         (Loop(merges=True), "ranks that feed the same experts had different numbers of pieces"),
+        (Loop(dense="plain", says_so=False), "the gradient is not a multiple of the sum of its pieces"),
+        (Loop(dense="plain", says_so=False, clips=False), "the gradient is not a multiple of the sum of its pieces"),
     ],
-    ids=["a single piece", "other pieces"],
+    ids=["a single piece", "other pieces", "no expert_mesh=", "no expert_mesh=, no clip"],
 )
 def test_windows_that_cannot_be_used_have_a_reason(ranks4: Ranks, loop: Loop, reason: str) -> None:
     for result in ranks4(_trained, loop, True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -63,6 +63,15 @@ def check_whole_mesh(parameters: Mapping[str, Tensor], mesh: Any = None, experts
     return cast("DeviceMesh", mesh)
 
 
+def axis_of_sequences(parameters: Iterable[Tensor]) -> str | None:
+    """The name of a mesh axis over which a parameter is cut and that is named after context parallelism, if any."""
+    for mesh in {cast(Any, p).device_mesh for p in parameters if is_dtensor(p)}:
+        for axis, name in enumerate(mesh.mesh_dim_names or ()):
+            if mesh.size(axis) > 1 and {"cp", "context"} & set(name.split("_")):
+                return str(name)
+    return None
+
+
 def data_ranks(
     mesh: DeviceMesh,
     leaves: Sequence[Tensor],
@@ -86,7 +95,6 @@ def data_ranks(
     """
     meshes = [cast(Any, leaf).device_mesh for leaf in leaves if is_dtensor(leaf)]
     if cp_mesh is not None:
-        check_mesh("cp_mesh", cp_mesh, n_axes=1)
         if pp_mesh is not None or meshes:
             raise ValueError(
                 "context parallelism is measured alone and below FSDP2 or DDP, got a model that is cut by tensor, "

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
 from sonde.parallel.expert_ranks import ExpertRanks, find_experts
 from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
-from sonde.parallel.placements import is_dtensor, ranks_of
+from sonde.parallel.placements import check_mesh, is_dtensor, ranks_of
 from sonde.parallel.process_groups import group_of_mesh
 from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
 
@@ -91,6 +91,9 @@ def find_wrapper(
         ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones.
     """
     refuse_hidden_gradients(model)
+    if cp_mesh is not None:
+        check_mesh("cp_mesh", cp_mesh, n_axes=1)
+        cp_mesh = cp_mesh if cp_mesh.size() > 1 else None
     ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     gathered = gathered_parameters(model)
     parameters = _by_name(model, requires_grad=True)
