@@ -13,6 +13,7 @@ from torch import Tensor
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
 from sonde.batch_size.readback import Read, Readback
 from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, read_row
+from sonde.parallel.devices import is_capturing
 
 
 class Delivery:
@@ -69,7 +70,7 @@ class Delivery:
             return
         try:
             with self.alone():
-                if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                if is_capturing(self._device):
                     yield False  # looking whether copies have arrived would spoil the graph
                     return
                 self._readback.send_what_is_on_the_host()

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sonde.parallel.devices import to_device
+
 _N_CONTRASTS = 4
 _COEFFICIENT_BITS, _DIGEST_BITS = 18, 20
 _MAX_EXACT_BITS = 53
@@ -169,9 +171,7 @@ class Ballot:
     def slots(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The numbers, [N_SLOTS], for the vector that is reduced."""
         slots = torch.tensor(self._numbers, dtype=dtype, device="cpu")
-        if device.type == "cuda":
-            slots = slots.pin_memory()  # only a copy from pinned memory does not wait
-        slots = slots.to(device, non_blocking=True)
+        slots = to_device(slots, device)
         for kind, powers in self._powers.items():
             start = _COPIES_AT + kind * (_N_CONTRASTS + 1)
             if self._uses_max:
