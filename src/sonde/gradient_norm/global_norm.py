@@ -30,7 +30,7 @@ from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
 from sonde.gradient_norm.summed_vector import SummedVector, own_square_sum, pack, pack_exact
-from sonde.parallel.devices import accumulation_dtype
+from sonde.parallel.devices import zero_sums
 from sonde.parallel.placements import Layout, local_tensor
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
 
@@ -155,7 +155,7 @@ def own_square_sums(plan: NormPlan) -> Tensor:
     collected = _sum_partial(plan, plan.collect())
     if plan.gradient_problem is not None:
         raise plan.gradient_problem
-    sums = torch.zeros(plan.n_parts, dtype=accumulation_dtype(plan.device), device=plan.device)
+    sums = zero_sums(plan.n_parts, device=plan.device)
     for gradients in collected:
         if gradients.locals:
             sums[gradients.group.key.part] += own_square_sum(plan, gradients)

@@ -17,7 +17,7 @@ from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.devices import to_device
+from sonde.parallel.devices import to_device, widened
 from sonde.parallel.placements import holds_first_copy, layout_of, local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
@@ -118,7 +118,7 @@ class WindowReader:
         if self._grad_scaler is None:
             return gradient
         scale = self._grad_scaler.scale(torch.ones((), device=self.device))
-        return gradient.scaled(scale.to(gradient.sq_norms.dtype).reciprocal())
+        return gradient.scaled(widened(scale).reciprocal())
 
     # Windows.
 
@@ -188,7 +188,7 @@ class WindowReader:
             norm = self._norm_of_clip(riding=vector)
             packed, witness = vector.split([len(packed), len(witness)])
             return Window(packed, self._squared(norm), witness, sizes, None), norm
-        squares = to_device(own_square_sums(self.plan)[: len(self.groups)], self.device).to(packed.dtype)
+        squares = widened(to_device(own_square_sums(self.plan)[: len(self.groups)], self.device))
         vector = torch.cat([packed, squares, witness])
         work = start_reduce(vector, self._wrapper.group)
         packed, squares, witness = vector.split([len(packed), len(squares), len(witness)])
@@ -204,7 +204,7 @@ class WindowReader:
 
     def _squared(self, norm: GlobalNorm) -> Tensor:
         """|F|² per group from a measured norm; [groups]."""
-        return to_device(norm.by_part[: len(self.groups)], self.device).to(self._sums.dtype).square()
+        return widened(to_device(norm.by_part[: len(self.groups)], self.device)).square()
 
     def _pack(self, problems: Collection[Problem]) -> Tensor:
         """This rank's sums. They are packed after all reading, since the metric may have met problems too."""
