@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sonde.parallel.devices import accumulation_dtype, widened, zero_sums
+from sonde.parallel.float_pairs import rounded
 from sonde.parallel.placements import cut_every
 
 _CHUNK = 2**17
@@ -59,7 +60,7 @@ def power_sum(tensors: Sequence[Tensor], order: float, unit: Tensor | None = Non
     if math.isinf(order):
         return widened(torch.stack([_largest(t) for t in filled]).max())
     if unit is not None:
-        unit = unit.to(device)
+        unit = rounded(unit.to(device))
     if device.type == "cpu":
         sums = [_power(chunk, order, unit) for chunk in _in_fp64(filled)]
         return torch.stack(sums).sum() if sums else nothing

@@ -37,7 +37,6 @@ class FloatPairs(Tensor):
     hi: Tensor
     lo: Tensor
     both: Tensor | None
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, hi: Tensor, lo: Tensor, both: Tensor | None = None) -> FloatPairs:
@@ -61,6 +60,13 @@ class FloatPairs(Tensor):
         return joined(self.hi.cpu(), self.lo.cpu()).item()
 
     __float__ = item
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.where:  # torch would make an fp64 tensor of a number, on a device that has none
+            return _where(*args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -154,7 +154,7 @@ class WindowSums:
         has_loss_scale: bool = False,
     ) -> None:
         self._device = device
-        self._group_index = torch.tensor(group_index, device=device)
+        self._group_index = to_device(torch.tensor(group_index, device="cpu"), device)
         self._n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
         self._data = data = data if data is not None else DataRanks()
         self._n_marked = min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
