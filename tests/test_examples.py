@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 COMMANDS = {
     "plain_loop.py": [sys.executable],
+    "single_gpu.py": [sys.executable],
     "ddp_torchrun.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "accelerate_ddp.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "fsdp2.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
@@ -82,9 +83,10 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert last.status == "resolved"
     # A small byte model on English: between a handful and a few thousand contexts, wherever the seed leads.
     assert 5 < (last.metrics["gns/b_simple"] or 0) < 5000
-    ranks = 1 if name in ("plain_loop.py", "pipeline.py") else 2
+    ranks = 1 if name in ("plain_loop.py", "single_gpu.py", "pipeline.py") else 2
     assert run.header.setup["ranks"] == ranks
-    assert last.pieces["per_window"] == (8 if name == "pipeline.py" else 4 * ranks)
+    assert last.pieces["per_window"] == {"pipeline.py": 8, "single_gpu.py": 1}.get(name, 4 * ranks)
+    assert last.metrics["gns/covered"] == 1.0
     if name != "pipeline.py":  # its loss is on the last stage, and the first one writes the log
         _, losses = run.series("loss")
         assert losses[-1] < losses[0] - 1

@@ -94,7 +94,14 @@ def attached(
     log_every: int = 10,
     **options: Any,
 ) -> NoiseScaleProbe:
-    options = {"unit": "rows", "verbose": False, "horizon": math.inf, "log": None, "every": 1} | options
+    options = {
+        "unit": "rows",
+        "verbose": False,
+        "horizon": math.inf,
+        "log": None,
+        "every": 1,
+        "per_example": "never",
+    } | options
     options["log"] = options["log"] or sonde.RunLog(sinks, every=log_every)
     return sonde.attach(model, optimizer, **options)
 

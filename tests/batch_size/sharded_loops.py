@@ -88,6 +88,8 @@ class Loop:
         dropout: forward draws random numbers.
         weighted: pieces weigh by their units.
         windows: how many windows.
+        covered: every parameter is in a layer whose examples can be read.
+        options: of the probe.
     """
 
     cut: str = "fsdp"
@@ -108,13 +110,14 @@ class Loop:
     dropout: bool = False
     weighted: bool = False
     windows: int = 3
+    covered: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def build(loop: Loop) -> LM:
     torch.manual_seed(5)
     hidden = 11 if loop.cut == "fsdp" else 12  # torch's tensor parallelism cannot reshape uneven activations
-    model = LM(hidden=hidden, tied=loop.tied, scaled=not loop.cut.endswith("sp"))
+    model = LM(hidden=hidden, tied=loop.tied, scaled=not (loop.cut.endswith("sp") or loop.covered))
     model.embed.weight.requires_grad_(not loop.frozen)
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -287,7 +290,8 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[float, float]]:
     """(tr Σ, |G|²) of the total and of each group, from the whole gradient of every piece of every rank in float64.
 
-    In bf16, a piece's gradient is that of a bf16 model, and only the sums are in float64.
+    With per_example="always", every example is a piece. In bf16, a piece's gradient is that of a bf16 model, and only
+    the sums are in float64.
     """
     dtype = torch.bfloat16 if loop.mixed else torch.float64
     model = copy.deepcopy(build(loop))
@@ -300,15 +304,17 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
         for k in range(2):
             ids = tokens(rank, window, k)
             parameters = [p for p in model.parameters() if p.requires_grad]
-            grads = torch.autograd.grad(loss_of(model, ids, loop), parameters)
-            pieces.append(dict(zip(names, (g.double().flatten() for g in grads), strict=True)))
-            weights.append(float(len(ids)) if loop.weighted else 1.0)
-            units.append(float(len(ids)))
+            parts = ids.split(1) if loop.options.get("per_example") == "always" else [ids]
+            for part in parts:
+                share = 1.0 if loop.weighted else 1.0 / len(parts)
+                grads = torch.autograd.grad(share * loss_of(model, part, loop), parameters)
+                pieces.append(dict(zip(names, (g.double().flatten() for g in grads), strict=True)))
+                weights.append((len(ids) if loop.weighted else 1.0) / len(parts))
+                units.append(len(part))
     groups = list(dict.fromkeys(block_of(n) for n in names))
-    parts = [[n for n in names if block_of(n) == group] for group in groups]
     solved = []
-    for part in parts:
-        gradients = [torch.cat([piece[n] for n in part]) for piece in pieces]
+    for group in groups:
+        gradients = [torch.cat([piece[n] for n in names if block_of(n) == group]) for piece in pieces]
         final = torch.stack(gradients).sum(0) / n_data_ranks(loop)
         solved.append(window_by_hand(gradients, weights, units, final))
     return [(sum(t for t, _ in solved), sum(g for _, g in solved)), *solved]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.batch_size.sharded_loops import Loop, train
+from tests.batch_size.sharded_loops import UNITS, Loop, train
 from tests.ranks import Ranks
 
 LOOPS = {
@@ -113,3 +114,38 @@ def test_windows_that_are_not_measured_take_no_collective(ranks2: Ranks, clips: 
         assert 20 <= with_probe["reading"].windows <= 45
         n_more = 0 if clips else with_probe["reading"].windows
         assert with_probe["collectives"] - without["collectives"] == n_more
+
+
+EXAMPLES = {
+    "default": Loop(covered=True),
+    "no clip, every piece reduces, reshard": Loop(covered=True, clips=False, sync="every", reshard=True),
+    "weights": Loop(covered=True, weighted=True),
+    "checkpointed, tied, evaluation between": Loop(covered=True, checkpoints=True, tied=True, evaluates=True),
+    "offloaded, frozen": Loop(covered=True, offload=True, frozen=True),
+    "late": Loop(covered=True, late=2),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_single_examples(ranks2: Ranks, name: str) -> None:
+    """Every example of every rank is a piece; their numbers ride in the same collective, and training is unchanged."""
+    loop = replace(EXAMPLES[name], options={"per_example": "always"})
+    results = ranks2(_values, loop)
+    assert_as_by_hand(results, loop)
+    assert {result["reading"].u for result in results} == {1.0}
+    sizes = [n for units in UNITS[:2] for n in units]
+    n_effective = sum(sizes) if loop.weighted else len(sizes) ** 2 / sum(1 / n for n in sizes)
+    assert results[0]["reading"].effective_units == pytest.approx(n_effective)
+    if name != "late":
+        loop = replace(loop, dropout=True, windows=4)
+        for with_probe, without in zip(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), strict=True):
+            assert all(map(torch.equal, with_probe["weights"], without["weights"]))
+            assert with_probe["collectives"] - without["collectives"] == (0 if loop.clips else loop.windows)
+
+
+def test_single_examples_need_every_parameter_under_fsdp2(ranks2: Ranks) -> None:
+    """A parameter that is in no layer with a rule."""
+    loop = Loop(options={"per_example": "always"})
+    for result in ranks2(_unchanged, loop, True):
+        assert "a sharded model needs all parameters covered" in result["reading"].reason
+        assert "LM has no rule" in result["reading"].reason

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
@@ -23,7 +24,7 @@ from sonde.batch_size.taps.window_sums import WindowSums, piece_counts, read_row
 from sonde.parallel.devices import KEPT_IN_PAIRS, start_copy_to_host
 from sonde.parallel.float_pairs import FloatPairs
 from tests.batch_size.loops import attached
-from tests.ranks import Ranks
+from tests.ranks import Ranks, mesh_of
 
 CPU = torch.device("cpu")
 
@@ -159,7 +160,7 @@ def trained(how: str, *, rank: int = 0, n_windows: int = 6) -> dict[str, Any]:
                 scaler.update()
             optimizer.zero_grad()
         reading = probe.reading()
-        assert probe._delivery.is_empty
+        assert not probe.alerts
     return {"b_simple": reading.b_simple, "windows": reading.windows, "reason": reading.reason, "norms": found} | {
         "groups": [(g.trace_cov, g.grad_sq) for g in reading.groups.values()],
         "weights": torch.cat([p.detach() for p in model.parameters()]),
@@ -197,6 +198,42 @@ def test_ranks_read_the_same_noise_scale(how: str, world: int, request: Any) -> 
     for exact, pairs in results:
         compare(exact, pairs)
         assert pairs["norms"] == results[0][1]["norms"]
+
+
+def _on_shards(clips: bool) -> Any:
+    """FSDP2: B_simple with fp64 and with pairs; or the message of a clip with pairs."""
+    readings = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)), mesh=mesh_of((2,)))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        with in_pairs(on=on), attached(model) as probe:
+            for _ in range(4):
+                for n in (2, 3):
+                    with probe.piece(units=n, weight=n):
+                        model(torch.randn(n, 6, generator=generator)).square().sum().backward()
+                if on and clips:
+                    try:
+                        probe.clip_grad_norm_(1.0)
+                    except ValueError as error:
+                        return str(error)
+                else:
+                    probe.step()
+                model.zero_grad()
+            readings.append((probe.reading().trace_cov, probe.reading().grad_sq))
+            assert not probe.alerts
+    return readings
+
+
+def test_shards_are_summed_in_pairs_too(ranks2: Ranks) -> None:
+    for exact, pairs in ranks2(_on_shards, False):
+        assert pairs == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_norm_over_ranks_without_fp64_is_refused(ranks2: Ranks) -> None:
+    """The ranks are compared by whole numbers that pairs cannot add exactly: a false alarm would stop a run."""
+    for message in ranks2(_on_shards, True):
+        assert "a norm over several ranks needs fp64, which cpu has not: clip by torch.nn.utils" in message
 
 
 def test_the_switch_reaches_the_sums() -> None:

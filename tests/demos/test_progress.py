@@ -102,7 +102,7 @@ def test_without_a_terminal_there_are_plain_lines_without_control_codes() -> Non
     assert "\x1b" not in shown
     assert shown.splitlines() == [
         "alert: ranks see the same data",
-        "step 20/20, loss 2.31, B_simple 38.2 [35 – 43.1] sequences, 9,600 tokens/s, probe 2.1 %",
+        "step 20/20, loss 2.31, B_simple 38.2 [35 – 43.1] sequences, 9,600 tokens/s, probe 2.1 % (every window)",
     ], "one line every few seconds, and the last step"
 
 

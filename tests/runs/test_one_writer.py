@@ -194,7 +194,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 model = nn.Linear(3, 1)
 log = sonde.RunLog(sonde.JsonlSink({str(tmp_path)!r}), every=1)
-probe = sonde.attach(model, unit="rows", log=log, verbose=False)
+probe = sonde.attach(model, unit="rows", log=log, every=1, verbose=False)
 for _ in range(40):
     for _ in range(2):
         with probe.piece(units=4):

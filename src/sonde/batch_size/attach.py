@@ -34,6 +34,7 @@ def attach(
     metric: Literal["euclidean", "adam"] = "euclidean",
     tap: TapName = "auto",
     staging_mib: float = 8.0,
+    per_example: Literal["auto", "always", "never"] = "auto",
     budget: float | None = DEFAULT_BUDGET,
     every: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
@@ -63,6 +64,7 @@ def attach(
         metric: "euclidean" or "adam".
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
+        per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.
         budget: part of the run's time that measuring may cost; None to measure every window.
         every: measure one window in so many, whatever it costs.
         grad_scaler: the `torch.amp.GradScaler` in use.
@@ -99,7 +101,9 @@ def attach(
         >>> probe.close()
     """
     log = log_of(log, deprecated)
-    options = NoiseScaleOptions(unit, units_per_piece, horizon, groups, metric, tap, staging_mib, budget, every)
+    options = NoiseScaleOptions(
+        unit, units_per_piece, horizon, groups, metric, tap, staging_mib, per_example, budget, every
+    )
     return NoiseScaleProbe(
         model,
         optimizer,

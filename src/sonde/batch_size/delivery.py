@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
+from sonde.batch_size.per_example.window import read_examples
 from sonde.batch_size.readback import Read, Readback
+from sonde.batch_size.taps.tap import ExamplesOfWindow
 from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, read_row
 from sonde.parallel.devices import is_capturing
 
@@ -91,12 +93,22 @@ class Delivery:
         names, sizes = tuple(scalars), window.witness_sizes
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
-            packed, sq_norm_big, witness_final, values = vectors
+            packed, sq_norm_big, witness_final, values, *of_examples = vectors
             row, costs = read_row(packed, sq_norm_big, witness_final, sizes), read_costs(packed, len(sq_norm_big))
-            return MeasuredWindow(row, known, dict(zip(names, values.tolist(), strict=True)), costs)
+            example_row = None
+            if of_examples:
+                vector, covered, *big = of_examples
+                examples = ExamplesOfWindow(vector, big[0] if big else None, covered)
+                example_row = read_examples(examples, row.sq_norm_big, weight=row.weight, n_pieces=row.n_pieces)
+            return MeasuredWindow(row, known, dict(zip(names, values.tolist(), strict=True)), costs, example_row)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
-        self.put([*vectors, as_vector(list(scalars.values()), self._device)], read, window.work)
+        vectors.append(as_vector(list(scalars.values()), self._device))
+        if window.examples is not None:
+            vectors += [window.examples.vector, window.examples.covered]
+            if window.examples.sq_norm_big is not None:
+                vectors.append(window.examples.sq_norm_big)
+        self.put(vectors, read, window.work)
 
     def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:
         """Put a window in; see `Readback.put`."""

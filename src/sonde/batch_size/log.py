@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from sonde.batch_size.frozen_watch import TrainedChange
 from sonde.batch_size.measuring_cost import Cost, WindowCosts
+from sonde.batch_size.per_example.window import ExampleRow
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, find_alerts, set_aside_alerts
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
@@ -39,6 +40,7 @@ METRICS: dict[str, Metric] = {
     "gns/influence": Metric("ratio", "largest change of log(noise scale) that a single window makes"),
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
     "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain"),
+    "gns/covered": Metric("fraction", "part of |F|² of the parameters that the noise scale speaks of; 1 for all"),
     "grad/norm": Metric(
         "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
     ),
@@ -95,12 +97,14 @@ class MeasuredWindow:
         known: what the host knew of it.
         scalars: by name: the user's own, and those of a clip, under their metric names.
         costs: what ranks have spent since the measured window before, summed over ranks.
+        examples: what its single examples gave; None where the probe does not read them.
     """
 
     row: WindowRow
     known: KnownOfWindow
     scalars: Mapping[str, float]
     costs: WindowCosts = field(default_factory=WindowCosts)
+    examples: ExampleRow | None = None
 
 
 @dataclass

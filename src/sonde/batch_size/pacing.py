@@ -6,6 +6,7 @@ import time
 
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.stats.critical_batch import judge_batch
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.taps.tap_choice import TapChoice
@@ -23,12 +24,13 @@ class Pacing:
     Args:
         pace: chooses the windows.
         taps: the choice of the tap, which is paused in windows that are not measured.
+        mechanism: reads single examples in some of the measured windows.
         reader: of the windows.
     """
 
-    def __init__(self, pace: Pace, taps: TapChoice, reader: WindowReader) -> None:
+    def __init__(self, pace: Pace, taps: TapChoice, mechanism: Mechanism, reader: WindowReader) -> None:
         self.pace = pace
-        self._taps, self._reader = taps, reader
+        self._taps, self._mechanism, self._reader = taps, mechanism, reader
         self._clock = WindowClock(marks_of(reader.device))
         self._has_verdict = False
         self._spent = self._idle = self._in_all = 0.0
@@ -89,17 +91,20 @@ class Pacing:
 
     def window_ended(self) -> None:
         """Begin the next window: switch the tap on or off if that window differs from the one that has ended."""
-        start, was_measured = time.perf_counter(), self.pace.is_measured
+        start, was_measured, before = time.perf_counter(), self.pace.is_measured, self._reader.seconds
         self._clock.window_ended(was_measured=was_measured)
         self.pace.window_ends()
-        if self.pace.is_measured == was_measured:
-            (self.spent if was_measured else self.spent_idle)(start)
+        is_measured = self.pace.is_measured
+        if not (was_measured or is_measured):
+            self.spent_idle(start)
             return
-        if was_measured:
-            self._taps.pause()
-        else:
+        # The tap's hooks are the first to come and the last to go: nothing of them stays behind then.
+        if is_measured and not was_measured:
             self._taps.resume()
-        self.spent(start)
+        self._mechanism.begin_window(is_measured=is_measured)
+        if was_measured and not is_measured:
+            self._taps.pause()
+        self.spent(start, waited=self._reader.seconds - before)  # the reader counts its own time
 
     def judge(self, reading: NoiseScaleReading) -> None:
         """Note whether a reading allows a verdict on the batch size."""

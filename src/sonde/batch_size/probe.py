@@ -28,6 +28,7 @@ from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.measuring_cost import Cost
+from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_checks import (
     n_batch_norms,
     n_post_accumulate_hooks,
@@ -64,6 +65,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
+from sonde.parallel.devices import exact_bits
 from sonde.parallel.process_groups import n_summed
 from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import model_parameters
@@ -170,6 +172,7 @@ class NoiseScaleProbe:
             rounding=self._rounding.now(),
             fixed_weights=fixed_weights,
         )
+        self._mechanism = Mechanism(model, wrapper, options)
         # The taps install hooks, so they come after everything that may refuse the model.
         witness = Witness(whole.shapes, whole.first, len(parameters))
         self._taps = TapChoice(
@@ -190,10 +193,17 @@ class NoiseScaleProbe:
             self._taps,
             grad_scaler=self._grad_scaler,
             first=whole.first,
+            examples=self._mechanism.examples,
         )
         self._delivery = Delivery(self._take, self._reader.device)
-        pace = Pace(every=options.every, budget=options.budget, n_ranks=n_summed(wrapper.group))
-        self._pacing = Pacing(pace, self._taps, self._reader)
+        n_summed_ranks = n_summed(wrapper.group)
+        pace = Pace(
+            every=options.every,
+            budget=options.budget,
+            n_ranks=n_summed_ranks,
+            exact_bits=exact_bits(self._reader.device, n_summed_ranks),
+        )
+        self._pacing = Pacing(pace, self._taps, self._mechanism, self._reader)
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
         self._n_checked = 0
@@ -226,6 +236,7 @@ class NoiseScaleProbe:
         except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
+        self._mechanism.begin_window(is_measured=True)
         self._say(describe(self._setup(), self._tracker.unit))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
@@ -436,6 +447,7 @@ class NoiseScaleProbe:
             self._log.end(reason)
 
     def _remove_hooks(self) -> None:
+        self._mechanism.close()
         self._taps.close()
         self._loop.close()
 
@@ -498,7 +510,7 @@ class NoiseScaleProbe:
         if notes.change is not None:
             self._changes.append(notes.change)
         self._put(window, clip_scalars | self._scalars.take())
-        if change := self._taps.change_if_due():
+        if not self._mechanism.keeps_leaf_hooks and (change := self._taps.change_if_due()):
             self._say(change)
         self._pacing.spent(start)
         return norm, failure
@@ -550,7 +562,16 @@ class NoiseScaleProbe:
         """Take in a window that has arrived: the tracker averages it, the tap may change, the log writes."""
         if self._rounding.has_changed():
             self._tracker.rounding = self._rounding.now()
-        drop = self._tracker.update(window.row, number=window.known.number, every=window.known.every)
+        row = self._mechanism.row_of(window)
+        drop = self._tracker.update(row, number=window.known.number, every=window.known.every)
+        self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
+        if drop is None:
+            self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
+        for alert, message in self._mechanism.take_news():
+            if alert:
+                self._alert(alert, message)
+            else:
+                self._say(message)
         for change in window.known.changes:
             self._tracker.parameters_changed(change.groups, gone=change.gone, first=change.first)
             self._alert(change.alert, change.message)

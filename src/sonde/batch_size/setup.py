@@ -40,6 +40,10 @@ class NoiseScaleOptions:
             every rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook
             of your own. "auto" changes back where buckets do not suffice.
         staging_mib: limit of the memory for gradients that wait, in MiB.
+        per_example: whether the gradient of each example is read besides those of pieces, layer by layer, so that a
+            window of a single piece gives a number too. "auto" reads it where windows are single pieces, or where its
+            interval is narrower for the same time. "always" insists on it, "never" leaves it out. Examples must be the
+            units and the rows of what layers are called with; sequences of tokens are rows [examples, tokens, …].
         budget: part of the run's time that measuring may cost, between 0 and 1; None to measure every window. All
             windows are measured until the readings allow a verdict on the batch size, but at most the first 200. Then
             one window in N is measured, with N chosen from what the probe has timed, and at most 1000. It is a window
@@ -57,6 +61,7 @@ class NoiseScaleOptions:
     metric: Literal["euclidean", "adam"] = "euclidean"
     tap: TapName = "auto"
     staging_mib: float = 8.0
+    per_example: Literal["auto", "always", "never"] = "auto"
     budget: float | None = DEFAULT_BUDGET
     every: int | None = None
 
@@ -78,6 +83,8 @@ class NoiseScaleOptions:
             raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {self.tap!r}")
         if not (_is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
             raise ValueError(f"staging_mib must be ≥ 0 and finite, got {self.staging_mib!r}")
+        if self.per_example not in ("auto", "always", "never"):
+            raise ValueError(f"per_example must be 'auto', 'always' or 'never', got {self.per_example!r}")
         if self.budget is not None and not (_is_number(self.budget) and 0 < self.budget < 1):
             raise ValueError(
                 f"budget must be a part of the run's time between 0 and 1, got {self.budget!r}: use 0.01 for 1 %, or "
@@ -158,6 +165,7 @@ def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Seq
         "metric": options.metric,
         "every": options.every,
         "budget": options.budget,
+        "per_example": options.per_example,
         "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
         "the groups of parameters": list(names),
     }
@@ -232,4 +240,5 @@ def describe_pace(cost: Cost) -> str:
 def describe_window(n_pieces: int, n_units: float, n_ranks: int, unit: str) -> str:
     """The message that the first window prints."""
     each = f" ({n_ranks} ranks × {n_pieces / n_ranks:g})" if n_ranks > 1 else ""
-    return f"{n_pieces} pieces per window{each}, {n_units:g} {unit} in all"
+    pieces = "1 piece" if n_pieces == 1 else f"{n_pieces} pieces"
+    return f"{pieces} per window{each}, {n_units:g} {unit} in all"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -183,6 +184,11 @@ def _computes_in_float64(device: torch.device) -> bool:
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return True
+
+
+def exact_bits(device: torch.device, n_ranks: int) -> int:
+    """Bits of whole numbers, as large on one rank as on another, whose sum over ranks is exact on a device."""
+    return 53 - math.ceil(math.log2(n_ranks)) if has_float64(device) else float_pairs.exact_bits(n_ranks)
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:

@@ -63,8 +63,11 @@ class FloatPairs(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.where:  # torch would make an fp64 tensor of a number, on a device that has none
+        # torch.where would make an fp64 tensor of a number, on a device that has none.
+        if function is torch.where:
             return _where(*args)
+        if function is Tensor.where:
+            return _where(args[1], args[0], args[2])
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
@@ -124,7 +127,7 @@ def spread_for_sum(pairs: FloatPairs, n_ranks: int) -> Tensor:
         n_ranks: ranks of the sum; 1 for a maximum over ranks, which compares upper halves alone.
     """
     if n_ranks > 1:
-        upper = _upper_bits(pairs.hi, math.ceil(math.log2(n_ranks)) + 8)
+        upper = _upper_bits(pairs.hi, _growth_bits(n_ranks) + 8)
         lower = _finite((pairs.hi - upper) + pairs.lo)
     else:
         upper, lower = pairs.hi, torch.zeros_like(pairs.lo)
@@ -135,6 +138,15 @@ def spread_for_sum(pairs: FloatPairs, n_ranks: int) -> Tensor:
     both[1].copy_(lower)
     pairs.hi, pairs.lo = both[0], both[1]
     return both
+
+
+def exact_bits(n_ranks: int) -> int:
+    """Bits of whole numbers, as large on one rank as on another, whose sum over ranks is exact in pairs."""
+    return 24 - 8 - _growth_bits(n_ranks) + 24 - _growth_bits(n_ranks)
+
+
+def _growth_bits(n_ranks: int) -> int:
+    return math.ceil(math.log2(n_ranks))
 
 
 def _upper_bits(x: Tensor, n_dropped: int) -> Tensor:

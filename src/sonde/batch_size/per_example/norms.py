@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,27 @@ from sonde.batch_size.taps.autograd_internals import (
     inside_another_backward,
     will_accumulate,
 )
+from sonde.parallel.placements import is_dtensor
 from sonde.parallel.wrappers import clean_name, find_wrapper
 
 _RULES: Mapping[type[nn.Module], LayerRule] = {**RULES, **convolution.RULES, **attention.RULES}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _timed(method: Callable[Concatenate[PerExampleNorms, P], T]) -> Callable[Concatenate[PerExampleNorms, P], T]:
+    """Add the host time of a method to `seconds`. No such method calls another."""
+
+    @functools.wraps(method)
+    def timed(self: PerExampleNorms, /, *args: P.args, **keywords: P.kwargs) -> T:
+        start = time.perf_counter()
+        try:
+            return method(self, *args, **keywords)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    return timed
 
 
 class PerExampleNorms:
@@ -57,8 +76,9 @@ class PerExampleNorms:
     Measured on this rank: under DDP these are the gradients of the rank's own examples.
 
     Args:
-        model: as it is trained, plain or in DDP.
+        model: as it is trained, plain, in DDP or under FSDP2. Under FSDP2 without `parameters`, on all ranks together.
         parameters: what to measure, by name; all trainable parameters by default.
+        leaves: the tensor that forward uses for each of them, [parameters], where it is another one: FSDP2 gathers it.
         rules: rules for layers of your own, by type. A rule takes the layer, a tuple of what it was called with, and
             the gradient of its output. It returns each example's gradient by the parameter's name within the layer: a
             tensor [examples, *shape of the parameter], or `OuterProducts` for a matrix. It may raise `NotCoveredError`
@@ -70,8 +90,8 @@ class PerExampleNorms:
             up. This keeps the inputs and output gradients of all layers until the piece ends.
 
     Raises:
-        ValueError: for compiled, sharded, and scripted models, for batch normalisation in train mode, and for a model
-            without trainable parameters.
+        ValueError: for parameters that are cut in forward too (tensor parallelism), and for a model without trainable
+            parameters.
 
     Example:
         >>> class Scale(nn.Module):
@@ -95,25 +115,34 @@ class PerExampleNorms:
         model: nn.Module,
         *,
         parameters: Mapping[str, nn.Parameter] | None = None,
+        leaves: Sequence[Tensor] | None = None,
         rules: Mapping[type[nn.Module], GradientsOf] | None = None,
         staging_bytes: int = 8 * 2**20,
         several_backwards: bool = False,
     ) -> None:
         if staging_bytes <= 0:
             raise ValueError(f"staging_bytes must be positive, got {staging_bytes}: 8 * 2**20 is the default")
-        trained = find_wrapper(model).parameters
-        measured = dict(trained if parameters is None else parameters)
+        if parameters is None:
+            wrapper = find_wrapper(model)
+            parameters, leaves = wrapper.parameters, wrapper.leaves
+        measured = dict(parameters)
         if not measured:
             raise ValueError("there are no parameters to measure: give at least one that is trained")
         self._model = model
         self._rules = {**_RULES, **{kind: own_rule(rule) for kind, rule in (rules or {}).items()}}
-        self._parameters = list(measured.values())
-        self._indices = {id(p): i for i, p in enumerate(self._parameters)}
+        self._parameters: list[Tensor] = list(measured.values() if leaves is None else leaves)
+        _refuse_cut(measured, self._parameters)
+        # Between forwards, FSDP2 shows its shards in the layers; in forward, what it has gathered.
+        self._indices = {id(p): i for i, p in enumerate(measured.values())}
+        self._indices |= {id(p): i for i, p in enumerate(self._parameters)}
         self._several_backwards = several_backwards
-        self._piece = PieceSums(measured, staging_bytes, several_backwards)
+        named = dict(zip(measured, self._parameters, strict=True))
+        self._piece = PieceSums(named, staging_bytes, several_backwards)
         self._checkpoints = Checkpoints()
-        self._unseen = self._reasons_for_unseen(measured)
+        self._unseen = self._reasons_for_unseen(list(measured))
         self._handles: list[RemovableHandle] = []
+        self.seconds = 0.0
+        """Host time spent in hooks and methods so far."""
         self._forget_piece()
 
     def _forget_piece(self) -> None:
@@ -126,6 +155,12 @@ class PerExampleNorms:
         """Parameters that no layer with a rule holds, and why. Others may turn out not to be covered in a piece."""
         return {name: reason for name, reason in self._unseen.items() if reason != _USED_ELSEWHERE}
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the hooks are installed."""
+        return bool(self._handles)
+
+    @_timed
     def open(self) -> None:
         """Install the hooks: before the first forward that is measured.
 
@@ -137,8 +172,8 @@ class PerExampleNorms:
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
         _refuse_model(self._model)
-        present = {id(p) for p in self._model.parameters()}
-        if gone := [name for name, p in zip(self._unseen, self._parameters, strict=True) if id(p) not in present]:
+        present = {self._indices[id(p)] for p in self._model.parameters() if id(p) in self._indices}
+        if gone := [name for i, name in enumerate(self._unseen) if i not in present]:
             raise ValueError(
                 f"{len(gone)} parameters ({gone[0]!r}, …) are not in the model any more: make a new PerExampleNorms"
             )
@@ -156,6 +191,7 @@ class PerExampleNorms:
                 self._handles.append(layer.register_forward_hook(watch, with_kwargs=True))
         self._handles += [p.register_hook(functools.partial(self._whole, i)) for i, p in enumerate(self._parameters)]
 
+    @_timed
     def take(self, n_examples: int) -> PerExampleSquares:
         """The squared norms of the piece: of all that backward has added since the last call.
 
@@ -187,6 +223,13 @@ class PerExampleNorms:
         self._forget_piece()
         return squares
 
+    def discard(self) -> None:
+        """Forget what backward has added since the last `take`."""
+        self._checkpoints.forget_gradients()
+        self._piece.new_piece()
+        self._forget_piece()
+
+    @_timed
     def close(self) -> None:
         """Remove every hook, and let go of everything that was kept."""
         for handle in self._handles:
@@ -216,22 +259,24 @@ class PerExampleNorms:
     def _held_by(self, layer: nn.Module) -> dict[str, int]:
         return {name: self._indices[id(p)] for name, p in layer.named_parameters() if id(p) in self._indices}
 
-    def _reasons_for_unseen(self, measured: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    def _reasons_for_unseen(self, names: Sequence[str]) -> dict[str, str]:
         """For each parameter, what it means if no rule sees it."""
         types: dict[int, str] = {}
         has_rule: set[int] = set()
         for layer in self._model.modules():
             if self._rule_of(layer) is not None:
-                has_rule.update(map(id, layer.parameters()))
+                has_rule.update(self._held_by(layer).values())
             for p in layer.parameters(recurse=False):
-                types.setdefault(id(p), type(layer).__name__)
+                if id(p) in self._indices:
+                    types.setdefault(self._indices[id(p)], type(layer).__name__)
         return {
             name: _USED_ELSEWHERE
-            if id(p) in has_rule
-            else f"{types.get(id(p), 'its layer')} has no rule: give one in rules=, or leave the parameter out"
-            for name, p in measured.items()
+            if i in has_rule
+            else f"{types.get(i, 'its layer')} has no rule: give one in rules=, or leave the parameter out"
+            for i, name in enumerate(names)
         }
 
+    @_timed
     def _called(
         self,
         name: str,
@@ -280,6 +325,7 @@ class PerExampleNorms:
         self._piece.note_replaced(replaced)
         return bool(replaced)
 
+    @_timed
     def _about_to_be_called(
         self, rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
@@ -291,6 +337,7 @@ class PerExampleNorms:
             with contextlib.suppress(NotCoveredError), torch.no_grad():  # the first call has noted the reason
                 self._checkpoints.run_again(layer, arranged(rule, layer, args, keywords))
 
+    @_timed
     def _returned(self, call: Call, grad: Tensor) -> None:
         """In backward, with the gradient of what a layer has returned."""
         if not self._handles or not any(will_accumulate(self._parameters[i]) for i in call.indices.values()):
@@ -313,6 +360,7 @@ class PerExampleNorms:
             dim = call.rule.example_dim(call.layer)
             self._piece.add_use(call, grad.movedim(dim, 0) if dim and grad.dim() > dim else grad)
 
+    @_timed
     def _whole(self, index: int, grad: Tensor | None) -> None:
         """In backward, with the whole gradient of a parameter."""
         if grad is not None and accumulates(self._parameters[index]):
@@ -351,6 +399,16 @@ def _plain_arithmetic(grad: Tensor) -> Iterator[None]:
     )
     with torch.no_grad(), without_autocast:
         yield
+
+
+def _refuse_cut(parameters: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> None:
+    """Refuse parameters of which forward uses a part only."""
+    for name, leaf in zip(parameters, leaves, strict=True):
+        if is_dtensor(leaf):
+            raise ValueError(
+                f"per-example norms need whole parameters in forward, and {name!r} is cut over ranks there: measure "
+                "its pieces, as sonde.attach does"
+            )
 
 
 def _refuse_model(model: nn.Module) -> None:

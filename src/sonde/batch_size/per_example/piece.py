@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.gradients import (
@@ -66,7 +66,7 @@ class PieceSums:
         several_backwards: whether more uses may follow at any time.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], staging_bytes: int, several_backwards: bool) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], staging_bytes: int, several_backwards: bool) -> None:
         self._names = tuple(parameters)
         self._parameters = list(parameters.values())
         self._staging_bytes, self._several_backwards = staging_bytes, several_backwards

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.window_entry import SetAside
 from sonde.stats.intervals import Status
 from sonde.wording import number
@@ -103,6 +104,7 @@ class NoiseScaleReading:
         unit: plural name of the unit.
         groups: by parameter group, in the model's order; empty where groups were not read.
         every: one window of training in so many is measured, on average over the horizon.
+        coverage: the part of the model that the numbers speak of; None if it is the whole model.
     """
 
     b_simple: float | None
@@ -133,6 +135,7 @@ class NoiseScaleReading:
     unit: str
     groups: Mapping[str, GroupReading] = field(repr=False)
     every: float = 1.0
+    coverage: Coverage | None = None
 
     def metrics(self) -> dict[str, float | None]:
         """The numbers by metric name; None where a number is unknown or unbounded."""
@@ -157,6 +160,7 @@ class NoiseScaleReading:
             "gns/influence": self.influence.log_change if self.influence else None,
             "gns/scale": self.scale,
             "gns/scale_residual": self.scale_residual,
+            "gns/covered": self.coverage.part if self.coverage else 1.0,
         }
         return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
@@ -170,6 +174,7 @@ class NoiseScaleReading:
         of_these = f" measured, one in {number(self.every)}" if self.every > 1 else ""
         dropped = f", {sum(self.dropped.values())} dropped" if self.dropped else ""
         seen = f"{batch}{self.windows} windows{of_these}{dropped}"
+        seen += f" ({self.coverage})" if self.coverage is not None else ""
         if self.status == "resolved":
             moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
             known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"

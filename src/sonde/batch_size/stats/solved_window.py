@@ -20,7 +20,7 @@ class SolvedWindow:
             None unless there are two ranks and two micro-batches on one of them.
         norm: of the gradient as the rank average, before any clip.
         effective_units: effective number of units in the window (Kish), 1/v.
-        u: Σ a_k/n_k, the mean of 1/n_k over the pieces.
+        u: Σ a_k/n_k, the mean of 1/n_k over the pieces; 1 where each example is a piece.
         witness_squares: Σw · Σ |h_k|²/w_k of the witness's elements.
         witness_differences: how much larger that is than |Σ h_k|²: 0 but for rounding where all pieces are the same.
     """
@@ -47,13 +47,16 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int) -> SolvedWindow:
     # a clip that came first would weigh windows, since its coefficient differs from window to window.
     unit_scale = 1.0 / n_ranks
     to_unit = (unit_scale / scale) ** 2
+    measured = row if row.examples is None else row.examples
     per_group = tuple(
-        estimate_window(row.pieces(small), big * to_unit, scale=unit_scale)
-        for small, big in zip(row.sq_norm_over_weight, row.sq_norm_big, strict=True)
+        estimate_window(measured.pieces(small), big * to_unit, scale=unit_scale)
+        for small, big in zip(measured.sq_norm_over_weight, measured.sq_norm_big, strict=True)
     )
-    pieces = row.pieces(0.0)
-    # The witness's sums are in fp64, so that equal pieces show as a difference of rounding only.
-    witness_squares = row.weight * row.witness_small
+    pieces = measured.pieces(0.0)
+    # The witness's sums are in fp64, so that equal pieces show as a difference of rounding only. They are of pieces,
+    # and a single one has no other to differ from.
+    witness_squares = row.weight * row.witness_small if row.n_pieces > 1 else 0.0
+    witness_differences = witness_squares - float(row.witness_sum @ row.witness_sum) if row.n_pieces > 1 else 0.0
     return SolvedWindow(
         total=WindowEstimate(math.fsum(e.trace_cov for e in per_group), math.fsum(e.grad_sq for e in per_group)),
         per_group=per_group,
@@ -62,7 +65,7 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int) -> SolvedWindow:
         effective_units=1.0 / pieces.v,
         u=pieces.u,
         witness_squares=witness_squares,
-        witness_differences=witness_squares - float(row.witness_sum @ row.witness_sum),
+        witness_differences=witness_differences,
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
+from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
@@ -49,6 +51,8 @@ class NoiseScaleTracker:
         self._fixed_weights = fixed_weights
         self.last: SolvedWindow | None = None
         """The last window; None if it was dropped."""
+        self.coverage: Coverage | None = None
+        """The part of the model that readings speak of; None if it is the whole model."""
 
     def update(self, row: WindowRow, *, number: int | None = None, every: float = 1.0) -> Drop | None:
         """Take one measured window.
@@ -111,12 +115,24 @@ class NoiseScaleTracker:
             now: number of the present window, measured or not; by default the last measured one.
         """
         if self._fixed_weights is not None:
-            return self._fixed_weights.reading(
+            reading = self._fixed_weights.reading(
                 self._averages, unit=self.unit, level=self.level, with_groups=with_groups
             )
-        return summarise(
-            self._averages, unit=self.unit, level=self.level, with_groups=with_groups, as_if_last=as_if_last, now=now
-        )
+        else:
+            reading = summarise(
+                self._averages,
+                unit=self.unit,
+                level=self.level,
+                with_groups=with_groups,
+                as_if_last=as_if_last,
+                now=now,
+            )
+        return replace(reading, coverage=self.coverage)
+
+    @property
+    def scale(self) -> float | None:
+        """κ of the last sound window."""
+        return self._averages.scale
 
     @property
     def set_asides(self) -> SetAsides:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from sonde.batch_size.stats.example_sums import ExampleSums
 from sonde.batch_size.stats.neighbours import NeighbourSums
 from sonde.batch_size.stats.noise_scale import PieceSums
 from sonde.batch_size.stats.repeats import Repeats
@@ -18,6 +19,12 @@ _ROUNDING_OF_SQUARES = 1e-2
 
 _MIN, _MAX = 1e-100, 1e100
 """Range in which weights, units and squares can be multiplied without overflow or underflow in float64."""
+
+
+SINGLE_PIECE = (
+    "the window held a single piece, and a single piece cannot separate noise from signal: "
+    "accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class WindowRow:
         witness_final: F, the witness's elements, float64; [witness].
         neighbours: neighbouring pieces compared with distant ones.
         repeats: pieces and ranks with the same gradient.
+        examples: the window's single examples; None if it is to be solved from its pieces.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -71,6 +79,7 @@ class WindowRow:
     witness_final: Tensor
     neighbours: NeighbourSums = field(default_factory=NeighbourSums)
     repeats: Repeats = field(default_factory=Repeats)
+    examples: ExampleSums | None = None
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""
@@ -103,17 +112,17 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
             "no backward ran since the last window, so the same window was ended twice: "
             "call probe.step() or probe.clip_grad_norm_() once per optimizer step",
         )
-    if row.n_pieces < 2:
-        return Drop(
-            "single_piece",
-            "the window held a single piece, and a single piece cannot separate noise from signal: "
-            "accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks",
-        )
+    if row.examples is None and row.n_pieces < 2:
+        return Drop("single_piece", SINGLE_PIECE)
     if not all(_MIN < x < _MAX for x in (row.weight, row.weight_over_units, row.sq_weight_over_units)):
         return Drop("weights", "weights or units are too large or too small to add up: scale all of them alike")
-    pieces = row.pieces(0.0)
+    if row.examples is not None and row.examples.n_examples < 2:
+        return Drop("single_example", "the window held a single example, which cannot separate noise from signal")
+    pieces, each = (row.pieces(0.0), "piece") if row.examples is None else (row.examples.pieces(0.0), "example")
     if not pieces.u - pieces.v > 1e-9 * pieces.u:
-        return Drop("weights", "one piece has all the weight of its window, so no other piece can be compared with it")
+        return Drop(
+            "weights", f"one {each} has all the weight of its window, so no other {each} can be compared with it"
+        )
     return None
 
 

@@ -44,6 +44,21 @@ class RankGradient:
     reduced: GradientSummary
 
 
+@dataclass(frozen=True)
+class ExamplesOfWindow:
+    """The numbers of a window whose single examples were read, or zeros in another.
+
+    Attributes:
+        vector: to be summed over ranks; 1-D, equally long on all of them.
+        sq_norm_big: |F|² of the covered parameters, [groups]; None where it is that of all parameters, or unknown.
+        covered: 1 for each parameter that is covered on this rank, else 0, [parameters]; empty if nothing was read.
+    """
+
+    vector: Tensor
+    sq_norm_big: Tensor | None
+    covered: Tensor
+
+
 class Tap(Protocol):
     """Reads the gradients of pieces and never changes them. A new way to read gradients is a new class of this kind."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
-from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
+from sonde.batch_size.taps.tap import ExamplesOfWindow, GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
@@ -23,6 +25,32 @@ from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
 
+class Examples(Protocol):
+    """Reads the gradients of a piece's single examples, where another part of the probe has chosen to."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether examples are read now."""
+
+    @property
+    def seconds(self) -> float:
+        """Host time spent reading so far."""
+
+    def end_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
+        """Add the examples of the piece that ends here; `unscale` undoes a GradScaler's scale."""
+
+    def discard_piece(self) -> None:
+        """Forget the present piece."""
+
+    def end_window(self, sums: WindowSums, sq_norms_big: Tensor | None) -> ExamplesOfWindow:
+        """The numbers of the window; starts the next one.
+
+        Args:
+            sums: of the window's pieces, not packed yet.
+            sq_norms_big: |F|² per parameter, [parameters]; None if examples were not read.
+        """
+
+
 class WindowReader:
     """Reads the gradients of pieces and windows, and starts the sum over ranks: one collective per window.
 
@@ -30,6 +58,7 @@ class WindowReader:
         wrapper: the model.
         group_names: the parameter group of each parameter of the whole model, [parameters of all pipeline stages].
         first: where this rank's parameters begin in that list.
+        examples: reads single examples besides pieces; None where that is not possible or not wanted.
         metric: how gradients are squared.
         witness: which elements are compared.
         taps: the choice of the tap that reads the pieces.
@@ -46,12 +75,13 @@ class WindowReader:
         *,
         grad_scaler: torch.amp.GradScaler | None,
         first: int = 0,
+        examples: Examples | None = None,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
         self._wrapper, self._metric, self._witness = wrapper, metric, witness
-        self._taps, self._grad_scaler = taps, grad_scaler
+        self._taps, self._grad_scaler, self._examples = taps, grad_scaler, examples
         self._seconds = 0.0
         own = group_names[first : first + len(self.parameters)]
         self._group_index = [self.groups.index(name) for name in own]
@@ -74,12 +104,17 @@ class WindowReader:
     @property
     def seconds(self) -> float:
         """Host time spent reading so far, without the norm of a clip."""
-        return self._seconds + self._taps.seconds
+        of_examples = self._examples.seconds if self._examples is not None else 0.0
+        return self._seconds + self._taps.seconds + of_examples
 
     @property
     def tap_name(self) -> str:
         """Where gradients are read now."""
-        return self._taps.tap.name
+        return self._taps.tap.name + (" and single examples" if self._reads_examples else "")
+
+    @property
+    def _reads_examples(self) -> bool:
+        return self._examples is not None and self._examples.is_open
 
     # Pieces.
 
@@ -90,6 +125,8 @@ class WindowReader:
     def discard_piece(self) -> None:
         """Forget the present piece."""
         self._taps.tap.discard_piece()
+        if self._examples is not None:
+            self._examples.discard_piece()
 
     def end_piece(self, counts: PieceCounts) -> None:
         """Add the piece that ends here to the window."""
@@ -101,6 +138,8 @@ class WindowReader:
             self._taps.saw_piece(gradient)
             self._sums.add(self._unscaled(gradient), counts)
         self._seconds += time.perf_counter() - start
+        if self._examples is not None and self._examples.is_open:
+            self._examples.end_piece(counts, self._unscale())
 
     def begin_pieces(self, n: int) -> None:
         """From here until `end_pieces` the backwards of a pipeline schedule are n pieces."""
@@ -115,10 +154,15 @@ class WindowReader:
 
     def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
         """The gradient divided by the GradScaler's present scale, which stays on the device."""
+        unscale = self._unscale()
+        return gradient if unscale is None else gradient.scaled(unscale)
+
+    def _unscale(self) -> Tensor | None:
+        """The factor that undoes the GradScaler's present scale; it stays on the device."""
         if self._grad_scaler is None:
-            return gradient
+            return None
         scale = self._grad_scaler.scale(torch.ones((), device=self.device))
-        return gradient.scaled(widened(scale).reciprocal())
+        return widened(scale).reciprocal()
 
     # Windows.
 
@@ -164,15 +208,21 @@ class WindowReader:
         witness = self._read_witness(grads)
         # |F|² comes from the cheapest source: DDP's buckets, the norm that a clip needs anyway, or a read of `.grad`.
         norm = self._norm_of_clip() if reads_grad else None
-        if rank_gradient is not None and norm is None:
+        sq_norms = self._sq_norms(grads) if self._reads_examples else None
+        if sq_norms is None and rank_gradient is not None and norm is None:
             sq_norm_big = self._scaled_since_reduction(rank_gradient, witness)
         elif norm is not None and self._metric.is_plain:
             sq_norm_big = self._squared(norm)
         else:
-            sq_norm_big = self._sums.per_group(self._sq_norms(grads))
-        packed = self._pack(problems)
-        work = start_reduce(packed, self._wrapper.group)
-        return Window(packed, sq_norm_big, witness, dict(self._witness.sizes), work), norm
+            sq_norm_big = self._sums.per_group(self._sq_norms(grads) if sq_norms is None else sq_norms)
+        examples = self._examples.end_window(self._sums, sq_norms) if self._examples is not None else None
+        packed, sizes = self._pack(problems), dict(self._witness.sizes)
+        if examples is None:
+            return Window(packed, sq_norm_big, witness, sizes, start_reduce(packed, self._wrapper.group)), norm
+        vector = torch.cat([packed, examples.vector])
+        work = start_reduce(vector, self._wrapper.group)
+        packed, of_examples = vector.split([len(packed), len(examples.vector)])
+        return Window(packed, sq_norm_big, witness, sizes, work, _summed(examples, [of_examples])), norm
 
     def _end_window_of_shards(
         self, grads: Sequence[Tensor | None], problems: Collection[Problem], *, reads_grad: bool
@@ -181,18 +231,21 @@ class WindowReader:
 
         One collective does it all. A clip waits for that collective, as it has to.
         """
-        packed, witness = self._pack(problems), self._read_witness_of_shards(grads)
-        sizes = dict(self._witness.sizes)
+        witness, sizes = self._read_witness_of_shards(grads), dict(self._witness.sizes)
+        examples = self._examples.end_window(self._sums, None) if self._examples is not None else None
+        of_examples = [] if examples is None else [examples.vector]
+        packed = self._pack(problems)
         if reads_grad:
-            vector = torch.cat([packed, witness])
+            vector = torch.cat([packed, witness, *of_examples])
             norm = self._norm_of_clip(riding=vector)
-            packed, witness = vector.split([len(packed), len(witness)])
-            return Window(packed, self._squared(norm), witness, sizes, None), norm
+            packed, witness, *of_examples = vector.split([len(packed), len(witness), *map(len, of_examples)])
+            return Window(packed, self._squared(norm), witness, sizes, None, _summed(examples, of_examples)), norm
         squares = widened(to_device(own_square_sums(self.plan)[: len(self.groups)], self.device))
-        vector = torch.cat([packed, squares, witness])
+        vector = torch.cat([packed, squares, witness, *of_examples])
         work = start_reduce(vector, self._wrapper.group)
-        packed, squares, witness = vector.split([len(packed), len(squares), len(witness)])
-        return Window(packed, squares, witness, sizes, work), None
+        lengths = [len(packed), len(squares), len(witness), *map(len, of_examples)]
+        packed, squares, witness, *of_examples = vector.split(lengths)
+        return Window(packed, squares, witness, sizes, work, _summed(examples, of_examples)), None
 
     def _norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         start = time.perf_counter()
@@ -215,6 +268,8 @@ class WindowReader:
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
+        if self._examples is not None:
+            self._examples.end_window(self._sums, None)
         self._sums.pack(self._take_problems())
         self._taps.tap.end_window()
 
@@ -276,3 +331,8 @@ class WindowReader:
             on_device = [(i, g) for i, g in present if g.device == device]
             parts += self._metric.parts([i for i, _ in on_device], [g for _, g in on_device])
         return add_squares(len(grads), parts, self.device)
+
+
+def _summed(examples: ExamplesOfWindow | None, vectors: Sequence[Tensor]) -> ExamplesOfWindow | None:
+    """The examples with their vector as the collective sums it, if there is one."""
+    return replace(examples, vector=vectors[0]) if examples is not None else None

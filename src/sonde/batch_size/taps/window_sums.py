@@ -19,7 +19,7 @@ from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neig
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
+from sonde.batch_size.taps.tap import ExamplesOfWindow, GradientSummary, Number, Problem
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import to_device, widened, zero_sums
 from sonde.parallel.float_pairs import rounded
@@ -27,11 +27,12 @@ from sonde.parallel.float_pairs import rounded
 
 @dataclass(frozen=True)
 class PieceCounts:
-    """A piece's weight w_k, its effective number of units n_k, and its units as counted."""
+    """A piece's weight w_k, its effective number of units n_k, its units as counted, and their own weights."""
 
     weight: Number
     effective_units: Number
     units: Number
+    unit_weights: Sequence[float] | Tensor | None = None
 
 
 def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[float] | Tensor | None) -> PieceCounts:
@@ -67,7 +68,7 @@ def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[fl
             "leave out units="
         )
     units = _positive("units", units)
-    return PieceCounts(_positive("weight", weight), units if effective is None else effective, units)
+    return PieceCounts(_positive("weight", weight), units if effective is None else effective, units, unit_weights)
 
 
 def check_counts(units: Number | None, weight: Number, unit_weights: Sequence[float] | Tensor | None) -> None:
@@ -122,6 +123,7 @@ class Window:
         witness_final: the witness's elements of that gradient; [witness].
         witness_sizes: elements that the witness read of each parameter, in order, by index.
         work: the collective that is adding to `packed`; None with a single rank.
+        examples: of the window's single examples, if the probe may read them.
     """
 
     packed: Tensor
@@ -129,6 +131,7 @@ class Window:
     witness_final: Tensor
     witness_sizes: Mapping[int, int]
     work: dist.Work | None
+    examples: ExamplesOfWindow | None = None
 
 
 class WindowSums:
@@ -155,7 +158,7 @@ class WindowSums:
     ) -> None:
         self._device = device
         self._group_index = to_device(torch.tensor(group_index, device="cpu"), device)
-        self._n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
+        self.n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
         self._data = data = data if data is not None else DataRanks()
         self._n_marked = min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
         self._small = zero_sums(len(group_index), device=device)
@@ -210,9 +213,14 @@ class WindowSums:
         self._witness_small += squares.sum() / weight
         self._squares += gradient.sq_norms.sum()
 
+    @property
+    def sq_norms_over_weight(self) -> Tensor:
+        """Σ |h_k|²/w_k of this rank's pieces so far, per parameter; [parameters]."""
+        return self._small
+
     def per_group(self, sq_norms: Tensor) -> Tensor:
         """Sums of [parameters] over parameter groups: [groups]."""
-        return zero_sums(self._n_groups, device=self._device).index_add_(0, self._group_index, sq_norms)
+        return zero_sums(self.n_groups, device=self._device).index_add_(0, self._group_index, sq_norms)
 
     def pack(self, problems: Sequence[Number]) -> Tensor:
         """This rank's sums as the vector that is summed over ranks; starts the next window.

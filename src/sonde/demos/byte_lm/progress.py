@@ -186,23 +186,27 @@ def _line(reading: Mapping[str, Any], setup: Setup) -> str:
             f"loss {number(metrics['loss'])}",
             f"B_simple {describe_noise_scale(reading)}",
             f"{_tokens_per_second(metrics, setup)} tokens/s",
-            f"probe {percent(_cost(metrics))}",
+            f"probe {percent(_cost(metrics))}{'' if _leaves_out(metrics) else ' (every window)'}",
         )
     )
 
 
 def describe_cost(metrics: Mapping[str, float | None]) -> str:
     """The part of the step time that the probe takes, and of which windows."""
+    which = f"one window in {number(metrics['cost/every'])}" if _leaves_out(metrics) else "while every window is"
+    return f"{percent(_cost(metrics))} of the step time, {which} measured"
+
+
+def _leaves_out(metrics: Mapping[str, float | None]) -> bool:
+    """Whether some windows are not measured."""
     every = metrics.get("cost/every")
-    if every is None or every <= 1:
-        return f"{percent(_cost(metrics))} of the step time, while every window is measured"
-    return f"{percent(_cost(metrics))} of the step time, one window in {number(every)} measured"
+    return every is not None and every > 1
 
 
 def _cost(metrics: Mapping[str, float | None]) -> float | None:
     """At the present pace, where windows are left out: the interval of one reading may hold no measured window."""
-    share, every = metrics.get("cost/share"), metrics.get("cost/every")
-    return share if share is not None and every is not None and every > 1 else metrics["cost/fraction"]
+    share = metrics.get("cost/share")
+    return share if share is not None and _leaves_out(metrics) else metrics["cost/fraction"]
 
 
 def _tokens_per_second(metrics: Mapping[str, Any], setup: Setup) -> str:

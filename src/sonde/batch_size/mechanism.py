@@ -1,0 +1,267 @@
+"""Chooses what a window is solved from: its pieces, or its single examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from torch import nn
+
+from sonde.batch_size.log import MeasuredWindow
+from sonde.batch_size.per_example.window import ExampleTimes, ExampleWindow
+from sonde.batch_size.setup import NoiseScaleOptions
+from sonde.batch_size.stats.example_sums import CoveredPart
+from sonde.batch_size.stats.mechanism_trial import MechanismTrial
+from sonde.batch_size.stats.solved_window import solve_window
+from sonde.batch_size.stats.window_row import SINGLE_PIECE, Drop, WindowRow
+from sonde.batch_size.window_clock import WindowClock, marks_of
+from sonde.parallel.wrappers import Wrapper
+
+_IN_A_ROW = 3
+"""Windows in a row that must say the same before the mechanism changes."""
+_WORTH_IT = 1.05
+"""Times as wide as the other mechanism's interval that the pieces' must be, before examples are read for good."""
+_MOST_NAMED = 3
+"""Parameters that one message names."""
+
+_State = Literal["first", "trial", "examples", "pieces"]
+
+
+class Mechanism:
+    """Has single examples read in some windows, and decides from which of the two a window is solved.
+
+    A window of a single piece shows noise by its examples alone. Examples are read in the first window, which shows how
+    many pieces there are. With two or more, they are read in every other window until the two mechanisms have been
+    compared. Then the one with the narrower interval for the same time stays.
+
+    All ranks decide by numbers that were summed over ranks. A rank that decides some windows later than its peers reads
+    examples where they do not, or the other way round; such windows are solved from their pieces.
+
+    Args:
+        model: as the user calls it.
+        wrapper: of the model.
+        options: of the probe.
+
+    Raises:
+        ValueError: if examples are asked for and cannot be read.
+    """
+
+    def __init__(self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> None:
+        self._names, self._n_ranks = list(wrapper.parameters), wrapper.n_ranks
+        self._is_on_host = wrapper.leaves[0].device.type == "cpu"
+        self._is_asked = options.per_example == "always"
+        self.examples: ExampleWindow | None = None
+        """Reads the examples; None where that is not possible, or not wanted."""
+        self.why_not = ""
+        """Why examples are not read, for people; empty where they may be."""
+        if options.per_example != "never":
+            self.examples, self.why_not = _made(model, wrapper, options)
+        if self._is_asked and self.examples is None:
+            raise ValueError(f"per_example='always' needs the gradients of single examples, but {self.why_not}")
+        self._state: _State = "pieces" if self.examples is None else "examples" if self._is_asked else "first"
+        self._trial = MechanismTrial(options.budget if options.every is None else None)
+        self._covered = CoveredPart(len(self._names))
+        self._clock = WindowClock(marks_of(wrapper.leaves[0].device))
+        self._n_measured = self._n_failures = self._n_single = 0
+        self._news: list[tuple[str, str]] = []
+        self._said_of: tuple[bool, ...] = ()
+
+    @property
+    def keeps_leaf_hooks(self) -> bool:
+        """Whether leaf hooks must read the pieces, since examples are read besides."""
+        return self._state != "pieces"
+
+    @property
+    def covered(self) -> CoveredPart:
+        """What the covered parameters are of the whole model, where windows are solved from examples."""
+        return self._covered
+
+    def take_news(self) -> list[tuple[str, str]]:
+        """What has changed since the last call: the name of an alert, or nothing, and a message."""
+        news, self._news = self._news, []
+        return news
+
+    # While windows are trained.
+
+    def begin_window(self, *, is_measured: bool) -> None:
+        """Read examples in the window that begins, or do not.
+
+        Args:
+            is_measured: whether anything is read in that window.
+        """
+        if self.examples is None:
+            return
+        if self._state == "trial":
+            self._clock.window_ended(was_measured=self.examples.is_open)
+            times = self._clock.take()
+            self.examples.times = ExampleTimes(0.0, times.measured, times.n_measured, times.idle, times.n_idle)
+        self._n_measured += is_measured
+        is_turn = self._state != "trial" or self._n_measured % 2 == 1
+        if not (is_measured and is_turn and self._state != "pieces"):
+            self.close()
+            return
+        try:
+            self.examples.open()
+        except ValueError as error:  # the model has changed since attach
+            self._give_up(str(error))
+
+    def close(self) -> None:
+        """Remove every hook."""
+        if self.examples is not None and self.examples.is_open:
+            self.examples.close()
+
+    # Once their numbers are on the host.
+
+    def row_of(self, window: MeasuredWindow) -> WindowRow:
+        """The row of a window, with its examples if it is to be solved from them."""
+        row, found = window.row, window.examples
+        if found is None or self.examples is None:
+            return _explained(row, self.why_not)
+        self._note_pieces(row, has_examples=found.sums is not None)
+        if found.sums is not None and (self._state == "examples" or row.n_pieces < 2):
+            return replace(row, examples=found.sums)
+        if self._state != "examples" and row.n_pieces >= 2:
+            return row
+        if not self._is_asked and self._covered.coverage is None and row.n_pieces >= 2:
+            return row  # both mechanisms speak of the whole model
+        why = f"{found.why_not}{self._named_reasons()}" if found.why_not else self.why_not
+        if row.n_pieces < 2:
+            return _explained(row, why)
+        message = f"the window's single examples could not be used: {why or 'they were not read on all ranks'}"
+        return row if row.problems else replace(row, problems=[Drop("no_examples", message)])
+
+    def saw(self, window: MeasuredWindow, *, is_sound: bool, scale: float | None) -> None:
+        """Note a window that was solved or dropped; compare the mechanisms where it allows both.
+
+        Args:
+            window: its numbers.
+            is_sound: whether it was averaged.
+            scale: κ of the last sound window.
+        """
+        found, row = window.examples, window.row
+        if found is None or self.examples is None or self._state == "pieces":
+            return
+        if self._state == "trial":
+            self._note_costs(window)
+        if found.sums is None:
+            # A window that another problem spoils says nothing about its examples.
+            self._n_failures += bool(found.why_not) and not row.problems
+            if self._n_failures >= _IN_A_ROW and not self._is_asked:
+                self._give_up(f"{found.why_not}{self._named_reasons()}")
+            return
+        self._n_failures = 0
+        if not is_sound or scale is None:
+            return
+        self._covered.update(found.sums, row.pieces(sum(row.sq_norm_over_weight)), sum(row.sq_norm_big), scale=scale)
+        self._say_coverage(found.covered)
+        if self._state == "trial" and row.n_pieces >= 2:
+            of_pieces = solve_window(row, scale=scale, n_ranks=self._n_ranks).total
+            examples = solve_window(replace(row, examples=found.sums), scale=scale, n_ranks=self._n_ranks).total
+            self._trial.of_pieces.append(of_pieces)
+            self._trial.of_examples.append(examples)
+            self._choose()
+
+    def _note_pieces(self, row: WindowRow, *, has_examples: bool) -> None:
+        """Begin the trial where windows have several pieces, and go back to examples where they no longer do."""
+        self._n_single = self._n_single + 1 if row.n_pieces == 1 else 0
+        if self._state == "first" and row.n_pieces == 1 and has_examples:
+            self._state = "examples"
+            self._tell("a window is a single piece, so the gradient of each of its examples is read")
+        elif self._state == "first" and row.n_pieces >= 2:
+            self._state = "trial"
+        elif self._state in ("trial", "pieces") and self._n_single >= _IN_A_ROW and not self.why_not:
+            self._state = "examples"
+            self._tell("windows are single pieces now, so the gradient of each of their examples is read")
+
+    def _note_costs(self, window: MeasuredWindow) -> None:
+        assert window.examples is not None
+        times = window.examples.times
+        self._trial.seconds.append(max(window.costs.seconds - times.seconds, 0.0))
+        longer = 0.0  # on a device that the host runs ahead of, its own time counts
+        if times.n_with and times.n_without and not self._is_on_host:
+            longer = (times.with_examples / times.n_with - times.without / times.n_without) * self._n_ranks
+        if times.seconds > 0:
+            self._trial.example_seconds.append(max(times.seconds, longer))
+        if times.n_without:
+            self._trial.durations.append(times.without / times.n_without * self._n_ranks)
+
+    def _choose(self) -> None:
+        if self._covered.coverage is not None:
+            self._give_up("they do not cover all parameters, and pieces do")
+            return
+        if not self._trial.is_complete:
+            return
+        factor = self._trial.narrower_by()
+        for_same = "for the same time" if self._trial.budget is not None else "from as many windows"
+        if factor > _WORTH_IT:
+            self._state = "examples"
+            self._tell(
+                f"single examples are read from now on: {for_same}, the pieces' interval is {factor:.2g} times as wide"
+            )
+        else:
+            self._state = "pieces"
+            wide = f"{1 / factor:.2g} times as wide" if 0 < factor < 1 / _WORTH_IT else "no narrower"
+            self._tell(f"pieces are read from now on: {for_same}, the interval of single examples is {wide}")
+
+    def _give_up(self, reason: str) -> None:
+        assert self.examples is not None
+        self._state, self.why_not = "pieces", reason
+        self.close()
+        self._tell(f"single examples are not read: {reason}")
+
+    def _tell(self, message: str) -> None:
+        self._news.append(("", message))
+
+    def _say_coverage(self, covered: Sequence[bool]) -> None:
+        """Name the parameters that are not covered, once for each set of them."""
+        mask = tuple(covered)
+        if self._covered.coverage is None or mask == self._said_of or self._state == "trial":
+            return
+        self._said_of = mask
+        missing = [name for name, is_covered in zip(self._names, mask, strict=True) if not is_covered]
+        assert self.examples is not None
+        named = [f"{name} ({self.examples.reasons.get(name, _UNSEEN)})" for name in missing]
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        message = f"the noise scale is {self._covered.coverage}; not covered: {', '.join(named[:_MOST_NAMED])}{more}"
+        self._news.append(("not_covered", message))
+
+    def _named_reasons(self) -> str:
+        assert self.examples is not None
+        reasons = list(dict.fromkeys(self.examples.reasons.values()))
+        return f": {reasons[0]}" if reasons else ""
+
+
+_UNSEEN = "it has a use that no rule has seen"
+
+
+def _explained(row: WindowRow, why_not: str) -> WindowRow:
+    """The row of a window; if it has a single piece, with the reason why its examples are not used."""
+    if row.n_pieces != 1 or row.problems or not why_not:
+        return row
+    return replace(row, problems=[Drop("single_piece", f"{SINGLE_PIECE}. Its examples are not read: {why_not}")])
+
+
+def _made(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> tuple[ExampleWindow | None, str]:
+    """What reads single examples; or None, and why they cannot be read."""
+    if options.metric != "euclidean":
+        return None, f"metric={options.metric!r} needs whole gradients: use metric='euclidean'"
+    if options.tap == "comm_hook":
+        return None, "tap='comm_hook' reads whole windows: use tap='auto' or 'leaf'"
+    if wrapper.pp_mesh is not None or wrapper.data.n_sharing > 1:
+        return None, f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters"
+    try:
+        window = ExampleWindow(
+            model,
+            wrapper.parameters,
+            wrapper.leaves,
+            staging_bytes=int(options.staging_mib * 2**20),
+            is_sharded=wrapper.mesh is not None,
+        )
+        if len(window.without_rule) == len(wrapper.parameters):
+            return None, "no layer of the model has a rule for them: see sonde.PerExampleNorms"
+        window.open()
+        window.close()
+    except ValueError as error:
+        return None, str(error)
+    return window, ""

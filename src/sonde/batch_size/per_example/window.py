@@ -1,0 +1,294 @@
+"""Adds up the squared norms of single examples over one window, as one vector that ranks can sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor, nn
+
+from sonde.batch_size.per_example.norms import PerExampleNorms
+from sonde.batch_size.stats.example_sums import ExampleSums
+from sonde.batch_size.taps.tap import ExamplesOfWindow
+from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
+from sonde.parallel.devices import accumulation_dtype, to_device
+
+_DIGEST_BITS = 10
+"""Squares of so many bits add up exactly over thousands of ranks, even in fp32."""
+_SEED = 20261122
+
+
+@dataclass(frozen=True)
+class ExampleTimes:
+    """How long windows took and what single examples cost in them, to ride along with the sum over ranks.
+
+    Attributes:
+        seconds: spent on single examples by the host in this window.
+        with_examples: duration of windows in which examples were read, in seconds.
+        n_with: how many they are.
+        without: duration of the other measured windows.
+        n_without: how many they are.
+    """
+
+    seconds: float = 0.0
+    with_examples: float = 0.0
+    n_with: float = 0.0
+    without: float = 0.0
+    n_without: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What follows the squares in the vector; each is summed over ranks.
+
+    Attributes:
+        sq_weight: Σ w_b².
+        n_examples: examples.
+        n_pieces: pieces whose examples were read.
+        n_covered: covered parameters.
+        digest: of which parameters are covered.
+        sq_digest: its square.
+        n_reading: ranks that read any examples.
+    """
+
+    sq_weight: float | Tensor
+    n_examples: float | Tensor
+    n_pieces: float | Tensor
+    n_covered: float | Tensor
+    digest: float | Tensor
+    sq_digest: float | Tensor
+    n_reading: float | Tensor
+
+
+@dataclass(frozen=True)
+class ExampleRow:
+    """What the examples of one window gave, on the host.
+
+    Attributes:
+        sums: None if they cannot be used.
+        why_not: the reason; empty if they can be used, and in a window in which examples were not read.
+        n_pieces: pieces of all ranks whose examples were read.
+        times: summed over ranks.
+        covered: which parameters are covered on this rank, [parameters]; empty if examples were not read.
+    """
+
+    sums: ExampleSums | None
+    why_not: str
+    n_pieces: int
+    times: ExampleTimes
+    covered: Sequence[bool]
+
+
+class ExampleWindow:
+    """Adds up |h_b|²/w_b of each example of a window; no value is read on the host.
+
+    Examples are the units of a piece, and the rows of what the model's layers are called with. A piece whose units are
+    not the rows cannot be used, and says so.
+
+    Args:
+        model: as `PerExampleNorms` takes it.
+        parameters: the measured ones by name.
+        leaves: see `PerExampleNorms`.
+        is_sharded: whether ranks hold parts of `.grad`, whose squares are known only after the sum over ranks. All
+            parameters must be covered then.
+        staging_bytes: see `PerExampleNorms`.
+
+    Raises:
+        ValueError: for models that `PerExampleNorms` refuses.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        leaves: Sequence[Tensor],
+        *,
+        staging_bytes: int,
+        is_sharded: bool = False,
+    ) -> None:
+        self._norms = PerExampleNorms(
+            model, parameters=parameters, leaves=leaves, staging_bytes=max(staging_bytes, 2**16)
+        )
+        self._names, self._is_sharded = tuple(parameters), is_sharded
+        self._device = leaves[0].device
+        dtype = accumulation_dtype(self._device)
+        generator = torch.Generator(device="cpu").manual_seed(_SEED)
+        keys = torch.randint(2**_DIGEST_BITS, (len(self._names),), generator=generator, device="cpu")
+        self._keys = to_device(keys.to(dtype), self._device)
+        self._small = torch.zeros(len(self._names), dtype=dtype, device=self._device)
+        self._sq_weight = self._small.new_zeros(())
+        self.times = ExampleTimes()
+        """Durations that have become known, to ride along with the next window."""
+        self.reasons: dict[str, str] = {}
+        """Why parameters, by name, are not covered, as far as the host knows; "" holds a reason for all of them."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._n_examples = self._n_pieces = 0
+        self._seconds_before = self._norms.seconds
+
+    @property
+    def is_open(self) -> bool:
+        """Whether examples are read now."""
+        return self._norms.is_open
+
+    @property
+    def seconds(self) -> float:
+        """Host time spent so far."""
+        return self._norms.seconds
+
+    @property
+    def without_rule(self) -> Mapping[str, str]:
+        """Parameters that no layer with a rule holds, and why."""
+        return self._norms.without_rule
+
+    def open(self) -> None:
+        """Read the examples of the pieces from now on.
+
+        Raises:
+            ValueError: see `PerExampleNorms.open`.
+        """
+        if not self._norms.is_open:
+            self._norms.open()
+
+    def close(self) -> None:
+        """Read nothing until `open`; keep no hook."""
+        self._norms.close()
+
+    def end_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
+        """Add the examples of the piece that ends here.
+
+        Args:
+            counts: of the piece.
+            unscale: the factor that undoes a GradScaler's scale; None without one.
+        """
+        if not self._norms.is_open:
+            return
+        if isinstance(counts.units, Tensor) or not float(counts.units).is_integer():
+            self.reasons[""] = "the number of units of a piece is no whole number that the host knows: pass an int"
+            self._norms.discard()
+            return
+        n = int(counts.units)
+        squares = self._norms.take(n)
+        self.reasons |= squares.reasons
+        weights = _weights_of_examples(counts, n, self._small)
+        over_weight = torch.where(weights > 0, squares.sq_norms / weights, squares.sq_norms * 0.0).sum(1)
+        self._small += over_weight if unscale is None else over_weight * unscale.to(over_weight.dtype).square()
+        self._sq_weight += weights.square().sum()
+        self._n_examples += n
+        self._n_pieces += 1
+
+    def discard_piece(self) -> None:
+        """Forget the present piece."""
+        if self._norms.is_open:
+            self._norms.discard()
+
+    def end_window(self, sums: WindowSums, sq_norms_big: Tensor | None) -> ExamplesOfWindow:
+        """The numbers of the window; starts the next one.
+
+        Args:
+            sums: of the window's pieces, not packed yet.
+            sq_norms_big: |F|² per parameter, [parameters]; None if examples were not read, or of a sharded model.
+        """
+        if not self._n_pieces and self.times == ExampleTimes():
+            n_groups = sums.n_groups
+            nothing = None if self._is_sharded else self._small.new_zeros(n_groups)
+            return ExamplesOfWindow(self._small.new_zeros(n_numbers(n_groups)), nothing, self._small.new_zeros(0))
+        has_read = self._n_pieces > 0 and (self._is_sharded or sq_norms_big is not None)
+        big = self._small if sq_norms_big is None else sq_norms_big
+        covered = torch.isfinite(self._small) & has_read
+        small, of_pieces, of_window = (
+            sums.per_group(values.where(covered, 0.0)) for values in (self._small, sums.sq_norms_over_weight, big)
+        )
+        digest = (self._keys * covered).sum().remainder(2**_DIGEST_BITS)
+        counts = _Counts(
+            sq_weight=self._sq_weight,
+            n_examples=float(self._n_examples),
+            n_pieces=float(self._n_pieces),
+            n_covered=covered.sum(),
+            digest=digest,
+            sq_digest=digest.square(),
+            n_reading=float(has_read),
+        )
+        times = replace(self.times, seconds=self._norms.seconds - self._seconds_before)
+        numbers = as_vector([*_values(counts), *_values(times)], self._device)
+        mask = covered.to(numbers.dtype) if has_read else numbers.new_zeros(0)
+        vector = torch.cat([small, of_pieces, numbers])
+        self.times = ExampleTimes()
+        # The vector is a copy, so the sums can be zeroed in place.
+        self._small.zero_()
+        self._sq_weight.zero_()
+        self._reset()
+        return ExamplesOfWindow(vector, None if self._is_sharded else of_window, mask)
+
+
+def _weights_of_examples(counts: PieceCounts, n: int, like: Tensor) -> Tensor:
+    """w_b, each example's part of its piece's weight: [examples]."""
+    if counts.unit_weights is None:
+        return torch.ones(n, dtype=like.dtype, device=like.device) / n * counts.weight
+    own = (
+        as_vector(counts.unit_weights, like.device)
+        if not isinstance(counts.unit_weights, Tensor)
+        else (to_device(counts.unit_weights.detach(), like.device).to(like.dtype))
+    )
+    return own / own.sum() * counts.weight
+
+
+def _values(row: object) -> list[float | Tensor]:
+    """A dataclass's values, in their order."""
+    return [getattr(row, each.name) for each in fields(row)]  # type: ignore[arg-type]
+
+
+def read_examples(
+    examples: ExamplesOfWindow, sq_norm_big: Sequence[float], *, weight: float, n_pieces: int
+) -> ExampleRow:
+    """Name the numbers of a window's examples once they are on the host.
+
+    Args:
+        examples: summed over ranks; on the CPU.
+        sq_norm_big: |F|² of all parameters, [groups].
+        weight: Σ w_k of the window's pieces.
+        n_pieces: the window's pieces on all ranks.
+    """
+    n_groups, n_counts = len(sq_norm_big), len(fields(_Counts))
+    small, of_pieces, *numbers = (
+        part.tolist()
+        for part in examples.vector.split(
+            [n_groups, n_groups, n_counts, len(examples.vector) - 2 * n_groups - n_counts]
+        )
+    )
+    counts, times = _Counts(*numbers[0]), ExampleTimes(*numbers[1])
+    n_reading, n_read = round(float(counts.n_reading)), round(float(counts.n_pieces))
+    covered = [bool(each) for each in examples.covered.tolist()]
+    if not n_read:
+        return ExampleRow(None, "", 0, times, covered)
+    n_covered = round(float(counts.n_covered) / n_reading)
+    why_not = ""
+    if n_read != n_pieces:
+        why_not = f"examples were read in {n_read} of {n_pieces} pieces only"
+    elif not covered:
+        why_not = "this rank had no piece, so it does not know which parameters are covered"
+    elif n_reading * round(float(counts.sq_digest)) != round(float(counts.digest)) ** 2:
+        why_not = "other parameters were covered on other ranks"
+    elif not n_covered:
+        why_not = "no parameter was covered"
+    elif examples.sq_norm_big is None and not all(covered):
+        why_not = "a sharded model needs all parameters covered"
+    if why_not:
+        return ExampleRow(None, why_not, n_read, times, covered)
+    sums = ExampleSums(
+        sq_norm_over_weight=small,
+        weight=weight,
+        sq_weight=float(counts.sq_weight),
+        n_examples=round(float(counts.n_examples)),
+        of_pieces=of_pieces,
+        sq_norm_big=sq_norm_big if examples.sq_norm_big is None else examples.sq_norm_big.tolist(),
+        n_covered=n_covered,
+    )
+    return ExampleRow(sums, "", n_read, times, covered)
+
+
+def n_numbers(n_groups: int) -> int:
+    """Length of a window's vector."""
+    return 2 * n_groups + len(fields(_Counts)) + len(fields(ExampleTimes))

@@ -1,0 +1,107 @@
+"""The numbers of one window whose examples' own gradients were squared: every example is a piece of one unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sonde.batch_size.stats.noise_scale import PieceSums, estimate_window
+
+
+@dataclass(frozen=True)
+class ExampleSums:
+    """Sums over all examples of a window, of all ranks. Squares are those of the covered parameters alone.
+
+    Attributes:
+        sq_norm_over_weight: Σ |h_b|²/w_b per parameter group, [groups]; w_b is an example's part of its piece's weight.
+        weight: Σ w_b.
+        sq_weight: Σ w_b².
+        n_examples: examples.
+        of_pieces: Σ |h_k|²/w_k of the window's pieces, likewise of the covered parameters; [groups].
+        sq_norm_big: |F|² of the covered parameters, [groups].
+        n_covered: covered parameters.
+    """
+
+    sq_norm_over_weight: Sequence[float]
+    weight: float
+    sq_weight: float
+    n_examples: int
+    of_pieces: Sequence[float]
+    sq_norm_big: Sequence[float]
+    n_covered: int
+
+    def pieces(self, sq_norm_over_weight: float) -> PieceSums:
+        """The sums that the noise scale is solved from, for one parameter group's Σ |h_b|²/w_b. n_b = 1 throughout."""
+        return PieceSums(sq_norm_over_weight, self.weight, self.weight, self.sq_weight, self.n_examples)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which part of a model the noise scale speaks of, where it is read from single examples.
+
+    Attributes:
+        n_parameters: parameter tensors that are covered.
+        n_all: measured parameter tensors.
+        part: of |F|², the squared gradient of the window, that is theirs; an average over windows.
+        ratio: B_simple of the covered parameters over that of all, from the pieces of windows with two or more; None
+            where no window has two, or the two |G|² are not positive.
+    """
+
+    n_parameters: int
+    n_all: int
+    part: float
+    ratio: float | None
+
+    def __str__(self) -> str:
+        ratio = f", {self.ratio:.3g} times that of all" if self.ratio is not None else ""
+        return f"of {self.n_parameters} of {self.n_all} parameters, with {100 * self.part:.3g} % of |F|²{ratio}"
+
+
+class CoveredPart:
+    """Averages what the covered parameters are of the whole model.
+
+    Args:
+        n_all: measured parameter tensors.
+    """
+
+    def __init__(self, n_all: int) -> None:
+        self._n_all = n_all
+        self._n_parameters: int | None = None
+        self._parts, self._windows, self._sums = 0.0, 0, [0.0] * 4
+
+    def update(self, sums: ExampleSums, pieces: PieceSums, sq_norm_big: float, *, scale: float) -> None:
+        """Add a window.
+
+        Args:
+            sums: of its examples.
+            pieces: of its pieces, over all parameters; windows of a single piece say nothing of the ratio.
+            sq_norm_big: |F|² of all parameters.
+            scale: κ of the window.
+        """
+        if sums.n_covered != self._n_parameters:  # of other parameters: begin again
+            self._n_parameters, self._parts, self._windows, self._sums = sums.n_covered, 0.0, 0, [0.0] * 4
+        covered_big = math.fsum(sums.sq_norm_big)
+        if sq_norm_big > 0:
+            self._parts += covered_big / sq_norm_big
+            self._windows += 1
+        if pieces.n_pieces < 2 or not pieces.u > pieces.v:
+            return
+        whole = estimate_window(pieces, sq_norm_big / scale**2)
+        part = estimate_window(replace(pieces, sq_norm_over_weight=math.fsum(sums.of_pieces)), covered_big / scale**2)
+        for i, value in enumerate((part.trace_cov, part.grad_sq, whole.trace_cov, whole.grad_sq)):
+            self._sums[i] += value
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """The averages so far; None if all parameters are covered, or none is."""
+        if self._n_parameters in (None, self._n_all) or not self._windows:
+            return None
+        part_noise, part_signal, noise, signal = self._sums
+        is_known = min(part_signal, signal, noise) > 0
+        return Coverage(
+            n_parameters=self._n_parameters or 0,
+            n_all=self._n_all,
+            part=self._parts / self._windows,
+            ratio=part_noise / part_signal / (noise / signal) if is_known else None,
+        )

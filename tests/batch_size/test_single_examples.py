@@ -1,0 +1,352 @@
+"""The noise scale from single examples: windows of one piece, and the choice between examples and pieces."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import sonde
+from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, small_model
+from tests.oracles import per_example_gradients, population, window_by_hand
+
+GENERATOR_SEED = 3
+
+
+class Scaled(nn.Module):
+    """Two layers, and a parameter that no rule covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 20), nn.Linear(20, 3)
+        self.own = nn.Parameter(torch.full((20,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) * self.own)
+
+
+def shares(model: nn.Module, x: Tensor, y: Tensor, weights: Sequence[float] | None = None) -> Tensor:
+    """Each example's term of the loss; without weights they add up to `mean_loss`."""
+    own = torch.tensor(weights or [1.0] * len(x), dtype=x.dtype)
+    return (model(x) - y).square().sum(-1) * own / own.sum()
+
+
+def by_hand(
+    model: nn.Module,
+    pieces: Sequence[tuple[Tensor, Tensor]],
+    *,
+    weights: Sequence[float] | None = None,
+    unit_weights: Sequence[Sequence[float]] | None = None,
+    keep: Sequence[bool] | None = None,
+) -> tuple[float, float]:
+    """tr Σ and |G|² from one backward for each example; `keep` says which elements count."""
+    gradients, example_weights = [], []
+    weights = weights or [1.0] * len(pieces)
+    for k, (x, y) in enumerate(pieces):
+        own = unit_weights[k] if unit_weights else [1.0] * len(x)
+        for b, v in enumerate(own):
+            if v:
+                gradients.append(weights[k] * flat_grad(model, shares(model, x, y, own)[b]))
+                example_weights.append(weights[k] * v / sum(own))
+    kept = slice(None) if keep is None else torch.tensor(keep)
+    gradients = [g[kept] for g in gradients]
+    return window_by_hand(gradients, example_weights, [1.0] * len(gradients), torch.stack(gradients).sum(0))
+
+
+def assert_as(reading: sonde.NoiseScaleReading, expected: tuple[float, float]) -> None:
+    assert reading.windows == 1, reading.dropped
+    assert reading.trace_cov == pytest.approx(expected[0], rel=2e-6)
+    assert reading.grad_sq == pytest.approx(expected[1], rel=2e-6, abs=2e-6 * expected[0])
+
+
+def pieces_of(*sizes: int, seed: int = GENERATOR_SEED) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [batch(n, generator) for n in sizes]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_one_piece_without_accumulation_gives_the_examples_own_noise_scale(is_declared: bool, clips: bool) -> None:
+    model, (x, y) = small_model(), pieces_of(6)[0]
+    expected = by_hand(model, [(x, y)])
+    with attached(model, per_example="auto", units_per_piece=6) as probe:
+        if is_declared:
+            with probe.piece(units=6):
+                mean_loss(model, x, y).backward()
+        else:
+            mean_loss(model, x, y).backward()
+        if clips:
+            probe.clip_grad_norm_(1e-3)
+        else:
+            probe.step()
+        reading = probe.reading()
+    if clips:  # the gradient of now is what was clipped; readings are of the gradient before
+        assert reading.scale == pytest.approx(1.0)
+    assert_as(reading, expected)
+    assert (reading.u, reading.effective_units, reading.coverage) == (1.0, pytest.approx(6.0), None)
+
+
+def test_pieces_of_other_sizes_and_weights() -> None:
+    model, pieces = small_model(), pieces_of(6, 3, 1)
+    weights, own = [3.0, 1.0, 2.0], [[1.0, 2.0, 0.0, 4.0, 1.0, 1.0], [1.0, 5.0, 2.0], [1.0]]
+    expected = by_hand(model, pieces, weights=weights, unit_weights=own)
+    with attached(model, per_example="always") as probe:
+        for (x, y), weight, of_units in zip(pieces, weights, own, strict=True):
+            with probe.piece(weight=weight, unit_weights=of_units):
+                (weight * shares(model, x, y, of_units).sum()).backward()
+        probe.step()
+        assert_as(probe.reading(), expected)
+
+
+def test_weights_may_be_tensors_on_the_device() -> None:
+    model, pieces = small_model(), pieces_of(4, 3)
+    own = [[1.0, 2.0, 3.0, 1.0], [1.0, 5.0, 2.0]]
+    expected = by_hand(model, pieces, weights=[2.0, 1.0], unit_weights=own)
+    with attached(model, per_example="always") as probe:
+        for (x, y), weight, of_units in zip(pieces, (2.0, 1.0), own, strict=True):
+            with probe.piece(weight=torch.tensor(weight), unit_weights=torch.tensor(of_units)):
+                (weight * shares(model, x, y, of_units).sum()).backward()
+        probe.step()
+        assert_as(probe.reading(), expected)
+
+
+def test_every_group_is_solved_from_its_examples() -> None:
+    model, pieces = small_model(), pieces_of(5)
+    with attached(model, per_example="always") as probe:
+        with probe.piece(units=5):
+            mean_loss(model, *pieces[0]).backward()
+        probe.step()
+        groups = probe.reading().groups
+    total = sum(g.trace_cov or 0.0 for g in groups.values())
+    assert len(groups) == 4
+    assert total == pytest.approx(by_hand(model, pieces)[0], rel=2e-6)
+
+
+def test_a_gradient_scaler_and_a_later_scaling_change_nothing() -> None:
+    model, (x, y) = small_model(), pieces_of(6)[0]
+    expected = by_hand(model, [(x, y)])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with attached(model, per_example="always", grad_scaler=scaler) as probe:
+        with probe.piece(units=6):
+            scaler.scale(mean_loss(model, x, y)).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.div_(1024.0 * 3.0)  # unscaled, and then divided by 3
+        probe.step()
+        assert_as(probe.reading(), expected)
+
+
+def test_only_the_covered_parameters_count_and_the_others_are_named() -> None:
+    torch.manual_seed(0)
+    model, pieces = Scaled(), pieces_of(6)
+    keep = torch.cat([torch.full((p.numel(),), name != "own") for name, p in model.named_parameters()])
+    expected = by_hand(model, pieces, keep=keep.tolist())
+    sink = Recording()
+    with attached(model, per_example="always", sinks=[sink]) as probe:
+        with probe.piece(units=6):
+            mean_loss(model, *pieces[0]).backward()
+        probe.step()
+        reading = probe.reading()
+    assert_as(reading, expected)
+    grads = {name: float(p.grad.square().sum()) for name, p in model.named_parameters() if p.grad is not None}
+    assert reading.coverage is not None
+    assert (reading.coverage.n_parameters, reading.coverage.n_all) == (4, 5)
+    assert reading.coverage.part == pytest.approx(1 - grads["own"] / sum(grads.values()), rel=1e-6)
+    assert "own (Scaled has no rule" in probe.alerts["not_covered"]
+    assert "of 4 of 5 parameters" in str(reading)
+    assert sink.of_kind("reading")[-1]["metrics"]["gns/covered"] == pytest.approx(reading.coverage.part)
+
+
+def test_windows_with_pieces_give_the_ratio_of_the_covered_to_the_whole() -> None:
+    torch.manual_seed(0)
+    model, sums = Scaled(), torch.zeros(2, 2, dtype=torch.float64)
+    keep = torch.cat([torch.full((p.numel(),), name != "own") for name, p in model.named_parameters()])
+    with attached(model, per_example="always") as probe:
+        for window in range(20):
+            pieces = pieces_of(16, 16, seed=window)
+            gradients = [flat_grad(model, mean_loss(model, *piece)) for piece in pieces]
+            for i, kept in enumerate((keep, torch.ones_like(keep))):
+                own = [g[kept] for g in gradients]
+                sums[i] += torch.tensor(window_by_hand(own, [1, 1], [16, 16], torch.stack(own).sum(0)))
+            for piece in pieces:
+                with probe.piece(units=16):
+                    mean_loss(model, *piece).backward()
+            probe.step()
+            model.zero_grad()
+        coverage = probe.reading().coverage
+    assert coverage is not None
+    ratios = sums[:, 0] / sums[:, 1]
+    assert coverage.ratio == pytest.approx(float(ratios[0] / ratios[1]), rel=1e-4)
+
+
+def run(model: nn.Module, probe: sonde.NoiseScaleProbe, windows: int, sizes: Sequence[int], **step: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for window in range(windows):
+        for x, y in pieces_of(*sizes, seed=window):
+            with probe.piece(units=len(x)):
+                mean_loss(model, x, y).backward()
+        probe.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_where_both_are_at_hand_the_narrower_one_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every window is measured, so examples cost nothing, and two pieces of 32 say little of tr Σ."""
+    model = small_model()
+    with attached(model, per_example="auto", verbose=True, log_every=1) as probe:
+        run(model, probe, 24, (32, 32))
+        reading = probe.reading()
+    assert "single examples are read from now on" in capsys.readouterr().err
+    assert reading.u == 1.0
+    assert reading.windows == 24
+
+
+def test_pieces_stay_where_they_are_as_good_as_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pieces of one row are examples; so the two are equal, and pieces cost less."""
+    model = small_model()
+    with attached(model, per_example="auto", verbose=True, log_every=1) as probe:
+        run(model, probe, 24, (1,) * 8)
+        reading = probe.reading()
+    assert "pieces are read from now on" in capsys.readouterr().err
+    assert reading.windows == 24
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_short_window_among_pieces_is_solved_from_its_examples_only_if_they_were_read() -> None:
+    model = small_model()
+    with attached(model, per_example="auto", log_every=1) as probe:
+        run(model, probe, 20, (1,) * 4)
+        run(model, probe, 8, (16,))
+        reading = probe.reading()
+    # Three windows show that single pieces are all there is, when the fourth has begun; then examples are read.
+    assert reading.windows == 24
+    assert reading.u == 1.0
+
+
+def test_units_that_are_not_rows_give_a_reason() -> None:
+    model, (x, y) = small_model(), pieces_of(6)[0]
+    with attached(model, per_example="auto") as probe:
+        for _ in range(5):
+            with probe.piece(units=3):
+                mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+    assert reading.windows == 0
+    assert "a single piece cannot separate noise from signal" in reading.reason
+    assert "6" in reading.reason
+    assert "Its examples are not read" in reading.reason
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_batch_normalisation_is_refused_or_said() -> None:
+    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match=r"per_example='always' needs the gradients of single examples.*BatchNorm1d"):
+        attached(model, per_example="always")
+    assert not any(m._forward_hooks for m in model.modules())
+    with attached(model, per_example="auto") as probe:
+        with probe.piece(units=6):
+            mean_loss(model, *pieces_of(6)[0]).backward()
+        probe.step()
+        assert "BatchNorm1d" in probe.reading().reason
+
+
+@pytest.mark.parametrize("options", [{"tap": "comm_hook"}, {"metric": "adam"}])
+def test_what_does_not_go_together_is_refused(options: dict[str, Any]) -> None:
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match="per_example='always' needs the gradients of single examples"):
+        attached(model, optimizer, per_example="always", **options)
+
+
+def test_windows_that_are_not_measured_have_no_hook() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hooked = []
+    with attached(model, optimizer, per_example="always", every=4) as probe:
+        for window in range(16):
+            (x, y) = pieces_of(6, seed=window)[0]
+            hooked.append(any(layer._forward_hooks for layer in model))
+            with probe.piece(units=6):
+                mean_loss(model, x, y).backward()
+            probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert probe.reading().windows == sum(hooked) < 8
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_training_is_bit_for_bit_the_same() -> None:
+    def weights(per_example: str) -> list[Tensor]:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with attached(model, optimizer, per_example=per_example, log_every=1) as probe:
+            for window in range(24):
+                for x, y in pieces_of(*((8, 8) if window < 20 else (5,)), seed=window):
+                    with probe.piece(units=len(x)):
+                        functional.dropout(model(x) - y, 0.1).square().mean().backward()
+                probe.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()] + [torch.get_rng_state()]
+
+    assert all(torch.equal(a, b) for a, b in zip(weights("auto"), weights("never"), strict=True))
+
+
+def test_an_interrupted_piece_does_not_count() -> None:
+    model, pieces = small_model(), pieces_of(6, 4)
+    expected = by_hand(model, pieces[1:])
+    with attached(model, per_example="always") as probe:
+        with contextlib.suppress(KeyError), probe.piece(units=6):
+            mean_loss(model, *pieces[0]).backward()
+            raise KeyError
+        model.zero_grad()
+        with probe.piece(units=4):
+            mean_loss(model, *pieces[1]).backward()
+        probe.step()
+        assert_as(probe.reading(), expected)
+
+
+def test_windows_of_one_piece_are_unbiased_and_their_interval_holds_the_exact_value() -> None:
+    """400 windows of 8 of 64 rows, drawn with replacement; the exact moments are those of all 64."""
+    model, (x, y) = small_model(torch.float64), batch(64, torch.Generator().manual_seed(1), torch.float64)
+    exact = population(per_example_gradients(model, lambda out, target: (out - target).square().sum(), x, y))
+    generator, solved = torch.Generator().manual_seed(2), []
+    with attached(model, per_example="always", horizon=math.inf) as probe:
+        for _ in range(400):
+            rows = torch.randint(64, (8,), generator=generator)
+            with probe.piece(units=8):
+                mean_loss(model, x[rows], y[rows]).backward()
+            probe.step()
+            model.zero_grad()
+            window = probe.window()
+            assert window is not None
+            solved.append([window.total.trace_cov, window.total.grad_sq])
+        reading = probe.reading()
+    values = torch.tensor(solved, dtype=torch.float64)
+    errors = values.std(0) / math.sqrt(len(values))
+    for mean, error, truth in zip(values.mean(0), errors, (exact.trace_cov, exact.grad_sq), strict=True):
+        assert abs(float(mean) - truth) < 3 * float(error)
+    assert reading.low is not None
+    assert reading.high is not None
+    assert reading.low < exact.b_simple < reading.high
+
+
+def test_a_window_with_a_piece_whose_examples_cannot_be_counted_gives_a_reason() -> None:
+    model = small_model()
+    with attached(model, per_example="always") as probe:
+        for (x, y), units in zip(pieces_of(6, 4), (6, 4.5), strict=True):
+            with probe.piece(units=units):
+                mean_loss(model, x, y).backward()
+        probe.step()
+        reading = probe.reading()
+    assert reading.windows == 0
+    assert "examples were read in 1 of 2 pieces only" in reading.reason
+    assert "no whole number" in reading.reason

@@ -1,0 +1,160 @@
+"""Single examples on several ranks: every example of every rank is a piece, and one collective carries them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.batch_size.loops import attached, batch, flat_grad, mean_loss, small_model
+from tests.oracles import window_by_hand
+from tests.ranks import Ranks
+
+SIZES = (5, 2, 4)
+"""Rows of the micro-batches of ranks 0, 1 and 2."""
+
+
+class Routed(nn.Module):
+    """One of two layers by the sign of the first row's first number: another one on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.ModuleList([nn.Linear(12, 5), nn.Linear(12, 5)])
+        self.own = nn.Parameter(torch.ones(5))
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.first[dist.get_rank() % 2]
+        h = chosen(x)
+        # The parameter that no rule covers is used on rank 0 alone.
+        return self.last(h * self.own if dist.get_rank() == 0 else h)
+
+
+def data(rank: int, window: int, n: int | None = None) -> tuple[Tensor, Tensor]:
+    return batch(n or SIZES[rank], torch.Generator().manual_seed(100 * window + rank))
+
+
+def by_hand(model: nn.Module, window: int, n_pieces: int, world: int) -> tuple[float, float]:
+    gradients, weights = [], []
+    for rank in range(world):
+        for k in range(n_pieces):
+            x, y = data(rank, 10 * window + k)
+            for b in range(len(x)):
+                gradients.append(flat_grad(model, (model(x) - y).square().sum(-1)[b] / len(x)))
+                weights.append(1 / len(x))
+    return window_by_hand(gradients, weights, [1.0] * len(gradients), torch.stack(gradients).sum(0) / world)
+
+
+def ddp(per_example: str, n_pieces: int, windows: int, clips: bool, compares: bool = True) -> dict[str, Any]:
+    plain = small_model()
+    model = DistributedDataParallel(plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    result: dict[str, Any] = {"windows": [], "by hand": []}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attached(model, optimizer, per_example=per_example, log_every=1) as probe:
+        group = dist.distributed_c10d._get_default_group()
+        before = group._get_sequence_number_for_group()
+        for window in range(windows):
+            result["by hand"].append(by_hand(plain, window, n_pieces, world) if compares else None)
+            for k in range(n_pieces):
+                x, y = data(rank, 10 * window + k)
+                with probe.piece(units=len(x)):
+                    mean_loss(model, x, y).backward()
+            if clips:
+                probe.clip_grad_norm_(0.5)
+            else:
+                probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            solved = probe.window() if compares else None
+            result["windows"].append(solved and (solved.total.trace_cov, solved.total.grad_sq))
+        result["collectives"] = group._get_sequence_number_for_group() - before
+        result["reading"] = probe.reading()
+        result["state"] = probe._mechanism._state
+    result["weights"] = [p.detach().clone() for p in model.parameters()]
+    return result
+
+
+@pytest.mark.parametrize(("n_pieces", "clips"), [(1, False), (2, True)])
+def test_ddp(ranks3: Ranks, n_pieces: int, clips: bool) -> None:
+    results = ranks3(ddp, "always", n_pieces, 3, clips)
+    for result in results:
+        for found, exact in zip(result["windows"], result["by hand"], strict=True):
+            assert found is not None, result["reading"].dropped
+            assert found[0] == pytest.approx(exact[0], rel=5e-6)
+            assert found[1] == pytest.approx(exact[1], rel=5e-6, abs=5e-6 * exact[0])
+    assert len({str(result["windows"]) for result in results}) == 1
+
+
+def test_training_under_ddp_is_the_same_with_one_collective_a_window(ranks2: Ranks) -> None:
+    """All ranks make the same choice, though their clocks differ."""
+    args = (2, 24, True, False)
+    chosen, without = ranks2(ddp, "auto", *args), ranks2(ddp, "never", *args)
+    for a, b in zip(chosen, without, strict=True):
+        assert all(map(torch.equal, a["weights"], b["weights"]))
+        assert a["collectives"] == b["collectives"]
+        assert a["reading"].windows == 24
+    assert len({result["state"] for result in chosen}) == 1
+    assert chosen[0]["state"] in ("examples", "pieces")
+
+
+def by_hand_reduced(has_data: list[bool]) -> dict[str, Any]:
+    """A plain module whose gradients the loop sums itself; some ranks have no data in the window."""
+    model, rank = small_model(), dist.get_rank()
+    group = dist.distributed_c10d._get_default_group()
+    with attached(model, per_example="always", process_group=group) as probe:
+        if has_data[rank]:
+            x, y = data(rank, 0)
+            with probe.piece(units=len(x)):
+                mean_loss(model, x, y).backward()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+        probe.step()
+        solved, reading = probe.window(), probe.reading()
+    model.zero_grad()
+    gradients, weights = [], []
+    for r in range(dist.get_world_size()):
+        if has_data[r]:
+            x, y = data(r, 0)
+            for b in range(len(x)):
+                gradients.append(flat_grad(model, (model(x) - y).square().sum(-1)[b] / len(x)))
+                weights.append(1 / len(x))
+    # A summed gradient is expressed as the ranks' average.
+    final = torch.stack(gradients).sum(0) / dist.get_world_size()
+    exact = window_by_hand(gradients, weights, [1.0] * len(gradients), final)
+    return {"found": solved and (solved.total.trace_cov, solved.total.grad_sq), "exact": exact, "reading": reading}
+
+
+def test_a_rank_without_data_takes_part(ranks3: Ranks) -> None:
+    has_data = [True, False, True]
+    for rank, result in enumerate(ranks3(by_hand_reduced, has_data)):
+        if has_data[rank]:
+            assert result["found"] == pytest.approx(result["exact"], rel=5e-6, abs=5e-6 * result["exact"][0])
+        else:
+            assert "this rank had no piece" in result["reading"].reason
+
+
+def routed() -> str:
+    model = Routed()
+    group = dist.distributed_c10d._get_default_group()
+    with attached(model, per_example="always", process_group=group) as probe:
+        x, y = data(dist.get_rank(), 0, n=4)
+        with probe.piece(units=4):
+            mean_loss(model, x, y).backward()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+        probe.step()
+        return probe.reading().reason
+
+
+def test_ranks_that_cover_other_parameters_give_no_number(ranks2: Ranks) -> None:
+    """A wrong number would come of squares of other parameters; the reason is given instead."""
+    for reason in ranks2(routed):
+        assert "other parameters were covered on other ranks" in reason
