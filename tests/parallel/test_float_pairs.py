@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.parallel.devices import KEPT_IN_PAIRS, start_copy_to_host, widened, zero_sums
-from sonde.parallel.float_pairs import FloatPairs
+from sonde.parallel.float_pairs import FloatPairs, exact_bits
 from sonde.parallel.process_groups import start_reduce
 from tests.ranks import Ranks
 
@@ -194,6 +194,26 @@ def _summed_over_ranks(spread: float) -> tuple[float, float]:
         if summed is pairs:
             error = relative(value(pairs), whole)
     return error, relative(plain.double(), whole)
+
+
+def _whole_numbers(n_more: int) -> bool:
+    """Whether sums over ranks of whole numbers of `exact_bits`, and so many more, are exact."""
+    n_ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(0)
+    n_bits = exact_bits(n_ranks) + n_more
+    whole = torch.randint(2 ** (n_bits - 1), 2**n_bits, (1000,), generator=generator)
+    pairs = widened_pairs(whole)
+    work = start_reduce(pairs, dist.group.WORLD)
+    assert work is not None
+    work.wait()
+    return torch.equal(value(pairs), n_ranks * whole.double())
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_whole_numbers_are_summed_exactly(world: int, request: Any) -> None:
+    """Digests of options are compared by the sum of their squares, which must not round."""
+    ranks: Ranks = request.getfixturevalue(f"ranks{world}")
+    assert all(ranks(_whole_numbers, 0))
+    assert not any(ranks(_whole_numbers, 4))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
