@@ -1,6 +1,6 @@
-"""Collectives and bytes of the noise scale's windows on one of up to 4,096 ranks: `python -m benchmarks.windows_at_scale`.
+"""What windows send on one of up to 4,096 ranks: `python -m benchmarks.windows_at_scale` counts collectives and bytes.
 
-A fake process group stands for the other ranks. It sums nothing, so only what is sent is measured, not what comes of it.
+A fake process group stands for the other ranks. It sums nothing, so only what is sent is measured, not its result.
 """
 
 from __future__ import annotations

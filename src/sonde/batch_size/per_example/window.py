@@ -205,7 +205,8 @@ class ExampleWindow:
         counts = _Counts(
             sq_weight=self._sq_weight,
             n_examples=float(self._n_examples),
-            n_pieces=float(self._n_pieces),
+            # Reading may have been closed since the last piece, by a window that has arrived: then nothing counts.
+            n_pieces=float(self._n_pieces if has_read else 0),
             n_covered=covered.sum(),
             digest=digest,
             sq_digest=digest.square(),
