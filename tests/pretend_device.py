@@ -42,14 +42,15 @@ class HostReadError(AssertionError):
     """sonde has waited for the device."""
 
 
-def innermost_sonde() -> str | None:
-    """The function of sonde that runs now, as file:function; None if sonde has not been called."""
+def sonde_functions() -> list[str]:
+    """The functions of sonde that run now, as file:function, the innermost first; empty if sonde was not called."""
     frame: Any = sys._getframe(1)
+    found = []
     while frame is not None:
         if frame.f_code.co_filename.startswith(SONDE):
-            return f"{Path(frame.f_code.co_filename).relative_to(SONDE)}:{frame.f_code.co_name}"
+            found.append(f"{Path(frame.f_code.co_filename).relative_to(SONDE)}:{frame.f_code.co_name}")
         frame = frame.f_back
-    return None
+    return found
 
 
 def reads_host(function: Any, args: Any, kwargs: Any, is_on_device: Callable[[Any], bool]) -> bool:
@@ -191,10 +192,10 @@ class PretendDevice(TorchDispatchMode):
 
     def waited(self, what: str) -> None:
         """Somebody waits for the device; only sonde must not."""
-        if (where := innermost_sonde()) is not None:
-            self.reads.append(f"{where} {what}")
+        if functions := sonde_functions():
+            self.reads.append(f"{functions[0]} {what}")
             if self.forbids_reads:
-                raise HostReadError(f"{what} in {where}")
+                raise HostReadError(f"{what} in {functions[0]}")
 
     @contextlib.contextmanager
     def no_reads(self) -> Iterator[None]:
