@@ -337,8 +337,33 @@ def _divisors() -> list[Any]:
 
 
 def test_guard_fsdp_tells_its_divisors(ranks2: Ranks) -> None:
-    """summed_gradient multiplies by what FSDP2 divides sums by; None means the number of ranks."""
+    """A sum of gradients is multiplied by what FSDP2 divides sums by; None means the number of ranks."""
     assert ranks2(_divisors) == [[([True], [3.0]), ([True], [None])]] * 2
+
+
+def _waiting_in_fsdp(mixed: bool) -> list[list[bool]]:
+    """What waits after a backward that was not reduced and one that was; under HSDP, over some ranks and over all."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    reduces_in = MixedPrecisionPolicy(reduce_dtype=torch.float64) if mixed else MixedPrecisionPolicy()
+    found = []
+    for mesh, names in ((mesh_of((2,)), ()), (mesh_of((2, 1), ("replicate", "shard")), ("all",))):
+        module: Any = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=reduces_in)
+        group = module._get_fsdp_state()._fsdp_param_group
+        for reduces in (False, True):
+            (module.set_requires_all_reduce if names else module.set_requires_gradient_sync)(reduces)
+            module(torch.ones(1, 4)).sum().backward()
+            waits = [p.unsharded_accumulated_grad is not None for p in group.fsdp_params]
+            waits += [p._unsharded_param.grad is not None for p in group.fsdp_params]
+            found.append([any(waits), group._partial_reduce_output is not None])
+    return found
+
+
+def test_guard_fsdp_shows_gradients_that_wait(ranks2: Ranks) -> None:
+    """A measurement of a policy would reduce them; fsdp_reduction refuses it while they wait."""
+    for mixed in (False, True):
+        expected = [[True, False], [False, False], [False, True], [False, False]]
+        assert ranks2(_waiting_in_fsdp, mixed) == [expected] * 2
 
 
 def _first_fsdp() -> list[bool]:

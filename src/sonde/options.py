@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -44,7 +44,8 @@ def options_from(kind: type[T], given: Mapping[Any, Any], where: object, *, with
     """A dataclass with the given values, and its defaults for the others.
 
     Args:
-        kind: the dataclass. A field can be given if it is a number, text, path, switch or choice, or None.
+        kind: the dataclass. A field can be given if it is a number, text, path, switch or choice, or None. A list can
+            be given where the field takes one kind of these or a sequence of it.
         given: values by option name, with `_` or `-`.
         where: the place where they were found, for messages.
         without: fields that cannot be given here.
@@ -76,8 +77,11 @@ def known_name(key: object, known: list[str], where: object) -> str:
 def _value(name: str, hint: Any, value: object, where: object) -> object:
     if value is None and type(None) in get_args(hint):
         return None
+    takes_several = any(get_origin(kind) is Sequence for kind in get_args(hint))
     [hint] = _plain_kinds(hint)
     try:
+        if takes_several and isinstance(value, list):
+            return tuple(_converted(hint, each) for each in value)
         return _converted(hint, value)
     except (TypeError, ValueError) as error:
         expected = f"one of {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else _CALLED[hint]

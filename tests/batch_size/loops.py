@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,11 @@ def attached(
     } | options
     options["log"] = options["log"] or sonde.RunLog(sinks, every=log_every)
     return sonde.attach(model, optimizer, **options)
+
+
+def nested_state(probe: NoiseScaleProbe) -> dict[str, Any]:
+    """A probe's state as a nested mapping, as it was saved before it became one text."""
+    return {"version": 4, **json.loads(probe.state_dict()["json"])}
 
 
 def flat_grad(model: nn.Module, loss: Tensor) -> Tensor:

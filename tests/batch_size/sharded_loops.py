@@ -196,7 +196,8 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
 
     Returns:
         The parameters after training, the collectives that were issued, and with a probe its reading and alerts. With
-        `values`, also each window of the probe, and the same by hand: (tr Σ, |G|²) of the total and of each group.
+        `values`, also each window of the probe, and the same by hand: (tr Σ, |G|²) of the total and of each group. Then
+        the loop gathers the parameters before each window, with a probe or without.
     """
     torch._dynamo.reset()
     model = shard(build(loop), loop)
@@ -227,7 +228,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
         result["norms"].append(_end(probe, model, loop))
         optimizer.step()
         optimizer.zero_grad()
-        if values and window >= 0:
+        if values and probe and window >= 0:
             solved = probe.window()
             result["windows"].append(solved and [(e.trace_cov, e.grad_sq) for e in (solved.total, *solved.per_group)])
             result["by hand"].append(by_hand(whole, loop, window))
@@ -311,10 +312,11 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
                 pieces.append(dict(zip(names, (g.double().flatten() for g in grads), strict=True)))
                 weights.append((len(ids) if loop.weighted else 1.0) / len(parts))
                 units.append(len(part))
-    groups = list(dict.fromkeys(block_of(n) for n in names))
+    group_of = str if loop.options.get("groups") == "parameters" else block_of
+    groups = list(dict.fromkeys(group_of(n) for n in names))
     solved = []
     for group in groups:
-        gradients = [torch.cat([piece[n] for n in names if block_of(n) == group]) for piece in pieces]
+        gradients = [torch.cat([piece[n] for n in names if group_of(n) == group]) for piece in pieces]
         final = torch.stack(gradients).sum(0) / n_data_ranks(loop)
         solved.append(window_by_hand(gradients, weights, units, final))
     return [(sum(t for t, _ in solved), sum(g for _, g in solved)), *solved]

@@ -72,6 +72,32 @@ def naive_every(measured: float, idle: float, window: float, allowed: float) -> 
     return MOST_EVERY
 
 
+def test_rare_dear_windows_count_in_full() -> None:
+    """One measured window in 16 costs 100 times as much, as one with a large reading does: the budget still holds."""
+    pace = Pace(budget=0.01)
+    n_measured, spent, passed = 0, 0.0, 0.0
+    settled = 20_000
+    for number in range(1, 100_001):
+        was_measured = pace.is_measured
+        pace.window_ends()
+        passed += 1e-2 * (number > settled)
+        if was_measured:
+            n_measured += 1
+            seconds = 1e-3 * (100 if n_measured % 16 == 0 else 1)
+            spent += seconds * (number > settled)
+            n_idle = pace.every - 1
+            costs = WindowCosts(
+                seconds=seconds,
+                measured_time=1e-2 + seconds,
+                n_measured=1,
+                idle_time=1e-2 * n_idle,
+                n_idle=n_idle,
+                has_verdict=1,
+            )
+            pace.take(pace.windows, costs)
+    assert 0.007 < spent / (spent + passed) < 0.011
+
+
 def test_the_smallest_n_within_nine_tenths_of_the_budget_is_chosen() -> None:
     rng = random.Random(0)
     chosen = set()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sonde import NoiseScaleProbe
-from tests.batch_size.loops import attached, batch, mean_loss, small_model
+from tests.batch_size.loops import attached, batch, mean_loss, nested_state, small_model
 
 
 def windows_of(model: nn.Module, probe: NoiseScaleProbe, windows: int, *, seed: int = 0, cut: bool = False) -> None:
@@ -182,7 +182,7 @@ def test_a_block_that_is_half_frozen_keeps_its_history_at_a_restart(is_old: bool
         windows_of(model, probe, 10)
         model[0].weight.requires_grad_(False)
         windows_of(model, probe, 20, seed=1)
-        state = probe.state_dict()
+        state = nested_state(probe)
         assert state["frozen"] == ["0.weight"]
     model[0].weight.requires_grad_(True)
     with attached(model, log_every=1) as probe:
@@ -208,4 +208,4 @@ def test_a_state_with_an_unknown_frozen_parameter_is_refused() -> None:
         windows_of(model, probe, 2)
         for damaged in (["9.weight"], [3], "0.weight", None):
             with pytest.raises(ValueError, match="frozen must be names of measured parameters"):
-                probe.load_state_dict(probe.state_dict() | {"frozen": damaged})
+                probe.load_state_dict(nested_state(probe) | {"frozen": damaged})

@@ -30,11 +30,12 @@ LOOPS = {
     "evaluation between": Loop(evaluates=True),
     "several forwards": Loop(forwards=2),
     "late": Loop(late=2, evaluates=True),
+    "a group for each parameter": Loop(options={"groups": "parameters"}),
 }
 
 
-def _values(loop: Loop) -> dict[str, Any]:
-    return train(loop, values=True)
+def _values(loop: Loop, probed: bool = True) -> dict[str, Any]:
+    return train(loop, probed=probed, values=True)
 
 
 def assert_as_by_hand(results: list[dict[str, Any]], loop: Loop) -> None:
@@ -51,8 +52,11 @@ def assert_as_by_hand(results: list[dict[str, Any]], loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_two_ranks(ranks2: Ranks, name: str) -> None:
-    assert_as_by_hand(ranks2(_values, LOOPS[name]), LOOPS[name])
+def test_values_and_training_unchanged(ranks2: Ranks, name: str) -> None:
+    loop = LOOPS[name]
+    results = ranks2(_values, loop)
+    assert_as_by_hand(results, loop)
+    assert_unchanged(results, ranks2(_values, loop, False), loop)
 
 
 @pytest.mark.parametrize("name", ["default", "no clip, every piece reduces"])
@@ -84,21 +88,20 @@ def test_reduced_in_bf16(ranks2: Ranks) -> None:
             assert window[0] == pytest.approx(exact[0], rel=2e-2, abs=2e-2 * exact[0][0])
 
 
-ZERO_IMPACT = {
-    name: Loop(**{**vars(loop), "dropout": True, "windows": 6}) for name, loop in LOOPS.items() if name != "late"
-}
-
-
-@pytest.mark.parametrize("name", ZERO_IMPACT)
-def test_training_is_unchanged_by_one_collective_a_window(ranks2: Ranks, name: str) -> None:
+def assert_unchanged(results: list[dict[str, Any]], without: list[dict[str, Any]], loop: Loop) -> None:
     """Bit for bit. The clip's own collective carries the window; without a clip the window has one of its own."""
-    loop = ZERO_IMPACT[name]
-    for with_probe, without in zip(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), strict=True):
-        assert all(map(torch.equal, with_probe["weights"], without["weights"]))
-        assert with_probe["norms"] == without["norms"]
+    for with_probe, unprobed in zip(results, without, strict=True):
+        assert all(map(torch.equal, with_probe["weights"], unprobed["weights"]))
+        assert with_probe["norms"] == unprobed["norms"]
         assert with_probe["reading"].windows == loop.windows
-        n_more = 0 if loop.clips else loop.windows
-        assert with_probe["collectives"] - without["collectives"] == n_more
+        assert with_probe["collectives"] - unprobed["collectives"] == (0 if loop.clips else loop.windows)
+
+
+@pytest.mark.parametrize("name", ["default", "checkpointed", "compiled blocks", "bf16 parameters, reduced in fp32"])
+def test_random_numbers_stay_the_same(ranks2: Ranks, name: str) -> None:
+    """Dropout draws them in forward, and a checkpoint draws them again."""
+    loop = replace(LOOPS[name], dropout=True, windows=6)
+    assert_unchanged(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), loop)
 
 
 def _unchanged(loop: Loop, probed: bool) -> dict[str, Any]:
@@ -136,11 +139,7 @@ def test_single_examples(ranks2: Ranks, name: str) -> None:
     sizes = [n for units in UNITS[:2] for n in units]
     n_effective = sum(sizes) if loop.weighted else len(sizes) ** 2 / sum(1 / n for n in sizes)
     assert results[0]["reading"].effective_units == pytest.approx(n_effective)
-    if name != "late":
-        loop = replace(loop, dropout=True, windows=4)
-        for with_probe, without in zip(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), strict=True):
-            assert all(map(torch.equal, with_probe["weights"], without["weights"]))
-            assert with_probe["collectives"] - without["collectives"] == (0 if loop.clips else loop.windows)
+    assert_unchanged(results, ranks2(_values, loop, False), loop)
 
 
 def test_single_examples_need_every_parameter_under_fsdp2(ranks2: Ranks) -> None:

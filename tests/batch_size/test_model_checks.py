@@ -102,7 +102,7 @@ def test_batch_normalisation_that_trains_only_after_attach_is_said_at_the_first_
 def _sync_batch_norm() -> tuple[dict[str, object], str]:
     model = nn.Sequential(nn.Linear(12, 6), nn.SyncBatchNorm(6), nn.Linear(6, 3))  # DDP takes it on GPUs only
     with attached(model, process_group=dist.group.WORLD) as probe:
-        return probe._setup(), describe(probe._setup(), "rows")
+        return probe._setup(), describe(probe._setup(), "rows", ["0"])
 
 
 def test_synchronised_batch_normalisation_has_a_sentence_of_its_own(ranks2: Ranks) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
+from tests.batch_size.norms_by_hand import adam_weights
 from tests.batch_size.sharded_loops import Block, n_collectives
 from tests.oracles import window_by_hand
 from tests.ranks import Ranks, mesh_of
@@ -64,6 +65,7 @@ class Pipeline:
         ddp: data parallelism by DDP.
         clips: the probe clips.
         weighted: micro-batches weigh by their tokens.
+        adam: Adam's metric is measured too, and compared in place of the plain one.
     """
 
     schedule: str
@@ -73,6 +75,7 @@ class Pipeline:
     ddp: bool = False
     clips: bool = True
     weighted: bool = False
+    adam: bool = False
 
 
 LOOP, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
@@ -92,6 +95,8 @@ WIDER = {
     "DDP": Pipeline("Schedule1F1B", dp=2, ddp=True, weighted=True),  # torch's DDP cannot run GPipe
     "DDP, no clip": Pipeline("Schedule1F1B", dp=2, ddp=True, clips=False),
     "TP": Pipeline("Schedule1F1B", tp=2, weighted=True),
+    "FSDP2, Adam's metric": Pipeline("Schedule1F1B", dp=2, adam=True),
+    "TP, Adam's metric, no clip": Pipeline("Schedule1F1B", tp=2, clips=False, adam=True),
 }
 
 
@@ -166,16 +171,17 @@ def run(schedule: Any, numbers: tuple[int, ...], n_stages: int, rank: int, windo
 def train(pipe: Pipeline, *, probed: bool = True) -> dict[str, Any]:
     mesh, model, schedule, numbers, n_stages = stages_of(pipe)
     dp_rank = mesh.get_local_rank("dp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = (torch.optim.AdamW if pipe.adam else torch.optim.SGD)(model.parameters(), lr=0.1)
     probe: Any = None
     if probed:
         options: dict[str, Any] = {"unit": "sequences", "verbose": False, "log": sonde.RunLog(every=1000), "every": 1}
-        options["groups"] = part_of
+        options |= {"groups": part_of} | ({"metric": ("euclidean", "adam")} if pipe.adam else {})
         probe = sonde.attach(model, optimizer, mesh=mesh, pp_mesh=mesh["pp"], **options)
     result: dict[str, Any] = {"windows": [], "by hand": [], "norms": []}
     n_sums = 0
     for window in range(WINDOWS):
-        exact = by_hand(whole_model(model, mesh), pipe, window) if probed else None
+        moments = whole_moments(model, optimizer, mesh) if pipe.adam and window and probed else None
+        exact = by_hand(whole_model(model, mesh), pipe, window, moments) if probed else None
         before = n_collectives()
         of_pieces = {"units": UNITS, "weights": weights(dp_rank, window, pipe.weighted)}
         with probe.pieces(N_PIECES, **of_pieces) if probe else contextlib.nullcontext():
@@ -191,7 +197,7 @@ def train(pipe: Pipeline, *, probed: bool = True) -> dict[str, Any]:
         optimizer.zero_grad()
         n_sums += n_collectives() - before
         if probe:
-            solved = probe.window()
+            solved = probe.window("adam" if moments else None)
             result["windows"].append(
                 solved
                 and {"": (solved.total.trace_cov, solved.total.grad_sq)}
@@ -213,13 +219,25 @@ def whole_model(modules: nn.ModuleList, mesh: Any) -> dict[str, Tensor]:
         for name, p in module.named_parameters():
             tensor = p.full_tensor() if isinstance(p, DTensor) else p
             own[name.removeprefix("module.")] = tensor.detach().double()
+    return of_all_stages(own, mesh)
+
+
+def of_all_stages(own: dict[str, Tensor], mesh: Any) -> dict[str, Tensor]:
     gathered: list[Any] = [None] * mesh["pp"].size()
     dist.all_gather_object(gathered, own, group=mesh.get_group("pp"))
     return {name: tensor for stage in gathered for name, tensor in stage.items()}
 
 
-def by_hand(values: dict[str, Tensor], pipe: Pipeline, window: int) -> dict[str, tuple[float, float]]:
-    """(tr Σ, |G|²) of the total and of each part, from whole gradients in float64."""
+def whole_moments(modules: nn.ModuleList, optimizer: torch.optim.Optimizer, mesh: Any) -> dict[str, Tensor]:
+    """Adam's weights of every parameter of all stages, on every rank."""
+    named = {name: p for module in modules for name, p in module.named_parameters()}
+    return of_all_stages(adam_weights(optimizer, named), mesh)
+
+
+def by_hand(
+    values: dict[str, Tensor], pipe: Pipeline, window: int, moments: dict[str, Tensor] | None = None
+) -> dict[str, tuple[float, float]]:
+    """(tr Σ, |G|²) of the total and of each part, from whole gradients in float64; with moments in Adam's metric."""
     model = copy.deepcopy(Stage(parts(), [0, 1, 2, 3])).double()
     model.load_state_dict(values)
     names = [name for name, _ in model.named_parameters()]
@@ -230,7 +248,9 @@ def by_hand(values: dict[str, Tensor], pipe: Pipeline, window: int) -> dict[str,
         for x, y in zip(tokens.chunk(N_PIECES), targets.chunk(N_PIECES), strict=True):
             loss = loss_of(model(x), y, pipe.weighted)
             grads = torch.autograd.grad(loss, list(model.parameters()))
-            pieces.append(dict(zip(names, (g.flatten() for g in grads), strict=True)))
+            roots = [moments[n].sqrt() if moments else torch.ones(()) for n in names]
+            weighted = (g.mul(root).flatten() for g, root in zip(grads, roots, strict=True))
+            pieces.append(dict(zip(names, weighted, strict=True)))
     solved = {}
     for part in NAMES:
         of_part = [torch.cat([piece[n] for n in names if n.split(".")[0] == part]) for piece in pieces]
@@ -267,7 +287,8 @@ def check(probed: list[dict[str, Any]], plain: list[dict[str, Any]], pipe: Pipel
                 assert values == pytest.approx(exact[part], abs=1e-5 * size), part
         assert all(map(torch.equal, result["weights"], without["weights"]))
         assert result["norms"] == without["norms"]
-        assert result["collectives"] - without["collectives"] == (0 if pipe.clips else WINDOWS)
+        n_gathered = WINDOWS if pipe.adam and pipe.dp > 1 else 0
+        assert result["collectives"] - without["collectives"] == (0 if pipe.clips else WINDOWS) + n_gathered
     assert len({str(result["windows"]) for result in probed}) == 1
 
 

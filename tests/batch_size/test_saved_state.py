@@ -13,6 +13,7 @@ from torch import nn
 from sonde import NoiseScaleProbe
 from tests.batch_size.loops import (
     attached,
+    nested_state,
     small_model,
     train,
 )
@@ -49,10 +50,10 @@ def test_foreign_state_is_refused_whole(change: dict[str, Any]) -> None:
     model = small_model()
     with attached(model) as probe:
         train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=3)
-        before = probe.state_dict()
+        before = nested_state(probe)
         with pytest.raises(ValueError, match=r"version|unknown keys"):
             probe.load_state_dict(before | change)
-        assert probe.state_dict() == before
+        assert nested_state(probe) == before
 
 
 _DAMAGE: list[tuple[list[str], Any]] = [
@@ -89,7 +90,7 @@ def test_damaged_state_is_refused_whole(path: list[str], value: Any) -> None:
     model = small_model()
     with attached(model) as probe:
         train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=3)
-        before = probe.state_dict()
+        before = nested_state(probe)
         damaged = place = copy.deepcopy(before)
         for key in path[:-1]:
             place = place[key]
@@ -98,7 +99,7 @@ def test_damaged_state_is_refused_whole(path: list[str], value: Any) -> None:
             ValueError, match=r"must be|must map|do not fit|has the groups|unknown groups|saw 2 windows"
         ):
             probe.load_state_dict(damaged)
-        assert probe.state_dict() == before
+        assert nested_state(probe) == before
 
 
 def test_state_of_another_model_is_refused() -> None:

@@ -22,11 +22,6 @@ def _sharded(**options: Any) -> None:
     attached(shard(build(Loop()), Loop()), **options)
 
 
-def _adam() -> None:
-    model = shard(build(Loop()), Loop())
-    attached(model, torch.optim.AdamW(model.parameters()), metric="adam")
-
-
 def _first_version() -> None:
     attached(FullyShardedDataParallel(small_model(), device_id=torch.device("cpu")))
 
@@ -48,7 +43,6 @@ def _in_a_compiled_ddp() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[..., None], str]] = {
-    "adam's metric": (_adam, "metric='adam' needs the whole second moment on each rank, got a model cut by FSDP2"),
     "buckets": (lambda: _sharded(tap="comm_hook"), "tap='comm_hook' reads DDP's buckets, got a model of kind FSDP2"),
     "a process group": (lambda: _sharded(process_group=dist.group.WORLD), "a sharded model knows its ranks"),
     "no mesh": (lambda: _sharded(mesh=2), "mesh must be a DeviceMesh, got 2"),
@@ -98,5 +92,5 @@ def _late() -> dict[str, Any]:
 def test_a_wrapper_that_comes_after_attach(ranks2: Ranks) -> None:
     for result in ranks2(_late):
         assert result["windows"] == 0
-        assert "no backward reached the parameters in a piece" in next(iter(result["dropped"]))
+        assert "measured parameters are no longer in the model" in next(iter(result["dropped"]))
         assert "not_watched" in result["alerts"]

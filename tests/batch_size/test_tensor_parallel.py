@@ -19,7 +19,7 @@ MORE = {"fsdp over sp, every piece reduces": Loop(cut="fsdp over sp", sync="ever
 
 
 @pytest.mark.parametrize("name", LOOPS | MORE)
-def test_values(request: pytest.FixtureRequest, name: str) -> None:
+def test_values_and_training_unchanged(request: pytest.FixtureRequest, name: str) -> None:
     loop = (LOOPS | MORE)[name]
     ranks: Ranks = request.getfixturevalue("ranks4" if "fsdp" in loop.cut else "ranks2")
     results = ranks(_values, loop)
@@ -31,24 +31,18 @@ def test_values(request: pytest.FixtureRequest, name: str) -> None:
             assert error < 1e-5 * exact[0][0]
         assert result["setup"]["ranks"] == (2 if "fsdp" in loop.cut else 1)
     assert len({str(result["windows"]) for result in results}) == 1
+    assert_unchanged(results, ranks(_values, loop, False), loop)
 
 
-def _values(loop: Loop) -> dict[str, Any]:
-    return train(loop, values=True)
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_training_is_unchanged(request: pytest.FixtureRequest, name: str) -> None:
+def assert_unchanged(results: list[dict[str, Any]], without: list[dict[str, Any]], loop: Loop) -> None:
     """Bit for bit. Partial gradients take one small collective a piece besides, and one a window without a clip."""
-    loop = LOOPS[name]
-    ranks: Ranks = request.getfixturevalue("ranks4" if "fsdp" in loop.cut else "ranks2")
     n_partial = loop.windows * (2 + (not loop.clips and loop.cut == "sp")) if loop.cut.endswith("sp") else 0
-    for with_probe, without in zip(ranks(_unchanged, loop, True), ranks(_unchanged, loop, False), strict=True):
-        assert all(map(torch.equal, with_probe["weights"], without["weights"]))
-        assert with_probe["norms"] == without["norms"]
-        n_more = with_probe["collectives"] - without["collectives"]
+    for with_probe, unprobed in zip(results, without, strict=True):
+        assert all(map(torch.equal, with_probe["weights"], unprobed["weights"]))
+        assert with_probe["norms"] == unprobed["norms"]
+        n_more = with_probe["collectives"] - unprobed["collectives"]
         assert n_more == n_partial + (0 if loop.clips else loop.windows)
 
 
-def _unchanged(loop: Loop, probed: bool) -> dict[str, Any]:
-    return train(loop, probed=probed)
+def _values(loop: Loop, probed: bool = True) -> dict[str, Any]:
+    return train(loop, probed=probed, values=True)

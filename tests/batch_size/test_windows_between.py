@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 import sonde
 from sonde import NoiseScaleProbe
 from sonde.batch_size.measuring_cost import WindowCosts
-from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, small_model
+from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, nested_state, small_model
 from tests.oracles import window_by_hand
 
 
@@ -248,7 +248,7 @@ def test_a_cost_above_the_budget_at_the_slowest_pace_raises_an_alert() -> None:
             seconds=0.201, idle_seconds=0.2, idle_time=1.0, n_idle=999, measured_time=0.002, n_measured=1
         ).numbers()
         pace = {"windows": 5000, "every": 1000, "base": 4000, "has_verdict": 1, "costs": [[4000, 1000, *costs]] * 20}
-        probe.load_state_dict(probe.state_dict() | {"pace": pace})
+        probe.load_state_dict(nested_state(probe) | {"pace": pace})
         list(windows(model, probe, optimizer, 1))
         cost = probe.cost()
         assert (cost.every, cost.budget) == (1000, 0.01)
@@ -387,7 +387,7 @@ def test_a_state_from_before_windows_were_left_out_is_read() -> None:
     model, probe, optimizer = at_fixed_weights(every=1)
     with probe:
         list(windows(model, probe, optimizer, 20))
-        state, reading = probe.state_dict(), probe.reading()
+        state, reading = nested_state(probe), probe.reading()
     del state["pace"], state["windows"], state["averages"]["history"]["spacing"]
     with attached(small_model(), every=1) as again:
         again.load_state_dict(state)

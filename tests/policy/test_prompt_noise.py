@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.policy.prompt_noise import PromptNoiseProbe, PromptNoiseReading
 from sonde.policy.scoring.rollouts import Rollouts
-from tests.ranks import Ranks, mesh_of
+from tests.ranks import Ranks
 from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, policy
 
 
@@ -112,19 +111,6 @@ def split_group() -> str:
 def test_a_group_split_over_ranks_is_refused_on_all_ranks(ranks2: Ranks) -> None:
     for message in ranks2(split_group):
         assert "its group must be whole on one of them" in message
-
-
-def sharded() -> str:
-    model = policy()
-    fully_shard(model, mesh=mesh_of((2,)))
-    with pytest.raises(ValueError, match="FSDP") as raised:
-        PromptNoiseProbe(model).measure(drawn(policy(), 0, 4, seed=1))
-    return str(raised.value)
-
-
-def test_sharded_models_are_refused(ranks2: Ranks) -> None:
-    for message in ranks2(sharded):
-        assert "measure the model under DDP" in message
 
 
 def test_single_completions_with_weights_by_tokens() -> None:

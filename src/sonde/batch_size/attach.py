@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,12 +12,16 @@ import torch.distributed as dist
 from torch import nn
 
 from sonde.batch_size.budget import DEFAULT_BUDGET
+from sonde.batch_size.parameter_groups import Groups
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.setup import NoiseScaleOptions
+from sonde.batch_size.setup import NoiseScaleOptions, check_partners, join_comparison
 from sonde.batch_size.taps.ddp_buckets import CommHook
+from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.deprecation import with_deprecated
-from sonde.parallel.wrappers import GroupOf
+from sonde.parallel.parameter_roles import parameter_roles
+from sonde.parallel.stages import model_parameters
+from sonde.parallel.wrappers import find_wrapper
 from sonde.probe import Partners
 from sonde.records import RunLog, log_of
 
@@ -27,20 +33,23 @@ def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    unit: str,
-    units_per_piece: float | None = None,
+    unit: str | Sequence[str],
+    units_per_piece: float | Mapping[str, float] | None = None,
     horizon: float = 50.0,
-    groups: Literal["blocks"] | GroupOf | None = "blocks",
-    metric: Literal["euclidean", "adam"] = "euclidean",
+    groups: Groups = "blocks",
+    metric: MetricName | Sequence[MetricName] = "euclidean",
     tap: TapName = "auto",
     staging_mib: float = 8.0,
     per_example: Literal["auto", "always", "never"] = "auto",
     budget: float | None = DEFAULT_BUDGET,
     every: int | None = None,
+    log_groups: bool | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     pp_mesh: DeviceMesh | None = None,
+    expert_mesh: DeviceMesh | None = None,
+    cp_mesh: DeviceMesh | None = None,
     comm_hook: CommHook | None = None,
     comm_state: object = None,
     log: RunLog | None = None,
@@ -49,7 +58,7 @@ def attach(
 ) -> NoiseScaleProbe:
     """Measure the gradient noise scale of a model while it trains.
 
-    `NoiseScaleOptions` explains `unit` to `every`, and `NoiseScaleProbe` the other arguments.
+    `NoiseScaleOptions` explains `unit` to `log_groups`, and `NoiseScaleProbe` the other arguments.
 
     Args:
         model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
@@ -57,21 +66,27 @@ def attach(
             gathered once.
         optimizer: whose steps end the windows. The probe warns about windows that are not measured, or measured twice.
             Without it, the probe looks for the only optimizer that steps the model's parameters.
-        unit: plural name of the independent sample ("sequences", "images"); results are in it.
-        units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number.
+        unit: plural name of the independent sample ("sequences", "images"); results are in it. With several names,
+            ("sequences", "tokens"), they are converted to those after the first.
+        units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives them.
         horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
-        groups: "blocks", None, or a function from a parameter's name to its group's.
-        metric: "euclidean" or "adam".
+        groups: "blocks", "kinds", "parameters", None, or a function from a parameter's name to its group's.
+        metric: "euclidean", "adam", "sign" or "spectral"; or several of them, the headline first.
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
         per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.
         budget: part of the run's time that measuring may cost; None to measure every window.
         every: measure one window in so many, whatever it costs.
+        log_groups: whether each group's values go to the log; None for up to 256 groups, but not for "parameters".
         grad_scaler: the `torch.amp.GradScaler` in use.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
         mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
         pp_mesh: the pipeline stages, an axis of `mesh`. `model` is this rank's stage, or an `nn.ModuleList` of its
             stages, and `probe.pieces(n)` goes around each step of the schedule.
+        expert_mesh: the axis of `mesh` over which experts are spread as DTensors, each rank with data of its own. It is
+            found without, where FSDP2 cuts the other parameters over these ranks.
+        cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences. They enter the same pieces with the
+            same numbers, those of the whole sequences. In measured windows, their gradients are summed piece by piece.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -101,9 +116,14 @@ def attach(
         >>> probe.close()
     """
     log = log_of(log, deprecated)
-    options = NoiseScaleOptions(
-        unit, units_per_piece, horizon, groups, metric, tap, staging_mib, per_example, budget, every
-    )
+    try:
+        options = NoiseScaleOptions(
+            unit, units_per_piece, horizon, groups, metric, tap, staging_mib, per_example, budget, every, log_groups
+        )
+        check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
+    except ValueError:
+        _refuse_on_all_ranks(model, process_group, mesh, pp_mesh)
+        raise
     return NoiseScaleProbe(
         model,
         optimizer,
@@ -112,11 +132,23 @@ def attach(
         process_group=process_group,
         mesh=mesh,
         pp_mesh=pp_mesh,
+        expert_mesh=expert_mesh,
+        cp_mesh=cp_mesh,
         comm_hook=comm_hook,
         comm_state=comm_state,
         log=log,
         verbose=verbose,
     )
+
+
+def _refuse_on_all_ranks(
+    model: nn.Module, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None
+) -> None:
+    """Let peers raise too, whose own arguments may have been accepted: they wait for this rank."""
+    with contextlib.suppress(ValueError):  # of the model: all ranks refuse it
+        wrapper = find_wrapper(model, process_group, mesh, pp_mesh)
+        model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
+        join_comparison(wrapper)
 
 
 @dataclass(frozen=True)
@@ -129,7 +161,7 @@ class GnsProbeConfig(NoiseScaleOptions):
         log_every: windows between readings, if `attach` gets no log.
     """
 
-    unit: str = "sequences"
+    unit: str | Sequence[str] = "sequences"
     enabled: bool = False
     log_every: int = 10
 

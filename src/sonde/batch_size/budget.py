@@ -167,7 +167,8 @@ class Pace:
             self._rows.append(CostRow(row.number, row.every, per_rank(row.costs, self._n_ranks)))
         if self.budget is None or not self._agrees or self.is_undecided:
             return
-        alike = [row for row in self._rows if row.every == self._every]
+        # What a measured window costs depends on whether others were left out before it, not on how many.
+        alike = [row for row in self._rows if (row.every > 1) == (self._every > 1)]
         if (wanted := affordable_every(alike if len(alike) >= FEWEST else self._rows, self.budget)) is None:
             return
         low, high = _LEAST_CHANGE

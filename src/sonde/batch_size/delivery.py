@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,10 @@ from torch import Tensor
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
 from sonde.batch_size.per_example.window import read_examples
 from sonde.batch_size.readback import Read, Readback
-from sonde.batch_size.taps.tap import ExamplesOfWindow
+from sonde.batch_size.taps.expert_pieces import with_experts
+from sonde.batch_size.taps.further_metrics import Adds
+from sonde.batch_size.taps.further_sums import read_further
+from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow
 from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, read_row
 from sonde.parallel.devices import is_capturing
 
@@ -27,10 +30,11 @@ class Delivery:
     Args:
         take: called with each window, in order.
         device: of the numbers.
+        adds: what adds up over parameters in each further metric.
     """
 
-    def __init__(self, take: Callable[[MeasuredWindow], None], device: torch.device) -> None:
-        self._take, self._device = take, device
+    def __init__(self, take: Callable[[MeasuredWindow], None], device: torch.device, adds: Sequence[Adds] = ()) -> None:
+        self._take, self._device, self._adds = take, device, tuple(adds)
         self._readback: Readback[MeasuredWindow] = Readback()
         self._lock = threading.RLock()
         self._is_inside = False
@@ -90,24 +94,34 @@ class Delivery:
             known: what the host knows of it.
         """
         # `read` must not hold the window itself, so that its memory is freed once it is sent.
-        names, sizes = tuple(scalars), window.witness_sizes
+        names, sizes, adds = tuple(scalars), window.witness_sizes, self._adds
+        n_further_units = window.n_further_units
+        has_examples, has_experts = window.examples is not None, window.experts is not None
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
-            packed, sq_norm_big, witness_final, values, *of_examples = vectors
-            row, costs = read_row(packed, sq_norm_big, witness_final, sizes), read_costs(packed, len(sq_norm_big))
+            packed, sq_norm_big, witness_final, values, *more = vectors
+            row = read_row(packed, sq_norm_big, witness_final, sizes, n_further_units)
+            costs = read_costs(packed, len(sq_norm_big))
+            further = read_further(more[0], more[1], adds) if adds else ()
             example_row = None
-            if of_examples:
-                vector, covered, *big = of_examples
+            of_part = more[2:] if adds else more
+            if has_examples:
+                vector, covered, *big = of_part
                 examples = ExamplesOfWindow(vector, big[0] if big else None, covered)
                 example_row = read_examples(examples, row.sq_norm_big, weight=row.weight, n_pieces=row.n_pieces)
-            return MeasuredWindow(row, known, dict(zip(names, values.tolist(), strict=True)), costs, example_row)
+            elif has_experts:
+                row = with_experts(row, ExpertsOfWindow(*of_part))
+            by_name = dict(zip(names, values.tolist(), strict=True))
+            return MeasuredWindow(row, known, by_name, costs, example_row, further)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
-        vectors.append(as_vector(list(scalars.values()), self._device))
+        vectors += [as_vector(list(scalars.values()), self._device), *(window.further or ())]
         if window.examples is not None:
             vectors += [window.examples.vector, window.examples.covered]
             if window.examples.sq_norm_big is not None:
                 vectors.append(window.examples.sq_norm_big)
+        elif window.experts is not None:
+            vectors += [window.experts.vector, window.experts.sq_norm_big, window.experts.witness_final]
         self.put(vectors, read, window.work)
 
     def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sonde.batch_size.frozen_watch import TrainedChange
+from sonde.batch_size.further_log import declared, of_readings, of_windows, sections
 from sonde.batch_size.measuring_cost import Cost, WindowCosts
 from sonde.batch_size.per_example.window import ExampleRow
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, find_alerts, set_aside_alerts
@@ -15,6 +16,7 @@ from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_entry import SetAside, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow
+from sonde.batch_size.taps.further_sums import FurtherRow
 from sonde.probe import Metric
 from sonde.record_values import json_number
 from sonde.records import RunLog, has_details, logger
@@ -98,6 +100,7 @@ class MeasuredWindow:
         scalars: by name: the user's own, and those of a clip, under their metric names.
         costs: what ranks have spent since the measured window before, summed over ranks.
         examples: what its single examples gave; None where the probe does not read them.
+        further: the numbers in each further metric that is measured.
     """
 
     row: WindowRow
@@ -105,6 +108,7 @@ class MeasuredWindow:
     scalars: Mapping[str, float]
     costs: WindowCosts = field(default_factory=WindowCosts)
     examples: ExampleRow | None = None
+    further: tuple[FurtherRow, ...] = ()
 
 
 @dataclass
@@ -143,6 +147,7 @@ class NoiseScaleLog:
         write_rest: a method that calls `write_rest` of this log when SIGTERM arrives; see `RunLog.begin`. Without it,
             the windows since the last reading are lost then.
         cost: what measuring costs now.
+        further: trackers of the metrics after the headline, by name.
     """
 
     def __init__(
@@ -152,9 +157,10 @@ class NoiseScaleLog:
         setup: Mapping[str, object],
         write_rest: Callable[[], None] | None = None,
         cost: Callable[[], Cost] | None = None,
+        further: Mapping[str, NoiseScaleTracker] | None = None,
     ) -> None:
         self.alerts: dict[str, str] = {}
-        self._tracker, self._log = tracker, log
+        self._tracker, self._log, self._further = tracker, log, further or {}
         self._units_seen = 0.0
         self._pieces: dict[str, object] = {}
         self._window = 0
@@ -163,9 +169,17 @@ class NoiseScaleLog:
         self._n_readings = 0
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
+        self._has_groups = bool(setup.get("groups"))
         self._cost = cost
         self._interval = _Interval(start=time.time())
-        log.begin("reading", unit=tracker.unit, setup=setup, metrics=METRICS, write_rest=write_rest)
+        log.begin(
+            "reading",
+            unit=tracker.unit,
+            setup=setup,
+            metrics=METRICS | _metrics_in(tracker.further_units, tracker.unit) | declared(self._further),
+            sections=sections(self._further),
+            write_rest=write_rest,
+        )
 
     def window(self, window: MeasuredWindow, drop: Drop | None, norm: float | None) -> None:
         """Add a window that the tracker has taken; write a reading when one is due.
@@ -191,7 +205,9 @@ class NoiseScaleLog:
             if value is not None and (name != NORM or math.isfinite(value)):
                 interval.scalars.setdefault(name, _Mean()).add(value)
         if drop is None and self._log.log_windows and self._tracker.last is not None:
-            self._write("window", **_window_record(window, self._tracker.last, self._tracker.groups))
+            further = of_windows({name: tracker.last for name, tracker in self._further.items()})
+            groups = self._tracker.groups if self._has_groups else ()
+            self._write("window", **_window_record(window, self._tracker.last, groups, further))
         self._n_same_drops = self._n_same_drops + 1 if drop and drop.kind == self._last_drop else 1
         self._last_drop = drop.kind if drop else ""
         self._alert_set_asides(self._tracker.set_asides)
@@ -251,8 +267,8 @@ class NoiseScaleLog:
         if interval.windows == 0:
             return
         self._n_readings += 1
-        is_due = is_last or has_details(self._n_readings)
-        self._lacks_groups = not is_due
+        is_due = self._has_groups and (is_last or has_details(self._n_readings))
+        self._lacks_groups = self._has_groups and not is_due
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank
         reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last, now=self._window)
@@ -262,17 +278,25 @@ class NoiseScaleLog:
         if cost is not None and cost.is_over:
             self.alert(*_over_budget(cost))
         elapsed = now - interval.start
-        metrics = reading.metrics() | {
-            NORM: None,
-            CLIP_FRACTION: None,
-            "cost/seconds_per_window": interval.seconds / interval.windows,
-            "cost/fraction": interval.seconds / elapsed if elapsed > 0 else None,
-            "cost/share": cost.share if cost else None,
-            "cost/share_error": cost.error if cost else None,
-            "cost/every": cost.every if cost else None,
-            "run/units_seen": self._units_seen,
-            "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
+        others = {
+            name: tracker.reading(with_groups=False, as_if_last=is_last, now=self._window)
+            for name, tracker in self._further.items()
         }
+        metrics = (
+            reading.metrics()
+            | of_readings(others)
+            | {
+                NORM: None,
+                CLIP_FRACTION: None,
+                "cost/seconds_per_window": interval.seconds / interval.windows,
+                "cost/fraction": interval.seconds / elapsed if elapsed > 0 else None,
+                "cost/share": cost.share if cost else None,
+                "cost/share_error": cost.error if cost else None,
+                "cost/every": cost.every if cost else None,
+                "run/units_seen": self._units_seen,
+                "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
+            }
+        )
         metrics |= {name: json_number(mean.value) for name, mean in interval.scalars.items()}
         self._write(
             "reading",
@@ -314,6 +338,20 @@ class NoiseScaleLog:
         self._window, self._units_seen = int(state["window"]), float(state["units_seen"])
 
 
+def _metrics_in(units: Sequence[str], first: str) -> dict[str, Metric]:
+    """The metrics that say the noise scale again in further units."""
+    metrics: dict[str, Metric] = {}
+    for unit in units:
+        converted = f"at the average {unit} of one of the {first}"
+        metrics |= {
+            f"gns/b_simple_{unit}": Metric(unit, f"gns/b_simple {converted}"),
+            f"gns/b_simple_{unit}_low": Metric(unit, f"gns/b_simple_low {converted}"),
+            f"gns/b_simple_{unit}_high": Metric(unit, f"gns/b_simple_high {converted}"),
+            f"gns/{unit}_per_window": Metric(unit, f"{unit} in a window"),
+        }
+    return metrics
+
+
 def _over_budget(cost: Cost) -> tuple[str, str]:
     """The name and message of the alert about a cost that no pace can lower to the budget."""
     assert cost.share is not None
@@ -325,7 +363,9 @@ def _over_budget(cost: Cost) -> tuple[str, str]:
     )
 
 
-def _window_record(window: MeasuredWindow, solved: SolvedWindow, groups: Sequence[str]) -> dict[str, object]:
+def _window_record(
+    window: MeasuredWindow, solved: SolvedWindow, groups: Sequence[str], further: Mapping[str, float | None]
+) -> dict[str, object]:
     """A window on its own, from which readings can be computed again."""
     total = solved.total
     return {
@@ -336,10 +376,11 @@ def _window_record(window: MeasuredWindow, solved: SolvedWindow, groups: Sequenc
             "gns/grad_sq": json_number(total.grad_sq),
             "gns/effective_units": json_number(solved.effective_units),
             "cost/every": window.known.every,
+            **further,
         },
         "groups": {
             name: {"trace_cov": json_number(group.trace_cov), "grad_sq": json_number(group.grad_sq)}
-            for name, group in zip(groups, solved.per_group, strict=True)
+            for name, group in zip(groups, solved.per_group, strict=False)
         },
     }
 

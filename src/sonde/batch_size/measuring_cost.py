@@ -14,7 +14,9 @@ FEWEST = 8
 _AIM = 0.9
 """Part of the budget that is aimed at, since costs scatter."""
 _OUTLIER = 10.0
-"""A window counts with at most this many times the median cost: the first ones allocate and compile."""
+"""A dear window counts with at most this many times the median cost: the first ones allocate and compile."""
+_MOST_OUTLIERS = 2
+"""If more windows are as dear, they are no accident (a reading with all groups may be), and count in full."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ def affordable_every(rows: Sequence[CostRow], budget: float) -> int | None:
 def _mean_costs(rows: Sequence[CostRow]) -> _Costs:
     of_measured = [row.costs.seconds - row.costs.idle_seconds for row in rows]
     most = _OUTLIER * statistics.median(of_measured)
+    if sum(seconds > most for seconds in of_measured) > _MOST_OUTLIERS:
+        most = math.inf
     measured = statistics.fmean(min(seconds, most) for seconds in of_measured)
     n_idle = math.fsum(row.costs.n_idle for row in rows)
     idle = math.fsum(row.costs.idle_seconds for row in rows) / n_idle if n_idle else 0.0

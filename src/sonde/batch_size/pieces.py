@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -12,12 +12,19 @@ from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import PieceCounts, check_counts, piece_counts
+from sonde.batch_size.units import counted_in
+
+Units = float | Tensor | Mapping[str, float | Tensor] | None
+"""Of one piece: a number, or one by each unit's name."""
+UnitsOfPieces = float | Sequence[float] | Mapping[str, float | Sequence[float]] | None
+"""Of several pieces: likewise, each one number for all or [pieces]."""
 
 
 class Pieces:
     """Begins and ends pieces, and knows how many units each has.
 
     Args:
+        names: of the units, the independent sample first.
         units_per_piece: units in a piece whose number the user does not give; None if it is not known.
         reader: of the pieces.
         loop: counts pieces of windows that are not measured.
@@ -27,14 +34,15 @@ class Pieces:
 
     def __init__(
         self,
-        units_per_piece: float | None,
+        names: Sequence[str],
+        units_per_piece: float | Mapping[str, float] | None,
         *,
         reader: WindowReader,
         loop: LoopWatch,
         pacing: Pacing,
         in_pipeline: bool = False,
     ) -> None:
-        self._units_per_piece = units_per_piece
+        self._names, self._units_per_piece = tuple(names), units_per_piece
         self._reader, self._loop, self._pacing = reader, loop, pacing
         self._is_open = False
         self._units_unknown = False
@@ -43,7 +51,7 @@ class Pieces:
     @contextmanager
     def declared(
         self,
-        units: float | Tensor | None,
+        units: Units,
         weight: float | Tensor,
         unit_weights: Sequence[float] | Tensor | None,
     ) -> Iterator[None]:
@@ -61,7 +69,7 @@ class Pieces:
             self._reader.end_piece(counts)
 
     def _begin(
-        self, units: float | Tensor | None, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
+        self, units: Units, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
     ) -> PieceCounts | None:
         """Begin a declared piece.
 
@@ -70,15 +78,14 @@ class Pieces:
         """
         start = time.perf_counter()
         self._check_closed("piece()")
-        if units is None and unit_weights is None:
-            units = self._known_units()
+        first, further = self._counted(units, has_weights=unit_weights is not None)
         if not self._pacing.is_measured:
-            check_counts(units, weight, unit_weights)
+            check_counts(first, weight, unit_weights, further)
             self._is_open = True
             self._loop.piece_passed()
             self._pacing.spent_idle(start)
             return None
-        counts = piece_counts(units, weight, unit_weights)
+        counts = piece_counts(first, weight, unit_weights, further)
         self._is_open, self._units_unknown = True, False
         self._reader.begin_piece()
         self._pacing.spent(start)
@@ -88,7 +95,7 @@ class Pieces:
     def scheduled(
         self,
         n: int,
-        units: float | Sequence[float] | None,
+        units: UnitsOfPieces,
         weights: float | Sequence[float],
     ) -> Iterator[None]:
         """A context around a pipeline schedule's step; see `NoiseScaleProbe.pieces`."""
@@ -113,18 +120,26 @@ class Pieces:
         if is_measured:
             self._reader.end_pieces(counts)
 
-    def _counts_of(
-        self, n: int, units: float | Sequence[float] | None, weights: float | Sequence[float]
-    ) -> list[PieceCounts]:
+    def _counts_of(self, n: int, units: UnitsOfPieces, weights: float | Sequence[float]) -> list[PieceCounts]:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"n must be the schedule's number of micro-batches, got {n!r}: pass n_microbatches")
-        if units is None:
-            units = self._known_units()
-        both = [list(value) if isinstance(value, Sequence) else [value] * n for value in (units, weights)]
-        for name, values in zip(("units", "weights"), both, strict=True):
+        first, further = counted_in(self._names, self._known_units() if units is None else units)
+        if first is None:
+            raise ValueError(f"units must be counted in {self._names[0]} too, got {units!r:.60}")
+        each = [list(value) if isinstance(value, Sequence) else [value] * n for value in (weights, first, *further)]
+        for name, values in zip(("weights", *["units"] * len(self._names)), each, strict=True):
             if len(values) != n:
                 raise ValueError(f"{name} must have one number for each of {n} micro-batches, got {len(values)}")
-        return [piece_counts(u, w, None) for u, w in zip(*both, strict=True)]
+        return [piece_counts(u, w, None, others) for w, u, *others in zip(*each, strict=True)]
+
+    def _counted(self, units: Units, *, has_weights: bool) -> tuple[float | Tensor | None, tuple[float | Tensor, ...]]:
+        """A piece's count in the first unit, None if its `unit_weights` have it, and in each of the further ones."""
+        if units is None and has_weights and len(self._names) == 1:
+            return None, ()
+        first, further = counted_in(self._names, self._known_units() if units is None else units)
+        if first is None and not has_weights:
+            raise ValueError(f"units must be counted in {self._names[0]} too, got {units!r:.60}")
+        return first, further
 
     def _check_closed(self, called: str) -> None:
         if self._is_open:
@@ -143,7 +158,8 @@ class Pieces:
             self._reader.discard_piece()
             self._units_unknown = True  # the error is raised from the user's own call, not inside autograd
         else:
-            self._reader.end_piece(piece_counts(self._units_per_piece, 1.0, None))
+            first, further = self._counted(None, has_weights=False)
+            self._reader.end_piece(piece_counts(first, 1.0, None, further))
 
     def check_ended(self) -> None:
         """Refuse to end a window that cannot end here.
@@ -162,7 +178,7 @@ class Pieces:
         if self._units_unknown:
             self._known_units()
 
-    def _known_units(self) -> float:
+    def _known_units(self) -> float | Mapping[str, float]:
         if self._units_per_piece is None:
             raise RuntimeError(
                 "the number of units in a piece is not known: pass units_per_piece= to attach, or units= to piece()"

@@ -29,6 +29,8 @@ from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
+from sonde.batch_size.metric_choice import choose_metrics
+from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.model_checks import (
     n_batch_norms,
     n_post_accumulate_hooks,
@@ -37,9 +39,10 @@ from sonde.batch_size.model_checks import (
     refuse_steps_in_backward,
 )
 from sonde.batch_size.pacing import Pacing
-from sonde.batch_size.pieces import Pieces
+from sonde.batch_size.parameter_groups import group_names
+from sonde.batch_size.pieces import Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
-from sonde.batch_size.saved_state import VERSION, check_state, identity
+from sonde.batch_size.saved_state import check_state, identity, sealed, unsealed
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
@@ -47,7 +50,7 @@ from sonde.batch_size.setup import (
     describe,
     describe_pace,
     describe_window,
-    group_names,
+    join_comparison,
     same_on_ranks,
     setup_record,
 )
@@ -56,16 +59,19 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
-from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric
+from sonde.batch_size.taps.second_moments import GatherAfterSteps
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
+from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import Window
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.units import unit_names
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
 from sonde.parallel.devices import exact_bits
+from sonde.parallel.parameter_roles import parameter_roles
 from sonde.parallel.process_groups import n_summed
 from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import model_parameters
@@ -104,6 +110,9 @@ class NoiseScaleProbe:
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
         mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
         pp_mesh: the pipeline stages, an axis of `mesh`.
+        expert_mesh: the axis of `mesh` over which experts are spread, each rank with data of its own, where FSDP2 does
+            not cut the other parameters.
+        cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run.
@@ -131,6 +140,8 @@ class NoiseScaleProbe:
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         pp_mesh: DeviceMesh | None = None,
+        expert_mesh: DeviceMesh | None = None,
+        cp_mesh: DeviceMesh | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         log: RunLog | None = None,
@@ -141,61 +152,76 @@ class NoiseScaleProbe:
         log = log_of(log, deprecated)
         options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
-        self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh)
+        self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         refuse_steps_in_backward(wrapper.parameters)
-        if options.metric == "adam" and wrapper.mesh is not None:
-            raise ValueError(
-                f"metric='adam' needs the whole second moment on each rank, got a model cut by {wrapper.name}: "
-                "use metric='euclidean'"
-            )
+        staging_bytes = int(options.staging_mib * 2**20)
+        metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
         parameters = list(wrapper.parameters.values())
-        self._unmeasured = UnmeasuredParameters(model, [*parameters, *wrapper.stand_ins])
+        self._unmeasured = UnmeasuredParameters(model, parameters, wrapper.leaves, wrapper.stand_ins)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._options = options
-        self._metric: GradientMetric = Euclidean()
-        if options.metric == "adam":
-            assert optimizer is not None
-            self._metric = AdamMetric(unwrap_optimizer(optimizer), parameters)
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
-        whole = self._whole = model_parameters(wrapper.parameters, wrapper.pp_mesh)
-        names = group_names(options.groups, whole.names)
-        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, same_on_ranks(options, whole, names))
-        # A GradScaler and Adam's metric change the size of squares, so that the limit for plain squares does not apply.
-        has_own_size = self._grad_scaler is not None or options.metric == "adam"
-        self._tracker = NoiseScaleTracker(
-            unit=options.unit,
-            groups=tuple(dict.fromkeys(names)),
-            horizon=options.horizon,
-            n_ranks=wrapper.n_ranks,
-            least_sq_norm=0.0 if has_own_size else LEAST_SQ_NORM * whole.numel,
-            rounding=self._rounding.now(),
-            fixed_weights=fixed_weights,
+        roles = parameter_roles(model, wrapper.parameters)
+        whole = self._whole = model_parameters(wrapper.parameters, roles, wrapper.pp_mesh)
+        experts = () if wrapper.experts is None else wrapper.experts.indices
+        if experts and wrapper.pp_mesh is not None:
+            raise ValueError(
+                "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
+                "scale without a pipeline"
+            )
+        try:
+            names = group_names(options.groups, whole)
+        except Exception:  # of the user's own function: its peers must not wait for this rank
+            join_comparison(wrapper)
+            raise
+        has_moments = metrics.moments.has_state if metrics.moments is not None else None
+        must_match = same_on_ranks(options, wrapper, whole, names, has_moments=has_moments)
+        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, must_match)
+        units = unit_names(options.unit)
+        self._metrics = MetricTrackers(
+            metrics,
+            lambda name, groups_add_up: NoiseScaleTracker(
+                unit=units[0],
+                further_units=units[1:],
+                groups=tuple(dict.fromkeys(names)),
+                horizon=options.horizon,
+                n_ranks=wrapper.n_ranks,
+                # A GradScaler and other metrics change the size of squares: the limit for plain squares is not theirs.
+                least_sq_norm=0.0 if self._grad_scaler or name != "euclidean" else LEAST_SQ_NORM * whole.numel,
+                rounding=self._rounding.now(),
+                fixed_weights=fixed_weights,
+                groups_add_up=groups_add_up,
+            ),
         )
+        self._tracker = self._metrics.headline
         self._mechanism = Mechanism(model, wrapper, options)
         # The taps install hooks, so they come after everything that may refuse the model.
-        witness = Witness(whole.shapes, whole.first, len(parameters))
+        witness = Witness(whole.shapes, whole.first, len(parameters), apart=experts)
         self._taps = TapChoice(
             wrapper,
             witness,
-            self._metric,
+            metrics.base,
+            further=metrics.further,
             name=options.tap,
             comm_hook=comm_hook,
             comm_state=comm_state,
-            staging_bytes=int(options.staging_mib * 2**20),
+            staging_bytes=staging_bytes,
             on_backward=lambda: self._pieces.backward_ended(),
         )
         self._reader = WindowReader(
             wrapper,
             names,
-            self._metric,
+            metrics.base,
             witness,
             self._taps,
             grad_scaler=self._grad_scaler,
             first=whole.first,
+            further=metrics.further,
+            n_further_units=len(units) - 1,
             examples=self._mechanism.examples,
         )
-        self._delivery = Delivery(self._take, self._reader.device)
+        self._delivery = Delivery(self._take, self._reader.device, list(metrics.adds.values()))
         n_summed_ranks = n_summed(wrapper.group)
         pace = Pace(
             every=options.every,
@@ -204,6 +230,11 @@ class NoiseScaleProbe:
             exact_bits=exact_bits(self._reader.device, n_summed_ranks),
         )
         self._pacing = Pacing(pace, self._taps, self._mechanism, self._reader)
+        self._gathers = (
+            GatherAfterSteps(metrics.moments, unwrap_optimizer(optimizer), lambda: self._pacing.is_measured)
+            if metrics.moments is not None
+            else None
+        )
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
         self._n_checked = 0
@@ -225,6 +256,7 @@ class NoiseScaleProbe:
         own_names = names[whole.first : whole.first + len(parameters)]
         self._loop = LoopWatch(model, optimizer, wrapper, own_names, self._reader, alert=self._alert)
         self._pieces = Pieces(
+            units,
             options.units_per_piece,
             reader=self._reader,
             loop=self._loop,
@@ -232,12 +264,13 @@ class NoiseScaleProbe:
             in_pipeline=wrapper.pp_mesh is not None,
         )
         try:
-            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest, lambda: pace.cost)
+            further = self._metrics.further
+            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest, lambda: pace.cost, further)
         except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
         self._mechanism.begin_window(is_measured=True)
-        self._say(describe(self._setup(), self._tracker.unit))
+        self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 
@@ -246,14 +279,15 @@ class NoiseScaleProbe:
     def piece(
         self,
         *,
-        units: float | Tensor | None = None,
+        units: Units = None,
         weight: float | Tensor = 1.0,
         unit_weights: Sequence[float] | Tensor | None = None,
     ) -> AbstractContextManager[None]:
         """A context around the backward, or backwards, of one micro-batch.
 
         Args:
-            units: units in the piece, > 0; by default the number of `unit_weights`, or `units_per_piece`.
+            units: units in the piece, > 0; by default the number of `unit_weights`, or `units_per_piece`. If it is
+                counted in several: {"sequences": 8, "tokens": 4096}.
             weight: the piece's weight in the loss, > 0: 1 where micro-losses are averaged or added as they are, the
                 number of loss tokens where the loss is normalised by the tokens of the whole window.
             unit_weights: the weight of each unit within the piece, [units]; unequal weights give a smaller effective
@@ -269,7 +303,7 @@ class NoiseScaleProbe:
         return self._pieces.declared(units, weight, unit_weights)
 
     def pieces(
-        self, n: int, *, units: float | Sequence[float] | None = None, weights: float | Sequence[float] = 1.0
+        self, n: int, *, units: UnitsOfPieces = None, weights: float | Sequence[float] = 1.0
     ) -> AbstractContextManager[None]:
         """A context around the step of a pipeline schedule, which runs the backwards of several micro-batches.
 
@@ -277,7 +311,8 @@ class NoiseScaleProbe:
 
         Args:
             n: the schedule's micro-batches; each is a piece.
-            units: units in each of them, > 0, one number for all or [n]; by default `units_per_piece`.
+            units: units in each of them, > 0, one number for all or [n], by name if there are several; by default
+                `units_per_piece`.
             weights: the weight of each in the loss, > 0, one number for all or [n].
 
         Raises:
@@ -339,23 +374,36 @@ class NoiseScaleProbe:
         for name, value in scalars.items():
             self._scalars.add(name, value)
 
-    def reading(self) -> NoiseScaleReading:
+    def reading(self, metric: str | None = None) -> NoiseScaleReading:
         """The present reading, including the window that ended last. Waits for the device.
 
         Another thread may call it while this one trains.
+
+        Args:
+            metric: one that is measured; by default the first.
+
+        Raises:
+            ValueError: for a metric that is not measured.
         """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._tracker.reading(now=self._n_windows)
+            return self._metrics.of(metric).reading(now=self._n_windows)
 
-    def window(self) -> SolvedWindow | None:
-        """The last measured window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits."""
+    def window(self, metric: str | None = None) -> SolvedWindow | None:
+        """The last measured window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits.
+
+        Args:
+            metric: as for `reading`.
+
+        Raises:
+            ValueError: for a metric that is not measured.
+        """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._tracker.last
+            return self._metrics.of(metric).last
 
     def metrics(self) -> Mapping[str, float | None]:
-        """The reading by metric name; None where a number is not known or not bounded. Waits for the device."""
+        """The first metric's reading by name; None where a number is not known or not bounded. Waits for the device."""
         with self._delivery.alone():
             self._delivery.receive_all()
             return self._tracker.reading(with_groups=False, now=self._n_windows).metrics()
@@ -372,32 +420,42 @@ class NoiseScaleProbe:
         return dict(self._log.alerts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages so far, from which a restart continues, as JSON values. Waits for the device."""
+        """The averages so far, from which a restart continues: a version and a text. Waits for the device.
+
+        The same on every rank. Any checkpoint takes it: `torch.save`, JSON, and `torch.distributed.checkpoint` with the
+        probe itself as one of its entries.
+        """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return {
-                "version": VERSION,
-                "what": self._identity(),
-                "averages": self._tracker.state_dict(),
-                "frozen": self._loop.frozen,
-                "run": self._log.state_dict(),
-                "windows": self._n_windows,
-                "pace": self._pacing.pace.state_dict(),
-            }
+            return sealed(
+                {
+                    "what": self._identity(),
+                    "averages": self._tracker.state_dict(),
+                    "metrics": self._metrics.state_dict(),
+                    "frozen": self._loop.frozen,
+                    "run": self._log.state_dict(),
+                    "windows": self._n_windows,
+                    "pace": self._pacing.pace.state_dict(),
+                }
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict`.
 
-        Load it on every rank, before the first window. Ranks that began with different states measure every window.
+        Load it on every rank, before the first window; the run that saved it may have had another number of ranks.
+        Ranks that began with different states measure every window.
 
         Raises:
             ValueError: when it is of another version, unit, metric, horizon or of other parameters, has unknown or
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
+        state = unsealed(state)
         check_state(state, self._identity(), self._wrapper.parameters)
+        # States from before there were further metrics lack them.
+        self._metrics.check_further(further := state.get("metrics", {}))
         with self._delivery.alone():
             self._delivery.receive_all()  # windows still on their way belong to the time before
-            self._tracker.load_state_dict(state["averages"])
+            self._metrics.load_state_dict(state["averages"], further)
             self._loop.restore(self._tracker.gone_groups, state.get("frozen", ()))
             self._log.load_state_dict(state["run"])
             # States from before windows were left out lack these two.
@@ -416,7 +474,7 @@ class NoiseScaleProbe:
                 self._log.write_rest()
 
     def _identity(self) -> dict[str, str]:
-        return identity(self._tracker.unit, self._metric.name, self._whole)
+        return identity(self._tracker.unit, ", ".join(self._options.metrics), self._whole)
 
     def close(self, reason: str = "closed") -> None:
         """Remove every hook, write what is left and end this probe's part of the log. A second call does nothing.
@@ -450,6 +508,8 @@ class NoiseScaleProbe:
         self._mechanism.close()
         self._taps.close()
         self._loop.close()
+        if self._gathers is not None:
+            self._gathers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -494,9 +554,10 @@ class NoiseScaleProbe:
         """
         start = time.perf_counter()
         notes = self._loop.window_ends(self._n_windows + 1)
+        problems = notes.problems + ((Problem.REPLACED,) if self._unmeasured.have_replaced_measured() else ())
         self._pacing.spent(start)
         window, measured = self._reader.end_window(
-            reads_grad=clip is not None, problems=notes.problems, costs=self._pacing.take_costs()
+            reads_grad=clip is not None, problems=problems, costs=self._pacing.take_costs()
         )
         norm, failure = None, None
         clip_scalars: dict[str, float | Tensor] = {}
@@ -561,9 +622,9 @@ class NoiseScaleProbe:
     def _take(self, window: MeasuredWindow) -> None:
         """Take in a window that has arrived: the tracker averages it, the tap may change, the log writes."""
         if self._rounding.has_changed():
-            self._tracker.rounding = self._rounding.now()
+            self._metrics.set_rounding(self._rounding.now())
         row = self._mechanism.row_of(window)
-        drop = self._tracker.update(row, number=window.known.number, every=window.known.every)
+        drop = self._metrics.update(row, window)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
         if drop is None:
             self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
@@ -573,7 +634,7 @@ class NoiseScaleProbe:
             else:
                 self._say(message)
         for change in window.known.changes:
-            self._tracker.parameters_changed(change.groups, gone=change.gone, first=change.first)
+            self._metrics.parameters_changed(change)
             self._alert(change.alert, change.message)
         pace = self._pacing.pace
         pace.take(window.known.n_ended, window.costs)
@@ -583,8 +644,8 @@ class NoiseScaleProbe:
             self._pacing.judge(self._tracker.reading(with_groups=False, as_if_last=False))
         self._taps.saw_row(window.row, is_sound=drop is None)
         self._say_first(window)
-        solved = self._tracker.last
-        norm = solved.norm if solved is not None and self._metric.is_plain else None
+        plain = self._metrics.plain
+        norm = plain.last.norm if plain is not None and plain.last is not None else None
         self._log.window(window, drop, norm)
 
     def _alert(self, name: str, message: str) -> None:
@@ -600,8 +661,9 @@ class NoiseScaleProbe:
     def _say_first(self, window: MeasuredWindow) -> None:
         self._n_arrived += 1
         if self._n_arrived == 1:
-            n_pieces, n_units = window.row.n_pieces, window.row.n_units
-            self._say(describe_window(n_pieces, n_units, self._wrapper.n_ranks, self._tracker.unit))
+            row, names = window.row, [self._tracker.unit, *self._tracker.further_units]
+            counts = dict(zip(names, [row.n_units, *row.further_units], strict=True))
+            self._say(describe_window(row.n_pieces, counts, self._wrapper.n_ranks))
 
     def _say(self, text: str) -> None:
         if self._verbose:

@@ -1,8 +1,13 @@
-"""The identity of a probe's saved state, and the refusal of a state with another identity."""
+"""A probe's saved state: its form in a checkpoint, its identity, and the refusal of a state with another identity.
+
+In a checkpoint the state is a version and one text. Distributed checkpoints take a state apart by its keys, and read
+only the keys that the loading probe's own state has, so the keys must not depend on what was measured.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,7 +15,44 @@ from sonde.batch_size.budget import check_pace
 from sonde.parallel.stages import ModelParameters
 from sonde.stats.state import check_count, check_keys, check_number
 
-VERSION = 4
+VERSION = 5
+_NESTED_VERSION = 4
+"""Of states that were nested mappings themselves."""
+
+
+def sealed(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """The state as it goes into a checkpoint.
+
+    Args:
+        contents: JSON values.
+    """
+    return {"version": VERSION, "json": json.dumps(contents)}
+
+
+def unsealed(state: Any) -> dict[str, Any]:
+    """The contents of a state from a checkpoint.
+
+    Raises:
+        ValueError: when it is of another version, has unknown or missing keys, or its text is damaged.
+    """
+    version = state.get("version") if isinstance(state, Mapping) else state
+    if version == _NESTED_VERSION and isinstance(state, Mapping):
+        return {name: value for name, value in state.items() if name != "version"}
+    if version != VERSION or not isinstance(state, Mapping):
+        raise ValueError(
+            f"probe state has version {version!r:.60}, but this sonde reads versions {_NESTED_VERSION} and {VERSION}: "
+            "start without the state"
+        )
+    check_keys("noise-scale probe state", state, {"version", "json"})
+    try:
+        contents = json.loads(state["json"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the text of the probe state is no JSON, got {state['json']!r:.60}: is it damaged?"
+        ) from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"the text of the probe state must be a mapping, got {contents!r:.60}: is it damaged?")
+    return contents
 
 
 def identity(unit: str, metric: str, parameters: ModelParameters) -> dict[str, str]:
@@ -24,26 +66,21 @@ def identity(unit: str, metric: str, parameters: ModelParameters) -> dict[str, s
     }
 
 
-def check_state(state: Any, own: Mapping[str, str], parameters: Collection[str]) -> None:
-    """Refuse a state that does not fit this probe. The tracker checks the averages in it.
+def check_state(state: Mapping[str, Any], own: Mapping[str, str], parameters: Collection[str]) -> None:
+    """Refuse contents that do not fit this probe. The tracker checks the averages in them.
 
     Args:
-        state: an object that should be the result of `state_dict`.
+        state: the result of `unsealed`.
         own: this probe's `identity`.
         parameters: names of the measured parameters.
 
     Raises:
-        ValueError: when it is of another version, unit, metric or of other parameters, has unknown or missing keys, or
-            a value that cannot be what its name says.
+        ValueError: when they are of another unit, metric or of other parameters, have unknown or missing keys, or a
+            value that cannot be what its name says.
     """
-    if not isinstance(state, Mapping) or state.get("version") != VERSION:
-        got = state.get("version") if isinstance(state, Mapping) else state
-        raise ValueError(
-            f"probe state has version {got!r:.60}, but this sonde reads version {VERSION}: start without the state"
-        )
     # States from before "frozen" was saved are still read, and those from before windows were left out.
-    later = {"frozen": [], "windows": 0, "pace": {}}
-    check_keys("noise-scale probe state", {**later, **state}, {"version", "what", "averages", "run", *later})
+    later = {"frozen": [], "windows": 0, "pace": {}, "metrics": {}}
+    check_keys("noise-scale probe state", {**later, **state}, {"what", "averages", "run", *later})
     check_keys("noise-scale probe state", state["what"], set(own))
     for name, value in own.items():
         if state["what"][name] != value and name == "parameters":

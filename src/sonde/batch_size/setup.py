@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -12,12 +13,17 @@ from typing_extensions import TypeIs
 
 from sonde.batch_size.budget import DEFAULT_BUDGET, FIRST_WINDOWS
 from sonde.batch_size.measuring_cost import Cost
+from sonde.batch_size.metric_choice import metric_names
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
+from sonde.batch_size.parameter_groups import Groups, are_logged, check_groups
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
+from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
+from sonde.batch_size.units import counted_in, unit_names
+from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import ModelParameters
 from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.parallel.wrappers import GroupOf, Wrapper, block_of
+from sonde.parallel.wrappers import Wrapper
 from sonde.records import RunLog
 from sonde.wording import percent
 
@@ -27,18 +33,24 @@ class NoiseScaleOptions:
     """How a `NoiseScaleProbe` measures; also the options of `gns_probe:` in a YAML file.
 
     Attributes:
-        unit: plural name of the independent sample ("sequences", "images"); results are in it.
-        units_per_piece: units in a micro-batch, unless `piece(units=...)` gives their number. Without `piece()`, each
-            backward is one piece. Once `piece()` is used, only backwards inside `piece()` count.
+        unit: plural name of the independent sample ("sequences", "images"); results are in it. Several names,
+            ("sequences", "tokens"), count each piece in all of them: results are converted to those after the first.
+        units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives their
+            number. Without `piece()`, each backward is one piece. Once `piece()` is used, only backwards inside
+            `piece()` count.
         horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
-        groups: "blocks" for one group per top-level block, None for one group in all, or a function from a parameter's
-            name to its group's.
+        groups: "blocks" for one group per top-level block; "kinds" for embeddings, attention, mlp, experts, norms,
+            biases, head and the like; "parameters" for one group each; None for one group in all; or a function from a
+            parameter's name to its group's.
         metric: "euclidean" for |g|²; "adam" for Σ g²/(√v̂ + ε) with the second moment of the optimizer's previous
-            step, the noise scale that Adam's steps see.
+            step, the noise scale that Adam's steps see; "sign" for (Σ|g|)², which steps of signs see; "spectral" for
+            the squared sum of the singular values of all matrices, which Muon's steps see. Several, as a tuple, are
+            measured together: the first is the headline, of which the budget, the verdict and `reading()` speak.
         tap: "leaf" reads each micro-batch by hooks on parameters. "comm_hook" reads each rank's window in DDP's
             buckets: cheaper, but blind to micro-batches. "auto" begins with "leaf" and changes to "comm_hook" when
-            every rank has had one piece in each of a few windows, on 2, 4, 8, … ranks and without a communication hook
-            of your own. "auto" changes back where buckets do not suffice.
+            every rank has had one piece in each of a few windows, without a communication hook of your own, and where
+            DDP has shown at attach that a hook divides by this number of ranks as DDP does, bit for bit. "auto" changes
+            back where buckets do not suffice.
         staging_mib: limit of the memory for gradients that wait, in MiB.
         per_example: whether the gradient of each example is read besides those of pieces, layer by layer, so that a
             window of a single piece gives a number too. "auto" reads it where windows are single pieces, or where its
@@ -49,36 +61,42 @@ class NoiseScaleOptions:
             one window in N is measured, with N chosen from what the probe has timed, and at most 1000. It is a window
             at a random place in each stretch of N, so that no period in the data falls in step with it.
         every: N itself, from the first window on; `budget` is not used then.
+        log_groups: write each group's values to the log. None writes up to 256 groups, but none of "parameters".
+            `reading().groups` has them in any case.
 
     Raises:
         ValueError: for an option outside its range.
     """
 
-    unit: str
-    units_per_piece: float | None = None
+    unit: str | Sequence[str]
+    units_per_piece: float | Mapping[str, float] | None = None
     horizon: float = 50.0
-    groups: Literal["blocks"] | GroupOf | None = "blocks"
-    metric: Literal["euclidean", "adam"] = "euclidean"
+    groups: Groups = "blocks"
+    metric: MetricName | Sequence[MetricName] = "euclidean"
     tap: TapName = "auto"
     staging_mib: float = 8.0
     per_example: Literal["auto", "always", "never"] = "auto"
     budget: float | None = DEFAULT_BUDGET
     every: int | None = None
+    log_groups: bool | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.unit, str) or not self.unit.strip():
-            raise ValueError(
-                f"unit must name the independent sample, got {self.unit!r}: use 'sequences', 'images' or 'prompts'"
-            )
-        units = self.units_per_piece
-        if units is not None and not (_is_number(units) and 0 < units < math.inf):
-            raise ValueError(f"units_per_piece must be positive and finite, got {units!r}: count a micro-batch's units")
+        names = unit_names(self.unit)
+        if self.units_per_piece is not None:
+            first, further = counted_in(names, self.units_per_piece)
+            for units in (first, *further):
+                if not (_is_number(units) and 0 < units < math.inf):
+                    raise ValueError(
+                        f"units_per_piece must be positive and finite, got {units!r}: count a micro-batch's units"
+                    )
         if not (_is_number(self.horizon) and self.horizon > 1):
             raise ValueError(
                 f"horizon must be more than 1 window, got {self.horizon!r}: use 50, or math.inf for all windows"
             )
-        if self.metric not in ("euclidean", "adam"):
-            raise ValueError(f"metric must be 'euclidean' or 'adam', got {self.metric!r}")
+        metric_names(self.metric)
+        check_groups(self.groups)
+        if self.log_groups is not None and not isinstance(self.log_groups, bool):
+            raise ValueError(f"log_groups must be True, False or None, got {self.log_groups!r}")
         if self.tap not in get_args(TapName):
             raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {self.tap!r}")
         if not (_is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
@@ -95,6 +113,11 @@ class NoiseScaleOptions:
                 f"every must be a whole number of windows from 1 up, got {self.every!r}: use 1 to measure every window"
             )
 
+    @property
+    def metrics(self) -> tuple[MetricName, ...]:
+        """The metrics by name, the headline first."""
+        return metric_names(self.metric)
+
 
 def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler: object, log: object) -> None:
     """Refuse objects of the wrong kind before the model is inspected.
@@ -102,7 +125,7 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler
     Raises:
         ValueError: with the argument, the object that was given and the kind that is needed.
     """
-    if options.metric == "adam" and optimizer is None:
+    if "adam" in options.metrics and optimizer is None:
         raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass optimizer=")
     if optimizer is not None and not hasattr(unwrap_optimizer(optimizer), "register_step_pre_hook"):
         raise ValueError(
@@ -122,53 +145,51 @@ def _is_number(value: object) -> TypeIs[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def group_names(groups: object, parameters: Collection[str]) -> list[str]:
-    """The name of each parameter's group.
-
-    Args:
-        groups: "blocks", None, or a function from a parameter's name to its group's.
-        parameters: names.
-
-    Raises:
-        ValueError: when `groups` is of another kind, or returns anything but names.
-    """
-    if groups == "blocks":
-        return [block_of(name) for name in parameters]
-    if groups is None:
-        return ["all" for _ in parameters]
-    if not callable(groups):
-        raise ValueError(
-            f"groups must be 'blocks', None or a function from a parameter's name, got {groups!r}: use 'blocks' for "
-            "one group per top-level block"
-        )
-    names = [groups(name) for name in parameters]
-    for parameter, name in zip(parameters, names, strict=True):
-        if not isinstance(name, str):
-            raise ValueError(
-                f"groups must return a group's name, a str, for each parameter, got {name!r} for {parameter!r}: return "
-                "one name for all parameters that belong nowhere else"
-            )
-    return names
-
-
-def same_on_ranks(options: NoiseScaleOptions, whole: ModelParameters, names: Sequence[str]) -> dict[str, object]:
+def same_on_ranks(
+    options: NoiseScaleOptions,
+    wrapper: Wrapper,
+    whole: ModelParameters,
+    names: Sequence[str],
+    *,
+    has_moments: bool | None = None,
+) -> dict[str, object]:
     """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums.
 
     Args:
         options: as given.
+        wrapper: of the model.
         whole: the parameters of the whole model.
         names: the group of each of them.
+        has_moments: whether the optimizer has second moments already; None if that does not matter.
     """
+    names_of_units = unit_names(options.unit)
     return {
-        "unit": options.unit,
+        "whether the arguments were accepted": True,
+        "unit": names_of_units[0],
+        "the list of further units": names_of_units[1:],
         "horizon": options.horizon,
-        "metric": options.metric,
+        "whether tap is 'auto'": options.tap == "auto",
+        "metric": options.metrics,
+        "staging_mib": options.staging_mib if options.metrics != ("euclidean",) else None,
         "every": options.every,
         "budget": options.budget,
         "per_example": options.per_example,
+        "whether the optimizer has second moments": has_moments,
         "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
         "the groups of parameters": list(names),
+        "the number of ranks that feed the same experts": wrapper.experts.n_ranks if wrapper.experts is not None else 1,
     }
+
+
+def join_comparison(wrapper: Wrapper) -> None:
+    """Take part in the comparison of all ranks' arguments where this rank's were refused, so that its peers raise too.
+
+    Args:
+        wrapper: of the model.
+    """
+    names = same_on_ranks(NoiseScaleOptions("refused"), wrapper, ModelParameters([], [], []), [])
+    with contextlib.suppress(ValueError):  # this rank raises its own error
+        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, dict.fromkeys(names))
 
 
 def setup_record(
@@ -189,30 +210,32 @@ def setup_record(
         "device": str(wrapper.leaves[0].device),
         "tap": tap,
         "parameters": whole.numel,
-        "groups": list(groups),
+        "groups": list(groups) if are_logged(options.groups, len(groups), options.log_groups) else [],
         "budget": options.budget if options.every is None else None,
         "every": options.every,
         "horizon": options.horizon if math.isfinite(options.horizon) else None,
-        "metric": options.metric,
+        "metric": ", ".join(options.metrics),
         "comm_hook": comm_hook_name(wrapper.ddp),
-        "units_per_piece": options.units_per_piece,
+        "units_per_piece": options.units_per_piece if _is_number(options.units_per_piece) else None,
+        "further_units": list(unit_names(options.unit)[1:]),
     }
 
 
-def describe(setup: Mapping[str, Any], unit: str) -> str:
+def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
     """The message that attach prints."""
-    groups = setup["groups"]
     shown = ", ".join(groups[:4]) + (f", … {groups[-1]}" if len(groups) > 5 else "".join(f", {g}" for g in groups[4:]))
     hook = f", communication hook {setup['comm_hook']}" if setup["comm_hook"] else ""
     rows = {
         "model": f"{setup['wrapper']}, {setup['parameters']:,} trainable parameters on {setup['device']}{hook}",
         "ranks": f"{setup['ranks']} data-parallel {'rank' if setup['ranks'] == 1 else 'ranks'}",
         "pieces": f"read by {setup['tap']}; the first window shows how many there are",
-        "unit": unit,
+        "unit": unit + (f", also counted in {', '.join(further)}" if (further := setup["further_units"]) else ""),
         "windows": _windows_in_words(setup["budget"], setup["every"]),
-        "groups": f"{len(groups)}: {shown}",
+        "groups": f"{len(groups)}: {shown}" + ("" if setup["groups"] else "; their values are not written to the log"),
         "steps": setup["optimizer"],
     }
+    if setup["metric"] != "euclidean":
+        rows["metric"] = setup["metric"]
     if setup["batch_norms"]:
         rows["note"] = f"{setup['batch_norms']} layers: {BATCH_NORM}"
     if setup["sync_batch_norms"]:
@@ -237,8 +260,9 @@ def describe_pace(cost: Cost) -> str:
     return f"one window in {cost.every} is measured from now on{why}"
 
 
-def describe_window(n_pieces: int, n_units: float, n_ranks: int, unit: str) -> str:
+def describe_window(n_pieces: int, n_units: Mapping[str, float], n_ranks: int) -> str:
     """The message that the first window prints."""
     each = f" ({n_ranks} ranks × {n_pieces / n_ranks:g})" if n_ranks > 1 else ""
     pieces = "1 piece" if n_pieces == 1 else f"{n_pieces} pieces"
-    return f"{pieces} per window{each}, {n_units:g} {unit} in all"
+    counts = ", ".join(f"{number:g} {unit}" for unit, number in n_units.items())
+    return f"{pieces} per window{each}, {counts} in all"

@@ -60,7 +60,12 @@ def check_whole_mesh(parameters: Mapping[str, Tensor], mesh: Any = None) -> Devi
     return cast("DeviceMesh", mesh)
 
 
-def data_ranks(mesh: DeviceMesh, leaves: Sequence[Tensor], pp_mesh: DeviceMesh | None = None) -> DataRanks:
+def data_ranks(
+    mesh: DeviceMesh,
+    leaves: Sequence[Tensor],
+    pp_mesh: DeviceMesh | None = None,
+    cp_mesh: DeviceMesh | None = None,
+) -> DataRanks:
     """Which ranks of a mesh have data of their own.
 
     FSDP2 cuts parameters over ranks with data of their own, and gathers them for forward and backward. What is still
@@ -70,11 +75,26 @@ def data_ranks(mesh: DeviceMesh, leaves: Sequence[Tensor], pp_mesh: DeviceMesh |
         mesh: all ranks that hold any of the model.
         leaves: the parameters as forward uses them.
         pp_mesh: the pipeline stages.
+        cp_mesh: ranks that hold parts of the same sequences; then no leaf may be cut.
 
     Raises:
-        ValueError: when the ranks over which they are cut, or the pipeline stages, are no whole axes of the mesh.
+        ValueError: when the ranks over which they are cut, those that share sequences, or the pipeline stages are no
+            whole axes of the mesh.
     """
     meshes = [cast(Any, leaf).device_mesh for leaf in leaves if is_dtensor(leaf)]
+    if cp_mesh is not None:
+        check_mesh("cp_mesh", cp_mesh, n_axes=1)
+        if pp_mesh is not None or meshes:
+            raise ValueError(
+                "context parallelism is measured alone and below FSDP2 or DDP, got a model that is cut by tensor, "
+                "expert or pipeline parallelism too: measure the norm by sonde.clip_grad_norm_"
+            )
+        if axes_over(mesh, ranks_of(cp_mesh)) is None:
+            raise ValueError(
+                "cp_mesh= is no axis of the mesh of all ranks: pass mesh=, a mesh of all ranks of which cp_mesh= is an "
+                "axis, even where FSDP2 was given that mesh flattened"
+            )
+        meshes = [cp_mesh]
     sharing = ranks_of(max(meshes, key=lambda m: m.size())) if meshes else frozenset([dist.get_rank()])
     axes = axes_over(mesh, sharing)
     if axes is None or any(not ranks_of(m) <= sharing for m in meshes):

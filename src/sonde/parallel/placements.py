@@ -164,6 +164,46 @@ def shard_of(spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offset)
 
 
+@dataclass(frozen=True)
+class GatheredAxis:
+    """The mesh axis along which FSDP2 gathers a parameter.
+
+    Attributes:
+        dim: of the parameter, which is cut along that axis.
+        ranks: along the axis, in the order of their shards, by their global numbers; this rank is among them.
+        group: of these ranks.
+    """
+
+    dim: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+
+
+def gathered_axis(spec: Any, still_cut: Collection[int]) -> GatheredAxis | None:
+    """The axis along which FSDP2 gathers a parameter; None if every rank holds what it would gather.
+
+    Args:
+        spec: of the parameter as the optimizer holds it.
+        still_cut: ranks over which it stays cut in forward and backward, as by tensor parallelism.
+
+    Raises:
+        ValueError: when there are several such axes.
+    """
+    layout, coordinate = layout_of_spec(spec), spec.mesh.get_coordinate()
+    found = []
+    for axis in layout.sharded:
+        index = tuple(slice(None) if a == axis else at for a, at in enumerate(coordinate))
+        ranks = tuple(spec.mesh.mesh[index].reshape(-1).tolist())
+        if len(ranks) > 1 and not set(ranks) <= set(still_cut):
+            found.append(GatheredAxis(spec.placements[axis].dim, ranks, spec.mesh.get_group(axis)))
+    if len(found) > 1:
+        raise ValueError(
+            f"a parameter is gathered along {len(found)} mesh axes, got {tuple(spec.placements)}, where metric='adam' "
+            "knows how to gather along one: cut it along one axis, or use metric='euclidean'"
+        )
+    return found[0] if found else None
+
+
 def holds_first_copy(layout: Layout, first_rank: int) -> bool:
     """Whether this rank is the first of those that hold the same elements.
 
@@ -184,6 +224,40 @@ def holds_first_copy(layout: Layout, first_rank: int) -> bool:
 def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
     """The ranks of a mesh. Two meshes that were made separately are the same if their ranks are."""
     return frozenset(mesh.mesh.reshape(-1).tolist())
+
+
+@dataclass(frozen=True)
+class CountedPart:
+    """The part that a rank counts of a gradient that several ranks hold.
+
+    Attributes:
+        spec: how that part is placed; None for a plain gradient.
+        block: the part of what this rank holds, as slices; None for all of it.
+    """
+
+    spec: Any
+    block: tuple[slice, ...] | None = None
+
+    def of(self, local: Tensor) -> Tensor:
+        """The part of what this rank holds; a view."""
+        return local if self.block is None else local[self.block]
+
+
+def counted_part(spec: Any, first_rank: int, *, like: Any = None) -> CountedPart | None:
+    """What a rank counts of a gradient, so that every element counts once; None if it counts nothing.
+
+    Args:
+        spec: of the gradient, after partial axes have been summed; None for a plain one.
+        first_rank: as for `holds_first_copy`.
+        like: another spec. A gradient that is whole where this one is cut is counted as this one is cut.
+    """
+    layout = WHOLE if spec is None else layout_of_spec(spec)
+    if like is not None and not layout.sharded and layout_of_spec(like).sharded:
+        if not holds_first_copy(layout_of_spec(like), first_rank):
+            return None
+        shape, offset = shard_of(like)
+        return CountedPart(like, tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True)))
+    return CountedPart(spec) if holds_first_copy(layout, first_rank) else None
 
 
 def check_mesh(name: str, mesh: Any, *, n_axes: int | None = None) -> None:

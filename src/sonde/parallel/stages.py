@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,13 @@ class ModelParameters:
     Attributes:
         names: of all of them; those of the first pipeline rank first, then those of the second, and so on.
         shapes: of each, whole.
+        roles: of each, from `parameter_roles`.
         first: where this rank's parameters begin in that list.
     """
 
     names: list[str]
     shapes: list[tuple[int, ...]]
+    roles: list[str]
     first: int = 0
 
     @property
@@ -36,7 +38,7 @@ class ModelParameters:
         return sum(map(math.prod, self.shapes))
 
 
-def model_parameters(own: Mapping[str, Tensor], pp_mesh: DeviceMesh | None) -> ModelParameters:
+def model_parameters(own: Mapping[str, Tensor], roles: Sequence[str], pp_mesh: DeviceMesh | None) -> ModelParameters:
     """The parameters of all pipeline stages, by one exchange. All ranks of the pipeline have to call this.
 
     Names that two pipeline ranks both use, as those of modules that were numbered anew on each rank, begin with the
@@ -44,20 +46,22 @@ def model_parameters(own: Mapping[str, Tensor], pp_mesh: DeviceMesh | None) -> M
 
     Args:
         own: this rank's parameters, by name.
+        roles: of each, from `parameter_roles`.
         pp_mesh: the pipeline's ranks; None without a pipeline.
 
     Raises:
         ValueError: when `pp_mesh` is no mesh of one axis that contains this rank.
     """
-    mine = [(name, tuple(p.shape)) for name, p in own.items()]
+    mine = [(name, tuple(p.shape), role) for (name, p), role in zip(own.items(), roles, strict=True)]
     if pp_mesh is None:
-        return ModelParameters([name for name, _ in mine], [shape for _, shape in mine])
+        return ModelParameters(list(own), [shape for _, shape, _ in mine], list(roles))
     check_mesh("pp_mesh", pp_mesh, n_axes=1)
     stages: list[Any] = [None] * pp_mesh.size()
     dist.all_gather_object(stages, mine, group=pp_mesh.get_group())
-    every_name = [name for stage in stages for name, _ in stage]
+    every_name = [name for stage in stages for name, *_ in stage]
     are_numbered = len(set(every_name)) < len(every_name)
     prefixes = [f"stages.{rank}." if are_numbered else "" for rank in range(len(stages))]
-    names = [prefix + name for prefix, stage in zip(prefixes, stages, strict=True) for name, _ in stage]
-    shapes = [tuple(shape) for stage in stages for _, shape in stage]
-    return ModelParameters(names, shapes, first=sum(map(len, stages[: pp_mesh.get_local_rank()])))
+    names = [prefix + name for prefix, stage in zip(prefixes, stages, strict=True) for name, *_ in stage]
+    shapes = [tuple(shape) for stage in stages for _, shape, _ in stage]
+    every_role = [role for stage in stages for *_, role in stage]
+    return ModelParameters(names, shapes, every_role, first=sum(map(len, stages[: pp_mesh.get_local_rank()])))

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
+from sonde.parallel.expert_ranks import ExpertRanks, find_experts
 from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
-from sonde.parallel.placements import is_dtensor
+from sonde.parallel.placements import is_dtensor, ranks_of
 from sonde.parallel.process_groups import group_of_mesh
 from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
 
@@ -35,8 +36,10 @@ class Wrapper:
         ddp_holds_all: whether every trainable parameter is in `ddp`.
         group: the ranks that windows are summed over; None for a single process.
         data: which of these ranks have data of their own.
+        experts: which parameters several of these ranks feed in one backward, under expert parallelism; None without.
         mesh: these ranks, if parameters are cut over them; None if every rank holds whole parameters.
         pp_mesh: the pipeline stages, each with parameters of its own; None without a pipeline.
+        sequence_group: ranks that hold parts of the same sequences, under context parallelism; None without.
         parameters: trainable parameters of this rank by clean name (no `module.`, no `_orig_mod.`), each tensor once.
         leaves: the tensor that backward makes the gradient of each of them for, [parameters]: the parameter itself, or
             the whole one that FSDP2 gathers.
@@ -50,8 +53,10 @@ class Wrapper:
     ddp_holds_all: bool
     group: dist.ProcessGroup | None
     data: DataRanks
+    experts: ExpertRanks | None
     mesh: DeviceMesh | None
     pp_mesh: DeviceMesh | None
+    sequence_group: dist.ProcessGroup | None
     parameters: dict[str, nn.Parameter]
     leaves: list[Tensor]
     frozen: dict[str, nn.Parameter]
@@ -69,6 +74,8 @@ def find_wrapper(
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     pp_mesh: DeviceMesh | None = None,
+    expert_mesh: DeviceMesh | None = None,
+    cp_mesh: DeviceMesh | None = None,
 ) -> Wrapper:
     """Find a model's wrapper, its ranks and its trainable parameters. Under FSDP2, all ranks have to call this.
 
@@ -77,6 +84,9 @@ def find_wrapper(
         process_group: for a plain module whose gradients the user reduces over ranks.
         mesh: all ranks that hold any of the model, where no parameter is on all of them.
         pp_mesh: the pipeline stages, one axis of `mesh`, which it stands for where it is all of it.
+        expert_mesh: the ranks over which experts are spread, where FSDP2 does not cut the other parameters.
+        cp_mesh: the ranks that hold parts of the same sequences, one axis of `mesh`, which it stands for where it is
+            all of it.
 
     Raises:
         ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones.
@@ -86,7 +96,7 @@ def find_wrapper(
     gathered = gathered_parameters(model)
     parameters = _by_name(model, requires_grad=True)
     _check_parameters(model, parameters)
-    is_cut = pp_mesh is not None or any(map(is_dtensor, parameters.values()))
+    is_cut = pp_mesh is not None or cp_mesh is not None or any(map(is_dtensor, parameters.values()))
     if ddp is None and not is_cut and process_group is None:
         refuse_inner_module(model)
     if ddp is not None and any(map(is_dtensor, parameters.values())):
@@ -95,25 +105,49 @@ def find_wrapper(
         raise ValueError("process_group= is for plain modules, and a sharded model knows its ranks: leave it out")
     leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
     if is_cut:
-        mesh = check_whole_mesh(parameters, mesh if mesh is not None else pp_mesh)
-        group, data = group_of_mesh(mesh), data_ranks(mesh, leaves, pp_mesh)
+        mesh = mesh if mesh is not None else pp_mesh
+        if mesh is None and not any(map(is_dtensor, parameters.values())):
+            mesh = cp_mesh
+        mesh = check_whole_mesh(parameters, mesh)
+        over_ddp = ranks_of(mesh) if ddp is None else set(dist.get_process_group_ranks(ddp.process_group))
+        if cp_mesh is not None and over_ddp != ranks_of(mesh):
+            raise ValueError("DDP averages over other ranks than those of mesh=: pass mesh=, a mesh of DDP's ranks")
+        experts = find_experts(*_with_frozen(model, parameters, gathered), expert_mesh, n_trainable=len(parameters))
+        fed_by_one = [leaf for i, leaf in enumerate(leaves) if experts is None or i not in experts.indices]
+        group, data = group_of_mesh(mesh), data_ranks(mesh, fed_by_one, pp_mesh, cp_mesh)
     else:
+        if expert_mesh is not None:
+            raise ValueError("expert_mesh= is for experts that are DTensors, got a model without: make them DTensors")
+        experts = None
         group, mesh = (ddp.process_group if ddp is not None else process_group), None
         data = DataRanks(*((dist.get_rank(group), group.size()) if group is not None else (0, 1)))
     return Wrapper(
-        name=_wrapper_name(ddp, gathered, parameters) + (" in pipeline stages" if pp_mesh is not None else ""),
+        name=_wrapper_name(ddp, gathered, parameters)
+        + (f" with experts over {experts.n_ranks} ranks" if experts is not None else "")
+        + (" over context parallelism" if cp_mesh is not None else "")
+        + (" in pipeline stages" if pp_mesh is not None else ""),
         ddp=ddp,
         ddp_holds_all=ddp is not None and {id(p) for p in parameters.values()} <= {id(p) for p in ddp.parameters()},
         group=group,
         data=data,
+        experts=experts,
         mesh=mesh,
         pp_mesh=pp_mesh,
+        sequence_group=group_of_mesh(cp_mesh) if cp_mesh is not None else None,
         parameters=parameters,
         leaves=leaves,
         frozen=_by_name(model, requires_grad=False),
         reduced_in=reduction_dtypes(model),
         stand_ins=list(gathered.values()),
     )
+
+
+def _with_frozen(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], gathered: Mapping[int, nn.Parameter]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """All parameters, trainable ones first; and the tensor that forward uses for each of them."""
+    everything: list[Tensor] = [*parameters.values(), *_by_name(model, requires_grad=False).values()]
+    return everything, [gathered.get(id(p), p) for p in everything]
 
 
 def _check_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

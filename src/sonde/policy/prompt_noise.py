@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.stats.noise_scale import effective_units
-from sonde.parallel.process_groups import data_parallel_group, gather_from_all_ranks
+from sonde.parallel.placements import is_dtensor
+from sonde.parallel.process_groups import gather_from_all_ranks
+from sonde.parallel.refused_models import refuse_hidden_gradients
 from sonde.parallel.unwrap import unwrap_model
-from sonde.policy.scoring.prompt_norms import NestedNorms
+from sonde.policy.scoring.prompt_norms import halves, nested_norms
+from sonde.policy.scoring.prompt_ranks import PromptRanks, prompt_ranks
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
@@ -22,6 +25,9 @@ from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
 from sonde.probe import Metric
 from sonde.stats.intervals import Status
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -59,22 +65,25 @@ class PromptNoiseProbe:
 
     Trainers shuffle a prompt's completions over micro-batches, so micro-batches are not independent samples. This probe
     runs its own forward and backward for each half of every prompt's group: call it in some windows, not in all. During
-    a measurement it holds two vectors of parameter size.
+    a measurement it holds two vectors of the size of this rank's parameters. Under FSDP2 it runs a forward and a
+    backward of the whole prompt besides, and holds no vector but the shards of one gradient.
 
     Its noise scale is the ratio of two exponential averages over the measured windows. It is not the noise scale now,
     as a reading of `sonde.attach` is: while |G|² shrinks, old windows outweigh new ones, and the ratio lags.
 
     Args:
-        model: the policy: plain or in DDP.
+        model: the policy: plain, in DDP, or cut by FSDP2, tensor or sequence parallelism, or FSDP2 over these.
         token_statistics: scores responses; by default `CausalLMStatistics`, for a causal language model of
             transformers.
         weighs: "completions" if every completion has the same weight in the loss: as a sum, or as a mean over its own
             tokens. "tokens" if the loss is divided by the number of all tokens, so that long responses weigh more.
         horizon: length of the exponential averages, in measured windows. A shorter one lags less and is noisier.
-        process_group: the ranks that hold different responses; by default those of DDP.
+        process_group: the ranks that hold different responses, for a model that is not cut; by default those of DDP.
+        mesh: all ranks that hold any of a cut model, where no parameter is on all of them.
 
     Raises:
-        ValueError: for an argument outside its range, or a sharded model.
+        ValueError: for an argument outside its range, a model that hides its gradients, or `process_group` with a model
+            that is cut.
 
     Reference:
         docs/batch-size.md; McCandlish et al. 2018, arXiv:1812.06162, for the noise scale.
@@ -98,57 +107,88 @@ class PromptNoiseProbe:
         weighs: Literal["completions", "tokens"] = "completions",
         horizon: float = 100.0,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
+        refuse_hidden_gradients(model)
+        if process_group is not None and any(map(is_dtensor, model.parameters())):
+            raise ValueError("process_group= is for plain modules, and a sharded model knows its ranks: leave it out")
         if weighs not in ("completions", "tokens"):
             raise ValueError(f"weighs must be 'completions' or 'tokens', got {weighs!r}")
         self._running = RunningPromptNoise(horizon)
         self._model = model
         self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._weighs = weighs
-        self._group = data_parallel_group(model) if process_group is None else process_group
-        self._scorer = Scorer(model, self._statistics, 1, self._group)
+        self._process_group, self._mesh = process_group, mesh
+        self._ranks: PromptRanks | None = None
         self._is_repeatable = False
         self._n_prompts = 0
 
     def measure(self, rollouts: Rollouts) -> PromptNoiseReading:
         """Add one window: the responses that this rank learns from, with advantages.
 
-        All completions of a prompt must be on one rank.
+        All completions of a prompt must be on one rank. Ranks of tensor parallelism get the same responses.
 
         Raises:
             ValueError: without responses or advantages; if responses are scored at another temperature than they were
-                sampled at; if two ranks hold completions of one prompt; or if two forwards of the model do not agree.
+                sampled at; if two ranks hold completions of one prompt; if ranks that work on the same responses were
+                given others; if two forwards of the model do not agree; under FSDP2, while gradients wait to be
+                reduced.
         """
-        norms = NestedNorms(self._model)
-        self._scorer.on_all_ranks(rollouts.check_not_empty)
+        if self._ranks is None:
+            self._ranks = prompt_ranks(self._model, self._process_group, self._mesh)
+        ranks = self._ranks
+        self._check_responses(rollouts, ranks)
         if not self._is_repeatable:
             with preserve_training_state(self._model):
-                self._scorer.check_repeatable(rollouts)
+                Scorer(self._model, self._statistics, 1, ranks.everyone).check_repeatable(rollouts)
             self._is_repeatable = True
+        credit, prompts = rollouts.credit(), rollouts.order(1)
+
+        def objective(rows: Tensor) -> Tensor:
+            s, _ = self._statistics(unwrap_model(self._model), rollouts.rows(rows))
+            mask = rollouts.mask[rows].bool().to(s.device)
+            total: Tensor = (credit[rows].to(s) * torch.where(mask, s, 0.0)).sum()
+            return total
+
+        with preserve_training_state(self._model), nested_norms(self._model, ranks) as norms:
+
+            def work() -> dict[str, Tensor]:
+                counts = torch.tensor([self._counts(rollouts, rows) for rows in prompts], dtype=torch.float64)
+                return {
+                    "prompt": torch.tensor([int(rollouts.prompt[rows[0]]) for rows in prompts]),
+                    "data_rank": torch.full((len(prompts),), ranks.data.rank),
+                    "sq_norms": norms.add(objective, prompts).cpu(),
+                    "counts": counts,
+                }
+
+            gathered = gather_from_all_ranks(ranks.everyone, work)
+            sq_norm_big = norms.sq_norm_of_sum()
+        of_prompts = _prompt_norms(gathered)
+        self._n_prompts = len(of_prompts)
+        self._running.update(solve_prompts(of_prompts, sq_norm_big))
+        return self.reading()
+
+    def _check_responses(self, rollouts: Rollouts, ranks: PromptRanks) -> None:
+        """Refuse responses that cannot be measured, on all ranks alike."""
         temperature = getattr(self._statistics, "temperature", rollouts.temperature)
 
-        def work() -> dict[str, Tensor]:
+        def check() -> dict[str, Tensor]:
+            rollouts.check_not_empty()
             if rollouts.temperature != temperature:
                 raise ValueError(
                     f"responses were sampled at temperature {rollouts.temperature}, and are scored at {temperature}: "
                     f"token_statistics=CausalLMStatistics(temperature={rollouts.temperature})"
                 )
-            credit = rollouts.credit()
-            with preserve_training_state(self._model):
-                rows = [self._one_prompt(norms, rollouts, credit, index) for index in rollouts.order(1)]
-            return {
-                "prompt": torch.tensor([int(rollouts.prompt[index[0]]) for index in rollouts.order(1)]),
-                "norms": torch.tensor(rows, dtype=torch.float64),
-            }
+            digest = rollouts.digest() if ranks.data.n_sharing > 1 else 0
+            rollouts.credit()
+            return {"of": torch.tensor([[ranks.data.rank, digest]])}
 
-        rows = gather_from_all_ranks(self._group, work)
-        sq_norm_big = float(norms.reduce_all(self._group))
-        if len(rows["prompt"].unique()) < len(rows["prompt"]):
-            raise ValueError("completions of one prompt are on several ranks: its group must be whole on one of them")
-        window = solve_prompts([_prompt_norms(row) for row in rows["norms"].tolist()], sq_norm_big)
-        self._n_prompts = len(rows["prompt"])
-        self._running.update(window)
-        return self.reading()
+        of_ranks = gather_from_all_ranks(ranks.everyone, check)["of"]
+        if len(of_ranks.unique(dim=0)) > ranks.data.n_ranks:
+            raise ValueError(
+                "ranks that work on the same responses, as those of tensor parallelism, were given different ones: "
+                "pass the same rollouts on all of them"
+            )
 
     def reading(self) -> PromptNoiseReading:
         """The noise scale so far."""
@@ -187,24 +227,11 @@ class PromptNoiseProbe:
     def close(self) -> None:
         """Does nothing: the probe installs no hooks."""
 
-    def _one_prompt(self, norms: NestedNorms, rollouts: Rollouts, credit: Tensor, index: Tensor) -> list[float]:
-        """|h|², |h₁|², |h₂|², w₁, w₂, n₁, n₂. A single completion is the first half, and the second half is 0."""
-        halves = [half for half in (index[::2], index[1::2]) if len(half)]
-
-        def objective(half: Tensor) -> Tensor:
-            s, _ = self._statistics(unwrap_model(self._model), rollouts.rows(half))
-            mask = rollouts.mask[half].bool().to(s.device)
-            total: Tensor = (credit[half].to(s) * torch.where(mask, s, 0.0)).sum()
-            return total
-
-        whole, squares = norms.add_whole(objective, halves)
-        weights = [self._row_weights(rollouts, half) for half in halves]
-        sq_norms = [float(square) for square in squares]
+    def _counts(self, rollouts: Rollouts, rows: Tensor) -> list[float]:
+        """w₁, w₂, n₁, n₂ of a prompt's halves. A single completion is the first half, and the second half is 0."""
+        weights = [self._row_weights(rollouts, half) for half in halves(rows)]
         w, n = [sum(each) for each in weights], [effective_units(each) for each in weights]
-        if len(halves) == 1:
-            for column in (sq_norms, w, n):
-                column.append(0.0)
-        return [float(whole), *sq_norms, *w, *n]
+        return [*w, *n] if len(w) == 2 else [*w, 0.0, *n, 0.0]
 
     def _row_weights(self, rollouts: Rollouts, rows: Tensor) -> list[float]:
         if self._weighs == "completions":
@@ -213,8 +240,22 @@ class PromptNoiseProbe:
         return lengths
 
 
-def _prompt_norms(row: list[float]) -> PromptNorms:
-    whole, s1, s2, w1, w2, n1, n2 = row
-    if not n2:
-        return PromptNorms(whole, w1)
-    return PromptNorms(whole, w1 + w2, (s1, s2), (w1, w2), (n1, n2))
+def _prompt_norms(gathered: Mapping[str, Tensor]) -> list[PromptNorms]:
+    """The norms of each prompt, from the rows of all ranks.
+
+    Raises:
+        ValueError: when ranks with responses of their own hold completions of one prompt.
+    """
+    rows_by_prompt: dict[int, list[int]] = {}
+    for row, prompt in enumerate(gathered["prompt"].tolist()):
+        rows_by_prompt.setdefault(prompt, []).append(row)
+    of_prompts = []
+    for rows in rows_by_prompt.values():
+        if len(gathered["data_rank"][rows].unique()) > 1:
+            raise ValueError("completions of one prompt are on several ranks: its group must be whole on one of them")
+        # Ranks that share a prompt each have a part of its squares, and know the same counts.
+        whole, s1, s2 = gathered["sq_norms"][rows].sum(0).tolist()
+        w1, w2, n1, n2 = gathered["counts"][rows[0]].tolist()
+        split = PromptNorms(whole, w1 + w2, (s1, s2), (w1, w2), (n1, n2))
+        of_prompts.append(split if n2 else PromptNorms(whole, w1))
+    return of_prompts

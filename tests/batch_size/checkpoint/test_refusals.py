@@ -35,7 +35,7 @@ def test_until(until: object) -> None:
         ({"batch": -1}, "batch must be a positive number of units, got -1"),
         ({"loss": 3}, "loss must be a function of the model and a batch, got 3"),
         ({"unit": ""}, "unit must name the independent sample"),
-        ({"groups": 7}, "groups must be 'blocks', None or a function"),
+        ({"groups": 7}, "groups must be 'blocks', 'kinds', 'parameters', None or a function"),
         ({"units": 0}, "units of batch 0 must be a positive and finite number, got 0"),
         ({"units": lambda b: float("inf")}, "units of batch 0 must be a positive and finite number, got inf"),
         ({"weight": lambda b: -len(b[0])}, "weight of batch 0 must be a positive and finite number, got -4"),

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sonde.batch_size.taps.metric import AdamMetric
+from sonde.batch_size.taps.second_moments import SecondMoments
 from tests.batch_size.loops import (
     assert_same,
     attached,
@@ -75,7 +76,7 @@ def test_adam_metric_needs_an_optimizer_of_adams_kind() -> None:
     with pytest.raises(ValueError, match="got Adamax: use Adam"):
         attached(model, torch.optim.Adamax(model.parameters()), metric="adam")
     with pytest.raises(ValueError, match="metric must be"):
-        attached(model, metric="sign")
+        attached(model, metric="lion")
 
 
 def test_sums_are_kept_in_a_dtype_that_the_device_has() -> None:
@@ -83,7 +84,7 @@ def test_sums_are_kept_in_a_dtype_that_the_device_has() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         parameter = torch.nn.Parameter(torch.empty(6, device="mps"))
         optimizer = torch.optim.AdamW([parameter])
-        metric = AdamMetric(optimizer, [parameter])
+        metric = AdamMetric(SecondMoments(optimizer, [parameter]))
         gradient = torch.empty(6, device="mps")
         assert metric.dot(0, gradient, gradient).dtype == torch.float32  # before a second moment
         optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg_sq": torch.empty(6, device="mps")}

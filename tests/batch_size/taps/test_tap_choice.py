@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sonde.batch_size.taps.ddp_division import why_division_differs
 from tests.batch_size.ddp_loops import assert_as_by_hand, batches, in_bf16, train_on_rank, wrap
 from tests.batch_size.loops import (
     attached,
@@ -249,15 +251,62 @@ def test_blocks_skipped_at_random_do_not_count_as_empty_pieces(ranks2: Ranks) ->
         assert windows >= 25, dropped
 
 
-def _auto_with_one_piece_a_rank() -> dict[str, Any]:
-    return train_on_rank({}, n_micro=1, tap="auto", windows=6)
+def _auto_with_one_piece_a_rank(bucket_view: bool) -> dict[str, Any]:
+    return train_on_rank({"gradient_as_bucket_view": bucket_view}, n_micro=1, tap="auto", windows=6)
 
 
-def test_auto_keeps_leaf_hooks_where_the_ranks_are_no_power_of_two(ranks3: Ranks) -> None:
+@pytest.mark.parametrize(("bucket_view", "tap"), [(False, "DDP's communication hook"), (True, "leaf hooks")])
+def test_auto_takes_the_buckets_of_three_ranks_where_ddp_rounds_in_one_way(
+    ranks3: Ranks, bucket_view: bool, tap: str
+) -> None:
     """DDP's rounding of 1/3 depends on its options, and a tap must not change it."""
-    results = ranks3(_auto_with_one_piece_a_rank)
+    results = ranks3(_auto_with_one_piece_a_rank, bucket_view)
     assert_as_by_hand(results, windows=6)
-    assert [r["tap"] for r in results] == ["leaf hooks"] * 3
+    assert [r["tap"] for r in results] == [tap] * 3
+
+
+def _said(bucket_view: bool) -> str:
+    """What the probe prints while "auto" would change."""
+    _, model = wrap({"gradient_as_bucket_view": bucket_view})
+    with contextlib.redirect_stderr(io.StringIO()) as printed, attached(model, log_every=1, verbose=True) as probe:
+        for window in range(6):
+            x, y = batches(dist.get_rank(), 1, window)[0]
+            with probe.piece(units=len(x)):
+                mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+    return printed.getvalue()
+
+
+def test_auto_says_why_it_keeps_leaf_hooks(ranks3: Ranks) -> None:
+    said, *_ = ranks3(_said, True)
+    assert said.count("leaf hooks keep reading the gradients: on 3 ranks DDP rounds the average of gradients") == 1
+    assert "DDP's communication hook reads the gradients from now on" in ranks3(_said, False)[0]
+
+
+def _divisions() -> list[str]:
+    """What DDP shows for several dtypes, without a bucket view and with one; and that nothing random was drawn."""
+    model = small_model()
+    parameters = [torch.zeros(1, dtype=d) for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)]
+    before = torch.get_rng_state()
+    found = [
+        why_division_differs(DistributedDataParallel(model, gradient_as_bucket_view=view), parameters)
+        for view in (False, True)
+    ]
+    assert torch.equal(torch.get_rng_state(), before)
+    return found
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_ddp_shows_how_it_divides(request: pytest.FixtureRequest, n_ranks: int) -> None:
+    ranks: Ranks = request.getfixturevalue(f"ranks{n_ranks}")
+    for alone, in_view in ranks(_divisions):
+        assert alone == ""
+        expected = (
+            "" if n_ranks == 2 else "on 3 ranks DDP rounds the average of gradients that lie in its buckets already"
+        )
+        assert in_view.startswith(expected)
+        assert bool(in_view) == (n_ranks == 3)
 
 
 def _auto_beside(rival: str) -> tuple[str, int]:

@@ -146,7 +146,7 @@ def test_the_rest_of_the_set_up_is_shown(tmp_path: Path) -> None:
     assert "the first has 0.29 of the last one's" in text
     assert "grad scaler: yes units per piece: 8" in text
     assert "comm hook" not in text
-    assert "adam: squared norms are weighted as this optimizer weights gradients." in text
+    assert "adam, in place of the plain squared norm of gradients." in text
 
 
 def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_sections_without_data_say_so(tmp_path: Path) -> None:
     sink.close()
     text = visible_text(write_report(tmp_path))
     for sentence in (
-        "This run did not measure groups of parameters separately.",
+        "The log holds no values of groups of parameters: sonde.attach(log_groups=True) writes them.",
         "The gradient norm was not measured in this run.",
         "This run logged no loss and no other values.",
         "Windows left out None.",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,13 @@ from sonde.batch_size.checkpoint.batches import (
 from sonde.batch_size.checkpoint.measurement import Ending, Measurement, Progress, precision
 from sonde.batch_size.checkpoint.model import MeasuredModel
 from sonde.batch_size.checkpoint.ranks import WindowTotals
+from sonde.batch_size.parameter_groups import Groups, group_names
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.setup import NoiseScaleOptions, group_names
+from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
-from sonde.parallel.wrappers import GroupOf, Wrapper, find_wrapper
+from sonde.parallel.parameter_roles import parameter_roles
+from sonde.parallel.stages import model_parameters
+from sonde.parallel.wrappers import Wrapper, find_wrapper
 from sonde.records import RunLog
 
 _FEWEST_WINDOWS = 12
@@ -55,7 +58,7 @@ def measure(
     until: float = 0.1,
     most_batches: int | None = None,
     batch: float | None = None,
-    groups: Literal["blocks"] | GroupOf | None = "blocks",
+    groups: Groups = "blocks",
     process_group: dist.ProcessGroup | None = None,
     log: RunLog | None = None,
     on_window: Callable[[Measurement], object] | None = None,
@@ -78,13 +81,15 @@ def measure(
     needs memory for one more set of gradients and a copy of its buffers.
 
     Args:
-        model: plain, compiled or wrapped in DDP, with its final `requires_grad`.
+        model: plain, compiled, wrapped in DDP, or cut by FSDP2 or tensor parallelism, with its final `requires_grad`.
+            All ranks of a cut model call this together.
         loss: `loss(model, batch)` makes the mean loss of a batch, a tensor of no dims. Under DDP, `model` is the module
             inside, so that one function serves both.
         batches: micro-batches in random order: a DataLoader or another iterable. On several ranks each rank passes its
             own part, as a DistributedSampler deals it. Ranks may have different numbers of batches, of different sizes.
-            A rank may have none. If the model itself communicates in every pass (SyncBatchNorm, DDP inside another
-            module), all ranks stop with the first whose data end.
+            A rank may have none. If the model itself communicates in every pass (FSDP2, SyncBatchNorm, DDP inside
+            another module), all ranks stop with the first whose data end. Ranks that share a micro-batch by tensor
+            parallelism pass the same batches.
         unit: plural name of the independent sample; results are in it.
         units: units in a batch, a number or a function of the batch; by default the rows of its tensors.
         weight: how much a batch counts in the average of the losses, likewise; by default its units. Pass the number of
@@ -92,8 +97,8 @@ def measure(
         until: stop when both ends of the 95 % interval are within this part of B_simple: 0.1 for ± 10 %.
         most_batches: stop after so many batches on each rank; None for all of them.
         batch: a batch size in units to judge: `sonde report` and the log show the verdict on it.
-        groups: "blocks" for one group per top-level block, None for one group in all, or a function from a parameter's
-            name to its group's.
+        groups: "blocks", "kinds", "parameters", None or a function from a parameter's name to its group's, as for
+            `sonde.attach`.
         process_group: ranks that measure a plain model together, each with its own data.
         log: gets readings and alerts.
         on_window: called after each window with the measurement so far.
@@ -103,7 +108,7 @@ def measure(
         The measurement. `reading` has the noise scale, its interval and its groups, and `ended` why it stopped.
 
     Raises:
-        ValueError: for an argument out of its range; a model without trainable parameters, or cut into shards; a loss
+        ValueError: for an argument out of its range; a model without trainable parameters; a loss
             that is not a finite tensor of no dims with a graph; fewer than two batches; gradients that cannot be used;
             ranks that were called differently.
         RuntimeError: when the loss changes the weights; when another rank failed.
@@ -121,11 +126,6 @@ def measure(
         ('precise', 'resolved')
     """
     wrapper = find_wrapper(model, process_group)
-    if wrapper.mesh is not None:
-        raise ValueError(
-            f"sonde.measure reads plain and DDP models, got one cut by {wrapper.name}: measure the same weights under "
-            "DDP or on one device, or attach while the model trains"
-        )
     target = MeasuredModel(model, wrapper)
     log = RunLog() if log is None else log
     with target.left_as_it_is():
@@ -137,7 +137,7 @@ def measure(
             options = NoiseScaleOptions(
                 unit=unit, groups=groups, horizon=math.inf, tap="leaf", per_example="never", every=1
             )
-            facts["digest of the names of parameters and groups"] = _digest(wrapper, groups)
+            facts["digest of the names of parameters and groups"] = _digest(model, wrapper, groups)
             source = MeasuredBatches(batches, units=units, weight=weight, most=most_batches)
             if (first := source.peek()) is not None:
                 weight_of_first = first.weight
@@ -151,15 +151,16 @@ def measure(
             )
         fixed = FixedWeights(batch)
         with NoiseScaleProbe(
-            target.module, None, options, process_group=wrapper.group, log=log, verbose=False, fixed_weights=fixed
+            target.module, None, options, process_group=target.group, log=log, verbose=False, fixed_weights=fixed
         ) as probe:
             says = verbose and log.is_first_rank
             progress = Progress(model, target.parameters, n_ranks=target.ranks.n, says=says, unit=unit)
             return _Measuring(target, probe, fixed, loss, source, until, max(weights)).run(progress, on_window)
 
 
-def _digest(wrapper: Wrapper, groups: object) -> str:
-    names = [*wrapper.parameters, *group_names(groups, wrapper.parameters)]
+def _digest(model: nn.Module, wrapper: Wrapper, groups: Groups) -> str:
+    whole = model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), None)
+    names = [*whole.names, *group_names(groups, whole)]
     return hashlib.sha256(repr(names).encode()).hexdigest()[:12]
 
 
@@ -212,7 +213,9 @@ class _Measuring:
         """Measure windows until the interval is narrow, or nothing is left to measure."""
         progress.begin()
         in_16_bits = any(p.dtype.itemsize == 2 for p in self._target.parameters)
-        for length in window_lengths(self._ranks.n, longest=_LONGEST_IN_16_BITS if in_16_bits else math.inf):
+        for length in window_lengths(
+            self._target.n_data_ranks, longest=_LONGEST_IN_16_BITS if in_16_bits else math.inf
+        ):
             totals = self._window(length)
             if totals.n_pieces < 2:  # what is left cannot be compared with anything
                 return self._finish(self._ending_without_data(), progress)
@@ -271,7 +274,7 @@ class _Measuring:
         Returns:
             Its loss, without a graph.
         """
-        loss = checked_loss(self._loss(self._target.module, batch.data), batch)
+        loss = self._loss_of(batch)
         # Rounded to the loss's dtype as backward rounds it, so that the piece counts exactly as its gradient does.
         weight = torch.tensor(batch.weight / self._usual_weight, dtype=loss.dtype, device="cpu").item()
         with self._probe.piece(units=batch.n_units, weight=weight):
@@ -281,8 +284,22 @@ class _Measuring:
                 loss.backward(gradient=torch.full_like(loss, weight))
         return loss.detach()
 
+    def _loss_of(self, batch: CountedBatch) -> Tensor:
+        """The loss of a batch. Where backward communicates, it begins only if all ranks have one."""
+        if not self._target.in_step:
+            return checked_loss(self._loss(self._target.module, batch.data), batch)
+        loss = None
+        try:
+            loss = checked_loss(self._loss(self._target.module, batch.data), batch)
+        finally:  # a rank whose loss fails takes part too
+            all_have_one = self._ranks.agree(on_all=loss is not None)
+        if not all_have_one:
+            raise RuntimeError("another rank failed while measuring: see its error")
+        return loss
+
     def _end_window(self, totals: WindowTotals) -> None:
         self._ranks.sum_gradients(totals)
+        self._target.check_reduced(totals.has_gradient)
         n_units, weighted, weights = totals.sums
         self._n_units += n_units
         self._n_batches += totals.n_pieces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -43,9 +43,17 @@ class MeasuredModel:
                 "a module with DDP inside it and trainable parameters outside cannot be measured: measure the module "
                 "without DDP, with process_group="
             )
-        communicates = wrapper.ddp is not None and self._ddp is None
+        self._is_cut = wrapper.mesh is not None
+        _refuse_unreduced_gradients(wrapper)
+        communicates = self._is_cut or (wrapper.ddp is not None and self._ddp is None)
         communicates |= any(is_fully_sharded(m) for m in self.module.modules())
-        self.ranks = MeasuringRanks(wrapper.group, self.parameters, reduces=not communicates)
+        self.ranks = MeasuringRanks(
+            wrapper.group, self.parameters, reduces=not communicates, counts_pieces=wrapper.data.counts_pieces
+        )
+        self.n_data_ranks = wrapper.n_ranks
+        """Ranks that have data of their own."""
+        self.group = None if self._is_cut else wrapper.group
+        """The ranks over which a plain model's gradients are added up; a cut model knows its own."""
         self.in_step = communicates or n_sync_batch_norms(self.module, self.ranks.n) > 0
         """Whether every pass communicates, so that all ranks must take as many batches."""
 
@@ -60,6 +68,21 @@ class MeasuredModel:
         ):
             yield
 
+    def check_reduced(self, has_gradient: Sequence[bool]) -> None:
+        """Refuse a cut model whose backwards leave no gradient on any rank.
+
+        Args:
+            has_gradient: whether any rank has a gradient of each parameter; [parameters].
+
+        Raises:
+            ValueError: with what to turn on again.
+        """
+        if self._is_cut and not any(has_gradient):
+            raise ValueError(
+                "no backward has left a gradient on any rank: call model.set_requires_gradient_sync(True) before "
+                "measuring, so that FSDP2 reduces gradients"
+            )
+
     def zero_grad(self) -> None:
         """Begin anew in `.grad`."""
         for p in (*self.parameters, *self._model.parameters()):
@@ -68,6 +91,18 @@ class MeasuredModel:
     def written(self) -> int:
         """How often the weights were written to."""
         return sum(p._version for p in self.parameters)
+
+
+def _refuse_unreduced_gradients(wrapper: Wrapper) -> None:
+    """FSDP2 keeps gradients that it has not reduced yet in the gathered parameters, and would add others to them."""
+    if wrapper.mesh is None:
+        return
+    own = {id(p) for p in wrapper.parameters.values()}
+    if any(leaf.grad is not None for leaf in wrapper.leaves if id(leaf) not in own):
+        raise ValueError(
+            "FSDP2 holds gradients of micro-batches that were not reduced yet, which a measurement would change: "
+            "measure after a backward with set_requires_gradient_sync(True)"
+        )
 
 
 @contextlib.contextmanager

@@ -44,9 +44,18 @@ class MeasuringRanks:
         group: of the ranks; None for this process alone.
         parameters: those that are measured.
         reduces: whether `sum_gradients` is to add the gradients up, since the model does not do it in backward.
+        counts_pieces: whether this rank counts its micro-batches; of ranks that share them, one does.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, parameters: Sequence[Tensor], *, reduces: bool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        parameters: Sequence[Tensor],
+        *,
+        reduces: bool,
+        counts_pieces: bool = True,
+    ) -> None:
+        self._counts_pieces = counts_pieces
         self._group = group if group is not None and group.size() > 1 else None
         self._parameters, self._reduces = list(parameters), reduces
         self._device = parameters[0].device
@@ -103,6 +112,8 @@ class MeasuringRanks:
             numbers: to add up over ranks, as many on each.
             failed: whether this rank raised an error.
         """
+        if not self._counts_pieces:
+            n_pieces, numbers = 0, [0.0] * len(numbers)
         present = [float(p.grad is not None) for p in self._parameters]
         summed = self._sum([float(n_pieces), float(failed), *numbers, *present])
         sums, holders = summed[2 : 2 + len(numbers)], summed[2 + len(numbers) :]

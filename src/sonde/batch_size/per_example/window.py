@@ -204,9 +204,8 @@ class ExampleWindow:
         digest = (self._keys * covered).sum().remainder(2**_DIGEST_BITS)
         counts = _Counts(
             sq_weight=self._sq_weight,
-            n_examples=float(self._n_examples),
-            # Reading may have been closed since the last piece, by a window that has arrived: then nothing counts.
-            n_pieces=float(self._n_pieces if has_read else 0),
+            n_examples=float(self._n_examples) * has_read,
+            n_pieces=float(self._n_pieces) * has_read,  # reading may have been given up since the first piece
             n_covered=covered.sum(),
             digest=digest,
             sq_digest=digest.square(),

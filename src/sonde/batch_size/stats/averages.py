@@ -26,10 +26,14 @@ class NoiseScaleAverages:
     Args:
         groups: names of the parameter groups, in the order of a window's entries.
         horizon: of the trend and of the averages, in measured windows.
+        further_units: names of further units that windows are counted in.
     """
 
-    def __init__(self, groups: Sequence[str], horizon: float) -> None:
+    def __init__(self, groups: Sequence[str], horizon: float, further_units: Sequence[str] = ()) -> None:
         self.horizon = horizon
+        self.further_units = tuple(further_units)
+        self._further: dict[str, tuple[float, float]] = dict.fromkeys(further_units, (0.0, 0.0))
+        """Of each further unit: its sum over windows, and the sum of units over the same windows."""
         self.history = WindowHistory(groups, horizon)
         self.n_seen = 0
         """The number of the last measured window, used or dropped."""
@@ -58,9 +62,12 @@ class NoiseScaleAverages:
         self.n_seen = number
         self.history.spacing.measured(number, every)
 
-    def see_units(self, n_units: float) -> None:
+    def see_units(self, n_units: float, further_units: Sequence[float] = ()) -> None:
         """Average the units of a window, whether the window is used or dropped."""
         decay = self._decay
+        for (name, sums), n in zip(self._further.items(), further_units, strict=True):
+            if math.isfinite(n):
+                self._further[name] = (decay * sums[0] + n, decay * sums[1] + n_units)
         self._units = decay * self._units + n_units
         self._units_weight = decay * self._units_weight + 1.0
 
@@ -97,6 +104,11 @@ class NoiseScaleAverages:
         return self._units / self._units_weight if self._units_weight else None
 
     @property
+    def further_per_unit(self) -> dict[str, float | None]:
+        """How many of each further unit one unit is, on average; None before the first window."""
+        return {name: n / n_units if n_units else None for name, (n, n_units) in self._further.items()}
+
+    @property
     def consistency(self) -> float | None:
         """tr Σ within ranks over tr Σ between ranks; infinite where ranks do not differ; None if not measurable."""
         within, between = self.within_between.trace_cov, self.within_between.grad_sq
@@ -128,6 +140,7 @@ class NoiseScaleAverages:
             "neighbours": self.neighbours.state_dict(),
             "repeats": self.repeats.state_dict(),
             "dropped": dict(self.dropped),
+            "further_units": {name: list(sums) for name, sums in self._further.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -137,7 +150,7 @@ class NoiseScaleAverages:
             ValueError: when keys, groups or the horizon differ, or a value cannot be what its name says; nothing is
                 changed then.
         """
-        loaded = NoiseScaleAverages(self.history.groups, self.horizon)
+        loaded = NoiseScaleAverages(self.history.groups, self.horizon, self.further_units)
         loaded._load(state)
         vars(self).update(vars(loaded))  # all or nothing
 
@@ -146,7 +159,9 @@ class NoiseScaleAverages:
         numbers = ("units", "units_weight", "squares")
         last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
         running = {"history", "consistency", "changed_gradients", "neighbours", "repeats"}
-        check_keys(label, state, {*running, *numbers, *last, "n_seen", "differences", "dropped"})
+        # States from before units had names beside the first are still read.
+        known = {*running, *numbers, *last, "n_seen", "differences", "dropped", "further_units"}
+        check_keys(label, {"further_units": {}, **state} if isinstance(state, Mapping) else state, known)
         check_count(label, state, "n_seen")
         for name in numbers:
             check_number(label, state, name, low=0)
@@ -156,6 +171,7 @@ class NoiseScaleAverages:
             raise ValueError(f"{label}: 'dropped' must map reasons to counts, got {dropped!r:.60}: is it damaged?")
         for reason in dropped:
             check_count(f"{label}, dropped", dropped, reason)
+        self._load_further(f"{label}, further_units", state.get("further_units", {}))
         self.history.load_state_dict(state["history"])
         self.n_seen = state["n_seen"]
         if self.history.last_window > self.n_seen:
@@ -170,3 +186,16 @@ class NoiseScaleAverages:
         self._squares, self._differences = float(state["squares"]), float(state["differences"])
         self.effective_units, self.u, self.scale, self.scale_residual = (state[name] for name in last)
         self.dropped = {str(reason): count for reason, count in dropped.items()}
+
+    def _load_further(self, label: str, state: object) -> None:
+        """Restore the further units that both runs count in. Others begin anew: they only convert the estimate."""
+        if not isinstance(state, Mapping):
+            raise ValueError(f"{label} must be a mapping, got {state!r:.60}: is it damaged?")
+        for name, sums in state.items():
+            if not isinstance(sums, Sequence) or len(sums) != 2:
+                raise ValueError(f"{label}: {name!r} must be two sums, got {sums!r:.60}: is it damaged?")
+            pair = dict(zip(("sum", "units"), sums, strict=True))
+            check_number(f"{label}, {name}", pair, "sum", low=0)
+            check_number(f"{label}, {name}", pair, "units", low=0)
+            if name in self._further:
+                self._further[name] = (float(sums[0]), float(sums[1]))

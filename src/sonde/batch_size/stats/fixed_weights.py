@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
+from sonde.batch_size.stats.group_estimates import estimates_table
 from sonde.batch_size.stats.reading import GroupReading, Influence, NoiseScaleReading, RunAverage
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.summary import doubts_of
@@ -96,8 +97,8 @@ class FixedWeights:
         self.batch = batch
         self._numbers: list[int] = []
         self._units: list[float] = []
-        self._estimates: list[list[tuple[float, float]]] = []
-        """tr Σ and |G|² of each group, of the mean gradient; [windows, groups, 2]."""
+        self._estimates: list[Tensor] = []
+        """tr Σ and |G|² of each group, of the mean gradient; [windows], each [2, groups]."""
 
     def add(self, window: SolvedWindow, *, weight: float, number: int) -> None:
         """Add a window.
@@ -110,7 +111,7 @@ class FixedWeights:
         """
         self._numbers.append(number)
         self._units.append(window.effective_units)
-        self._estimates.append([(e.trace_cov / weight**2, e.grad_sq / weight**2) for e in window.per_group])
+        self._estimates.append(estimates_table(window.per_group) / weight**2)
 
     @property
     def n_windows(self) -> int:
@@ -174,8 +175,8 @@ class FixedWeights:
             why = doubted or RatioInterval("unresolved", None, None, "no window has ended yet")
             return [_Average(math.nan, math.nan, why, None, ())] * (1 + n_groups)
         units = torch.tensor(self._units, dtype=torch.float64, device="cpu")
-        table = torch.tensor(self._estimates, dtype=torch.float64, device="cpu")  # [windows, groups, 2]
-        series = [table.sum(1), *(table[:, i] for i in range(n_groups))]
+        table = torch.stack(self._estimates)  # [windows, 2, groups]
+        series = [table.sum(2), *(table[:, :, i] for i in range(n_groups))]
         return [_average(each, units / units.sum(), level) for each in series]
 
     def _units_needed(self, log_error: float, target: float) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sonde.batch_size.stats.group_estimates import estimates_table
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.spacing import Spacing
@@ -28,8 +29,9 @@ from sonde.stats.state import check_count, check_keys, check_number
 
 _NEIGHBOURS = 5
 """Windows on each side that a window is compared with. Their median is its expected size."""
-_MOST_ENTRIES = 512
-"""Entries kept. If the horizon is longer, neighbouring windows share an entry."""
+_MOST_ENTRIES, _MOST_NUMBERS, _FEWEST_ENTRIES = 512, 2**20, 64
+"""Entries kept. If the horizon is longer, neighbouring windows share an entry. The more groups there are, the fewer
+entries are kept, down to the fewest, so that a thousand parameters with a group each do not take gigabytes."""
 _LEAST_OUTWEIGHING = 100.0
 """Fewest times its neighbours' size at which a window is set aside, however short the history: ten times the gradient.
 Sound training has spikes below that when the learning rate has just risen."""
@@ -70,6 +72,7 @@ class WindowHistory:
         """First window of each group whose parameters are those of today."""
         self._gone: set[str] = set()
         self._average = RunningNoiseScale(math.inf)
+        self._most_entries = min(max(_MOST_NUMBERS // max(len(self.groups), 1), _FEWEST_ENTRIES), _MOST_ENTRIES)
 
     def add(self, window: SolvedWindow, number: int) -> None:
         """Add a window.
@@ -79,15 +82,7 @@ class WindowHistory:
             number: of the window in the run; it sets the ages, so that dropped windows count.
         """
         self.windows += 1
-        self._recent.append(
-            WindowEntry(
-                float(number),
-                1,
-                window.norm**2,
-                [estimate.trace_cov for estimate in window.per_group],
-                [estimate.grad_sq for estimate in window.per_group],
-            )
-        )
+        self._recent.append(WindowEntry(float(number), 1, window.norm**2, estimates_table(window.per_group)))
         if len(self._recent) > _NEIGHBOURS:
             self._settle(len(self._recent) - 1 - _NEIGHBOURS)
         if len(self._recent) > 2 * _NEIGHBOURS:
@@ -95,7 +90,7 @@ class WindowHistory:
         oldest = number - REACH * self._horizon_of_training
         while self._settled and self._settled[0].number < oldest:
             del self._settled[0]
-        if len(self._settled) > _MOST_ENTRIES:
+        if len(self._settled) > self._most_entries:
             pairs = zip(self._settled[::2], self._settled[1::2], strict=False)
             self._settled = [a.sum_with(b) for a, b in pairs] + self._settled[len(self._settled) // 2 * 2 :]
 
@@ -131,38 +126,45 @@ class WindowHistory:
             For the whole model; and for single groups, by index, since a small group hardly moves the whole.
         """
         most, times, number = self._most_times(), self._times(index), round(self._recent[index].number)
-        if max(times) <= most:
+        if float(times.max()) <= most:
             return None, {}
-        every_group = range(len(self.groups))
-        if times[-1] > most and self._may_set_aside(index, 0) and self._outweighs(index, every_group, column=-1):
-            return SetAside(number, times[-1]), {}
-        aside_in = {
-            i: SetAside(number, times[i], name)
-            for i, name in enumerate(self.groups if len(self.groups) > 1 else ())
-            if times[i] > most
-            and name not in self._gone
-            and self._may_set_aside(index, self.set_asides.n_in_group[name])
-            and self._outweighs(index, [i], column=i)
+        if times[-1] > most and self._may_set_aside(index, 0) and bool(self._outweighs(index, None)):
+            return SetAside(number, float(times[-1])), {}
+        large = [
+            i
+            for i in (times[:-1] > most).nonzero().flatten().tolist()
+            if self.groups[i] not in self._gone
+            and self._may_set_aside(index, self.set_asides.n_in_group[self.groups[i]])
+        ]
+        if len(self.groups) < 2 or not large:
+            return None, {}
+        outweighs = self._outweighs(index, large).tolist()
+        return None, {
+            i: SetAside(number, float(times[i]), self.groups[i])
+            for i, is_aside in zip(large, outweighs, strict=True)
+            if is_aside
         }
-        return None, aside_in
 
-    def _times(self, index: int) -> list[float]:
-        """How many times its neighbours' median a window's noise or squared norm is.
+    def _times(self, index: int, columns: Sequence[int] | None = None) -> Tensor:
+        """How many times its neighbours' median a window's noise or squared norm is; 0 where the median is 0.
 
-        Returns:
-            For each group and, last, for all together; 0 where the median is 0.
+        Args:
+            index: of a recent window.
+            columns: groups, and −1 for all together; None for each group and, last, all together.
         """
-        near = torch.stack([other.noises_and_squares for other in self._neighbours(index)]).sort(dim=0).values
-        usual = (near[(len(near) - 1) // 2] + near[len(near) // 2]) / 2
-        times = torch.where(usual > 0, self._recent[index].noises_and_squares / usual, 0.0)
-        return times.amax(0).tolist()
+        columns_of = slice(None) if columns is None else columns
+        near = [other.noises_and_squares[:, columns_of] for other in self._neighbours(index)]
+        ordered = torch.stack(near).sort(dim=0).values
+        usual = (ordered[(len(near) - 1) // 2] + ordered[len(near) // 2]) / 2
+        own = self._recent[index].noises_and_squares[:, columns_of]
+        return torch.where(usual > 0, own / usual, 0.0).amax(0)
 
     def _most_times(self) -> float:
         n_others = self.windows if math.isinf(self.horizon) else min(self.horizon, self.windows)
         return max(n_others, _LEAST_OUTWEIGHING)
 
-    def _outweighs(self, index: int, groups: Sequence[int], *, column: int) -> bool:
-        """Whether a window has more noise, or a larger gradient, in some groups than all others of its horizon.
+    def _outweighs(self, index: int, groups: Sequence[int] | None) -> Tensor:
+        """Whether a window has more noise, or a larger gradient, in a group than all others of its horizon.
 
         It must have more than their sum, and many times their mean, each in units of its expected size. Where gradients
         have few dimensions, or rest in most windows (a single parameter, rare tokens, experts), many windows are a
@@ -170,20 +172,33 @@ class WindowHistory:
 
         Args:
             index: of a recent window.
-            groups: which, by index.
-            column: where `_times` has these groups.
+            groups: which, by index; None for all together.
+
+        Returns:
+            For each of the groups; bool, [groups or 1].
         """
-        entry = self._recent[index]
+        entry, most = self._recent[index], self._most_times()
         first = entry.number - self._horizon_of_training
-        others = [e for e in self._settled if e.number > first and not e.aside.issuperset(groups)]
+        settled = [e for e in self._settled if e.number > first]
+        counts = [self._counts(e, groups) for e in settled]
+        others = [e.noise_and_square(groups, entry.v) / e.size for e in settled]
         settled_up_to = self._settled[-1].number if self._settled else -math.inf
         for i, recent in enumerate(self._recent):  # without others that may be set aside themselves
-            if recent.number > settled_up_to and self._times(i)[column] <= self._most_times():
-                others.append(replace(recent, size=self._expected_size(i)))
-        noise, square = (value / self._expected_size(index) for value in entry.noise_and_square(groups, entry.v))
-        shares = [[value / e.size for value in e.noise_and_square(groups, entry.v)] for e in others]
-        factor = max(1.0, _LEAST_OUTWEIGHING / max(len(others), 1))
-        return noise > factor * math.fsum(x for x, _ in shares) or square > factor * math.fsum(y for _, y in shares)
+            if recent.number > settled_up_to:
+                counts.append((self._times(i, [-1] if groups is None else groups) <= most).double())
+                others.append(recent.noise_and_square(groups, entry.v) / self._expected_size(i))
+        own = entry.noise_and_square(groups, entry.v) / self._expected_size(index)
+        table, counted = torch.stack(others), torch.stack(counts)
+        factor = (_LEAST_OUTWEIGHING / counted.sum(0).clamp(min=1.0)).clamp(min=1.0)
+        return (own > factor * (table * counted[:, None]).sum(0)).any(0)
+
+    def _counts(self, entry: WindowEntry, groups: Sequence[int] | None) -> Tensor:
+        """1 for each of the groups for which an entry counts, otherwise 0; float64, [groups or 1]."""
+        if groups is None:
+            counts = [float(len(entry.aside) < len(self.groups))]
+        else:
+            counts = [float(i not in entry.aside) for i in groups]
+        return torch.tensor(counts, dtype=torch.float64, device="cpu")
 
     def _may_set_aside(self, index: int, n_in_group: int) -> bool:
         n_set_aside = self.set_asides.n + n_in_group
@@ -208,9 +223,16 @@ class WindowHistory:
         return now
 
     def _add_to(self, average: RunningNoiseScale, entry: WindowEntry) -> None:
-        alive = [self._index[name] for name in self.groups if name not in self._gone]
-        trace_cov, grad_sq = (math.fsum(values[i] for i in alive) for values in (entry.trace_cov, entry.grad_sq))
+        trace_cov, grad_sq = self._of_living(entry)
         average.update(WindowEstimate(trace_cov / entry.size, grad_sq / entry.size))
+
+    def _of_living(self, entry: WindowEntry) -> tuple[float, float]:
+        """tr Σ and |G|² of an entry in all groups that train, together."""
+        if not self._gone:
+            return entry.total
+        alive = [i for i, name in enumerate(self.groups) if name not in self._gone]
+        trace_cov, grad_sq = entry.estimates[:, alive].sum(1).tolist()
+        return trace_cov, grad_sq
 
     def series(
         self, now: float | None = None, *, with_groups: bool = True
@@ -228,35 +250,43 @@ class WindowHistory:
         """
         entries = [*self._settled, *self._unsettled()]
         columns = self._columns(entries, now=self.last_window if now is None else now)
-        alive = [self._index[name] for name in self.groups if name not in self._gone]
-        rows: dict[str | None, Tensor] = {
-            None: columns.sums[alive].sum(0),
-            **{name: columns.sums[self._index[name]] for name in self.groups},
-        }
+        totals = _table([self._of_living(entry) for entry in entries]).view(1, len(entries), 2)
+        of_groups = counted = None
         since = self._first_windows()
-        if not with_groups:
+        if with_groups:
+            of_groups, counted = self._of_groups(entries)
+        else:
             since = {None: since[None]}
-        counted = torch.ones(len(self.groups) + 1, len(entries), dtype=torch.float64, device="cpu")  # the total is last
-        for i, entry in enumerate(entries):
-            counted[list(entry.aside), i] = 0.0
         series = []
         for first in dict.fromkeys(since.values()):
             names = tuple(name for name in since if since[name] == first)
+            rows = [self._index[name] for name in names if name is not None]
+            sums = totals if None in names else totals[:0]
+            counts = torch.ones_like(sums[..., 0])
+            if of_groups is not None and counted is not None:
+                counts = torch.cat([counts, counted[rows]])
+                sums = torch.cat([sums, of_groups[rows] * counted[rows, :, None]])
             kept = columns.numbers >= first
-            # The total, None, has no index.
-            counts_here = counted[[-1 if name is None else self._index[name] for name in names]][:, kept]
-            sums = torch.stack([rows[name][kept] for name in names]) * counts_here[..., None]  # [series, entries, 2]
-            series.append((names, columns.series(sums, counts_here, kept, self._horizon_of_training)))
+            series.append((names, columns.series(sums[:, kept], counts[:, kept], kept, self._horizon_of_training)))
         return series
 
+    def _of_groups(self, entries: Sequence[WindowEntry]) -> tuple[Tensor, Tensor]:
+        """tr Σ and |G|² of each group in each entry, and 0 where the entry does not count for it, otherwise 1.
+
+        Returns:
+            [groups, entries, 2] and [groups, entries], float64.
+        """
+        counted = torch.ones(len(self.groups), len(entries), dtype=torch.float64, device="cpu")
+        for i, entry in enumerate(entries):
+            counted[list(entry.aside), i] = 0.0
+        if not entries:
+            return counted.new_zeros(len(self.groups), 0, 2), counted
+        return torch.stack([entry.estimates for entry in entries]).permute(2, 0, 1), counted
+
     def _columns(self, entries: Sequence[WindowEntry], *, now: float) -> EntryColumns:
-        numbers, counts, sizes = (
-            torch.tensor(column, dtype=torch.float64, device="cpu")
-            for column in ([e.number for e in entries], [e.n_windows for e in entries], [e.size for e in entries])
-        )
-        flat = torch.tensor([[*e.trace_cov, *e.grad_sq] for e in entries], dtype=torch.float64, device="cpu")
-        sums = flat.reshape(len(entries), 2, len(self.groups)).permute(2, 0, 1)
-        return EntryColumns(numbers, now - numbers, counts, sizes, sums)
+        numbers = _table([entry.number for entry in entries])
+        counts, sizes = (_table(column) for column in ([e.n_windows for e in entries], [e.size for e in entries]))
+        return EntryColumns(numbers, now - numbers, counts, sizes)
 
     @property
     def last_window(self) -> float:
@@ -354,3 +384,7 @@ class WindowHistory:
         self._settled, self._recent, self._average = settled, recent, average
         self._since = {name: state["since"][name] for name in self.groups}
         self._gone = set(state["gone"])
+
+
+def _table(numbers: Sequence[object]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")

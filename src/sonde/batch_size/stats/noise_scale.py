@@ -16,9 +16,14 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import TypeVar
+
+from torch import Tensor
 
 from sonde.stats.intervals import RatioInterval, fieller_interval, samples_for_precision
 from sonde.stats.state import check_count, check_keys, check_number
+
+T = TypeVar("T", float, Tensor)
 
 
 @dataclass(frozen=True)
@@ -81,17 +86,28 @@ def estimate_window(pieces: PieceSums, sq_norm_big: float, *, scale: float = 1.0
         >>> estimate_window(PieceSums(20.0, 2.0, 0.5, 0.5, n_pieces=2), 4.0, scale=0.5)
         WindowEstimate(trace_cov=48.0, grad_sq=-2.0)
     """
+    check_pieces(pieces)
+    return WindowEstimate(*solve(pieces, pieces.sq_norm_over_weight, sq_norm_big, scale))
+
+
+def check_pieces(pieces: PieceSums) -> None:
+    """Refuse a window with fewer than 2 pieces.
+
+    Raises:
+        ValueError: since noise cannot then be told from signal.
+    """
     if pieces.n_pieces < 2:
         raise ValueError(
             f"need at least 2 pieces to tell noise from signal, got {pieces.n_pieces}: "
             "use 2 micro-batches or 2 data-parallel ranks"
         )
+
+
+def solve(pieces: PieceSums, sq_norm_over_weight: T, sq_norm_big: T, scale: float) -> tuple[T, T]:
+    """tr Σ and |G|² from Σ |h_k|²/w_k and |F|²: the equations of `estimate_window`, also for tensors of many groups."""
     u, v = pieces.u, pieces.v
-    sq_norm_small = scale**2 * pieces.weight * pieces.sq_norm_over_weight  # S
-    return WindowEstimate(
-        trace_cov=(sq_norm_small - sq_norm_big) / (u - v),
-        grad_sq=(u * sq_norm_big - v * sq_norm_small) / (u - v),
-    )
+    sq_norm_small = scale**2 * pieces.weight * sq_norm_over_weight  # S
+    return (sq_norm_small - sq_norm_big) / (u - v), (u * sq_norm_big - v * sq_norm_small) / (u - v)
 
 
 def noise_scale(sq_norm_small: float, sq_norm_big: float, *, n_small: float, n_big: float) -> WindowEstimate:

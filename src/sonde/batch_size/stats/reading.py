@@ -69,6 +69,34 @@ class GroupReading:
 
 
 @dataclass(frozen=True)
+class ConvertedReading:
+    """A reading in a further unit, at the average number of these in one independent sample.
+
+    Attributes:
+        unit: plural name of the further unit.
+        b_simple: as in `NoiseScaleReading`, likewise the others.
+        low: lower end of the interval.
+        high: upper end.
+        units_per_window: the batch size.
+    """
+
+    unit: str
+    b_simple: float | None
+    low: float | None
+    high: float | None
+    units_per_window: float | None
+
+    def metrics(self) -> dict[str, float | None]:
+        """The numbers by metric name."""
+        return {
+            f"gns/b_simple_{self.unit}": self.b_simple,
+            f"gns/b_simple_{self.unit}_low": self.low,
+            f"gns/b_simple_{self.unit}_high": self.high,
+            f"gns/{self.unit}_per_window": self.units_per_window,
+        }
+
+
+@dataclass(frozen=True)
 class NoiseScaleReading:
     """A reading of the gradient noise scale. Squares are in units of the rank-averaged gradient before clipping.
 
@@ -104,6 +132,7 @@ class NoiseScaleReading:
         unit: plural name of the unit.
         groups: by parameter group, in the model's order; empty where groups were not read.
         every: one window of training in so many is measured, on average over the horizon.
+        further_units: how many of each further unit one unit is, on average; None before the first window.
         coverage: the part of the model that the numbers speak of; None if it is the whole model.
     """
 
@@ -136,6 +165,23 @@ class NoiseScaleReading:
     groups: Mapping[str, GroupReading] = field(repr=False)
     every: float = 1.0
     coverage: Coverage | None = None
+    further_units: Mapping[str, float | None] = field(default_factory=dict)
+
+    def in_unit(self, name: str) -> ConvertedReading:
+        """The batch size and the noise scale in a further unit. This is a conversion, no estimate of its own.
+
+        Args:
+            name: of a unit that pieces are counted in.
+
+        Raises:
+            ValueError: for a unit that pieces are not counted in.
+        """
+        if name not in self.further_units and name != self.unit:
+            names = ", ".join([self.unit, *self.further_units])
+            raise ValueError(f"pieces are counted in {names}, got {name!r}: name it in attach(unit=...)")
+        factor = 1.0 if name == self.unit else self.further_units[name]
+        values = (self.b_simple, self.low, self.high, self.units_per_window)
+        return ConvertedReading(name, *(None if v is None or factor is None else v * factor for v in values))
 
     def metrics(self) -> dict[str, float | None]:
         """The numbers by metric name; None where a number is unknown or unbounded."""
@@ -162,6 +208,8 @@ class NoiseScaleReading:
             "gns/scale_residual": self.scale_residual,
             "gns/covered": self.coverage.part if self.coverage else 1.0,
         }
+        for converted in map(self.in_unit, self.further_units):
+            numbers |= converted.metrics()
         return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
     @property
@@ -178,7 +226,8 @@ class NoiseScaleReading:
         if self.status == "resolved":
             moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
             known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"
-            return f"B_simple {known}{moves}, {seen}"
+            also = "".join(f" = {number(c.b_simple)} {c.unit}" for c in map(self.in_unit, self.further_units))
+            return f"B_simple {known}{also}{moves}, {seen}"
         if self.status == "lower_bound":
             return f"B_simple > {number(self.low)} {self.unit}, {seen}; {self.advice}"
         if self.status == "upper_bound":

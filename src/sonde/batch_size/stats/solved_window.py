@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from sonde.batch_size.stats.group_estimates import GroupEstimates, estimate_groups
 from sonde.batch_size.stats.noise_scale import WindowEstimate, estimate_window
 from sonde.batch_size.stats.window_row import WindowRow
 
@@ -14,7 +16,7 @@ class SolvedWindow:
     """Unbiased estimates from one window, in units of the rank-averaged sum of its pieces.
 
     Attributes:
-        total: of the whole model.
+        total: of the whole model: the sum of the groups, except in a metric in which squares of groups do not add up.
         per_group: of each parameter group, [groups].
         within_between: tr Σ of the witness's elements within ranks (as `trace_cov`) and between ranks (as `grad_sq`);
             None unless there are two ranks and two micro-batches on one of them.
@@ -26,7 +28,7 @@ class SolvedWindow:
     """
 
     total: WindowEstimate
-    per_group: tuple[WindowEstimate, ...]
+    per_group: Sequence[WindowEstimate]
     within_between: WindowEstimate | None
     norm: float
     effective_units: float
@@ -34,34 +36,57 @@ class SolvedWindow:
     witness_squares: float
     witness_differences: float
 
+    @property
+    def of_groups_alone(self) -> SolvedWindow:
+        """The window with the sum of its groups in place of the whole model."""
+        trace_cov, grad_sq = (math.fsum(getattr(e, name) for e in self.per_group) for name in ("trace_cov", "grad_sq"))
+        sq_norm = grad_sq + trace_cov / self.effective_units  # |F|² = |G|² + v tr Σ
+        return replace(self, total=WindowEstimate(trace_cov, grad_sq), norm=math.sqrt(max(sq_norm, 0.0)))
 
-def solve_window(row: WindowRow, *, scale: float, n_ranks: int) -> SolvedWindow:
+
+def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: float | None = None) -> SolvedWindow:
     """Solve a window that can be used.
 
     Args:
         row: what it measured.
         scale: κ, the gradient that the optimizer sees over the sum of its pieces.
         n_ranks: data-parallel ranks.
+        expert_scale: κ of experts; None without experts, or if no token reached them.
     """
     # Everything is brought to the units of the rank-averaged sum of the pieces: S by its definition, B by κ. Otherwise
     # a clip that came first would weigh windows, since its coefficient differs from window to window.
     unit_scale = 1.0 / n_ranks
     to_unit = (unit_scale / scale) ** 2
     measured = row if row.examples is None else row.examples
-    per_group = tuple(
-        estimate_window(measured.pieces(small), big * to_unit, scale=unit_scale)
-        for small, big in zip(measured.sq_norm_over_weight, measured.sq_norm_big, strict=True)
-    )
     pieces = measured.pieces(0.0)
+    per_group = estimate_groups(
+        pieces, measured.sq_norm_over_weight, measured.sq_norm_big, scale=unit_scale, to_unit=to_unit
+    )
+    sq_norm_big = math.fsum(row.sq_norm_big)
+    if row.experts is not None:
+        # Experts' pieces are others, and so may their κ be: solved apart, then added.
+        of_experts = estimate_groups(
+            row.experts.pieces(0.0),
+            row.experts.sq_norm_over_weight,
+            row.experts.sq_norm_big,
+            scale=unit_scale * (1.0 if expert_scale is None else expert_scale / scale),
+            to_unit=to_unit,
+        )
+        per_group = GroupEstimates(per_group.table + of_experts.table)
+        sq_norm_big += math.fsum(row.experts.sq_norm_big)
+    total = WindowEstimate(*per_group.table.sum(1).tolist())
+    if row.whole is not None:
+        small, sq_norm_big = row.whole
+        total = estimate_window(row.pieces(small), sq_norm_big * to_unit, scale=unit_scale)
     # The witness's sums are in fp64, so that equal pieces show as a difference of rounding only. They are of pieces,
     # and a single one has no other to differ from.
     witness_squares = row.weight * row.witness_small if row.n_pieces > 1 else 0.0
     witness_differences = witness_squares - float(row.witness_sum @ row.witness_sum) if row.n_pieces > 1 else 0.0
     return SolvedWindow(
-        total=WindowEstimate(math.fsum(e.trace_cov for e in per_group), math.fsum(e.grad_sq for e in per_group)),
+        total=total,
         per_group=per_group,
         within_between=_within_between(row, n_ranks),
-        norm=math.sqrt(math.fsum(row.sq_norm_big) * to_unit),
+        norm=math.sqrt(sq_norm_big * to_unit),
         effective_units=1.0 / pieces.v,
         u=pieces.u,
         witness_squares=witness_squares,

@@ -22,6 +22,10 @@ _CERTAINTY = 0.99
 """Confidence level of the check that pieces hold different data."""
 
 
+_SERIES_AT_ONCE = 64
+"""Groups whose trends are fitted together. All of thousands at once would take gigabytes."""
+
+
 @dataclass(frozen=True)
 class _Fitted:
     """A series with its fit, and its tr Σ and |G|² averaged over the horizon; None before the first window."""
@@ -55,8 +59,7 @@ def summarise(
     why = next(iter(doubts.values())) if doubts else _stale(averages)
     doubted = RatioInterval("unresolved", None, None, why) if why else None
     asides = history.set_asides_now() if as_if_last else history.set_asides
-    fitted = _fit(averages, level, doubted, with_groups=with_groups, now=averages.n_seen if now is None else now)
-    total = fitted[None]
+    total, groups = _fit(averages, level, doubted, with_groups=with_groups, now=averages.n_seen if now is None else now)
     own = _group(total, doubted)
     is_resolved = own.status == "resolved"
     advice, needed = ("", None) if doubted else _advice(averages, total)
@@ -88,10 +91,9 @@ def summarise(
         scale_residual=averages.scale_residual,
         unit=unit,
         every=_spacing(averages),
+        further_units=averages.further_per_unit,
         groups={
-            name: replace(_group(fitted[name], doubted), set_aside=asides.n_in_group[name])
-            for name in history.groups
-            if name in fitted
+            name: replace(groups[name], set_aside=asides.n_in_group[name]) for name in history.groups if name in groups
         },
     )
 
@@ -119,20 +121,27 @@ def _stale(averages: NoiseScaleAverages) -> str:
 
 def _fit(
     averages: NoiseScaleAverages, level: float, doubted: RatioInterval | None, *, with_groups: bool, now: int
-) -> dict[str | None, _Fitted]:
-    """The trends of the total, under None, and of each group. Of a doubted reading, no trend is computed."""
-    fitted, horizon = {}, averages.history.horizon
+) -> tuple[_Fitted, dict[str, GroupReading]]:
+    """The trend of the total, and a reading of each group. Of a doubted reading, no trend is computed."""
+    total, groups, horizon = None, {}, averages.history.horizon
     for names, series in averages.history.series(now, with_groups=with_groups):
-        if doubted:
-            fits = [TrendFit(doubted)] * len(names)
-        else:
-            fits = fit_trends(
-                series.trace_cov, series.grad_sq, series.ages, horizon, level=level, spacing=_spacing(averages)
-            )
         means = zip(series.mean_trace_cov.tolist(), series.mean_grad_sq.tolist(), strict=True)
-        for name, fit, mean in zip(names, fits, means, strict=True):
-            fitted[name] = _Fitted(fit, series, WindowEstimate(*mean) if len(series.ages) else None)
-    return fitted
+        levels = [WindowEstimate(*mean) if len(series.ages) else None for mean in means]
+        for start in range(0, len(names), _SERIES_AT_ONCE):
+            part = slice(start, start + _SERIES_AT_ONCE)
+            if doubted:
+                fits = [TrendFit(doubted)] * len(names[part])
+            else:
+                rows = series.trace_cov[part], series.grad_sq[part]
+                fits = fit_trends(*rows, series.ages, horizon, level=level, spacing=_spacing(averages))
+            for name, fit, mean in zip(names[part], fits, levels[part], strict=True):
+                fitted = _Fitted(fit, series, mean)
+                if name is None:
+                    total = fitted
+                else:
+                    groups[name] = _group(fitted, doubted)
+    assert total is not None
+    return total, groups
 
 
 def _advice(averages: NoiseScaleAverages, total: _Fitted) -> tuple[str, int | None]:

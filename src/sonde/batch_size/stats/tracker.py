@@ -9,6 +9,7 @@ from typing import Any
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.example_sums import Coverage
+from sonde.batch_size.stats.expert_sums import joint_scale
 from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
@@ -16,6 +17,10 @@ from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
 from sonde.batch_size.stats.window_entry import NONE_SET_ASIDE, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow, why_unusable
+from sonde.stats.state import check_keys
+
+_WHOLE = ("all",)
+"""The only group of the averages of a whole model, where groups do not add up to it."""
 
 
 class NoiseScaleTracker:
@@ -23,6 +28,7 @@ class NoiseScaleTracker:
 
     Args:
         unit: plural name of the unit.
+        further_units: names of further units, in the order of a row's `further_units`.
         groups: names of the parameter groups, in the order of a row's entries.
         horizon: of the trend and of the averages, in measured windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
@@ -30,12 +36,14 @@ class NoiseScaleTracker:
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
         level: confidence level of the intervals.
         fixed_weights: averages the windows of a model that does not train; None for one that trains.
+        groups_add_up: whether squares of groups add up to those of the whole model. Otherwise both are averaged apart.
     """
 
     def __init__(
         self,
         *,
         unit: str,
+        further_units: Sequence[str] = (),
         groups: Sequence[str],
         horizon: float,
         n_ranks: int,
@@ -43,11 +51,15 @@ class NoiseScaleTracker:
         least_sq_norm: float = 0.0,
         level: float = 0.95,
         fixed_weights: FixedWeights | None = None,
+        groups_add_up: bool = True,
     ) -> None:
-        self.unit, self.groups, self.horizon, self.level = unit, tuple(groups), horizon, level
-        self.rounding = rounding
+        self._apart = None if groups_add_up else NoiseScaleAverages(tuple(groups), horizon, further_units)
+        """The averages of the groups, where they do not add up."""
+        groups = tuple(groups) if groups_add_up else _WHOLE
+        self.unit, self.groups, self.horizon, self.level = unit, groups, horizon, level
+        self.rounding, self.further_units = rounding, tuple(further_units)
         self._n_ranks, self._least_sq_norm = n_ranks, least_sq_norm
-        self._averages = NoiseScaleAverages(self.groups, horizon)
+        self._averages = NoiseScaleAverages(self.groups, horizon, further_units)
         self._fixed_weights = fixed_weights
         self.last: SolvedWindow | None = None
         """The last window; None if it was dropped."""
@@ -66,31 +78,51 @@ class NoiseScaleTracker:
             Why the window was dropped; None when it was averaged.
         """
         self.last = None
-        self._averages.see(self._averages.n_seen + 1 if number is None else number, every)
+        number = self._averages.n_seen + 1 if number is None else number
+        for averages in self._all_averages:
+            averages.see(number, every)
         # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
         # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
+        tolerance, floor = rounding_of_sums(self.rounding.tolerance, n_additions), self.rounding.floor
         scale = read_scale(
             row.witness_final,
             row.witness_sum,
-            tolerance=rounding_of_sums(self.rounding.tolerance, n_additions),
+            tolerance=tolerance,
             squares=row.witness_squares,
             sizes=row.witness_sizes,
-            floor=self.rounding.floor,
+            floor=floor,
         )
+        experts = None
+        if row.experts is not None:
+            experts = row.experts.read_scale(row.witness_sizes, tolerance=tolerance, floor=floor)
         if math.isfinite(row.n_units) and row.n_pieces:
-            self._averages.see_units(row.n_units)
-        drop = why_unusable(row, scale, least_sq_norm=self._least_sq_norm, likely_cause=self.rounding.likely_cause)
+            for averages in self._all_averages:
+                averages.see_units(row.n_units, row.further_units)
+        drop = why_unusable(
+            row,
+            scale,
+            least_sq_norm=self._least_sq_norm,
+            likely_cause=self.rounding.likely_cause,
+            expert_scale=experts,
+        )
+        scale = scale if experts is None else joint_scale(scale, experts)
         if drop is not None:
-            self._averages.drop(drop, scale)
+            for averages in self._all_averages:
+                averages.drop(drop, scale)
             return drop
         assert scale.scale is not None
-        solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks)
+        expert_scale = None if experts is None else experts.scale
+        solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks, expert_scale=expert_scale)
+        if self._apart is not None:
+            self._apart.add(solved.of_groups_alone, scale)
+            solved = replace(solved, per_group=(solved.total,))
         self._averages.add(solved, scale)
         if self._fixed_weights is not None:
             self._fixed_weights.add(solved, weight=row.weight / self._n_ranks, number=self._averages.n_seen)
-        self._averages.neighbours.update(row.neighbours)
-        self._averages.repeats.update(row.repeats)
+        for averages in self._all_averages:
+            averages.neighbours.update(row.neighbours)
+            averages.repeats.update(row.repeats)
         self.last = solved
         return None
 
@@ -102,7 +134,11 @@ class NoiseScaleTracker:
             gone: those in which no parameter is trained now; they leave the past of the total too.
             first: number of the first window with the parameters of now.
         """
-        self._averages.history.parameters_changed(groups, gone=gone, number=max(first, 0))
+        number = max(first, 0)
+        if self._apart is not None:
+            self._apart.history.parameters_changed(groups, gone=gone, number=number)
+            groups, gone = _WHOLE, ()
+        self._averages.history.parameters_changed(groups, gone=gone, number=number)
 
     def reading(
         self, *, with_groups: bool = True, as_if_last: bool = True, now: int | None = None
@@ -118,16 +154,18 @@ class NoiseScaleTracker:
             reading = self._fixed_weights.reading(
                 self._averages, unit=self.unit, level=self.level, with_groups=with_groups
             )
-        else:
-            reading = summarise(
-                self._averages,
-                unit=self.unit,
-                level=self.level,
-                with_groups=with_groups,
-                as_if_last=as_if_last,
-                now=now,
+            return replace(reading, coverage=self.coverage)
+        summaries = [
+            summarise(
+                averages, unit=self.unit, level=self.level, with_groups=with_groups, as_if_last=as_if_last, now=now
             )
-        return replace(reading, coverage=self.coverage)
+            for averages in (self._all_averages if with_groups else [self._averages])
+        ]
+        return replace(summaries[0], groups=summaries[-1].groups, coverage=self.coverage)
+
+    @property
+    def _all_averages(self) -> list[NoiseScaleAverages]:
+        return [self._averages] if self._apart is None else [self._averages, self._apart]
 
     @property
     def scale(self) -> float | None:
@@ -151,7 +189,7 @@ class NoiseScaleTracker:
     @property
     def gone_groups(self) -> frozenset[str]:
         """The groups in which no parameter is trained now."""
-        return self._averages.history.gone
+        return self._all_averages[-1].history.gone
 
     @property
     def windows(self) -> int:
@@ -176,8 +214,18 @@ class NoiseScaleTracker:
         """
         if self._fixed_weights is not None:
             raise RuntimeError("a measurement at fixed weights has no state to resume from: measure again")
-        return self._averages.state_dict()
+        if self._apart is None:
+            return self._averages.state_dict()
+        return {"whole": self._averages.state_dict(), "groups": self._apart.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; see `NoiseScaleAverages.load_state_dict`."""
-        self._averages.load_state_dict(state)
+        if self._apart is None:
+            self._averages.load_state_dict(state)
+            return
+        check_keys("noise-scale probe state", state, {"whole", "groups"})
+        # All or nothing: the first is loaded into a copy.
+        whole = NoiseScaleAverages(self.groups, self.horizon)
+        whole.load_state_dict(state["whole"])
+        self._apart.load_state_dict(state["groups"])
+        self._averages = whole

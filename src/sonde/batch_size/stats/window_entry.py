@@ -91,14 +91,12 @@ class EntryColumns:
         ages: in windows; [entries].
         counts: windows that share an entry; [entries].
         sizes: expected |F|²; [entries].
-        sums: tr Σ and |G|² of each group; [groups, entries, 2].
     """
 
     numbers: Tensor
     ages: Tensor
     counts: Tensor
     sizes: Tensor
-    sums: Tensor
 
     def series(self, sums: Tensor, counted: Tensor, kept: Tensor, horizon: float) -> Series:
         """Series of some entries.
@@ -132,64 +130,58 @@ class WindowEntry:
         number: of the window, or the mean.
         n_windows: how many they are.
         size: expected |F|², or the mean; of a recent window its own |F|².
-        trace_cov: sum over the windows of tr Σ; [groups].
-        grad_sq: sum over the windows of |G|²; [groups].
+        estimates: sums over the windows of tr Σ and |G|², float64; [2, groups].
         aside: groups for which the entry does not count, by index.
     """
 
     number: float
     n_windows: int
     size: float
-    trace_cov: list[float]
-    grad_sq: list[float]
+    estimates: Tensor
     aside: frozenset[int] = frozenset()
 
     def sum_with(self, other: WindowEntry) -> WindowEntry:
         """One entry for the windows of both."""
         n = self.n_windows + other.n_windows
+        estimates = self.estimates + other.estimates
         # In a group for which one of the two does not count, the other stands in for it.
-        weights = [
-            (n / self.n_windows, 0.0)
-            if i in other.aside - self.aside
-            else (0.0, n / other.n_windows)
-            if i in self.aside - other.aside
-            else (1.0, 1.0)
-            for i in range(len(self.trace_cov))
-        ]
-        trace_cov, grad_sq = (
-            [w * a + v * b for (w, v), a, b in zip(weights, *pair, strict=True)]
-            for pair in ((self.trace_cov, other.trace_cov), (self.grad_sq, other.grad_sq))
-        )
+        for one, missing_in in ((self, other.aside - self.aside), (other, self.aside - other.aside)):
+            for i in missing_in:
+                estimates[:, i] = one.estimates[:, i] * (n / one.n_windows)
         return WindowEntry(
             (self.number * self.n_windows + other.number * other.n_windows) / n,
             n,
             (self.size * self.n_windows + other.size * other.n_windows) / n,
-            trace_cov,
-            grad_sq,
+            estimates,
             self.aside & other.aside,
         )
 
     @functools.cached_property
+    def total(self) -> tuple[float, float]:
+        """tr Σ and |G|² of all groups together, summed over the windows."""
+        trace_cov, grad_sq = self.estimates.sum(1).tolist()
+        return trace_cov, grad_sq
+
+    @functools.cached_property
     def v(self) -> float:
         """v in |F|² = |G|² + v tr Σ, of a single window that still has its own size."""
-        noise = sum(self.trace_cov)
-        return (self.size - sum(self.grad_sq)) / noise if noise > 0 else 0.0
+        noise, signal = self.total
+        return (self.size - signal) / noise if noise > 0 else 0.0
 
     @functools.cached_property
     def noises_and_squares(self) -> Tensor:
-        """tr Σ and |F|² of each group and, last, of all together, likewise; [2, groups + 1]."""
-        table = torch.tensor([self.trace_cov, self.grad_sq], dtype=torch.float64, device="cpu")
-        noises, grad_sq = torch.cat([table, table.sum(1, keepdim=True)], 1)
+        """tr Σ and |F|² of each group and, last, of all together, of a single window likewise; [2, groups + 1]."""
+        noises, grad_sq = torch.cat([self.estimates, self.estimates.sum(1, keepdim=True)], 1)
         return torch.stack([noises, grad_sq + self.v * noises])
 
-    def noise_and_square(self, groups: Sequence[int], v: float) -> tuple[float, float]:
-        """tr Σ and |F|² of some groups together, summed over the windows."""
-        noise, grad_sq = (math.fsum(values[i] for i in groups) for values in (self.trace_cov, self.grad_sq))
-        return noise, grad_sq + v * noise
+    def noise_and_square(self, groups: Sequence[int] | None, v: float) -> Tensor:
+        """tr Σ and |F|² of some groups, or of all together for None, summed over the windows; [2, groups or 1]."""
+        noise, grad_sq = self.estimates.sum(1, keepdim=True) if groups is None else self.estimates[:, groups]
+        return torch.stack([noise, grad_sq + v * noise])
 
     def as_list(self) -> list[float]:
         """All of it, as `entry_from_list` takes it."""
-        return [self.number, self.n_windows, self.size, *self.trace_cov, *self.grad_sq, *sorted(self.aside)]
+        return [self.number, self.n_windows, self.size, *self.estimates.flatten().tolist(), *sorted(self.aside)]
 
 
 def entry_from_list(label: str, row: object, n_groups: int) -> WindowEntry:
@@ -206,12 +198,14 @@ def entry_from_list(label: str, row: object, n_groups: int) -> WindowEntry:
     n = 3 + 2 * n_groups  # the groups that are set aside follow
     if not isinstance(row, Sequence) or not n <= len(row) <= n + n_groups:
         raise ValueError(f"{label}: a window must be {n} numbers or more, got {row!r:.60}: is it damaged?")
-    numbers = dict(enumerate(row))
-    for i in numbers:
-        check_number(label, numbers, i)  # type: ignore[arg-type]
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in row):
+        numbers = dict(enumerate(row))
+        for i in numbers:
+            check_number(label, numbers, i)  # type: ignore[arg-type]
     values, aside = [float(value) for value in row[:n]], frozenset(row[n:])
     if values[1] < 1 or values[2] <= 0:
         raise ValueError(f"{label}: a window must have a count and a size above 0, got {row[:3]!r:.60}: is it damaged?")
     if not aside <= set(range(n_groups)):
         raise ValueError(f"{label}: a window is set aside for unknown groups, got {row[n:]!r:.60}: is it damaged?")
-    return WindowEntry(values[0], int(values[1]), values[2], values[3 : 3 + n_groups], values[3 + n_groups :], aside)
+    estimates = torch.tensor(values[3:], dtype=torch.float64, device="cpu").view(2, n_groups)
+    return WindowEntry(values[0], int(values[1]), values[2], estimates, aside)

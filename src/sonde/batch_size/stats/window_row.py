@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from sonde.batch_size.stats.example_sums import ExampleSums
+from sonde.batch_size.stats.expert_sums import ExpertSums
 from sonde.batch_size.stats.neighbours import NeighbourSums
 from sonde.batch_size.stats.noise_scale import PieceSums
 from sonde.batch_size.stats.repeats import Repeats
@@ -58,7 +59,11 @@ class WindowRow:
         witness_final: F, the witness's elements, float64; [witness].
         neighbours: neighbouring pieces compared with distant ones.
         repeats: pieces and ranks with the same gradient.
+        further_units: its size in each further unit.
         examples: the window's single examples; None if it is to be solved from its pieces.
+        experts: of experts that several ranks feed, and the other numbers are of the rest; None without experts.
+        whole: Σ |h_k|²/w_k and |F|² of the whole model, in a metric in which squares of groups do not add up to them;
+            None otherwise.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -79,7 +84,10 @@ class WindowRow:
     witness_final: Tensor
     neighbours: NeighbourSums = field(default_factory=NeighbourSums)
     repeats: Repeats = field(default_factory=Repeats)
+    further_units: Sequence[float] = ()
     examples: ExampleSums | None = None
+    experts: ExpertSums | None = None
+    whole: tuple[float, float] | None = None
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""
@@ -88,7 +96,14 @@ class WindowRow:
         )
 
 
-def why_unusable(row: WindowRow, scale: ScaleReading, *, least_sq_norm: float, likely_cause: str) -> Drop | None:
+def why_unusable(
+    row: WindowRow,
+    scale: ScaleReading,
+    *,
+    least_sq_norm: float,
+    likely_cause: str,
+    expert_scale: ScaleReading | None = None,
+) -> Drop | None:
     """Judge a window.
 
     Args:
@@ -96,11 +111,15 @@ def why_unusable(row: WindowRow, scale: ScaleReading, *, least_sq_norm: float, l
         scale: how its gradient relates to the sum of its pieces, on the witness's elements.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
         likely_cause: named in the message when the gradient was changed by something unknown.
+        expert_scale: how the experts' gradient relates to the sum of their pieces; None without experts.
 
     Returns:
         Why it cannot be used; None when it can.
     """
-    return _pieces_unusable(row) or _gradient_unusable(row, scale, least_sq_norm, likely_cause)
+    drop = _pieces_unusable(row) or _gradient_unusable(row, scale, least_sq_norm, likely_cause)
+    if drop is None and row.experts is not None and expert_scale is not None:
+        drop = Drop(*why) if (why := row.experts.why_unusable(expert_scale)) is not None else None
+    return drop
 
 
 def _pieces_unusable(row: WindowRow) -> Drop | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sonde.gradient_norm.gradient_groups import same_placement
 from sonde.gradient_norm.partial_gradients import reduce_partial
-from sonde.parallel.placements import WHOLE, from_local, holds_first_copy, layout_of_spec, local_tensor, spec_of
+from sonde.parallel.placements import CountedPart, counted_part, from_local, layout_of_spec, local_tensor, spec_of
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class _Placed:
 
     spec: Any
     is_partial: bool
-    counts: bool
+    part: CountedPart | None
 
 
 class CutGradients:
@@ -29,14 +29,17 @@ class CutGradients:
     kept until the piece ends, and summed over its ranks then; under sequence parallelism these are the norms' weights.
 
     Args:
-        n_parameters: measured parameters.
+        leaves: the tensors that backward makes gradients for.
         first_rank: the lowest of the ranks that share this rank's pieces, by its global number.
+        as_leaves: whether each rank counts its own shard of a gradient that is whole while its leaf is cut. Otherwise
+            the first rank counts all of it, which costs the others nothing.
     """
 
-    def __init__(self, n_parameters: int, first_rank: int) -> None:
+    def __init__(self, leaves: Sequence[Tensor], first_rank: int, *, as_leaves: bool = False) -> None:
         self._first_rank = first_rank
-        self._placed: list[_Placed | None] = [None] * n_parameters
-        self.specs: list[Any] = [None] * n_parameters
+        self._like = [spec_of(leaf) if as_leaves else None for leaf in leaves]
+        self._placed: list[_Placed | None] = [None] * len(leaves)
+        self.specs: list[Any] = [None] * len(leaves)
         """How the part of each gradient that counts here is placed; None for a plain one."""
 
     def take(self, index: int, gradient: Tensor, partial: dict[int, Tensor]) -> Tensor | None:
@@ -49,16 +52,18 @@ class CutGradients:
         """
         spec, placed = spec_of(gradient), self._placed[index]
         if placed is None or (spec is not placed.spec and not same_placement(spec, placed.spec)):
-            layout = WHOLE if spec is None else layout_of_spec(spec)
-            counts = holds_first_copy(layout, self._first_rank)
-            placed = self._placed[index] = _Placed(spec, bool(layout.partial), counts)
+            is_partial = spec is not None and bool(layout_of_spec(spec).partial)
+            part = counted_part(spec, self._first_rank, like=self._like[index])
+            placed = self._placed[index] = _Placed(spec, is_partial, part)
         if placed.is_partial:
             # Local tensors: to clone or add DTensors may reduce them.
             local = local_tensor(gradient)
             partial[index] = partial[index] + local if index in partial else local.clone()
             return None
-        self.specs[index] = spec
-        return local_tensor(gradient) if placed.counts else None
+        if placed.part is None:
+            return None
+        self.specs[index] = placed.part.spec
+        return placed.part.of(local_tensor(gradient))
 
     def sum_partial(self, partial: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Sum the partial gradients over their ranks, by one all-reduce of each kind. All these ranks have to call it.
@@ -69,7 +74,8 @@ class CutGradients:
         indices, parts = sorted(partial), {}
         placed = [from_local(partial[i], placed.spec) for i in indices if (placed := self._placed[i]) is not None]
         for index, gradient in zip(indices, reduce_partial(placed), strict=True):
-            self.specs[index] = spec_of(gradient)
-            if holds_first_copy(layout_of_spec(self.specs[index]), self._first_rank):
-                parts[index] = local_tensor(gradient)
+            part = counted_part(spec_of(gradient), self._first_rank, like=self._like[index])
+            if part is not None:
+                self.specs[index] = part.spec
+                parts[index] = part.of(local_tensor(gradient))
         return parts

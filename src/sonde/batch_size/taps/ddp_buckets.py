@@ -22,6 +22,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # docume
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.taps.autograd_internals import accumulates, in_backward, inside_another_backward
+from sonde.batch_size.taps.ddp_division import divided
+from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
 from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
@@ -72,10 +74,12 @@ def hook_label(hook: object) -> str:
 
 @dataclass(frozen=True)
 class _BucketSummary:
-    """The part of one bucket that is kept: the roots of its parameters' squared norms, and the witness's elements."""
+    """The part of one bucket that is kept: the roots of its parameters' squared norms, the witness's elements, and the
+    norms in further metrics."""
 
     parts: list[Part]
     witness: dict[int, Tensor]
+    further: Norms | None
 
 
 class DDPBucketTap:
@@ -86,6 +90,7 @@ class DDPBucketTap:
         parameters: its trainable parameters, in the order in which results are given.
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
+        further: metrics beside it; None without.
         comm_hook: the user's own hook, which does the reduction; None for DDP's average.
         comm_state: the state that the user's hook is called with.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
@@ -102,6 +107,7 @@ class DDPBucketTap:
         witness: Witness,
         metric: GradientMetric,
         *,
+        further: FurtherMetrics | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         on_backward_end: Callable[[], None],
@@ -119,7 +125,7 @@ class DDPBucketTap:
             self._relay.wrap(comm_hook, comm_state)
         self.name = "DDP's communication hook"
         self.seconds = 0.0
-        self._witness, self._metric = witness, metric
+        self._witness, self._metric, self._further = witness, metric, further
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._device = parameters[0].device
         self._size = len(parameters)
@@ -276,18 +282,25 @@ class DDPBucketTap:
             witness={
                 i: self._witness.read(i, g).clone() for i, g in zip(indices, grads, strict=True) if i in self._witness
             },
+            further=self._further.norms(indices, grads) if self._further and indices else None,
         )
 
     def _assemble(self, buckets: dict[int, _BucketSummary]) -> GradientSummary:
         """The buckets' results in the parameters' order, zeros for parameters that no bucket held."""
         parts: list[Part] = []
         witness: dict[int, Tensor] = {}
+        norms = [bucket.further for bucket in buckets.values() if bucket.further is not None]
         for bucket in buckets.values():
             parts += bucket.parts
             witness |= bucket.witness
-            for result in (*(roots for _, roots in bucket.parts), *bucket.witness.values()):
+            of_further = [] if bucket.further is None else [bucket.further[1]]
+            for result in (*(roots for _, roots in bucket.parts), *bucket.witness.values(), *of_further):
                 keep_for_present_stream(result)  # on a GPU, a callback's results belong to the stream it ran on
-        return GradientSummary(add_squares(self._size, parts, self._device), self._witness.join(witness, self._device))
+        return GradientSummary(
+            add_squares(self._size, parts, self._device),
+            self._witness.join(witness, self._device),
+            further=self._further and self._further.join(norms, self._size, self._device),
+        )
 
 
 class _Relay:
@@ -365,7 +378,7 @@ class _Average:
         if buffer.is_sparse:
             buffer.div_(n_ranks)
         else:
-            buffer.mul_(1.0 / n_ranks)
+            divided(buffer, n_ranks)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
         averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)

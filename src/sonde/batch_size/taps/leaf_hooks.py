@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
+from sonde.batch_size.taps.context_pieces import ContextPieces, is_context_parallel
 from sonde.batch_size.taps.cut_gradients import CutGradients
+from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL, STAGED_NUMEL_ON_CPU, PieceGradient, Reading
@@ -32,8 +34,10 @@ class LeafHookTap:
         parameters: whose `.grad` the optimizer reads, [leaves]; by default the leaves. Under FSDP2, leaves are gathered
             parameters, and these are the sharded ones.
         cut: what this rank counts of a gradient that it shares with other ranks; None if every rank has its own pieces.
+        context: reads pieces whose gradients are means over ranks that share sequences; None without.
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
+        further: metrics beside `metric`; None without.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
         n_collectives: counts the collectives that the ranks have issued so far; any of them may have reduced `.grad`.
         staging_bytes: bound of the memory for gradients that wait.
@@ -48,6 +52,8 @@ class LeafHookTap:
         *,
         parameters: Sequence[Tensor] | None = None,
         cut: CutGradients | None = None,
+        context: ContextPieces | None = None,
+        further: FurtherMetrics | None = None,
         on_backward_end: Callable[[], None],
         n_collectives: Callable[[], int] = lambda: 0,
         staging_bytes: int = 8 * 2**20,
@@ -67,7 +73,9 @@ class LeafHookTap:
             staging_bytes=staging_bytes,
             device=device,
             one_device=all(leaf.device == device for leaf in leaves),
+            further=further,
         )
+        self._context = context
         self._problems = [0] * len(Problem)
         self._explicit = self._only_explicit = False
         self._left_overs = LeftOvers(leaves if parameters is None else parameters, witness)
@@ -77,7 +85,7 @@ class LeafHookTap:
         self._hooks = SwitchedHooks(leaves, map(self._hook, range(len(leaves))))
 
     def _reset(self) -> None:
-        self._piece = PieceGradient(self._reading)
+        self._piece = PieceGradient(self._reading) if self._context is None else self._context.begin()
         self._backwards: set[int] = set()
         self._grad_is_piece = False
         self._n_open = 0
@@ -192,6 +200,7 @@ class LeafHookTap:
                 self._collectives_before = self._n_collectives()
             self._n_open += 1
             Variable._execution_engine.queue_callback(self._close_backward)
+        self._problems[Problem.CONTEXT_PARALLEL] += self._context is None and is_context_parallel()
         self._backwards.add(torch._C._current_graph_task_id())
         return True
 

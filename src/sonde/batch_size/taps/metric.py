@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from sonde.batch_size.taps.further_metrics import Adds
+from sonde.batch_size.taps.second_moments import MomentPart, SecondMoments
 from sonde.batch_size.taps.squared_norms import Part, gradient_parts, norms, roots
 from sonde.batch_size.taps.tap import Problem
-from sonde.parallel.devices import accumulation_dtype
+from sonde.parallel.devices import accumulation_dtype, to_device
 
-_CHUNK = 2**18
-"""Elements weighted at a time, so that no temporary is of gradient size."""
+MetricName = Literal["euclidean", "adam", "sign", "spectral"]
+
+CHUNK = 2**18
+"""Elements worked on at a time, so that no temporary is of gradient size."""
 
 
 class GradientMetric(Protocol):
@@ -62,7 +66,7 @@ class Euclidean:
         """Σ a_j b_j."""
         total = torch.zeros((), dtype=accumulation_dtype(a.device), device=a.device)
         # Upcast chunk by chunk, so that no temporary has the size of a gradient.
-        for x, y in zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True):
+        for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
             total += (x.to(total.dtype) * y).sum()
         return total
 
@@ -75,37 +79,25 @@ class AdamMetric:
     """|g|² = Σ P_j g_j² with P = 1/(√v̂ + ε), where v̂ is the second moment of the optimizer's previous step.
 
     Before the optimizer's first step there is no v̂: norms are NaN, and the window is dropped. With amsgrad, v̂ is the
-    largest second moment so far, as in the optimizer.
+    largest second moment so far, as in the optimizer. P is 0 where v̂ is 0. Such an element has had no gradient yet, as
+    in an embedding's row whose token has not come. Its P would be 1/ε, so that a few of them would outweigh the model.
 
     Args:
-        optimizer: Adam, AdamW or another that keeps `exp_avg_sq` and `step`, with `betas` and `eps` in its groups.
-        parameters: in the order of the indices.
-
-    Raises:
-        ValueError: when a parameter is not in the optimizer, or its group has no `betas` and `eps`.
+        moments: of the optimizer.
     """
 
     name = "adam"
+    adds: Adds = "squares"
     is_plain = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-        self._optimizer = optimizer  # state and groups are looked up at each use: load_state_dict replaces both
-        groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._parameters = list(parameters)
-        has_moments = [{"betas", "eps"} <= group.keys() for group in optimizer.param_groups]
-        fits = all(id(p) in groups and has_moments[groups[id(p)]] for p in parameters)
-        if not fits or isinstance(optimizer, torch.optim.Adamax):  # Adamax keeps a maximum instead of v̂
-            raise ValueError(
-                f"metric='adam' needs an optimizer of Adam's kind that holds every trainable parameter, "
-                f"got {type(optimizer).__name__}: use Adam or AdamW, or metric='euclidean'"
-            )
-        self._groups = [groups[id(p)] for p in parameters]
-        self._lacks_moments = False
+    def __init__(self, moments: SecondMoments) -> None:
+        self.moments = moments
+        self._problems: dict[Problem, None] = {}
 
     def take_problems(self) -> list[Problem]:
-        """Whether a second moment was missing since the last call."""
-        lacked, self._lacks_moments = self._lacks_moments, False
-        return [Problem.NO_SECOND_MOMENT] if lacked else []
+        """Whether a second moment was missing since the last call, or was cut in another way than its gradient."""
+        problems, self._problems = list(self._problems), {}
+        return problems
 
     def roots(self, index: int, grad: Tensor) -> Tensor:
         """√(Σ P_j g_j²)."""
@@ -123,19 +115,50 @@ class AdamMetric:
 
     def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """Σ P_j a_j b_j."""
-        state = self._optimizer.state.get(self._parameters[index], {})
-        group = self._optimizer.param_groups[self._groups[index]]
-        moment = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
-        if moment not in state:
-            self._lacks_moments = True
-            return torch.full((), torch.nan, dtype=accumulation_dtype(a.device), device=a.device)
-        # `step` is a 0-dim tensor on the CPU, or on the device for fused and capturable optimizers. Either kind divides
-        # a tensor on the device without being read on the host.
-        correction = (1.0 - group["betas"][1] ** state["step"]) ** 0.5
+        return self._product(index, a, b, self.moments.of_leaf(index))
+
+    def norm_of_sum(self, index: int, a: Tensor, b: Tensor) -> Tensor:
+        """√(Σ P_j (a_j + b_j)²) of two dense gradients."""
+        parts = self.moments.of_leaf(index)
+        aa, ab, bb = (self._product(index, x, y, parts) for x, y in ((a, a), (a, b), (b, b)))
+        return (aa + 2 * ab + bb).clamp_(min=0.0).sqrt_()
+
+    def norm_of_shard(self, index: int, grad: Tensor) -> Tensor:
+        """√(Σ P_j g_j²) of the elements that this rank's optimizer holds."""
+        return self._product(index, grad, grad, self.moments.own(index)).sqrt_()
+
+    def _product(self, index: int, a: Tensor, b: Tensor, moments: Sequence[MomentPart]) -> Tensor:
+        """Σ P_j a_j b_j; NaN where the second moment is not known."""
         total = torch.zeros((), dtype=accumulation_dtype(a.device), device=a.device)
-        # Chunk by chunk, so that no temporary has the size of a gradient.
-        chunks = (t.reshape(-1).split(_CHUNK) for t in (a, b, state[moment]))
-        for x, y, v in zip(*chunks, strict=True):
-            root = v.sqrt().div_(correction).add_(group["eps"])  # not sqrt_: v belongs to the optimizer
-            total += (x.to(root.dtype) * y).div_(root).sum()
+        if not moments:
+            self._problems[Problem.NO_SECOND_MOMENT] = None
+            return total.fill_(torch.nan)
+        if any(m.values.shape != _range(a, m).shape for m in moments):
+            self._problems[Problem.MOMENT_CUT_APART] = None
+            return total.fill_(torch.nan)
+        correction, eps = self.moments.scale(index)
+        for moment in moments:
+            # Chunk by chunk, so that no temporary has the size of a gradient.
+            chunks = (t.reshape(-1).split(CHUNK) for t in (_range(a, moment), _range(b, moment), moment.values))
+            for x, y, v in zip(*chunks, strict=True):
+                v = v if moment.rounded_to is None else v.to(moment.rounded_to)
+                root = widened(v).sqrt().div_(correction).add_(eps)  # not sqrt_: v belongs to the optimizer
+                root = to_device(root.masked_fill_(v == 0, torch.inf).sqrt_(), a.device)
+                # Each factor is divided by the fourth root of v̂ before they are multiplied, so that squares of small
+                # gradients do not vanish in fp32.
+                weighted = x / root
+                total += (weighted.square_() if a is b else weighted.mul_(y / root)).sum(dtype=total.dtype)
         return total
+
+
+def _range(grad: Tensor, moment: MomentPart) -> Tensor:
+    """The range of a gradient that a part of the second moment belongs to."""
+    if moment.values.shape == grad.shape or grad.dim() == 0:
+        return grad
+    length = min(moment.values.shape[moment.dim], grad.shape[moment.dim] - moment.start)
+    return grad.narrow(moment.dim, moment.start, max(length, 0)) if moment.start <= grad.shape[moment.dim] else grad
+
+
+def widened(values: Tensor) -> Tensor:
+    """The values in fp32, or in fp64 if they are."""
+    return values if values.dtype.itemsize >= 4 else values.float()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sonde.batch_size.taps.cut_gradients import CutGradients
+from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Problem
@@ -39,6 +40,7 @@ class Reading:
         device: where the sums are made.
         one_device: whether all leaves were there at attach.
         sums_backwards: whether all gradients wait until the piece ends, since pieces have several backwards.
+        further: metrics beside the first; None without.
     """
 
     leaves: Sequence[Tensor]
@@ -50,6 +52,7 @@ class Reading:
     device: torch.device
     one_device: bool
     sums_backwards: bool = False
+    further: FurtherMetrics | None = None
 
 
 class PieceGradient:
@@ -67,6 +70,7 @@ class PieceGradient:
         self._staging_bytes = reading.staging_bytes if staging_bytes is None else staging_bytes
         self._parts: list[Part] = []
         self._cross: list[tuple[int, Tensor]] = []
+        self._further: list[Norms] = []
         self._witnessed: dict[int, Tensor] = {}
         # Gradients that wait, by stream: a kernel on one stream must not read a tensor that another still writes.
         self._staged: dict[torch.Stream | None, dict[int, Tensor]] = {None: {}}
@@ -113,7 +117,8 @@ class PieceGradient:
         if so_far is not None and not (grad.is_sparse or so_far.is_sparse):
             # h₁ has been squared, but `.grad` still holds it: |h₁ + h₂|² = |h₁|² + |h₂|² + 2⟨h₁, h₂⟩.
             self._cross.append((index, 2 * reading.metric.dot(index, so_far, grad)))
-            self._keep((index,), (grad,), reading.metric.roots(index, grad))
+            further = reading.further and reading.further.norms_of_sum(index, so_far, grad)
+            self._keep((index,), (grad,), reading.metric.roots(index, grad), further)
             return None
         # h₁ is lost, and so is this window. Later pieces keep all gradients until they end, if the staging area can
         # hold them.
@@ -135,7 +140,9 @@ class PieceGradient:
         # Where a piece had several backwards, the parts hold their squares, and these are the cross terms.
         for index, twice_the_product in self._cross:
             sq_norms[index] += to_device(twice_the_product, self._device)
-        return GradientSummary(sq_norms, reading.witness.join(self._witnessed, self._device), n_backwards)
+        witness = reading.witness.join(self._witnessed, self._device)
+        further = reading.further and reading.further.join(self._further, len(reading.leaves), self._device)
+        return GradientSummary(sq_norms, witness, n_backwards, further=further)
 
     def _stage(self, index: int, grad: Tensor) -> None:
         self._staged.setdefault(stream_of(grad), {})[index] = grad.clone() if self._clones else grad
@@ -167,10 +174,15 @@ class PieceGradient:
             if index not in small:
                 self._keep((index,), (grad,), metric.roots(index, grad))
 
-    def _keep(self, indices: tuple[int, ...], grads: Sequence[Tensor], roots: Tensor) -> None:
-        """Keep the roots of some gradients, and the witness's elements of them."""
+    def _keep(
+        self, indices: tuple[int, ...], grads: Sequence[Tensor], roots: Tensor, further: Norms | None = None
+    ) -> None:
+        """Keep the roots of some gradients, the witness's elements of them, and their norms in further metrics."""
         self._parts.append((indices, roots))
         results, witness, cut = [roots], self._reading.witness, self._reading.cut
+        if self._reading.further is not None:
+            self._further.append(further or self._reading.further.norms(indices, grads))
+            results.append(self._further[-1][1])
         for index, grad in zip(indices, grads, strict=True):
             if index in witness:
                 elements = witness.read_shard(index, grad, cut.specs[index] if cut is not None else None)

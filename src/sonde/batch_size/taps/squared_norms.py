@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import to_device, widened, zero_sums
+from sonde.parallel.devices import accumulation_dtype, to_device, widened, zero_sums
 
 # torch's fp32 reduction over a flat CPU tensor keeps one running sum per vector lane, and is off by 8e-4 at 16M
 # elements. Norms of rows of this length, combined in fp64, are off by 4e-9 and no slower: they vectorise along the row.
@@ -36,24 +36,33 @@ def roots(grad: Tensor) -> Tensor:
     Returns:
         Norms of its rows, or its norm: at most one number per 256 elements, fp32 or fp64.
     """
+    return _norms_of_rows(grad, 2)
+
+
+def absolute_sum(grad: Tensor) -> Tensor:
+    """The 1-norm of a gradient, Σ |g_j|, on its device: 0-dim, in the dtype that sums are kept in.
+
+    Args:
+        grad: as for `roots`.
+    """
+    return _norms_of_rows(grad, 1).sum(dtype=accumulation_dtype(grad.device))
+
+
+def _norms_of_rows(grad: Tensor, order: int) -> Tensor:
     if grad.is_sparse:
         grad = grad.coalesce().values()
     dtype = torch.float32 if grad.dtype.itemsize < 4 else None
     if not grad.is_cpu or grad.numel() <= ROW:
-        return _norm(grad, dtype)
+        return _norm(grad, order, dtype)
     shape = grad.shape
     if len(shape) > 1 and _SHORTEST_ROW <= shape[-1] <= _LONGEST_ROW and grad.is_contiguous():
-        return _norm(grad, dtype, -1)
-    return _roots_by_rows(grad, dtype)
-
-
-def _roots_by_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
+        return _norm(grad, order, dtype, -1)
     n, flat = grad.numel(), _flat(grad)
     if flat is None:
-        return _norm(grad, torch.float64)  # the elements are no dense block, which is rare: slow but exact
+        return _norm(grad, order, torch.float64)  # the elements are no dense block, which is rare: slow but exact
     whole = n // ROW * ROW
-    row_norms = _norm(flat[:whole].view(-1, ROW), dtype, -1)
-    return row_norms if whole == n else torch.cat([row_norms, _norm(flat[whole:], dtype).view(1)])
+    row_norms = _norm(flat[:whole].view(-1, ROW), order, dtype, -1)
+    return row_norms if whole == n else torch.cat([row_norms, _norm(flat[whole:], order, dtype).view(1)])
 
 
 def add_squares(n_owners: int, parts: Sequence[Part], device: torch.device) -> Tensor:
@@ -83,18 +92,19 @@ def _owners(parts: tuple[tuple[tuple[int, ...], int], ...], device: torch.device
     return to_device(torch.tensor(owner_of_each_root, device="cpu"), device)
 
 
-def norms(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each dense gradient, in few kernels. On the CPU, a gradient must be at most `ROW` long.
+def norms(grads: Sequence[Tensor], order: int = 2) -> Tensor:
+    """The norm of each dense gradient, in few kernels. On the CPU, a gradient must be at most `ROW` long.
 
     Args:
         grads: at least one, on one device, of any dtypes.
+        order: 2 for the 2-norm, 1 for the sum of absolute values.
 
     Returns:
         [gradients], fp32, or fp64 if one of them is.
     """
     dtypes = {g.dtype for g in grads}
     dtype = torch.float64 if torch.float64 in dtypes else None if dtypes == {torch.float32} else torch.float32
-    return torch.stack(torch._foreach_norm(list(grads), 2, dtype=dtype))
+    return torch.stack(torch._foreach_norm(list(grads), order, dtype=dtype))
 
 
 def gradient_parts(indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
@@ -119,8 +129,8 @@ def gradient_parts(indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part
     return parts
 
 
-def _norm(values: Tensor, dtype: torch.dtype | None, dim: int | None = None) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(values, 2, dim, dtype=dtype)
+def _norm(values: Tensor, order: int, dtype: torch.dtype | None, dim: int | None = None) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, order, dim, dtype=dtype)
     return norm
 
 

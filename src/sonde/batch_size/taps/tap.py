@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import Protocol
 
 from torch import Tensor
@@ -20,15 +20,23 @@ class GradientSummary:
         sq_norms: squared norm per parameter in some `GradientMetric`, 0 for a parameter without gradient; [parameters].
         witness: the witness's elements, [witness.size].
         n_backwards: backwards that added up to this gradient.
+        witness_squares: squares of the parts that were added up to the witness's elements, which rounding is relative
+            to, [witness.size]; None for the squares of the elements themselves.
+        further: norm per parameter in each further metric, not squared; [further metrics, parameters]. None without.
     """
 
     sq_norms: Tensor
     witness: Tensor
     n_backwards: int = 1
+    witness_squares: Tensor | None = None
+    further: Tensor | None = None
 
     def scaled(self, factor: Tensor) -> GradientSummary:
         """The summary of `factor` times the gradient; factor: 0-dim."""
-        return GradientSummary(self.sq_norms * factor.square(), self.witness * factor, self.n_backwards)
+        square = factor.square()
+        squares = None if self.witness_squares is None else self.witness_squares * square
+        further = None if self.further is None else self.further * factor.abs()
+        return GradientSummary(self.sq_norms * square, self.witness * factor, self.n_backwards, squares, further)
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,21 @@ class ExamplesOfWindow:
     vector: Tensor
     sq_norm_big: Tensor | None
     covered: Tensor
+
+
+@dataclass(frozen=True)
+class ExpertsOfWindow:
+    """The numbers of a window of experts that several ranks feed.
+
+    Attributes:
+        vector: sums over their pieces, as `ExpertPieces.pack` returned them; 1-D, equally long on all ranks.
+        sq_norm_big: |F|² of experts, [groups].
+        witness_final: the witness's elements of F, 0 for those of other parameters; [witness].
+    """
+
+    vector: Tensor
+    sq_norm_big: Tensor
+    witness_final: Tensor
 
 
 class Tap(Protocol):
@@ -102,12 +125,15 @@ class Tap(Protocol):
         """Remove every hook."""
 
 
+@unique
 class Problem(IntEnum):
     """Why the pieces of a window cannot be used. Each rank counts its own problems; the counts are summed over ranks.
 
-    The order is that of causes: the first of several problems in a window causes the others, and is reported.
+    The order of the lines is that of causes: the first of several problems in a window causes the others, and is
+    reported.
     """
 
+    REPLACED = 22
     ENDED_LATE = 0
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
@@ -130,6 +156,10 @@ class Problem(IntEnum):
     OUTSIDE_PIECES = 19
     INTERRUPTED_IN_BUCKETS = 20
     NOT_IN_EVERY_PIECE = 21
+    EXPERTS_DIFFER = 22
+    CONTEXT_PARALLEL = 23
+    OTHER_ORDER = 24
+    MOMENT_CUT_APART = 25
 
     @property
     def only_explains(self) -> bool:
@@ -143,6 +173,10 @@ class Problem(IntEnum):
 
 
 _MESSAGES = {
+    Problem.REPLACED: (
+        "measured parameters are no longer in the model, and others that are not measured are in their place: attach "
+        "after the model is wrapped, cut or changed"
+    ),
     Problem.ENDED_LATE: (
         "the window was ended after optimizer.step(): call probe.step() or probe.clip_grad_norm_() before it"
     ),
@@ -216,6 +250,22 @@ _MESSAGES = {
     Problem.NOT_IN_EVERY_PIECE: (
         "a parameter of a pipeline stage had another number of gradients than the schedule has micro-batches: enter "
         "'with probe.pieces(n_microbatches):' around schedule.step(), and use every parameter in every micro-batch"
+    ),
+    Problem.CONTEXT_PARALLEL: (
+        "torch's context_parallel was in force, so each rank's gradient is of a part of its sequences: pass cp_mesh= "
+        "to attach, the mesh axis of the ranks that share sequences"
+    ),
+    Problem.OTHER_ORDER: (
+        "the gradients of ranks that share sequences came in another order than expected, and too many had to wait for "
+        "the sum over these ranks. If this happens after the first window, raise staging_mib"
+    ),
+    Problem.EXPERTS_DIFFER: (
+        "ranks that feed the same experts had different numbers of pieces in the window, or more than 256: enter "
+        "'with probe.piece():' around the backward of each micro-batch on all of these ranks"
+    ),
+    Problem.MOMENT_CUT_APART: (
+        "a gradient was cut over ranks in another way than the optimizer's second moment, so metric='adam' cannot "
+        "weigh it: use metric='euclidean'"
     ),
     Problem.OUTSIDE_PIECES: (
         "a backward outside piece() added to the gradients, and DDP's buckets hold its part too: "

@@ -8,8 +8,11 @@ from typing import Literal
 from torch import Tensor
 
 from sonde.batch_size.stats.window_row import WindowRow
+from sonde.batch_size.taps.context_pieces import ContextPieces
 from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap, comm_hook_name, is_power_of_two, is_tapped
+from sonde.batch_size.taps.ddp_division import why_division_differs
+from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.tap import GradientSummary, Problem, Tap
@@ -30,6 +33,7 @@ class TapChoice:
         wrapper: the model.
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
+        further: metrics beside it; None without.
         name: "leaf", "comm_hook" or "auto".
         comm_hook: the user's DDP communication hook, for "comm_hook" to wrap.
         comm_state: the state that the hook is called with.
@@ -46,29 +50,33 @@ class TapChoice:
         witness: Witness,
         metric: GradientMetric,
         *,
+        further: FurtherMetrics | None = None,
         name: TapName,
         comm_hook: CommHook | None,
         comm_state: object,
         staging_bytes: int,
         on_backward: Callable[[], None],
     ) -> None:
-        self._wrapper, self._witness, self._metric = wrapper, witness, metric
+        self._wrapper, self._witness, self._metric, self._further = wrapper, witness, metric, further
         self._staging_bytes, self._on_backward = staging_bytes, on_backward
         self._is_auto = name == "auto"
         self._seconds_before = 0.0
         self._one_piece_windows = 0
         self._buckets_fail = False
         self._reads_buckets = name == "comm_hook"
-        # DDP divides by the number of ranks or multiplies by its reciprocal, depending on where a gradient lies. Both
-        # round alike for powers of 2, and a change of taps must not change a gradient.
         self._may_tap_buckets = (
             self._is_auto
             and wrapper.ddp_holds_all
-            and wrapper.pp_mesh is None
+            and wrapper.mesh is None
             and comm_hook_name(wrapper.ddp) is None
             and wrapper.n_ranks >= 2
-            and is_power_of_two(wrapper.n_ranks)
         )
+        # DDP divides by the number of ranks or multiplies by its reciprocal, depending on where a gradient lies. Both
+        # round alike for powers of 2. For other numbers DDP shows how it rounds: a change of taps must not change a
+        # gradient.
+        self._why_not_buckets = ""
+        if self._may_tap_buckets and wrapper.ddp is not None and not is_power_of_two(wrapper.n_ranks):
+            self._why_not_buckets = why_division_differs(wrapper.ddp, wrapper.leaves)
         self.tap: Tap
         if name == "comm_hook":
             self.tap = self._bucket_tap(comm_hook, comm_state)
@@ -115,6 +123,10 @@ class TapChoice:
         if not self._may_tap_buckets or self._one_piece_windows < _WINDOWS_BEFORE_BUCKETS:
             return ""
         self._may_tap_buckets = False
+        if self._why_not_buckets:
+            return (
+                f"leaf hooks keep reading the gradients: {self._why_not_buckets}, and a hook cannot see which these are"
+            )
         ddp = self._wrapper.ddp
         assert ddp is not None
         if comm_hook_name(ddp) is not None or is_tapped(ddp):  # registered since attach
@@ -151,14 +163,31 @@ class TapChoice:
             self._witness,
             self._metric,
             parameters=list(self._wrapper.parameters.values()),
-            cut=CutGradients(len(leaves), data.first_sharing) if data.n_sharing > 1 else None,
+            # Adam's second moments are cut as parameters are.
+            cut=CutGradients(leaves, data.first_sharing, as_leaves=self._further is not None)
+            if data.n_sharing > 1 or self._wrapper.experts
+            else None,
+            context=self._context_pieces(),
+            further=self._further,
             on_backward_end=self._on_backward,
             n_collectives=lambda: n_collectives(self._wrapper.group),
             staging_bytes=self._staging_bytes,
         )
 
+    def _context_pieces(self) -> ContextPieces | None:
+        group = self._wrapper.sequence_group
+        if group is None:
+            return None
+        if not self._metric.is_plain:
+            raise ValueError(
+                f"context parallelism is measured with metric='euclidean' alone, got {self._metric.name!r}: leave it "
+                "out"
+            )
+        leaves, staging = self._wrapper.leaves, self._staging_bytes
+        return ContextPieces(leaves, group, self._witness, self._metric, staging_bytes=staging)
+
     def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> Tap:
-        if self._wrapper.ddp is None or self._wrapper.pp_mesh is not None:
+        if self._wrapper.ddp is None or self._wrapper.mesh is not None:
             raise ValueError(
                 f"tap='comm_hook' reads DDP's buckets, got a model of kind {self._wrapper.name}: use tap='leaf' or "
                 "'auto'"
@@ -178,6 +207,7 @@ class TapChoice:
             self._wrapper.leaves,
             self._witness,
             self._metric,
+            further=self._further,
             comm_hook=comm_hook,
             comm_state=comm_state,
             on_backward_end=self._on_backward,

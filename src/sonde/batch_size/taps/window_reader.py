@@ -8,19 +8,24 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.taps.expert_pieces import ExpertPieces
+from sonde.batch_size.taps.further_metrics import FurtherMetrics
+from sonde.batch_size.taps.further_sums import FurtherSums
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
-from sonde.batch_size.taps.tap import ExamplesOfWindow, GradientSummary, Number, Problem, RankGradient
+from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
+from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import to_device, widened
-from sonde.parallel.placements import holds_first_copy, layout_of, local_tensor, spec_of
+from sonde.parallel.placements import counted_part, holds_first_copy, layout_of, local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
@@ -58,11 +63,13 @@ class WindowReader:
         wrapper: the model.
         group_names: the parameter group of each parameter of the whole model, [parameters of all pipeline stages].
         first: where this rank's parameters begin in that list.
+        n_further_units: how many further units pieces are counted in.
         examples: reads single examples besides pieces; None where that is not possible or not wanted.
         metric: how gradients are squared.
         witness: which elements are compared.
         taps: the choice of the tap that reads the pieces.
         grad_scaler: the enabled GradScaler; a piece is divided by the scale that it was taken at.
+        further: metrics beside `metric`; None without.
     """
 
     def __init__(
@@ -75,16 +82,19 @@ class WindowReader:
         *,
         grad_scaler: torch.amp.GradScaler | None,
         first: int = 0,
+        further: FurtherMetrics | None = None,
+        n_further_units: int = 0,
         examples: Examples | None = None,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
         self._wrapper, self._metric, self._witness = wrapper, metric, witness
-        self._taps, self._grad_scaler, self._examples = taps, grad_scaler, examples
+        self._taps, self._grad_scaler, self._examples, self._further = taps, grad_scaler, examples, further
         self._seconds = 0.0
         own = group_names[first : first + len(self.parameters)]
-        self._group_index = [self.groups.index(name) for name in own]
+        place = {name: i for i, name in enumerate(self.groups)}
+        self._group_index = [place[name] for name in own]
         self._sums = WindowSums(
             self._group_index,
             n_groups=len(self.groups),
@@ -92,7 +102,21 @@ class WindowReader:
             device=self.device,
             data=wrapper.data,
             has_loss_scale=grad_scaler is not None,
+            further=FurtherSums(further, self._group_index, n_groups=len(self.groups), device=self.device)
+            if further is not None
+            else None,
+            n_further_units=n_further_units,
         )
+        self._experts: ExpertPieces | None = None
+        if wrapper.experts is not None:
+            self._experts = ExpertPieces(
+                wrapper.experts,
+                self._group_index,
+                n_groups=len(self.groups),
+                witness=witness,
+                counts_pieces=wrapper.data.counts_pieces,
+                device=self.device,
+            )
         self._unmeasured: list[int] | None = None
         self.clip_also({})
 
@@ -105,7 +129,8 @@ class WindowReader:
     def seconds(self) -> float:
         """Host time spent reading so far, without the norm of a clip."""
         of_examples = self._examples.seconds if self._examples is not None else 0.0
-        return self._seconds + self._taps.seconds + of_examples
+        of_further = self._further.seconds if self._further is not None else 0.0
+        return self._seconds + self._taps.seconds + of_examples + of_further
 
     @property
     def tap_name(self) -> str:
@@ -136,7 +161,10 @@ class WindowReader:
             self._sums.count(counts)
         else:
             self._taps.saw_piece(gradient)
-            self._sums.add(self._unscaled(gradient), counts)
+            gradient = self._unscaled(gradient)
+            if self._experts is not None:
+                gradient = self._experts.take_from(gradient, counts)
+            self._sums.add(gradient, counts)
         self._seconds += time.perf_counter() - start
         if self._examples is not None and self._examples.is_open:
             self._examples.end_piece(counts, self._unscale())
@@ -194,7 +222,7 @@ class WindowReader:
             window, norm = self._end_window_of_whole(grads, rank_gradient, problems, reads_grad=reads_grad)
         self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
         self._seconds += time.perf_counter() - start
-        return window, norm
+        return replace(window, n_further_units=self._sums.n_further_units), norm
 
     def _end_window_of_whole(
         self,
@@ -216,13 +244,15 @@ class WindowReader:
         else:
             sq_norm_big = self._sums.per_group(self._sq_norms(grads) if sq_norms is None else sq_norms)
         examples = self._examples.end_window(self._sums, sq_norms) if self._examples is not None else None
+        big = self._further_big(grads, rank_gradient, witness)
         packed, sizes = self._pack(problems), dict(self._witness.sizes)
-        if examples is None:
-            return Window(packed, sq_norm_big, witness, sizes, start_reduce(packed, self._wrapper.group)), norm
-        vector = torch.cat([packed, examples.vector])
+        riding = [] if examples is None else [examples.vector]
+        riding += [] if self._sums.further is None else [self._sums.further.pack()]
+        vector = torch.cat([packed, *riding]) if riding else packed
         work = start_reduce(vector, self._wrapper.group)
-        packed, of_examples = vector.split([len(packed), len(examples.vector)])
-        return Window(packed, sq_norm_big, witness, sizes, work, _summed(examples, [of_examples])), norm
+        packed, *riding = vector.split([len(packed), *map(len, riding)])
+        further = None if big is None else (riding[-1], big)
+        return Window(packed, sq_norm_big, witness, sizes, work, _summed(examples, riding), further=further), norm
 
     def _end_window_of_shards(
         self, grads: Sequence[Tensor | None], problems: Collection[Problem], *, reads_grad: bool
@@ -231,21 +261,85 @@ class WindowReader:
 
         One collective does it all. A clip waits for that collective, as it has to.
         """
-        witness, sizes = self._read_witness_of_shards(grads), dict(self._witness.sizes)
+        witness = self._read_witness_of_shards(grads)
         examples = self._examples.end_window(self._sums, None) if self._examples is not None else None
-        of_examples = [] if examples is None else [examples.vector]
-        packed = self._pack(problems)
+        further = self._further_of_shards(grads)
+        if self._experts is not None:
+            own = witness * self._experts.own_elements
+            of_experts, differ = self._experts.pack()
+            parts = [self._pack(problems, {Problem.EXPERTS_DIFFER: differ}), own, of_experts, witness - own]
+        else:
+            parts = [self._pack(problems), witness, *([] if examples is None else [examples.vector]), *further]
+        lengths = list(map(len, parts))
         if reads_grad:
-            vector = torch.cat([packed, witness, *of_examples])
+            vector = torch.cat(parts)
             norm = self._norm_of_clip(riding=vector)
-            packed, witness, *of_examples = vector.split([len(packed), len(witness), *map(len, of_examples)])
-            return Window(packed, self._squared(norm), witness, sizes, None, _summed(examples, of_examples)), norm
-        squares = widened(to_device(own_square_sums(self.plan)[: len(self.groups)], self.device))
-        vector = torch.cat([packed, squares, witness, *of_examples])
-        work = start_reduce(vector, self._wrapper.group)
-        lengths = [len(packed), len(squares), len(witness), *map(len, of_examples)]
-        packed, squares, witness, *of_examples = vector.split(lengths)
-        return Window(packed, squares, witness, sizes, work, _summed(examples, of_examples)), None
+            squares, work = self._squared(norm), None
+        else:
+            norm = None
+            squares = widened(to_device(own_square_sums(self.plan)[: self._n_squares], self.device))
+            vector = torch.cat([*parts, squares])
+            work = start_reduce(vector, self._wrapper.group)
+            squares = vector[-len(squares) :]
+        summed = vector[: sum(lengths)].split(lengths)
+        return self._window_of_shards(summed, squares, examples, has_further=bool(further), work=work), norm
+
+    def _window_of_shards(
+        self,
+        summed: Sequence[Tensor],
+        squares: Tensor,
+        examples: ExamplesOfWindow | None,
+        *,
+        has_further: bool,
+        work: dist.Work | None,
+    ) -> Window:
+        """The window from its parts, while `work` may still be summing them."""
+        packed, witness, *more = summed
+        experts = None
+        if self._experts is not None:
+            vector, witness_of_experts = more
+            experts = ExpertsOfWindow(vector, squares[len(self.groups) :], witness_of_experts)
+        sizes = dict(self._witness.sizes)
+        further = (more[-2], more[-1]) if has_further else None
+        of_groups = squares[: len(self.groups)]
+        return Window(packed, of_groups, witness, sizes, work, _summed(examples, more), experts, further)
+
+    @property
+    def _n_squares(self) -> int:
+        """Parts of the model whose |F|² is measured: the groups and, if there are any, the experts of each group."""
+        return len(self.groups) * (1 if self._experts is None else 2)
+
+    def _further_big(
+        self, grads: Sequence[Tensor | None], rank_gradient: RankGradient | None, witness: Tensor
+    ) -> Tensor | None:
+        """The final gradient in further metrics, where every rank holds all of it; flat. None without such metrics."""
+        if self._further is None or self._sums.further is None:
+            return None
+        if rank_gradient is not None and rank_gradient.reduced.further is not None:
+            factor = self._scaling_since_reduction(rank_gradient, witness).sqrt()
+            norms = rank_gradient.reduced.further * factor
+        else:
+            present = {i: g for i, g in enumerate(grads) if g is not None}
+            by_device: dict[torch.device, list[int]] = {}
+            for i, grad in present.items():
+                by_device.setdefault(grad.device, []).append(i)
+            parts = [self._further.norms(own, [present[i] for i in own]) for own in by_device.values()]
+            norms = self._further.join(parts, len(grads), self.device)
+        return self._sums.further.per_group(norms).view(-1)
+
+    def _further_of_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """The pieces in further metrics, and this rank's part of the final gradient; empty without such metrics."""
+        if self._further is None or self._sums.further is None:
+            return []
+        first, parameters = min(self.plan.in_stage), self.parameters
+        present = [(i, g) for i, g in enumerate(grads) if g is not None]
+        norms = []
+        for (i, _), grad in zip(present, reduce_partial([g for _, g in present]), strict=True):
+            part = counted_part(spec_of(grad), first, like=spec_of(parameters[i]))
+            if part is not None:
+                norms.append(self._further.norms_of_shard(i, part.of(local_tensor(grad))))
+        big = self._sums.further.per_group(self._further.join(norms, len(grads), self.device))
+        return [self._sums.further.pack(), big.view(-1)]
 
     def _norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         start = time.perf_counter()
@@ -257,20 +351,26 @@ class WindowReader:
 
     def _squared(self, norm: GlobalNorm) -> Tensor:
         """|F|² per group from a measured norm; [groups]."""
-        return widened(to_device(norm.by_part[: len(self.groups)], self.device)).square()
+        return widened(to_device(norm.by_part[: self._n_squares], self.device)).square()
 
-    def _pack(self, problems: Collection[Problem]) -> Tensor:
+    def _pack(self, problems: Collection[Problem], more: Mapping[Problem, Number] | None = None) -> Tensor:
         """This rank's sums. They are packed after all reading, since the metric may have met problems too."""
         counts = self._take_problems()
         for problem in problems:
             counts[problem] += 1
+        for problem, count in (more or {}).items():
+            counts[problem] += count
         return self._sums.pack(counts)
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
         if self._examples is not None:
             self._examples.end_window(self._sums, None)
+        if self._experts is not None:
+            self._experts.forget()
         self._sums.pack(self._take_problems())
+        if self._sums.further is not None:
+            self._sums.further.pack()
         self._taps.tap.end_window()
 
     def clip_also(self, unmeasured: Mapping[str, Tensor]) -> None:
@@ -279,12 +379,16 @@ class WindowReader:
         if self._unmeasured == ids:
             return
         self._unmeasured = ids
-        measured = self._wrapper.parameters
+        measured, parts, names = self._wrapper.parameters, self._group_index, list(self.groups)
+        if self._wrapper.experts is not None:
+            are_experts = self._wrapper.experts.indices
+            parts = [group + len(self.groups) * (i in are_experts) for i, group in enumerate(parts)]
+            names += [f"experts of {group}" for group in self.groups]
         self.plan = NormPlan(
             [*measured.values(), *unmeasured.values()],
             [*measured, *unmeasured],
-            parts=[*self._group_index, *[len(self.groups)] * len(unmeasured)],
-            part_names=[*self.groups, "not measured"],
+            parts=[*parts, *[len(names)] * len(unmeasured)],
+            part_names=[*names, "not measured"],
             mesh=self._wrapper.mesh,
             pp_mesh=self._wrapper.pp_mesh,
             allow_sparse=True,
@@ -317,8 +421,15 @@ class WindowReader:
         witness by the same factor, so the witness gives the factor. Any other change shows in the witness and drops the
         window later.
         """
+        return self._sums.per_group(rank_gradient.reduced.sq_norms) * self._scaling_since_reduction(
+            rank_gradient, witness
+        )
+
+    @staticmethod
+    def _scaling_since_reduction(rank_gradient: RankGradient, witness: Tensor) -> Tensor:
+        """The square of what the gradient was scaled by since the reduction; 0-dim."""
         before, now = rank_gradient.reduced.witness.square().sum(), witness.square().sum()
-        return self._sums.per_group(rank_gradient.reduced.sq_norms) * torch.where(before > 0, now / before, 1.0)
+        return torch.where(before > 0, now / before, 1.0)
 
     def _sq_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         """|F|² per parameter in the metric, [parameters].

@@ -19,7 +19,8 @@ from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neig
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.batch_size.taps.tap import ExamplesOfWindow, GradientSummary, Number, Problem
+from sonde.batch_size.taps.further_sums import FurtherSums
+from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import to_device, widened, zero_sums
 from sonde.parallel.float_pairs import rounded
@@ -27,21 +28,32 @@ from sonde.parallel.float_pairs import rounded
 
 @dataclass(frozen=True)
 class PieceCounts:
-    """A piece's weight w_k, its effective number of units n_k, its units as counted, and their own weights."""
+    """A piece's weight w_k, its effective number of units n_k, its units as counted, and their own weights.
+
+    Attributes:
+        further: its size in each of the further units.
+    """
 
     weight: Number
     effective_units: Number
     units: Number
     unit_weights: Sequence[float] | Tensor | None = None
+    further: tuple[Number, ...] = ()
 
 
-def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[float] | Tensor | None) -> PieceCounts:
+def piece_counts(
+    units: Number | None,
+    weight: Number,
+    unit_weights: Sequence[float] | Tensor | None,
+    further: Sequence[Number] = (),
+) -> PieceCounts:
     """Check the counts that a user gives for a piece, and complete them.
 
     Args:
         units: units in the piece; None for one unit per entry of `unit_weights`.
         weight: the piece's weight in the loss.
         unit_weights: weights of the units within the piece, [units].
+        further: the piece's size in each of the further units.
 
     Raises:
         ValueError: for a number that is not positive and finite, or a tensor of the wrong shape.
@@ -68,17 +80,24 @@ def piece_counts(units: Number | None, weight: Number, unit_weights: Sequence[fl
             "leave out units="
         )
     units = _positive("units", units)
-    return PieceCounts(_positive("weight", weight), units if effective is None else effective, units, unit_weights)
+    others = tuple(_positive("units", number) for number in further)
+    n_units = units if effective is None else effective
+    return PieceCounts(_positive("weight", weight), n_units, units, unit_weights, others)
 
 
-def check_counts(units: Number | None, weight: Number, unit_weights: Sequence[float] | Tensor | None) -> None:
+def check_counts(
+    units: Number | None,
+    weight: Number,
+    unit_weights: Sequence[float] | Tensor | None,
+    further: Sequence[Number] = (),
+) -> None:
     """Check the counts of a piece that is not measured, as `piece_counts` does, without any work for a device.
 
     Raises:
         ValueError: for a number that is not positive and finite.
     """
-    if not any(isinstance(value, Tensor) and not at_hand(value) for value in (units, weight, unit_weights)):
-        piece_counts(units, weight, unit_weights)
+    if not any(isinstance(value, Tensor) and not at_hand(value) for value in (units, weight, unit_weights, *further)):
+        piece_counts(units, weight, unit_weights, further)
 
 
 def _positive(name: str, value: Number) -> Number:
@@ -123,7 +142,10 @@ class Window:
         witness_final: the witness's elements of that gradient; [witness].
         witness_sizes: elements that the witness read of each parameter, in order, by index.
         work: the collective that is adding to `packed`; None with a single rank.
+        n_further_units: how many further units pieces are counted in.
         examples: of the window's single examples, if the probe may read them.
+        experts: of experts that several ranks feed, if the model has any; the other numbers are then of the rest.
+        further: what `FurtherSums` packed, and its sums of the final gradient; None without further metrics.
     """
 
     packed: Tensor
@@ -132,6 +154,9 @@ class Window:
     witness_sizes: Mapping[int, int]
     work: dist.Work | None
     examples: ExamplesOfWindow | None = None
+    experts: ExpertsOfWindow | None = None
+    further: tuple[Tensor, Tensor] | None = None
+    n_further_units: int = 0
 
 
 class WindowSums:
@@ -144,6 +169,8 @@ class WindowSums:
         device: where the sums live.
         data: this rank's place among those that have data of their own; None for a single process.
         has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
+        further: adds up the norms in further metrics; None without.
+        n_further_units: how many further units pieces are counted in.
     """
 
     def __init__(
@@ -155,7 +182,10 @@ class WindowSums:
         device: torch.device,
         data: DataRanks | None = None,
         has_loss_scale: bool = False,
+        further: FurtherSums | None = None,
+        n_further_units: int = 0,
     ) -> None:
+        self.further, self.n_further_units = further, n_further_units
         self._device = device
         self._group_index = to_device(torch.tensor(group_index, device="cpu"), device)
         self.n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
@@ -177,6 +207,7 @@ class WindowSums:
         self._weight_over_units: Number = 0.0
         self._sq_weight_over_units: Number = 0.0
         self._units: Number = 0.0
+        self._further_units: list[Number] = [0.0] * self.n_further_units
         self._compared: list[Tensor] = []
 
     def add(self, gradient: GradientSummary, counts: PieceCounts) -> None:
@@ -193,7 +224,8 @@ class WindowSums:
         self._weight_over_units += counts.weight / counts.effective_units
         self._sq_weight_over_units += counts.weight * counts.weight / counts.effective_units
         self._units += counts.units
-        for number in (counts.weight, counts.effective_units, counts.units):
+        self._further_units = [a + b for a, b in zip(self._further_units, counts.further, strict=True)]
+        for number in (counts.weight, counts.effective_units, counts.units, *counts.further):
             # `piece_counts` has checked Python numbers. Tensors cannot be checked without waiting for the device.
             if isinstance(number, Tensor):
                 self._bad_counts += ~(torch.isfinite(number) & (number > 0))
@@ -209,9 +241,11 @@ class WindowSums:
         self._small += gradient.sq_norms / weight
         squares = gradient.witness.square()
         self._witness += gradient.witness
-        self._witness_squares += squares
+        self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
         self._witness_small += squares.sum() / weight
         self._squares += gradient.sq_norms.sum()
+        if self.further is not None and gradient.further is not None:
+            self.further.add(gradient.further, weight)
 
     @property
     def sq_norms_over_weight(self) -> Tensor:
@@ -243,8 +277,9 @@ class WindowSums:
             self._sq_weight_over_units / self._weight if has_pieces else 0.0,
             float(may_compare),
         ]
+        further = self._further_units
         if not counts_pieces:
-            counts = [0.0] * _N_COUNTS
+            counts, further = [0.0] * _N_COUNTS, [0.0] * self.n_further_units
         numbers = as_vector([*self.costs.numbers(), *counts, *problems], self._device)
         self._add_not_finite(numbers[N_COSTS + _N_COUNTS :])
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
@@ -259,6 +294,7 @@ class WindowSums:
                 self._witness,
                 self._witness_squares,
                 self._mark(),
+                as_vector(further, self._device),
             ]
         )
         # `packed` is a copy, so the accumulators can be zeroed in place for the next window.
@@ -293,7 +329,13 @@ class WindowSums:
         return marks.view(-1)
 
 
-def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness_sizes: Mapping[int, int]) -> WindowRow:
+def read_row(
+    packed: Tensor,
+    sq_norm_big: Tensor,
+    witness_final: Tensor,
+    witness_sizes: Mapping[int, int],
+    n_further_units: int = 0,
+) -> WindowRow:
     """Name the numbers of a window once they are on the host.
 
     Args:
@@ -301,7 +343,9 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         sq_norm_big: as in `Window`, [groups]; on the CPU.
         witness_final: as in `Window`, [witness]; on the CPU.
         witness_sizes: as in `Window`.
+        n_further_units: as in `Window`.
     """
+    packed, further = packed.split([len(packed) - n_further_units, n_further_units])
     n_groups, n_witness = len(sq_norm_big), len(witness_final)
     lengths = [n_groups, N_COSTS, _N_COUNTS, len(Problem), 2, _N_COMPARISONS, n_witness, n_witness]
     small, _, counts, problems, (witness_small, witness_ranks), compared, witness, squares, marks = packed.split(
@@ -318,6 +362,7 @@ def read_row(packed: Tensor, sq_norm_big: Tensor, witness_final: Tensor, witness
         sq_weight_over_units=sq_weight_over_units,
         n_pieces=round(n_pieces),
         n_units=n_units,
+        further_units=further.tolist(),
         rank_sq_weight_over_units=rank_sq_weight_over_units,
         problems=[drop for p, drop in drops.items() if not p.only_explains],
         explanations=[drop for p, drop in drops.items() if p.only_explains],

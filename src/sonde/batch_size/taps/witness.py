@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +33,21 @@ class Witness:
         shapes: of all parameters, in the model's order.
         first: where this rank's parameters begin in that list; the methods count them from 0.
         n: how many are this rank's; None for all from `first` on.
+        apart: parameters that are scaled by a factor of their own, by index; some of them are read in every window.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], first: int = 0, n: int | None = None) -> None:
+    def __init__(
+        self, shapes: Sequence[Sequence[int]], first: int = 0, n: int | None = None, apart: Collection[int] = ()
+    ) -> None:
         self._shapes = [tuple(shape) for shape in shapes]
         self._first, self._n = first, len(shapes) - first if n is None else n
-        vectors = [i for i, shape in enumerate(self._shapes) if len(shape) < 2 and 0 not in shape]
-        matrices = [i for i, shape in enumerate(self._shapes) if len(shape) >= 2 and 0 not in shape]
+        self.apart = frozenset(apart)
+        """As passed."""
+        usual = [(i, len(shape)) for i, shape in enumerate(self._shapes) if 0 not in shape and i not in self.apart]
+        vectors, matrices = [i for i, n_dims in usual if n_dims < 2], [i for i, n_dims in usual if n_dims >= 2]
+        special = sorted(i for i in self.apart if 0 not in self._shapes[i])
         self._kinds = [(*_split(vectors, _VECTORS), _VECTORS), (*_split(matrices, _MATRICES), _MATRICES)]
+        self._kinds += [(*_split(special, _MATRICES), _MATRICES)] if special else []
         n_read = sum(min(len(fixed) + len(moving), 2 * n) for fixed, moving, n in self._kinds)
         self.size = n_read * _ELEMENTS_PER_PARAMETER
         """Length of what `join` returns."""

@@ -1,66 +1,310 @@
-"""Squared gradient norms of every prompt and of the halves of its group, with one backward for each half."""
+"""Squared gradient norms of every prompt, of the halves of its group, and of the sum over all ranks.
+
+Where every rank holds what its gradients need, each half takes one backward, and buffers hold the sums. Under FSDP2 a
+buffer would be as large as the whole model. There a prompt takes a backward of its own besides those of its halves, and
+FSDP2 itself adds the prompts up, in shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.parallel.placements import is_fully_sharded
-from sonde.parallel.process_groups import start_reduce
-from sonde.policy.scoring.summed_gradient import gradients_taken
+from sonde.batch_size.taps.squared_norms import roots
+from sonde.gradient_norm.global_norm import global_norm
+from sonde.gradient_norm.partial_gradients import reduce_partial
+from sonde.gradient_norm.plan import NormPlan
+from sonde.parallel.gathered import gathered_parameters
+from sonde.parallel.placements import (
+    from_local,
+    holds_first_copy,
+    is_dtensor,
+    is_fully_sharded,
+    layout_of,
+    local_tensor,
+    spec_of,
+)
+from sonde.parallel.process_groups import gather_from_all_ranks, start_reduce
+from sonde.policy.scoring.fsdp_reduction import check_nothing_waits, divisors_of, reduces_every_backward
+from sonde.policy.scoring.prompt_ranks import PromptRanks
+from sonde.policy.scoring.summed_gradient import check_no_other_hook, gradients_set_aside, gradients_taken
+
+T = TypeVar("T")
+Objective = Callable[[Tensor], Tensor]
+"""Makes a 0-dim tensor of rows, [rows]; additive over rows."""
 
 
-class NestedNorms:
-    """Sums the gradients of parts to the gradients of wholes, and these to the gradient of all; and squares each.
+class NestedNorms(Protocol):
+    """Squares the gradients of prompts and of their halves, and of the sum of all prompts of all ranks."""
 
-    It has two buffers of parameter size: the sum of the current whole, and the sum of all wholes so far.
+    def add(self, objective: Objective, prompts: Sequence[Tensor]) -> Tensor:
+        """Add the gradients of this rank's prompts.
 
-    Args:
-        model: plain or in DDP.
-
-    Raises:
-        ValueError: for a sharded model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        if any(map(is_fully_sharded, model.modules())):
-            raise ValueError("gradients of single prompts cannot be read under FSDP: measure the model under DDP")
-        self._model = model
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self._all = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
-        self._whole = torch.zeros_like(self._all)
-        sizes = [p.numel() for p in parameters]
-        self._views: dict[Tensor, Tensor] = dict(zip(parameters, self._whole.split(sizes), strict=True))
-
-    def add_whole(self, function: Callable[[Any], Tensor], parts: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
-        """Add the gradients of a whole's parts.
+        Args:
+            objective: what is differentiated.
+            prompts: the rows of each prompt.
 
         Returns:
-            |Σ ∇function(part)|², and |∇function(part)|² of each part; 0-dim, fp64.
+            |h|², |h₁|² and |h₂|² of each prompt, as far as this rank counts them: they add up over the ranks that share
+            the prompt. Of a single row, the first half is the prompt, and the second is 0. [prompts, 3], fp64.
         """
-        self._whole.zero_()
-        squares = []
-        for part in parts:
-            square = torch.zeros((), dtype=torch.float64, device=self._all.device)
 
-            def take(parameter: Tensor, grad: Tensor, square: Tensor = square) -> None:
-                # A part's square is known parameter by parameter; the whole's needs the sum over its parts first.
-                flat = grad.reshape(-1).float()
-                square.add_(flat.square().sum(dtype=torch.float64))
-                self._views[parameter].add_(flat)
+    def sq_norm_of_sum(self) -> float:
+        """The squared norm of the sum over all prompts of all ranks, on every rank."""
 
-            with gradients_taken(self._model, take), torch.enable_grad():
-                function(part).backward()
-            squares.append(square)
-        self._all.add_(self._whole)
-        return self._whole.square().sum(dtype=torch.float64), squares
 
-    def reduce_all(self, group: dist.ProcessGroup | None) -> Tensor:
-        """The squared norm of the sum of all wholes of all ranks, 0-dim, fp64; by one all-reduce."""
-        if work := start_reduce(self._all, group):
+def halves(rows: Tensor) -> list[Tensor]:
+    """Every second row, and the others; one half if there is a single row."""
+    return [half for half in (rows[::2], rows[1::2]) if len(half)]
+
+
+@contextlib.contextmanager
+def nested_norms(model: nn.Module, ranks: PromptRanks) -> Iterator[NestedNorms]:
+    """Norms of a model, in the way that fits it. On exit, each parameter has its former `.grad` back.
+
+    Args:
+        model: plain, in DDP, or cut by FSDP2 or tensor parallelism. Under FSDP2, all ranks have to call this.
+        ranks: that take part.
+
+    Raises:
+        ValueError: for parameters whose gradient another hook consumes after accumulation; under FSDP2, when gradients
+            of a backward before still wait to be reduced.
+    """
+    gathered = gathered_parameters(model)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    leaves: list[Tensor] = [gathered.get(id(p), p) for p in named.values()]
+    if not any(map(is_fully_sharded, model.modules())):
+        with gradients_set_aside(leaves):
+            yield BufferedNorms(model, leaves, ranks)
+        return
+    check_no_other_hook(list(named.values()))
+    check_nothing_waits(model)
+    with gradients_set_aside([*named.values(), *leaves]), reduces_every_backward(model):
+        yield FullyShardedNorms(model, named, leaves, ranks)
+
+
+class BufferedNorms:
+    """Sums the gradients of halves to those of prompts, and these to the gradient of all, in two buffers.
+
+    Each buffer is as large as what this rank holds of the parameters.
+
+    Args:
+        model: plain, in DDP, or cut by tensor parallelism.
+        parameters: its trainable parameters.
+        ranks: that take part.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor], ranks: PromptRanks) -> None:
+        self._model, self._parameters, self._ranks = model, list(parameters), ranks
+        self._reader = _PartReader(parameters, ranks)
+        locals_ = [local_tensor(p) for p in parameters]
+        sizes = [p.numel() for p in locals_]
+        self._all = torch.zeros(sum(sizes), device=locals_[0].device)
+        self._whole = torch.zeros_like(self._all)
+        self._parts_of_all, self._parts_of_whole = self._all.split(sizes), self._whole.split(sizes)
+
+    def add(self, objective: Objective, prompts: Sequence[Tensor]) -> Tensor:
+        """One backward for each half."""
+        squares = torch.zeros(len(prompts), 3, dtype=torch.float64, device=self._all.device)
+        for of_prompt, rows in zip(squares, prompts, strict=True):
+            self._whole.zero_()
+            for column, half in enumerate(halves(rows), 1):
+                of_prompt[column] = self._half(objective, half)
+            self._all.add_(self._whole)
+            of_prompt[0] = self._reader.square(self._parts_of_whole)
+        return squares
+
+    def _half(self, objective: Objective, rows: Tensor) -> Tensor:
+        """Add a half's gradient to the prompt's; returns its square, 0-dim."""
+        square = self._all.new_zeros((), dtype=torch.float64)
+
+        def take(index: int, grad: Tensor) -> None:
+            # A half's square is known parameter by parameter; the prompt's needs the sum over its halves first.
+            if (part := self._reader.part(index, grad)) is not None:
+                add(index, part)
+
+        def add(index: int, part: Tensor) -> None:
+            square.add_(self._reader.square_of(index, part))
+            self._parts_of_whole[index].add_(part.reshape(-1))
+
+        with gradients_taken(self._model, self._parameters, take), torch.enable_grad():
+            objective(rows).backward()
+        for index, part in self._reader.summed_partial().items():
+            add(index, part)
+        return square
+
+    def sq_norm_of_sum(self) -> float:
+        """By one all-reduce of the buffer, and a small one if ranks share it."""
+        if work := start_reduce(self._all, self._ranks.same_part):
             work.wait()
-        return self._all.square().sum(dtype=torch.float64)
+        square = self._reader.square(self._parts_of_all)
+        if self._ranks.data.n_sharing > 1:
+            # Every set of ranks that share the parameters now has the same sum.
+            square = square / self._ranks.data.n_ranks
+            if work := start_reduce(square, self._ranks.everyone):
+                work.wait()
+        return float(square)
+
+
+class FullyShardedNorms:
+    """Squares gradients as backward makes them, and lets FSDP2 add up those of whole prompts, in shards.
+
+    All ranks run as many backwards, in the same order, since FSDP2 gathers parameters in each of them: a rank with
+    fewer prompts repeats its last one with weight 0.
+
+    Args:
+        model: cut by FSDP2, perhaps over tensor parallelism. It reduces every backward, and no `.grad` is set.
+        parameters: its trainable parameters by name, as FSDP2 shards them.
+        leaves: the tensors that backward makes their gradients for, [parameters].
+        ranks: that take part.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: dict[str, nn.Parameter], leaves: Sequence[Tensor], ranks: PromptRanks
+    ) -> None:
+        self._model, self._parameters, self._leaves, self._ranks = model, parameters, list(leaves), ranks
+        self._reader = _PartReader(leaves, ranks)
+
+    def add(self, objective: Objective, prompts: Sequence[Tensor]) -> Tensor:
+        """One backward for each half that is not the whole prompt, then one for each prompt."""
+        device = local_tensor(self._leaves[0]).device
+        squares = torch.zeros(len(prompts), 3, dtype=torch.float64, device=device)
+        split = [
+            (k, column, half)
+            for k, rows in enumerate(prompts)
+            if len(rows) > 1
+            for column, half in enumerate(halves(rows), 1)
+        ]
+        counts = torch.tensor([[len(split), len(prompts)]])
+        n_halves, n_wholes = gather_from_all_ranks(self._ranks.everyone, lambda: {"n": counts})["n"].amax(0).tolist()
+        spare = (len(prompts) - 1, 0, prompts[-1])
+        for weight, (k, column, half) in _padded(split, spare, n_halves):
+            square = self._half(objective, half, weight)
+            squares[k, column] = square if weight else squares[k, column]
+        whole = [(k, 0, rows) for k, rows in enumerate(prompts)]
+        for weight, (k, column, rows) in _padded(whole, spare, n_wholes):
+            square = self._whole(objective, rows, weight)
+            squares[k, column] = square if weight else squares[k, column]
+        is_single = torch.tensor([len(rows) == 1 for rows in prompts], device=device)
+        squares[:, 1] = torch.where(is_single, squares[:, 0], squares[:, 1])
+        return squares
+
+    def _half(self, objective: Objective, rows: Tensor, weight: float) -> Tensor:
+        """The square of a gradient that is taken before FSDP2 sees it; 0-dim."""
+        squares: list[Tensor] = []
+        with gradients_taken(self._model, self._leaves, self._squared_into(squares)), torch.enable_grad():
+            (weight * objective(rows)).backward()
+        return self._sum(squares)
+
+    def _whole(self, objective: Objective, rows: Tensor, weight: float) -> Tensor:
+        """The square of a gradient that FSDP2 then adds to `.grad`; 0-dim."""
+        squares: list[Tensor] = []
+        take = self._squared_into(squares)
+        with contextlib.ExitStack() as stack:
+            for index, leaf in enumerate(self._leaves):
+                stack.callback(leaf.register_hook(_with_index(take, index)).remove)
+            with torch.enable_grad():
+                (weight * objective(rows)).backward()
+        return self._sum(squares)
+
+    def _squared_into(self, squares: list[Tensor]) -> Callable[[int, Tensor], None]:
+        def take(index: int, grad: Tensor) -> None:
+            if (part := self._reader.part(index, grad)) is not None:
+                squares.append(self._reader.square_of(index, part))
+
+        return take
+
+    def _sum(self, squares: list[Tensor]) -> Tensor:
+        squares += [self._reader.square_of(index, part) for index, part in self._reader.summed_partial().items()]
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+    def sq_norm_of_sum(self) -> float:
+        """By one collective, and an all-reduce of the parameters that FSDP2 does not shard."""
+        divisors = divisors_of(self._model, self._ranks.data.n_ranks)
+        for p in self._parameters.values():
+            # FSDP2 divides the reduced sum, since training averages over ranks: multiplying makes it a sum again.
+            if p.grad is not None:
+                p.grad.mul_(divisors.get(p, 1.0))
+        self._reduce_unsharded([p for p in self._parameters.values() if p not in divisors])
+        plan = NormPlan(list(self._parameters.values()), list(self._parameters), mesh=self._ranks.mesh)
+        return float(global_norm(plan, 2.0).norm.double().square())
+
+    def _reduce_unsharded(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add up the gradients of parameters that FSDP2 leaves alone; a rank without one adds 0."""
+        if not parameters or self._ranks.same_part is None:
+            return
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        parts = [local_tensor(cast(Tensor, p.grad)) for p in parameters]
+        flat = torch.cat([part.reshape(-1).float() for part in parts])
+        dist.all_reduce(flat, group=self._ranks.same_part)
+        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))
+
+
+class _PartReader:
+    """What this rank counts of the gradients of parameters: every element counts on one of the ranks that share it.
+
+    A gradient is brought into the placement of its parameter. Partial gradients, as those of norm weights under
+    sequence parallelism, wait until the backward has ended, and are summed by one all-reduce.
+
+    Args:
+        leaves: the tensors that backward makes gradients for.
+        ranks: that take part.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], ranks: PromptRanks) -> None:
+        self._leaves = list(leaves)
+        is_shared = ranks.data.n_sharing > 1
+        self._counts = [
+            not is_shared or holds_first_copy(layout_of(leaf), ranks.data.first_sharing) for leaf in self._leaves
+        ]
+        self._partial: dict[int, Tensor] = {}
+
+    def part(self, index: int, grad: Tensor) -> Tensor | None:
+        """This rank's part of a gradient; None for a partial one, which waits."""
+        if not is_dtensor(grad):
+            return grad
+        if layout_of(grad).partial:
+            # A copy of the local part, since autograd goes on with the gradient; to clone a DTensor may reduce it.
+            self._partial[index] = from_local(local_tensor(grad).clone(), spec_of(grad))
+            return None
+        return self._as_parameter(index, grad)
+
+    def summed_partial(self) -> dict[int, Tensor]:
+        """This rank's parts of the gradients that waited, by index. All ranks that share them have to call this."""
+        partial, self._partial = self._partial, {}
+        indices = sorted(partial)
+        summed = reduce_partial([partial[i] for i in indices]) if indices else []
+        return {i: self._as_parameter(i, grad) for i, grad in zip(indices, summed, strict=True)}
+
+    def _as_parameter(self, index: int, grad: Tensor) -> Tensor:
+        placements = cast(Any, self._leaves[index]).placements
+        if cast(Any, grad).placements != placements:
+            grad = cast(Any, grad).redistribute(placements=placements)
+        return local_tensor(grad)
+
+    def square_of(self, index: int, part: Tensor) -> Tensor:
+        """What this rank counts of the squared norm of one gradient; 0-dim, fp64."""
+        if not self._counts[index]:
+            return torch.zeros((), dtype=torch.float64, device=part.device)
+        return roots(part).double().square().sum()
+
+    def square(self, parts: Sequence[Tensor]) -> Tensor:
+        """The same of the gradients of all parameters; 0-dim, fp64."""
+        return torch.stack([self.square_of(index, part) for index, part in enumerate(parts)]).sum()
+
+
+def _with_index(take: Callable[[int, Tensor], None], index: int) -> Callable[[Tensor], None]:
+    return lambda grad: take(index, grad)
+
+
+def _padded(batches: Sequence[T], spare: T, n: int) -> Iterator[tuple[float, T]]:
+    """The batches with weight 1, and a spare one with weight 0 for each that is missing from n."""
+    yield from ((1.0, batch) for batch in batches)
+    yield from ((0.0, spare) for _ in range(n - len(batches)))

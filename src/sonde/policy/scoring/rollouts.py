@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -107,6 +108,13 @@ class Rollouts:
                 "responses, or pass the ranks that have responses as process_group="
             )
 
+    def digest(self) -> int:
+        """A number that differs where inputs, masks, prompts, advantages or weights do; waits for the device."""
+        named = {**self.inputs, "mask": self.mask, "prompt": self.prompt}
+        named |= {"advantage": self.advantage, "weight": self.weight}  # type: ignore[dict-item]
+        sums = [(name, tuple(t.shape), _checksum(t)) for name, t in named.items() if t is not None]
+        return int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
+
     def responses(self) -> Responses:
         """The mask and the prompts, for equations; on the CPU."""
         return Responses(self.mask.cpu(), self.prompt.cpu())
@@ -166,6 +174,13 @@ class Rollouts:
             expected = f"[{len(self)}] or {list(self.mask.shape)}"
             raise ValueError(f"{name} must be {expected}, one for each response or token, got {list(values.shape)}")
         return values
+
+
+def _checksum(tensor: Tensor) -> int:
+    """A sum of the bytes, each weighed by its place."""
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).long()
+    places = torch.arange(1, len(values) + 1, device="cpu") * 2_654_435_761 % 2**31  # Knuth's multiplicative hash
+    return int((values * places).sum())
 
 
 def _kind(value: object) -> str:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonde.parallel.placements import is_fully_sharded
 from sonde.parallel.process_groups import start_reduce
+from sonde.policy.scoring.fsdp_reduction import check_nothing_waits, divisors_of, reduces_every_backward
 from sonde.policy.scoring.optimizer_step import Direction
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -65,45 +66,49 @@ def summed_gradient(
         raise ValueError(f"the buffer must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     parameters = [p for p in model.parameters() if p.requires_grad]
     if any(map(is_fully_sharded, model.modules())):
-        _check_no_other_hook(parameters)
-        with _set_aside(parameters):
+        check_no_other_hook(parameters)
+        check_nothing_waits(model)
+        with gradients_set_aside(parameters):
             return GradientSum(_under_fsdp(function, model, parameters, batches, n_ranks), None)
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
     views = flat.split([p.numel() for p in parameters])
     sums: Direction = {p: view.view(p.shape) for p, view in zip(parameters, views, strict=True)}
 
-    def add(parameter: Tensor, grad: Tensor) -> None:
-        sums[parameter].add_(grad)
+    def add(index: int, grad: Tensor) -> None:
+        sums[parameters[index]].add_(grad)
 
-    with gradients_taken(model, add):
+    with gradients_taken(model, parameters, add):
         for batch in batches:
             function(batch).backward()
     return GradientSum(sums, flat)
 
 
 @contextlib.contextmanager
-def gradients_taken(model: nn.Module, take: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Backwards inside give each parameter's gradient to `take`, dense. They leave `.grad` and other ranks alone.
+def gradients_taken(model: nn.Module, leaves: Sequence[Tensor], take: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Backwards inside give each leaf's gradient to `take`, dense. They leave `.grad` and other ranks alone.
 
     Args:
-        model: plain or in DDP.
-        take: called with a parameter and the gradient that this backward adds; the gradient is freed afterwards.
+        model: plain, in DDP, or cut over ranks.
+        leaves: its trainable parameters; under FSDP2, the whole parameters that FSDP2 gathers.
+        take: called with a leaf's index and the gradient that this backward adds; the gradient is freed afterwards.
 
     Raises:
         ValueError: for parameters whose gradient another hook consumes after accumulation.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    _check_no_other_hook(parameters)
+    check_no_other_hook(leaves)
 
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        # autograd adds into an empty .grad, so this is the gradient of this backward alone.
-        grad, parameter.grad = parameter.grad, None
-        take(parameter, grad.to_dense() if grad.is_sparse else grad)
+    def hook_of(index: int) -> Callable[[Tensor], None]:
+        def hook(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            # autograd adds into an empty .grad, so this is the gradient of this backward alone.
+            grad, leaf.grad = leaf.grad, None
+            take(index, grad.to_dense() if grad.is_sparse else grad)
 
-    with _set_aside(parameters), contextlib.ExitStack() as stack:
-        for parameter in parameters:
-            stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        return hook
+
+    with gradients_set_aside(leaves), contextlib.ExitStack() as stack:
+        for index, leaf in enumerate(leaves):
+            stack.callback(leaf.register_post_accumulate_grad_hook(hook_of(index)).remove)
         # The forward ran on the module inside DDP; no_sync() keeps DDP's own hooks from reducing.
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
@@ -111,7 +116,12 @@ def gradients_taken(model: nn.Module, take: Callable[[Tensor, Tensor], None]) ->
         yield
 
 
-def _check_no_other_hook(parameters: Sequence[Tensor]) -> None:
+def check_no_other_hook(parameters: Sequence[Tensor]) -> None:
+    """Refuse parameters whose gradient another hook consumes after accumulation.
+
+    Raises:
+        ValueError: with the likely cause.
+    """
     for parameter in parameters:
         # A private attribute, since there is no public way to ask: running such a hook would change the training.
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -122,7 +132,7 @@ def _check_no_other_hook(parameters: Sequence[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
+def gradients_set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
     """`.grad` is empty inside. On exit, each parameter has its former tensor back."""
     gradients = [p.grad for p in parameters]
     try:
@@ -143,26 +153,11 @@ def _under_fsdp(
 ) -> Direction:
     """The sum in `.grad`, which only the last backward reduces over ranks."""
     sharded: list[Any] = [m for m in model.modules() if is_fully_sharded(m)]
-    try:
+    with reduces_every_backward(model):
         for i, batch in enumerate(batches):
             for module in sharded:
                 module.set_requires_gradient_sync(i == len(batches) - 1, recurse=False)
             function(batch).backward()
-    finally:
-        for module in sharded:
-            module.set_requires_gradient_sync(True, recurse=False)
     # FSDP divides the reduced sum, since training averages over ranks: multiplying makes it a sum again.
-    divisors = _divisors(sharded, n_ranks)
+    divisors = divisors_of(model, n_ranks)
     return {p: torch.zeros_like(p) if p.grad is None else p.grad.mul_(divisors.get(p, 1.0)) for p in parameters}
-
-
-def _divisors(sharded: Sequence[Any], n_ranks: int) -> dict[Tensor, float]:
-    """The divisor of each parameter's sum over ranks: the number of ranks, unless the user has set another."""
-    divisors = {}
-    for module in sharded:
-        state = module._get_fsdp_state()  # private, since PyTorch has a setter for divisors, but no getter
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in groups:
-            for parameter in group.fsdp_params if group is not None else ():
-                divisors[parameter.sharded_param] = float(group.gradient_divide_factor or n_ranks)
-    return divisors

@@ -52,7 +52,7 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
     """
     groups = ordered_groups(reading, order)
     if not groups:
-        return "This run did not measure groups of parameters separately."
+        return "The log holds no values of groups of parameters: sonde.attach(log_groups=True) writes them."
     if all(group.status == "unresolved" for group in groups.values()):
         return "No group of parameters has a known noise scale yet: measure more windows."
     batch = reading.metrics.get("gns/units_per_window")

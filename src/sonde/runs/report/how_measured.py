@@ -66,9 +66,8 @@ def _setup_rows(run: Run) -> list[Row]:
     if taps:
         rows.append(Row("Where gradients were read", (", then ".join(taps),)))
     if setup.get("metric", "euclidean") != "euclidean":
-        rows.append(
-            Row("Norm", (f"{setup['metric']}: squared norms are weighted as this optimizer weights gradients.",))
-        )
+        of_first = " The noise scale and the verdict are of the first." if "," in str(setup["metric"]) else ""
+        rows.append(Row("Norm", (f"{setup['metric']}, in place of the plain squared norm of gradients.{of_first}",)))
     if setup.get("optimizer") and not setup.get("fixed_weights"):
         rows.append(Row("Optimizer whose steps were watched", (f"{setup['optimizer']}.",)))
     if setup.get("batch_norms"):

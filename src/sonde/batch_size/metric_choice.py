@@ -1,0 +1,153 @@
+"""The metrics that a probe measures in: which of them a model allows, and what each takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric, nuclear_norm_bytes
+from sonde.batch_size.taps.further_metrics import Adds, FurtherMetric, FurtherMetrics
+from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric, MetricName
+from sonde.batch_size.taps.second_moments import SecondMoments
+from sonde.parallel.devices import accumulation_dtype
+from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.wrappers import Wrapper
+
+
+@dataclass(frozen=True)
+class ChosenMetrics:
+    """The metrics of one probe.
+
+    Attributes:
+        names: those that were asked for, the headline first.
+        base: whose squares the checks of every window use. It is the plain metric, or Adam's where nothing else was
+            asked for.
+        further: the others; None without.
+    """
+
+    names: tuple[MetricName, ...]
+    base: GradientMetric
+    further: FurtherMetrics | None
+
+    @property
+    def adds(self) -> dict[str, Adds]:
+        """What adds up over parameters in each further metric, by name."""
+        return {metric.name: metric.adds for metric in self.further.metrics} if self.further is not None else {}
+
+    @property
+    def moments(self) -> SecondMoments | None:
+        """Second moments that must be gathered; None if there are none."""
+        return self.further.moments if self.further is not None else None
+
+
+def metric_names(metric: object) -> tuple[MetricName, ...]:
+    """The metrics that `metric=` names.
+
+    Raises:
+        ValueError: for an unknown or repeated name, or none.
+    """
+    names: Sequence[Any] = (metric,) if isinstance(metric, str) else metric if isinstance(metric, Sequence) else ()
+    known = get_args(MetricName)
+    if not names or any(name not in known for name in names):
+        raise ValueError(
+            f"metric must be one or several of {', '.join(map(repr, known))}, got {metric!r}: use 'euclidean'"
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"metric names each metric once, got {metric!r}: leave out the second")
+    return tuple(names)
+
+
+def choose_metrics(
+    names: tuple[MetricName, ...],
+    model: nn.Module,
+    wrapper: Wrapper,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    staging_bytes: int,
+) -> ChosenMetrics:
+    """The metrics of these names, for this model.
+
+    Args:
+        names: the headline first.
+        model: as it was given.
+        wrapper: what was found of it.
+        optimizer: as it was given; Adam's metric needs it.
+        staging_bytes: bound of the memory that a metric may take.
+
+    Raises:
+        ValueError: when the model, its optimizer or the bound do not allow a metric, with the way out.
+    """
+    if names != ("euclidean",) and (wrapper.experts is not None or wrapper.sequence_group is not None):
+        raise ValueError(
+            f"metric={names[0] if len(names) == 1 else names!r} is not measured where several ranks feed one gradient, "
+            f"got {wrapper.name}: use metric='euclidean'"
+        )
+    inner = None if optimizer is None else unwrap_optimizer(optimizer)
+    adam = _adam(wrapper, inner, staging_bytes) if "adam" in names and inner is not None else None
+    if adam is not None and names == ("adam",) and wrapper.mesh is None:
+        return ChosenMetrics(names, adam, None)
+    further: list[FurtherMetric] = []
+    for name in names:
+        if name == "adam" and adam is not None:
+            further.append(adam)
+        elif name == "sign":
+            _check_whole_gradients(wrapper)
+            further.append(SignMetric())
+        elif name == "spectral":
+            further.append(_spectral(model, wrapper, inner, staging_bytes))
+    moments = adam.moments if adam is not None and adam.moments.must_gather else None
+    return ChosenMetrics(names, Euclidean(), FurtherMetrics(tuple(further), moments) if further else None)
+
+
+def _adam(wrapper: Wrapper, optimizer: Any, staging_bytes: int) -> AdamMetric:
+    parameters = list(wrapper.parameters.values())
+    return AdamMetric(SecondMoments(optimizer, parameters, wrapper.leaves, most_bytes=staging_bytes))
+
+
+def _check_whole_gradients(wrapper: Wrapper) -> None:
+    """Refuse models of which no rank sees the whole gradient of a piece: norms add up before they are squared."""
+    if wrapper.pp_mesh is not None or wrapper.data.n_sharing > 1:
+        raise ValueError(
+            f"metric='sign' needs the whole gradient of each piece on one rank, got a model cut by {wrapper.name}: use "
+            "metric='adam' or 'euclidean', whose squares add up over ranks"
+        )
+
+
+def _spectral(model: nn.Module, wrapper: Wrapper, optimizer: Any, staging_bytes: int) -> SpectralMetric:
+    if wrapper.mesh is not None:
+        raise ValueError(
+            f"metric='spectral' needs each matrix whole on one rank, got a model cut by {wrapper.name}: use DDP, or "
+            "metric='adam' or 'euclidean'"
+        )
+    matrices = _matrices(model, list(wrapper.parameters.values()), optimizer)
+    if not matrices:
+        raise ValueError(
+            "metric='spectral' measures matrices other than embeddings, got a model without: use metric='euclidean'"
+        )
+    named = list(wrapper.parameters.items())
+    dtype = accumulation_dtype(wrapper.leaves[0].device)
+    largest = max(matrices, key=lambda i: min(named[i][1].shape))
+    needed = nuclear_norm_bytes(named[largest][1].shape, dtype)
+    if needed > staging_bytes:
+        raise ValueError(
+            f"metric='spectral' needs {needed / 2**20:.1f} MiB for {named[largest][0]!r} of shape "
+            f"{tuple(named[largest][1].shape)}, got staging_mib={staging_bytes / 2**20:g}: pass "
+            f"staging_mib={math.ceil(needed / 2**20)} or more, or metric='euclidean'"
+        )
+    return SpectralMetric(matrices)
+
+
+def _matrices(model: nn.Module, parameters: Sequence[Tensor], optimizer: Any) -> list[int]:
+    """The parameters that Muon steps or, where the optimizer is another, all matrices but embeddings; by index."""
+    if type(optimizer).__name__ == "Muon":
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    else:
+        held = {id(p) for p in parameters} - {
+            id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        }
+    return [i for i, p in enumerate(parameters) if p.dim() == 2 and p.numel() and id(p) in held]

@@ -1,0 +1,108 @@
+"""The running estimates of a probe in each of its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sonde.batch_size.frozen_watch import TrainedChange
+from sonde.batch_size.log import MeasuredWindow
+from sonde.batch_size.metric_choice import ChosenMetrics
+from sonde.batch_size.stats.scale_witness import RoundingTolerance
+from sonde.batch_size.stats.tracker import NoiseScaleTracker
+from sonde.batch_size.stats.window_row import Drop, WindowRow
+from sonde.stats.state import check_keys
+
+
+class MetricTrackers:
+    """One tracker for each metric that was asked for. The first is the headline.
+
+    Args:
+        metrics: of the probe.
+        make: makes a tracker, called with the name of its metric and whether squares of groups add up.
+    """
+
+    def __init__(self, metrics: ChosenMetrics, make: Callable[[str, bool], NoiseScaleTracker]) -> None:
+        self._order = list(metrics.adds)
+        adds = metrics.adds
+        self._all: dict[str, NoiseScaleTracker] = {}
+        for name in metrics.names:
+            self._all[name] = make(name, adds.get(name) != "norms")
+        self.headline = next(iter(self._all.values()))
+        self.further = {name: tracker for name, tracker in self._all.items() if tracker is not self.headline}
+        """The others, by name."""
+
+    def of(self, metric: str | None) -> NoiseScaleTracker:
+        """The tracker of a metric; the headline for None.
+
+        Raises:
+            ValueError: for a metric that is not measured.
+        """
+        if metric is None:
+            return self.headline
+        if metric not in self._all:
+            raise ValueError(
+                f"metric must be one that this probe measures, {', '.join(map(repr, self._all))}, got {metric!r}: pass "
+                "it to attach(metric=(..., ...)) too"
+            )
+        return self._all[metric]
+
+    @property
+    def plain(self) -> NoiseScaleTracker | None:
+        """The tracker of the plain metric, if it was asked for."""
+        return self._all.get("euclidean")
+
+    def set_rounding(self, rounding: RoundingTolerance) -> None:
+        """Judge windows by another tolerance from now on."""
+        for tracker in self._all.values():
+            tracker.rounding = rounding
+
+    def update(self, row: WindowRow, window: MeasuredWindow) -> Drop | None:
+        """Take one measured window.
+
+        Args:
+            row: its numbers in the first metric, from its pieces or its examples.
+            window: all of its numbers.
+
+        Returns:
+            Why the headline's tracker dropped it; None when it was averaged.
+        """
+        rows = dict(zip(self._order, window.further, strict=True))
+        known, drops = window.known, []
+        for name, tracker in self._all.items():
+            own = rows[name].in_place_of(row) if name in rows else row
+            drops.append(tracker.update(own, number=known.number, every=known.every))
+        return drops[0]
+
+    def parameters_changed(self, change: TrainedChange) -> None:
+        """Forget the windows in which other parameters were trained than now."""
+        for tracker in self._all.values():
+            tracker.parameters_changed(change.groups, gone=change.gone, first=change.first)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages of all but the headline, by metric."""
+        return {name: tracker.state_dict() for name, tracker in self.further.items()}
+
+    def check_further(self, state: Any) -> None:
+        """Refuse a state that is not one of these metrics.
+
+        Raises:
+            ValueError: when keys differ.
+        """
+        check_keys("metrics of the probe state", state, set(self.further))
+
+    def load_state_dict(self, averages: Mapping[str, Any], further: Mapping[str, Any]) -> None:
+        """Restore the averages of the headline, and what `state_dict` returned.
+
+        Raises:
+            ValueError: when one of them does not fit; nothing is changed then.
+        """
+        before = {name: tracker.state_dict() for name, tracker in self._all.items()}
+        states = [averages, *(further[name] for name in self.further)]
+        try:
+            for tracker, state in zip(self._all.values(), states, strict=True):
+                tracker.load_state_dict(state)
+        except ValueError:
+            for name, tracker in self._all.items():
+                tracker.load_state_dict(before[name])
+            raise

@@ -1,0 +1,76 @@
+"""tr Σ and |G|² of each parameter group of one window, as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from sonde.batch_size.stats.noise_scale import PieceSums, WindowEstimate, check_pieces, solve
+
+
+class GroupEstimates(Sequence[WindowEstimate]):
+    """The estimates of one window's parameter groups, kept as a table since there may be thousands.
+
+    Args:
+        table: tr Σ and |G|² of each group, float64; [2, groups].
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+    @overload
+    def __getitem__(self, index: int) -> WindowEstimate: ...
+    @overload
+    def __getitem__(self, index: slice) -> GroupEstimates: ...
+    def __getitem__(self, index: int | slice) -> WindowEstimate | GroupEstimates:
+        if isinstance(index, slice):
+            return GroupEstimates(self.table[:, index])
+        trace_cov, grad_sq = self.table[:, range(len(self))[index]].tolist()
+        return WindowEstimate(trace_cov, grad_sq)
+
+    def __len__(self) -> int:
+        return self.table.shape[1]
+
+    def __iter__(self) -> Iterator[WindowEstimate]:
+        return (WindowEstimate(*pair) for pair in zip(*self.table.tolist(), strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def estimates_table(estimates: Sequence[WindowEstimate]) -> Tensor:
+    """tr Σ and |G|² of each of several groups, float64; [2, groups]."""
+    if isinstance(estimates, GroupEstimates):
+        return estimates.table
+    pairs = [[estimate.trace_cov for estimate in estimates], [estimate.grad_sq for estimate in estimates]]
+    return torch.tensor(pairs, dtype=torch.float64, device="cpu")
+
+
+def estimate_groups(
+    pieces: PieceSums,
+    sq_norm_over_weight: Sequence[float],
+    sq_norm_big: Sequence[float],
+    *,
+    scale: float,
+    to_unit: float,
+) -> GroupEstimates:
+    """Solve one window for tr Σ and |G|² of each parameter group, as `estimate_window` does for one.
+
+    Args:
+        pieces: sums over the window's pieces, whatever their `sq_norm_over_weight`.
+        sq_norm_over_weight: Σ |h_k|²/w_k of each group, [groups].
+        sq_norm_big: |F|² of each group, [groups].
+        scale: brings Σ h_k to the units of the estimates.
+        to_unit: brings |F|² to these units.
+
+    Raises:
+        ValueError: with fewer than 2 pieces, since noise cannot then be told from signal.
+    """
+    check_pieces(pieces)
+    small, big = torch.tensor([list(sq_norm_over_weight), list(sq_norm_big)], dtype=torch.float64, device="cpu")
+    return GroupEstimates(torch.stack(solve(pieces, small, big * to_unit, scale)))

@@ -1,0 +1,100 @@
+"""Ranks over which experts are spread while each rank has data of its own, as expert parallelism spreads them.
+
+Every backward of such ranks sends tokens of all of them to each expert. So what one backward adds to an expert's
+gradient is of the data of all of these ranks: a piece of the experts is what the whole group fed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from sonde.parallel.placements import axes_over, check_mesh, is_dtensor, ranks_of
+from sonde.parallel.process_groups import group_over
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that feed this rank's experts.
+
+    Attributes:
+        indices: which of the model's trainable parameters are experts'.
+        group: the ranks that feed the same experts, this rank among them; each has data of its own.
+        n_ranks: how many they are.
+        is_first: whether this rank is the first of them.
+    """
+
+    indices: frozenset[int]
+    group: dist.ProcessGroup
+    n_ranks: int
+    is_first: bool
+
+
+def find_experts(
+    parameters: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    expert_mesh: DeviceMesh | None = None,
+    *,
+    n_trainable: int | None = None,
+) -> ExpertRanks | None:
+    """Find parameters that are cut over ranks with data of their own, though FSDP2 does not gather them.
+
+    FSDP2 cuts a parameter over ranks with data of their own. If a gathered parameter is still cut over some of the
+    ranks over which FSDP2 cuts others, these ranks feed it together.
+
+    Args:
+        parameters: of the model; trainable ones first.
+        leaves: the tensors that forward uses for them, [parameters].
+        expert_mesh: the ranks over which experts are spread, where no parameter is cut by FSDP2; None to find them.
+        n_trainable: how many of the parameters are trainable; all by default.
+
+    Returns:
+        The experts' ranks; None without experts.
+
+    Raises:
+        ValueError: when experts are spread over different sets of ranks, or `expert_mesh` is no mesh of one axis over
+            which a parameter is cut.
+    """
+    me = dist.get_rank() if dist.is_initialized() else 0
+    if expert_mesh is not None:
+        check_mesh("expert_mesh", expert_mesh, n_axes=1)
+        with_data = ranks_of(expert_mesh)
+    else:
+        pairs = zip(parameters, leaves, strict=True)
+        with_data = frozenset[int]().union(*(_gathered_over(p, leaf) for p, leaf in pairs if leaf is not p))
+    feeding: dict[int, frozenset[int]] = {}
+    for index, leaf in enumerate(leaves[:n_trainable]):
+        if is_dtensor(leaf) and len(ranks := (ranks_of(cast(Any, leaf).device_mesh) & with_data) | {me}) > 1:
+            feeding[index] = ranks
+    if not feeding:
+        if expert_mesh is not None:
+            raise ValueError(
+                "expert_mesh= has several ranks, and no trainable parameter is cut over any of them: pass the mesh "
+                "axis over which experts are DTensors, for example mesh['ep']"
+            )
+        return None
+    ranks = next(iter(feeding.values()))
+    if any(other != ranks for other in feeding.values()):
+        raise ValueError(
+            "experts are spread over different sets of ranks, and pieces can be counted for one set alone: spread all "
+            "experts over one mesh axis"
+        )
+    return ExpertRanks(frozenset(feeding), group_over(sorted(ranks)), len(ranks), min(ranks) == me)
+
+
+def _gathered_over(parameter: Tensor, leaf: Tensor) -> frozenset[int]:
+    """The ranks from which FSDP2 gathers a parameter on this rank."""
+    mesh: DeviceMesh = cast(Any, parameter).device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # FSDP2 has gathered the parameter on this rank
+    still_cut = ranks_of(cast(Any, leaf).device_mesh) if is_dtensor(leaf) else frozenset()
+    fixed = axes_over(mesh, still_cut) or ()
+    index = tuple(at if axis in fixed else slice(None) for axis, at in enumerate(coordinate))
+    return frozenset(mesh.mesh[index].reshape(-1).tolist())

@@ -1,0 +1,132 @@
+"""What the sign and spectral noise scales say of gradients whose moments are known exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonde.batch_size.stats.noise_scale import noise_scale
+from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric
+from sonde.batch_size.taps.further_metrics import FurtherMetric
+
+N_PIECES, UNITS, WINDOWS = 4, 6, 300
+
+
+METRICS: dict[str, FurtherMetric] = {"sign": SignMetric(), "spectral": SpectralMetric([0])}
+
+
+def _measured(metric: str, signal: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
+    """tr Σ and |G|² of each window, [windows], where every unit's gradient is the signal with Gaussian noise."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(WINDOWS):
+        noise = torch.randn(N_PIECES, *signal.shape, generator=generator, dtype=torch.float64) / math.sqrt(UNITS)
+        pieces = (signal + deviation * noise).float()
+        small = METRICS[metric].norms([0] * N_PIECES, list(pieces)).square().mean()
+        big = METRICS[metric].norms([0], [pieces.mean(0)]).square()
+        solved = noise_scale(float(small), float(big), n_small=UNITS, n_big=UNITS * N_PIECES)
+        found.append((solved.trace_cov, solved.grad_sq))
+    table = torch.tensor(found, dtype=torch.float64)
+    return table[:, 0], table[:, 1]
+
+
+def _absolute(signal: Tensor, deviation: Tensor, batch: float) -> tuple[Tensor, Tensor]:
+    """E|g_j| and its variance for g_j ~ N(G_j, σ_j²/batch)."""
+    s = deviation / math.sqrt(batch)
+    mean = s * math.sqrt(2 / math.pi) * torch.exp(-(signal**2) / (2 * s**2)) + signal * torch.erf(
+        signal / (s * math.sqrt(2))
+    )
+    return mean, signal**2 + s**2 - mean**2
+
+
+def _solved(square: Callable[[float], float]) -> tuple[float, float]:
+    """tr Σ and |G|² from expected squared norms, as a function of the batch, at a piece's and a window's."""
+    small, big, u, v = square(UNITS), square(UNITS * N_PIECES), 1 / UNITS, 1 / (UNITS * N_PIECES)
+    return (small - big) / (u - v), (u * big - v * small) / (u - v)
+
+
+def _assert_mean(values: Tensor, expected: float) -> None:
+    error = float(values.std()) / math.sqrt(len(values))
+    assert abs(float(values.mean()) - expected) < 4 * error
+    assert error < 0.05 * max(abs(expected), float(values.abs().mean()))
+
+
+@pytest.mark.parametrize("size", [0.02, 0.3, 3.0])
+def test_sign_windows_have_the_expectation_of_the_closed_form(size: float) -> None:
+    """Below, near and above the noise scale; elements differ in signal and in noise."""
+    generator = torch.Generator().manual_seed(1)
+    signal = size * torch.randn(400, generator=generator, dtype=torch.float64).exp()
+    deviation = torch.randn(400, generator=generator, dtype=torch.float64).exp()
+
+    def square(batch: float) -> float:
+        mean, variance = _absolute(signal, deviation, batch)
+        return float(mean.sum() ** 2 + variance.sum())
+
+    trace_cov, grad_sq = _measured("sign", signal, deviation)
+    expected = _solved(square)
+    _assert_mean(trace_cov, expected[0])
+    error = float(grad_sq.std()) / math.sqrt(len(grad_sq))
+    assert abs(float(grad_sq.mean()) - expected[1]) < 4 * error
+
+
+def test_where_noise_dominates_it_is_the_ratio_of_adams_weights() -> None:
+    """Σσ over Σ G²/σ: the noise scale with weights 1/σ. Without the factor π/2, which would go to tr Σ alone."""
+    generator = torch.Generator().manual_seed(1)
+    deviation = torch.randn(4000, generator=generator, dtype=torch.float64).exp()
+    signal = 0.01 * deviation * torch.rand(4000, generator=generator, dtype=torch.float64)
+    trace_cov, grad_sq = _solved(lambda batch: float(_absolute(signal, deviation, batch)[0].sum()) ** 2)
+    assert trace_cov / grad_sq == pytest.approx(float(deviation.sum() / (signal**2 / deviation).sum()), rel=5e-3)
+
+
+def test_of_gaussian_signals_it_is_the_same_at_every_batch() -> None:
+    """g_j/σ_j is Gaussian then, so that the squared norm is a straight line in 1/batch."""
+    signal = torch.randn(100_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for size in (0.01, 0.2, 5.0):
+        deviation = torch.full_like(signal, 1.0 / size)
+        trace_cov, grad_sq = _solved(lambda b, d=deviation: float(_absolute(signal, d, b)[0].sum()) ** 2)  # type: ignore[misc]
+        assert trace_cov / grad_sq == pytest.approx(1 / size**2, rel=0.02)  # 100,000 elements are Gaussian to 1 %
+
+
+@pytest.mark.parametrize("rank", [1, 8, 24])
+def test_spectral_windows_have_the_expectation_of_singular_values(rank: int) -> None:
+    """E‖G + ε/√B‖_*² at two batch sizes, by Monte Carlo with singular values of its own draws."""
+    generator = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(n, rank, generator=generator, dtype=torch.float64) for n in (24, 40))
+    signal = left @ right.t() / rank
+    deviation = torch.full_like(signal, 3.0)
+
+    def square(batch: float) -> float:
+        noise = torch.randn(2000, 24, 40, generator=generator, dtype=torch.float64) * 3.0 / math.sqrt(batch)
+        return float(torch.linalg.svdvals(signal + noise).sum(-1).square().mean())
+
+    trace_cov, grad_sq = _measured("spectral", signal, deviation)
+    expected = _solved(square)
+    _assert_mean(trace_cov, expected[0])
+    error = float(grad_sq.std()) / math.sqrt(len(grad_sq))
+    assert abs(float(grad_sq.mean()) - expected[1]) < 5 * error  # of which one is the oracle's own
+
+
+def test_the_real_gain_follows_from_the_promised_one() -> None:
+    """P = f − 2τ f′ with τ = 1/B, for steps of signs and for orthogonal factors: why two norms tell a gain."""
+    generator = torch.Generator().manual_seed(1)
+    signal = torch.randn(50, generator=generator, dtype=torch.float64).exp()
+    deviation = torch.ones_like(signal)
+    tau, h = 0.3, 1e-4
+
+    def f(t: float) -> float:
+        return float(_absolute(signal, deviation, 1 / t)[0].sum())
+
+    real = float((signal * torch.erf(signal / math.sqrt(2 * tau))).sum())  # E⟨G, sign(g)⟩
+    assert f(tau) - 2 * tau * (f(tau + h) - f(tau - h)) / (2 * h) == pytest.approx(real, rel=1e-6)
+
+    matrix = torch.randn(12, 20, generator=generator, dtype=torch.float64)
+    noise = torch.randn(4000, 12, 20, generator=generator, dtype=torch.float64)
+    tau, h = 2.0, 0.02
+    norms = [torch.linalg.svdvals(matrix + math.sqrt(t) * noise).sum(-1).mean() for t in (tau - h, tau, tau + h)]
+    u, _, v = torch.linalg.svd(matrix + math.sqrt(tau) * noise, full_matrices=False)
+    real = float((matrix * (u @ v)).sum((-2, -1)).mean())
+    assert float(norms[1] - 2 * tau * (norms[2] - norms[0]) / (2 * h)) == pytest.approx(real, rel=2e-2)

@@ -1,0 +1,311 @@
+"""Several metrics in one run: each gives the numbers of its definition, and the first those that it gives alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sonde
+from sonde.batch_size.taps.dual_norms import nuclear_norm, nuclear_norm_by_iteration
+from sonde.batch_size.taps.squared_norms import absolute_sum
+from tests.batch_size import norms_by_hand as by_hand
+from tests.batch_size.loops import Recording, attached, mean_loss, piece_losses, small_model, train
+
+ALL = ("euclidean", "adam", "sign", "spectral")
+UNITS, WEIGHTS = [4, 6, 3], [1.0, 2.0, 0.5]
+
+
+def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    named = dict(model.named_parameters())
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def _measured(metric: Any, *, optimizer_options: dict[str, Any] | None = None, clip: float | None = None) -> Any:
+    """Two windows of unequal pieces, the second with the moments of the first; and each metric's square by hand."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **(optimizer_options or {}))
+    losses = piece_losses(model, UNITS)
+    pieces: list[dict[str, Tensor]] = []
+    squares: dict[str, by_hand.Square] = {}
+    with attached(model, optimizer, metric=metric) as probe:
+        for window in range(2):
+            if window:
+                pieces = [_gradients(model, loss() * w) for loss, w in zip(losses, WEIGHTS, strict=True)]
+                weights = by_hand.adam_weights(optimizer, dict(model.named_parameters()))
+                squares = {
+                    "euclidean": by_hand.euclidean,
+                    "adam": by_hand.adam(weights),
+                    "sign": by_hand.sign,
+                    "spectral": by_hand.spectral,
+                }
+            for loss, n, w in zip(losses, UNITS, WEIGHTS, strict=True):
+                with probe.piece(units=n, weight=w):
+                    (loss() * w).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        names = [metric] if isinstance(metric, str) else metric
+        return {name: (probe.window(name), probe.reading(name)) for name in names}, pieces, squares
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"metric": ALL},
+        {"metric": ("spectral", "sign", "adam", "euclidean"), "clip": 0.01},
+        {"metric": ("adam", "euclidean"), "optimizer_options": {"amsgrad": True}},
+        {"metric": ("sign", "adam"), "optimizer_options": {"fused": True}},
+        *({"metric": name} for name in ALL),
+    ],
+    ids=str,
+)
+def test_every_metric_is_what_its_definition_says(case: dict[str, Any]) -> None:
+    """Of the whole model and of each group, with unequal pieces and weights, also clipped before."""
+    measured, pieces, squares = _measured(**case)
+    for name, (window, reading) in measured.items():
+        exact = by_hand.window(pieces, WEIGHTS, UNITS, squares[name])
+        assert window is not None, reading.dropped
+        # fp32 gradients: a few 1e-7 of S and B, amplified by their difference.
+        assert (window.total.trace_cov, window.total.grad_sq) == pytest.approx(exact, rel=1e-5, abs=1e-5 * exact[0])
+        assert reading.windows == (1 if name == "adam" else 2)
+        if name in ("sign", "spectral"):
+            assert list(reading.groups) == ["0", "2", "3", "4"]
+            continue
+        for group, estimate in zip(("0", "2", "3", "4"), window.per_group, strict=True):
+            part = [{n: g for n, g in piece.items() if n.startswith(f"{group}.")} for piece in pieces]
+            tr, sq = by_hand.window(part, WEIGHTS, UNITS, squares[name])
+            assert (estimate.trace_cov, estimate.grad_sq) == pytest.approx((tr, sq), rel=1e-5, abs=1e-5 * exact[0])
+
+
+@pytest.mark.parametrize("name", ["sign", "spectral"])
+def test_norms_that_add_up_are_solved_for_each_group_alone(name: str) -> None:
+    """The square of a sum is no sum of squares: the whole model is not the sum of its groups."""
+    model = small_model()
+    losses = piece_losses(model, UNITS)
+    pieces = [_gradients(model, loss()) for loss in losses]
+    with attached(model, metric=name) as probe:
+        for loss, n in zip(losses, UNITS, strict=True):
+            with probe.piece(units=n):
+                loss().backward()
+        probe.step()
+        reading = probe.reading()
+    square = getattr(by_hand, name)
+    exact = by_hand.window(pieces, [1.0] * 3, UNITS, square)
+    assert (reading.trace_cov, reading.grad_sq) == pytest.approx(exact, rel=1e-5, abs=1e-5 * exact[0])
+    summed = 0.0
+    for group, got in reading.groups.items():
+        part = [{n: g for n, g in piece.items() if n.startswith(f"{group}.")} for piece in pieces]
+        tr, sq = by_hand.window(part, [1.0] * 3, UNITS, square)
+        assert (got.trace_cov, got.grad_sq) == pytest.approx((tr, sq), rel=1e-5, abs=1e-5 * exact[0])
+        summed += tr
+    assert summed < 0.9 * exact[0]
+
+
+@pytest.mark.parametrize("sums", ["waiting", "in .grad"])
+def test_several_backwards_of_one_piece_are_one_gradient(sums: str) -> None:
+    """The second backward's gradient is added to the first before any norm is taken."""
+    torch.manual_seed(0)
+    model = nn.Linear(80, 70) if sums == "in .grad" else nn.Linear(12, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, y = torch.randn(3, 2, 4, model.in_features), torch.randn(3, 2, 4, model.out_features)
+    with attached(model, optimizer, metric=ALL) as probe:
+        for _ in range(3):  # moments come with the first step; the second may lose a window to learn of the backwards
+            pieces = [
+                _gradients(model, sum(mean_loss(model, x[k, b], y[k, b]) for b in range(n)))  # type: ignore[arg-type]
+                for k, n in ((0, 2), (1, 1), (2, 1))
+            ]
+            named = dict(model.named_parameters())
+            weights = by_hand.adam_weights(optimizer, named) if optimizer.state else {}
+            for k, n in ((0, 2), (1, 1), (2, 1)):
+                with probe.piece(units=4):
+                    for b in range(n):
+                        mean_loss(model, x[k, b], y[k, b]).backward()
+            probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        squares = {"adam": by_hand.adam(weights)} | {n: getattr(by_hand, n) for n in ("euclidean", "sign", "spectral")}
+        for name in ALL:
+            exact = by_hand.window(pieces, [1.0] * 3, [4] * 3, squares[name])
+            window = probe.window(name)
+            assert window is not None
+            assert (window.total.trace_cov, window.total.grad_sq) == pytest.approx(exact, rel=1e-5, abs=1e-5 * exact[0])
+
+
+def test_the_first_metric_reads_as_alone_and_a_missing_moment_drops_adam_alone() -> None:
+    alone = _readings("euclidean")["euclidean"]
+    together = _readings(ALL)
+    assert together["euclidean"] == alone
+    assert (alone.windows, together["sign"].windows, together["adam"].windows) == (6, 6, 5)
+    assert "exists only after its first step" in next(iter(together["adam"].dropped))
+
+
+def _readings(metric: Any) -> dict[str, sonde.NoiseScaleReading]:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with attached(model, optimizer, metric=metric) as probe:
+        train(model, probe, optimizer, windows=6)
+        assert probe.alerts == {}
+        return {name: probe.reading(name) for name in ([metric] if isinstance(metric, str) else metric)}
+
+
+def test_an_element_without_any_gradient_yet_has_no_weight() -> None:
+    """P would be 1/ε there: one new row of an embedding would outweigh the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("embed", nn.Embedding(6, 4))
+    model.add_module("head", nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with attached(model, optimizer, metric=("euclidean", "adam")) as probe:
+        for tokens in ([[0, 1], [1, 2]], [[0, 5], [5, 2]]):  # 5 is new in the second window
+            named = dict(model.named_parameters())
+            weights = by_hand.adam_weights(optimizer, named) if optimizer.state else {}
+            losses = [lambda ids=ids: model(torch.tensor(ids)).square().sum() for ids in tokens]
+            pieces = [_gradients(model, loss()) for loss in losses]  # type: ignore[no-untyped-call]
+            for loss in losses:
+                with probe.piece(units=2):
+                    loss().backward()  # type: ignore[no-untyped-call]
+            probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        window = probe.window("adam")
+    exact = by_hand.window(pieces, [1.0, 1.0], [2, 2], by_hand.adam(weights))
+    assert window is not None
+    assert (window.total.trace_cov, window.total.grad_sq) == pytest.approx(exact, rel=1e-5, abs=1e-5 * exact[0])
+    assert exact[0] < 1e3
+
+
+def test_the_log_has_every_metric() -> None:
+    sink = Recording()
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    log = sonde.RunLog(sink, every=10, log_windows=True)
+    with attached(model, optimizer, metric=ALL, log=log) as probe:
+        train(model, probe, optimizer, windows=20)
+        readings = {name: probe.reading(name) for name in ALL}
+        assert "gns/sign/b_simple" not in probe.metrics()
+    header, last = sink.of_kind("header")[0], sink.of_kind("reading")[-1]["metrics"]
+    assert header["setup"]["metric"] == "euclidean, adam, sign, spectral"
+    assert header["metrics"]["gns/adam/b_simple"]["unit"] == "rows"
+    assert header["sections"][0]["metrics"] == ("gns/adam/b_simple", "gns/sign/b_simple", "gns/spectral/b_simple")
+    window = sink.of_kind("window")[-1]["metrics"]
+    assert last["gns/b_simple_low"] == pytest.approx(readings["euclidean"].low)
+    for name in ALL[1:]:
+        reading = readings[name]
+        finite = [None if x is None or math.isinf(x) else x for x in (reading.low, reading.high)]
+        assert [last[f"gns/{name}/b_simple_{end}"] for end in ("low", "high")] == pytest.approx(finite)
+        assert last[f"gns/{name}/trace_cov"] == pytest.approx(reading.trace_cov)
+        assert window[f"gns/{name}/trace_cov"] > 0
+
+
+def test_a_restart_goes_on_in_every_metric() -> None:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    names = ("sign", "adam")
+    with attached(model, optimizer, metric=names) as probe:
+        train(model, probe, optimizer, windows=8)
+        state = probe.state_dict()
+        readings = [probe.reading(name) for name in names]
+    with attached(model, optimizer, metric=names) as again:
+        again.load_state_dict(state)
+        assert [str(again.reading(name)) for name in names] == [str(reading) for reading in readings]
+        with pytest.raises(ValueError, match="metrics of the probe state"):
+            again.load_state_dict(state | {"metrics": {}})
+        damaged = {**state, "metrics": {"adam": {**state["metrics"]["adam"], "n_seen": -1}}}
+        with pytest.raises(ValueError, match="n_seen"):
+            again.load_state_dict(damaged)
+        assert [str(again.reading(name)) for name in names] == [str(reading) for reading in readings]
+    with attached(model, optimizer, metric="adam") as other, pytest.raises(ValueError, match="has metric 'adam'"):
+        other.load_state_dict(state)
+
+
+def test_refusals() -> None:
+    model, embedding = small_model(), nn.Embedding(4, 3)
+    with attached(model) as probe, pytest.raises(ValueError, match="one that this probe measures, 'euclidean', got"):
+        probe.reading("sign")
+    for wrong, message in (("l1", "one or several of"), ((), "one or several of"), (("sign", "sign"), "once")):
+        with pytest.raises(ValueError, match=message):
+            attached(model, metric=wrong)
+    with pytest.raises(ValueError, match="got no optimizer"):
+        attached(model, metric=("euclidean", "adam"))
+    with pytest.raises(ValueError, match="other than embeddings, got a model without"):
+        attached(embedding, metric="spectral")
+    with pytest.raises(ValueError, match=r"needs 1.0 MiB for '3.weight' of shape \(160, 160\), got staging_mib=0.5"):
+        attached(model, metric="spectral", staging_mib=0.5)
+
+
+def test_muons_own_matrices_are_measured() -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    model = small_model()
+    muon = torch.optim.Muon([model[3].weight], lr=1e-3)
+    losses = piece_losses(model, UNITS)
+    pieces = [{"3.weight": _gradients(model, loss())["3.weight"]} for loss in losses]
+    with attached(model, muon, metric="spectral") as probe:
+        for loss, n in zip(losses, UNITS, strict=True):
+            with probe.piece(units=n):
+                loss().backward()
+        probe.step()
+        window = probe.window()
+    exact = by_hand.window(pieces, [1.0] * 3, UNITS, by_hand.spectral)
+    assert window is not None
+    assert (window.total.trace_cov, window.total.grad_sq) == pytest.approx(exact, rel=1e-5, abs=1e-5 * exact[0])
+
+
+@pytest.mark.parametrize("shape", [(3, 200), (200, 3), (40, 40), (70, 300), (1, 5)], ids=str)
+@pytest.mark.parametrize("spread", [0.0, 6.0])
+def test_nuclear_norms(shape: tuple[int, int], spread: float) -> None:
+    """By LAPACK and by iterations, of matrices with alike singular values and with values down to 1e-6 of the first."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
+    u, values, v = torch.linalg.svd(matrix, full_matrices=False)
+    values = values * torch.logspace(0, -spread, len(values), dtype=torch.float64)
+    matrix = u @ torch.diag(values) @ v
+    exact = float(values.sum())
+    assert float(nuclear_norm(matrix)) == pytest.approx(exact, rel=1e-7)
+    gram = matrix @ matrix.t() if shape[0] <= shape[1] else matrix.t() @ matrix
+    s = float(gram.square().sum() ** 0.25)
+    assert exact - 8.2e-5 * s * len(values) - 1e-9 < float(nuclear_norm_by_iteration(gram)) < exact * (1 + 1e-9)
+    assert float(nuclear_norm_by_iteration(gram)) == pytest.approx(exact, rel=1e-5 if not spread else 1e-3)
+    in_fp32 = nuclear_norm_by_iteration(gram.float())
+    assert float(in_fp32) == pytest.approx(exact, rel=1e-4 if not spread else 2e-2)
+    assert math.isnan(float(nuclear_norm(matrix * math.inf)))
+
+
+def test_sums_of_absolute_values() -> None:
+    """In rows, so that fp32 keeps 7 digits of 20 million numbers; of every layout."""
+    many = torch.rand(20_000_001, generator=torch.Generator().manual_seed(0))
+    assert float(absolute_sum(many)) == pytest.approx(float(many.sum(dtype=torch.float64)), rel=1e-7)
+    indices, values = torch.tensor([[1, 1, 2]]), torch.tensor([1.0, -3.0, 4.0])
+    sparse = torch.sparse_coo_tensor(indices, values, (5,), check_invariants=True)
+    assert float(absolute_sum(sparse)) == 6.0
+    assert float(absolute_sum(torch.tensor([-1.0, 2.0], dtype=torch.bfloat16))) == 3.0
+    assert float(absolute_sum(torch.empty(0, 3))) == 0.0
+
+
+def test_a_loss_scale_changes_no_metric() -> None:
+    """A GradScaler multiplies every gradient, and its scale grows in between."""
+    assert _under_a_scale(1.0) == pytest.approx(_under_a_scale(1024.0), rel=1e-5)
+
+
+def _under_a_scale(scale: float) -> list[float]:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1, enabled=scale > 1)
+    losses = piece_losses(model, UNITS)
+    with attached(model, optimizer, metric=ALL, grad_scaler=scaler) as probe:
+        for _ in range(2):
+            for loss, n in zip(losses, UNITS, strict=True):
+                with probe.piece(units=n):
+                    scaler.scale(loss()).backward()
+            scaler.unscale_(optimizer)
+            probe.step()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [estimate.trace_cov for name in ALL if (estimate := probe.reading(name)).trace_cov]

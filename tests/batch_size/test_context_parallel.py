@@ -1,0 +1,138 @@
+"""The noise scale under context parallelism: a piece's gradient is the mean over the ranks that share its sequences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.experimental import context_parallel
+
+import sonde
+from tests.batch_size.context_loops import Loop, build, cut, train, whole_mesh
+from tests.batch_size.sharded_loops import Loop as OtherLoop
+from tests.batch_size.sharded_loops import build as build_other
+from tests.batch_size.sharded_loops import shard
+from tests.ranks import Ranks, mesh_of
+
+LOOPS = {
+    "CP2 × DP2, FSDP2 over both": (4, Loop()),
+    "CP2 × DP2, weights, no clip": (4, Loop(weighted=True, clips=False)),
+    "CP2 below HSDP": (4, Loop(cut="hsdp", weighted=True)),
+    "CP2 × DP2, DDP over both": (4, Loop(cut="ddp")),
+    "CP2": (2, Loop()),
+    "CP2 under DDP, no clip": (2, Loop(cut="ddp", clips=False)),
+}
+CHUNK = 1024
+"""Elements of a chunk, the least: these loops ask for no staging area."""
+
+
+def _values(loop: Loop) -> dict[str, Any]:
+    return train(loop, values=True)
+
+
+def assert_as_by_hand(results: list[dict[str, Any]], first: int = 0) -> None:
+    for result in results:
+        for window, exact in list(zip(result["windows"], result["by hand"], strict=True))[first:]:
+            assert window is not None, result["reading"].dropped
+            error = torch.tensor(window, dtype=torch.float64).sub(torch.tensor(exact)).abs().max()
+            assert error < 1e-5 * exact[0][0]
+    assert len({str(result["windows"]) for result in results}) == 1
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_values_are_those_of_one_process(request: pytest.FixtureRequest, name: str) -> None:
+    n_ranks, loop = LOOPS[name]
+    results = request.getfixturevalue(f"ranks{n_ranks}")(_values, loop)
+    assert_as_by_hand(results)
+    for result in results:
+        assert result["alerts"] == {}
+        assert result["setup"]["ranks"] == n_ranks // 2
+        assert "over context parallelism" in result["setup"]["wrapper"]
+
+
+def test_the_first_piece_shows_the_order_of_gradients(ranks2: Ranks) -> None:
+    """Where the largest layers are defined in another order, the first window is dropped, and no later one."""
+    results = ranks2(_values, Loop(in_order=False))
+    assert_as_by_hand(results, first=1)
+    for result in results:
+        assert result["windows"][0] is None
+        assert list(result["alerts"]) == ["other_order"]
+
+
+def _trained(loop: Loop, probed: bool) -> dict[str, Any]:
+    return train(loop, probed=probed)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_training_is_unchanged(request: pytest.FixtureRequest, name: str) -> None:
+    """Bit for bit. Each piece takes one all-reduce a chunk and one more, the first piece another."""
+    n_ranks, loop = LOOPS[name]
+    ranks: Ranks = request.getfixturevalue(f"ranks{n_ranks}")
+    n_chunks = math.ceil(sum(p.numel() for p in build(loop).parameters()) / CHUNK)
+    for with_probe, without in zip(ranks(_trained, loop, True), ranks(_trained, loop, False), strict=True):
+        assert all(map(torch.equal, with_probe["weights"], without["weights"]))
+        assert with_probe["norms"] == without["norms"]
+        assert with_probe["reading"].windows == loop.windows
+        n_more = with_probe["collectives"] - without["collectives"]
+        assert n_more == loop.windows * 2 * (n_chunks + 1) + 1 + loop.windows * (not loop.clips)
+
+
+def test_a_piece_with_two_backwards_is_refused(ranks2: Ranks) -> None:
+    for result in ranks2(_trained, Loop(twice=True), True):
+        assert result["reading"].windows == 0
+        assert "add the losses and call backward once" in result["alerts"]["too_large_to_sum"]
+
+
+def _under_torchs() -> dict[str, str]:
+    model = nn.Linear(4, 4)
+    probe = sonde.attach(model, unit="rows", verbose=False, process_group=torch.distributed.group.WORLD)
+    x = torch.randn(2, 4, 4)
+    with context_parallel(mesh_of((2,)), buffers=[x], buffer_seq_dims=[1]):
+        for _ in range(2):
+            with probe.piece(units=2):
+                model(x).square().sum().backward()
+    probe.step()
+    probe.reading()
+    alerts = dict(probe.alerts)
+    probe.close()
+    return alerts
+
+
+def test_torchs_context_parallelism_is_noticed(ranks2: Ranks) -> None:
+    """Without cp_mesh=, each rank's part of a sequence would count as a piece."""
+    for alerts in ranks2(_under_torchs):
+        assert "pass cp_mesh=" in alerts["context_parallel"]
+
+
+def _refused() -> list[str]:
+    messages = []
+    mesh = whole_mesh(Loop())
+
+    def raised(model: nn.Module, **arguments: Any) -> None:
+        with pytest.raises(ValueError, match=r".+") as error:
+            sonde.attach(model, unit="rows", **arguments)
+        messages.append(str(error.value))
+
+    raised(cut(Loop())[0], cp_mesh=mesh["cp"])
+    raised(cut(Loop())[0], mesh=mesh, cp_mesh=mesh)
+    raised(cut(Loop(cut="ddp"))[0], cp_mesh=mesh["cp"])
+    raised(cut(Loop(cut="ddp"))[0], mesh=mesh, cp_mesh=mesh["cp"], tap="comm_hook")
+    other = OtherLoop(cut="fsdp over tp")
+    raised(shard(build_other(other), other), cp_mesh=mesh_of((2, 2), ("dp", "tp"))["dp"])
+    return messages
+
+
+def test_refusals(ranks4: Ranks) -> None:
+    expected = [
+        "cp_mesh= is no axis of the mesh of all ranks: pass mesh=",
+        "cp_mesh must have 1 axis, got 2",
+        "DDP averages over other ranks than those of mesh=",
+        "tap='comm_hook' reads DDP's buckets",
+        "context parallelism is measured alone and below FSDP2 or DDP",
+    ]
+    for messages in ranks4(_refused):
+        for message, start in zip(messages, expected, strict=True):
+            assert message.startswith(start)

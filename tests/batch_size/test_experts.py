@@ -1,0 +1,129 @@
+"""The noise scale under expert parallelism: experts' pieces are what a group of ranks fed them in one backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import sonde
+from tests.batch_size.expert_loops import Loop, cut, train
+from tests.gradient_norm.routed_experts import build
+from tests.ranks import Ranks, mesh_of
+
+LOOPS = {
+    "EP2 × FSDP2": Loop(),
+    "EP2 × FSDP2, weights, no clip": Loop(weighted=True, clips=False),
+    "EP2 × FSDP2, experts divided otherwise": Loop(averaged=False),
+    "EP4": Loop(n_feeding=4, weighted=True),
+    "EP4, experts not divided, no clip": Loop(n_feeding=4, averaged=False, clips=False),
+    "EP2 beside plain parameters": Loop(dense="plain", weighted=True),
+    "EP2 beside plain parameters, no clip": Loop(dense="plain", clips=False),
+}
+
+
+def _values(loop: Loop) -> dict[str, Any]:
+    return train(loop, values=True)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_values_are_those_of_one_process(ranks4: Ranks, name: str) -> None:
+    """Of the total and of groups, one of which has experts and other parameters. Within 1e-5 of tr Σ."""
+    loop = LOOPS[name]
+    results = ranks4(_values, loop)
+    for result in results:
+        assert result["alerts"] == {}
+        assert result["setup"]["ranks"] == 4
+        assert f"experts over {loop.n_feeding} ranks" in result["setup"]["wrapper"]
+        for window, exact in zip(result["windows"], result["by hand"], strict=True):
+            assert window is not None, result["reading"].dropped
+            error = torch.tensor(window, dtype=torch.float64).sub(torch.tensor(exact)).abs().max()
+            assert error < 1e-5 * exact[0][0]
+    assert len({str(result["windows"]) for result in results}) == 1
+
+
+def _trained(loop: Loop, probed: bool) -> dict[str, Any]:
+    return train(loop, probed=probed)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_training_is_unchanged(ranks4: Ranks, name: str) -> None:
+    """Bit for bit. A window takes one small all-reduce over the ranks that feed an expert, besides the usual one."""
+    loop = LOOPS[name]
+    for with_probe, without in zip(ranks4(_trained, loop, True), ranks4(_trained, loop, False), strict=True):
+        assert all(map(torch.equal, with_probe["weights"], without["weights"]))
+        assert with_probe["norms"] == without["norms"]
+        assert with_probe["reading"].windows == loop.windows
+        n_more = with_probe["collectives"] - without["collectives"]
+        assert n_more == loop.windows * (1 if loop.clips else 2)
+
+
+@pytest.mark.parametrize(
+    ("loop", "reason"),
+    [
+        (Loop(n_feeding=4, n_pieces=1), "the experts had a single piece in the window"),
+        (Loop(merges=True), "ranks that feed the same experts had different numbers of pieces"),
+    ],
+    ids=["a single piece", "other pieces"],
+)
+def test_windows_that_cannot_be_used_have_a_reason(ranks4: Ranks, loop: Loop, reason: str) -> None:
+    for result in ranks4(_trained, loop, True):
+        assert result["reading"].windows == 0
+        assert any(reason in message for message in result["alerts"].values()), result["alerts"]
+
+
+def _refused() -> list[str]:
+    """Messages of what every rank refuses."""
+    messages = []
+    both = mesh_of((2, 2), ("dp", "ep"))
+
+    def raised(model: nn.Module, probe: Any = sonde.attach, **arguments: Any) -> None:
+        with pytest.raises(ValueError, match=r".+") as error:
+            probe(model, **arguments)
+        messages.append(str(error.value))
+
+    raised(build(), unit="rows", expert_mesh=both["ep"])
+    model, _ = cut(Loop(dense="plain"))
+    raised(model, unit="rows", mesh=both, expert_mesh=both["dp"])
+    raised(model, unit="rows", mesh=both, expert_mesh=both)
+    raised(model, unit="rows", mesh=both, expert_mesh="ep")
+    two = nn.ModuleList([cut(Loop())[0], cut(Loop(n_feeding=4))[0]])
+    raised(two, unit="rows")
+    policy, _ = cut(Loop())
+    raised(policy, lambda model: sonde.PromptNoiseProbe(model).measure(None))
+    other = nn.ParameterList([nn.Parameter(distribute_tensor(torch.ones(4), both["ep"], [Shard(0)]))])
+    raised(other, unit="rows", mesh=both["ep"], expert_mesh=both["dp"])
+    return messages
+
+
+def test_refusals(ranks4: Ranks) -> None:
+    expected = [
+        "expert_mesh= is for experts that are DTensors",
+        "expert_mesh= has several ranks, and no trainable parameter is cut over any of them",
+        "expert_mesh must have 1 axis, got 2",
+        "expert_mesh must be a DeviceMesh, got 'ep'",
+        "experts are spread over different sets of ranks",
+        "gradients of single prompts cannot be read of experts that several ranks feed",
+        "expert_mesh= has several ranks, and no trainable parameter is cut over any of them",
+    ]
+    for messages in ranks4(_refused):
+        for message, start in zip(messages, expected, strict=True):
+            assert message.startswith(start)
+
+
+def _with_another_metric() -> str:
+    model, options = cut(Loop())
+    try:
+        sonde.attach(model, torch.optim.AdamW(model.parameters()), unit="rows", metric=("euclidean", "sign"), **options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_other_metrics_are_refused(ranks4: Ranks) -> None:
+    for message in ranks4(_with_another_metric):
+        assert "is not measured where several ranks feed one gradient" in message
+        assert "with experts over 2 ranks" in message
