@@ -45,6 +45,7 @@ from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import check_state, identity, sealed, unsealed
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
+    CONTEXT_AXIS,
     NoiseScaleOptions,
     check_partners,
     describe,
@@ -70,6 +71,7 @@ from sonde.batch_size.units import unit_names
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
+from sonde.parallel.data_ranks import axis_of_sequences
 from sonde.parallel.devices import exact_bits
 from sonde.parallel.parameter_roles import parameter_roles
 from sonde.parallel.process_groups import n_summed
@@ -175,6 +177,7 @@ class NoiseScaleProbe:
         except Exception:  # of the user's own function: its peers must not wait for this rank
             join_comparison(wrapper)
             raise
+        self._second_moments = metrics.moments.in_words if metrics.moments is not None else None
         has_moments = metrics.moments.has_state if metrics.moments is not None else None
         must_match = same_on_ranks(options, wrapper, whole, names, has_moments=has_moments)
         check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, must_match)
@@ -271,6 +274,8 @@ class NoiseScaleProbe:
             raise
         self._mechanism.begin_window(is_measured=True)
         self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
+        if cp_mesh is None and (axis := axis_of_sequences(parameters)) is not None:
+            self._alert("context_axis", CONTEXT_AXIS.format(axis=axis))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 
@@ -655,6 +660,7 @@ class NoiseScaleProbe:
         """The setup that was found, for the log and for people."""
         setup = setup_record(self._options, self._wrapper, self._whole, self._reader.tap_name, self._reader.groups)
         setup["fixed_weights"] = self._tracker.at_fixed_weights
+        setup |= {"second_moments": self._second_moments}
         has_scaler, level = self._grad_scaler is not None, self._tracker.level
         return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found
 

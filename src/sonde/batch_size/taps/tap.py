@@ -133,7 +133,7 @@ class Problem(IntEnum):
     reported.
     """
 
-    REPLACED = 22
+    REPLACED = 26
     ENDED_LATE = 0
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
