@@ -100,6 +100,7 @@ def _refused() -> list[str]:
     raised(two, unit="rows")
     policy, _ = cut(Loop())
     raised(policy, lambda model: sonde.PromptNoiseProbe(model).measure(None))
+    raised(policy, lambda model: sonde.measure(model, lambda m, b: m(b).sum(), [torch.ones(1)]))
     other = nn.ParameterList([nn.Parameter(distribute_tensor(torch.ones(4), both["ep"], [Shard(0)]))])
     raised(other, unit="rows", mesh=both["ep"], expert_mesh=both["dp"])
     return messages
@@ -113,6 +114,7 @@ def test_refusals(ranks4: Ranks) -> None:
         "expert_mesh must be a DeviceMesh, got 'ep'",
         "experts are spread over different sets of ranks",
         "gradients of single prompts cannot be read of experts that several ranks feed",
+        "sonde.measure does not read experts that are spread over ranks yet",
         "expert_mesh= has several ranks, and no trainable parameter is cut over any of them",
     ]
     for messages in ranks4(_refused):
