@@ -73,6 +73,10 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
     config = probes_from_config(file)
     assert probes_from_config(str(file)) == config
     assert (config.gns_probe.unit, config.gns_probe.horizon, config.entropy_probe.every) == ("prompts", 100.0, 2)
+    several = probes_from_config({"gns_probe": {"metric": ["sign", "euclidean"]}})
+    assert several.gns_probe.metrics == ("sign", "euclidean")
+    with pytest.raises(ValueError, match=r"metric in gns_probe .* must be one of euclidean, adam, sign, spectral, got"):
+        probes_from_config({"gns_probe": {"metric": ["sign", "l1"]}})
     model = policy()
     optimizer = optimizer_of(model)
     probes = config.attach(model, optimizer, sampler=lambda m: drawn(m, 0, 6, seed=1))

@@ -45,6 +45,7 @@ def assert_as_by_hand(results: list[dict[str, Any]], first: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.shows("noise scale", "FSDP2 over CP", "DDP over CP")
 def test_values_are_those_of_one_process(request: pytest.FixtureRequest, name: str) -> None:
     n_ranks, loop = LOOPS[name]
     results = request.getfixturevalue(f"ranks{n_ranks}")(_values, loop)

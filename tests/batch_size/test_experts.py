@@ -34,6 +34,7 @@ def _values(loop: Loop) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.shows("noise scale", "EP")
 def test_values_are_those_of_one_process(ranks4: Ranks, name: str) -> None:
     """Of the total and of groups, one of which has experts and other parameters. Within 1e-5 of tr Σ."""
     loop = LOOPS[name]

@@ -13,11 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
+from sonde.batch_size.taps.metric import AdamMetric
+from sonde.batch_size.taps.second_moments import SecondMoments
+from sonde.parallel.gathered import gathered_parameters
 from tests.batch_size import norms_by_hand as by_hand
 from tests.batch_size.sharded_loops import (
     Loop,
@@ -32,7 +35,7 @@ from tests.batch_size.sharded_loops import (
     train,
     whole_parameters,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, mesh_of
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -88,6 +91,8 @@ TWO_RANKS = {
     "sequence parallel": Case(Loop(cut="sp"), SUMS, n_more=3),
     "DDP": Case(Loop(cut="ddp", weighted=True), ALL, options=(("tap", "leaf"),), n_more=1),
     "DDP's buckets": Case(Loop(cut="ddp"), ALL, "fused", options=(("tap", "comm_hook"),), n_more=1),
+    "DDP, Adam alone": Case(Loop(cut="ddp"), ("adam",), options=(("tap", "leaf"),), n_more=1),
+    "DDP's buckets, Adam alone": Case(Loop(cut="ddp"), ("adam",), options=(("tap", "comm_hook"),), n_more=1),
     "DDP's buckets, clipped before": Case(Loop(cut="ddp", clips=False), ALL, options=(("tap", "comm_hook"),), n_more=1),
 }
 FOUR_RANKS = {
@@ -270,8 +275,46 @@ def test_moments_that_are_loaded_are_gathered(ranks2: Ranks) -> None:
     assert ranks2(_resumed) == [{"windows": 1}] * 2
 
 
+def _in_turns() -> tuple[int, list[float], list[float], float]:
+    """Turns, and in each the squared norm of one whole gradient by its leaf, and by the shards of all ranks."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(64, 251), mesh=mesh_of((dist.get_world_size(),)))  # uneven over ranks and turns
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model(torch.randn(8, 64)).square().sum().backward()
+    optimizer.step()
+    parameters = list(model.parameters())
+    leaves = [gathered_parameters(model)[id(p)] for p in parameters]
+    moments = SecondMoments(optimizer, parameters, leaves, most_bytes=8 * 1024)
+    metric = AdamMetric(moments)
+    whole = [p.grad.full_tensor() for p in parameters]  # type: ignore[union-attr]
+    by_leaf, by_shards = [], []
+    for _ in range(8):
+        moments.gather()
+        by_leaf.append(float(metric.norms([0, 1], whole).square().sum()))
+        shards = [metric.norm_of_shard(i, p.grad.to_local()).square() for i, p in enumerate(parameters)]  # type: ignore[union-attr]
+        total = torch.stack(shards).sum()
+        dist.all_reduce(total)
+        by_shards.append(float(total))
+    weights = by_hand.adam_weights(optimizer, dict(model.named_parameters()), torch.bfloat16)
+    named = dict(zip(("weight", "bias"), whole, strict=True))
+    return len(set(by_leaf)), by_leaf, by_shards, by_hand.adam(weights)(named)
+
+
+def test_moments_beyond_the_bound_are_gathered_in_turns(ranks2: Ranks) -> None:
+    """Each turn weighs the same rows for a piece and for the shards, and the mean of all turns is the whole norm."""
+    for n_turns, by_leaf, by_shards, exact in ranks2(_in_turns):
+        assert n_turns == 8
+        assert by_leaf == pytest.approx(by_shards, rel=1e-6)
+        assert sum(by_leaf) / 8 == pytest.approx(exact, rel=1e-6)
+
+
 REFUSED = {
-    "too little memory for Adam's moments": (Loop(), "adam", 1, r"of \d+ elements that FSDP2 has cut.*staging_mib=1"),
+    "too little memory for Adam's moments": (
+        Loop(),
+        "adam",
+        1,
+        "even a 64th of them takes .* MiB on each rank.*staging_mib=1",
+    ),
     "sign under tensor parallelism": (Loop(cut="tp"), "sign", 8, "needs the whole gradient of each piece on one rank"),
     "spectral under FSDP2": (Loop(), "spectral", 8, "needs each matrix whole on one rank, got a model cut by FSDP2"),
 }
@@ -285,6 +328,20 @@ def _refused(name: str) -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def _in_context_parallelism() -> str:
+    model, mesh = build(Loop()), mesh_of((2,))
+    try:
+        sonde.attach(model, unit="rows", metric=("euclidean", "sign"), cp_mesh=mesh, verbose=False)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_further_metrics_of_shared_sequences_are_refused(ranks2: Ranks) -> None:
+    for message in ranks2(_in_context_parallelism):
+        assert message.startswith("metric=('euclidean', 'sign') is not measured where several ranks feed one gradient")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -176,6 +176,7 @@ class NoiseScaleProbe:
         except Exception:  # of the user's own function: its peers must not wait for this rank
             join_comparison(wrapper)
             raise
+        self._second_moments = metrics.moments.in_words if metrics.moments is not None else None
         has_moments = metrics.moments.has_state if metrics.moments is not None else None
         must_match = same_on_ranks(options, wrapper, whole, names, has_moments=has_moments)
         check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, must_match)
@@ -652,6 +653,7 @@ class NoiseScaleProbe:
         """The setup that was found, for the log and for people."""
         setup = setup_record(self._options, self._wrapper, self._whole, self._reader.tap_name, self._reader.groups)
         setup["fixed_weights"] = self._tracker.at_fixed_weights
+        setup |= {"second_moments": self._second_moments}
         has_scaler, level = self._grad_scaler is not None, self._tracker.level
         return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found
 

@@ -63,7 +63,9 @@ class FurtherSums:
     def pack(self) -> Tensor:
         """The sums and problems as a vector that is summed over ranks; starts the next window."""
         met = self._further.take_problems()
-        counts = torch.tensor([[float(p in each) for p in _PROBLEMS] for each in met], dtype=self._small.dtype)
+        counts = torch.tensor(
+            [[float(p in each) for p in _PROBLEMS] for each in met], dtype=self._small.dtype, device="cpu"
+        )
         packed = torch.cat([self._small.view(-1), to_device(counts, self._device).view(-1)])
         self._small.zero_()
         return packed

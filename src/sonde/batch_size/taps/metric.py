@@ -138,6 +138,7 @@ class AdamMetric:
             return total.fill_(torch.nan)
         correction, eps = self.moments.scale(index)
         for moment in moments:
+            part = torch.zeros_like(total)
             # Chunk by chunk, so that no temporary has the size of a gradient.
             chunks = (t.reshape(-1).split(CHUNK) for t in (_range(a, moment), _range(b, moment), moment.values))
             for x, y, v in zip(*chunks, strict=True):
@@ -147,7 +148,8 @@ class AdamMetric:
                 # Each factor is divided by the fourth root of v̂ before they are multiplied, so that squares of small
                 # gradients do not vanish in fp32.
                 weighted = x / root
-                total += (weighted.square_() if a is b else weighted.mul_(y / root)).sum(dtype=total.dtype)
+                part += (weighted.square_() if a is b else weighted.mul_(y / root)).sum(dtype=total.dtype)
+            total += moment.weight * part
         return total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.placements import gathered_axis, is_dtensor, local_tensor, ranks_of, spec_of
+
+_SMALL = 4096
+"""Shards of parameters up to this many elements are gathered whole."""
+_MOST_DOUBLINGS = 6
+"""Two to this power is the largest number of turns in which moments are gathered."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +31,14 @@ class MomentPart:
         start: of the range.
         values: v, as long as the range along that dim.
         rounded_to: the dtype to which each value is rounded before use; None for its own.
+        weight: how many ranges of that length this one stands for.
     """
 
     dim: int
     start: int
     values: Tensor
     rounded_to: torch.dtype | None = None
+    weight: float = 1.0
 
 
 class GatherAfterSteps:
@@ -46,9 +55,15 @@ class GatherAfterSteps:
     ) -> None:
         self._moments, self._is_measured = moments, is_measured
         self._changed()
+        alive = weakref.ref(self)  # the optimizer must not keep a probe that was dropped without close()
+
+        def changed(*_: object) -> None:
+            if (gathers := alive()) is not None:
+                gathers._changed()
+
         self._handles = [
-            optimizer.register_step_post_hook(lambda *_: self._changed()),
-            optimizer.register_load_state_dict_post_hook(lambda *_: self._changed()),
+            optimizer.register_step_post_hook(changed),
+            optimizer.register_load_state_dict_post_hook(changed),
         ]
 
     def _changed(self) -> None:
@@ -76,6 +91,23 @@ class _Cut:
     dim: int
     shapes: list[torch.Size]
 
+    def range_of(self, shard: int, turn: int, n_turns: int) -> tuple[int, int]:
+        """Where the range of a shard that is gathered in one of several turns begins, and its length; along the dim."""
+        length = self.shapes[shard][self.dim]
+        if math.prod(self.shapes[0]) <= _SMALL:
+            return 0, length
+        each = -(-length // n_turns)
+        return min(turn * each, length), max(min(each, length - turn * each), 0)
+
+    def shape_of(self, shard: int, turn: int, n_turns: int) -> torch.Size:
+        """The shape of that range."""
+        shape = self.shapes[shard]
+        return torch.Size([*shape[: self.dim], self.range_of(shard, turn, n_turns)[1], *shape[self.dim + 1 :]])
+
+    def weight(self, n_turns: int) -> float:
+        """How many such ranges one stands for."""
+        return 1.0 if math.prod(self.shapes[0]) <= _SMALL else float(n_turns)
+
 
 class _Gathering:
     """Parameters that are cut over the same ranks: their second moments are gathered together.
@@ -88,44 +120,54 @@ class _Gathering:
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], cuts: dict[int, _Cut]) -> None:
         self.group, self.cuts, self._ranks = group, cuts, list(ranks)
-        totals = [sum(math.prod(cut.shapes[shard]) for cut in cuts.values()) for shard in range(len(ranks))]
-        self._longest = max(totals)
+        self.own_shard = self._ranks.index(dist.get_rank(group))
 
-    @property
-    def numel(self) -> int:
-        """Elements of the buffer."""
-        return self._longest * len(self._ranks)
+    def _longest(self, n_turns: int) -> int:
+        """The most elements of a rank in a turn; the first turn has the most."""
+        shards = range(len(self._ranks))
+        return max(sum(math.prod(cut.shape_of(s, 0, n_turns)) for cut in self.cuts.values()) for s in shards)
 
-    def gather(self, own: dict[int, Tensor | None], dtype: torch.dtype, device: torch.device) -> dict[int, Any]:
-        """Gather every shard, by one all-gather. All ranks have to call this.
+    def numel(self, n_turns: int) -> int:
+        """Elements that are held at once: of all ranks, and of this rank to be sent."""
+        return self._longest(n_turns) * (len(self._ranks) + 1)
+
+    def gather(
+        self, own: dict[int, list[MomentPart]], dtype: torch.dtype, device: torch.device, *, turn: int, n_turns: int
+    ) -> dict[int, Any]:
+        """Gather a range of every shard, by one all-gather. All ranks have to call this.
 
         Args:
-            own: this rank's shards, by index; None where the optimizer has no second moment.
+            own: the range of this rank's shards, by index; empty where the optimizer has no second moment.
             dtype: in which they are gathered.
             device: which the group's backend accepts.
+            turn: which of the ranges.
+            n_turns: of how many.
 
         Returns:
             The parts of each parameter, by index; those of a missing moment are NaN.
         """
-        mine = torch.full((self._longest,), torch.nan, dtype=dtype, device=device)
+        longest = self._longest(n_turns)
+        mine = torch.full((longest,), torch.nan, dtype=dtype, device=device)
         at = 0
-        shard = self._ranks.index(dist.get_rank(self.group))
         for index, cut in self.cuts.items():
-            n = math.prod(cut.shapes[shard])
-            if (values := own[index]) is not None:
-                mine[at : at + n].view(cut.shapes[shard]).copy_(values, non_blocking=device.type != "cpu")
-            at += n
-        everything = torch.empty(self.numel, dtype=dtype, device=device)
-        # As bytes, which every backend gathers.
-        dist.all_gather_into_tensor(everything.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+            shape = cut.shape_of(self.own_shard, turn, n_turns)
+            for part in own[index]:
+                into = mine[at : at + math.prod(shape)].view(shape)
+                into.copy_(part.values, non_blocking=device.type != "cpu")
+            at += math.prod(shape)
+        everything = torch.empty(longest * len(self._ranks), dtype=dtype, device=device)
+        # As bytes, which every backend gathers. Older versions of torch know the call by another name.
+        all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(everything.view(torch.uint8), mine.view(torch.uint8), group=self.group)
         parts: dict[int, list[MomentPart]] = {index: [] for index in self.cuts}
         for shard, rank in enumerate(self._ranks):
-            at = rank * self._longest
+            at = rank * longest
             for index, cut in self.cuts.items():
-                shape = cut.shapes[shard]
+                shape = cut.shape_of(shard, turn, n_turns)
                 n = math.prod(shape)
-                start = sum(before[cut.dim] for before in cut.shapes[:shard])
-                parts[index].append(MomentPart(cut.dim, start, everything[at : at + n].view(shape)))
+                start = sum(before[cut.dim] for before in cut.shapes[:shard]) + cut.range_of(shard, turn, n_turns)[0]
+                values = everything[at : at + n].view(shape)
+                parts[index].append(MomentPart(cut.dim, start, values, weight=cut.weight(n_turns)))
                 at += n
         return parts
 
@@ -135,9 +177,13 @@ class SecondMoments:
 
     A hook on a parameter that FSDP2 gathers sees its whole gradient, while each rank keeps a shard of its second
     moment. So the shards are gathered after the optimizer's step, before the window in which they are needed, by one
-    all-gather for each set of ranks; and are forgotten at the end of the window. They are gathered in fp32 or, if the
-    bound of memory allows no more, in bf16. Then this rank's own shards are rounded alike, so that all norms have the
-    same weights.
+    all-gather for each set of ranks, and are forgotten after the next step. They are gathered in fp32 or, if the bound
+    of memory allows no more, in bf16. Then this rank's own shards are rounded alike, so that all norms have the same
+    weights.
+
+    If the bound does not allow even that, each window takes its turn with one range of the rows of every shard, which
+    stands for all of them. Norms of pieces and of the window are of the same range, and over all turns each row counts
+    once, so that the estimates stay unbiased.
 
     Args:
         optimizer: keeps `exp_avg_sq` and `step`, and has `betas` and `eps` in its groups.
@@ -146,8 +192,8 @@ class SecondMoments:
         most_bytes: bound of the memory for gathered moments.
 
     Raises:
-        ValueError: when a parameter is not in the optimizer, its group has no `betas` and `eps`, or the bound is below
-            2 bytes for each gathered element.
+        ValueError: when a parameter is not in the optimizer, its group has no `betas` and `eps`, or the bound does not
+            allow a 64th of the rows.
     """
 
     def __init__(
@@ -174,20 +220,29 @@ class SecondMoments:
         self._gatherings = _gatherings(parameters, parameters if leaves is None else leaves)
         self._is_gathered = frozenset(i for gathering in self._gatherings for i in gathering.cuts)
         self._device = (parameters if leaves is None else leaves)[0].device
-        self._dtype = self._widest(most_bytes)
+        self._dtype, self._n_turns = self._within(most_bytes)
+        self._turn = 0
         self._parts: dict[int, list[MomentPart]] = {}
 
-    def _widest(self, most_bytes: float) -> torch.dtype:
-        """The dtype in which moments are gathered."""
-        numel = sum(gathering.numel for gathering in self._gatherings)
-        for dtype in (torch.float32, torch.bfloat16):
-            if numel * dtype.itemsize <= most_bytes:
-                return dtype
+    def _within(self, most_bytes: float) -> tuple[torch.dtype, int]:
+        """The dtype in which moments are gathered, and in how many turns."""
+        needed = 0
+        for dtype, n_turns in [(torch.float32, 1), *((torch.bfloat16, 2**k) for k in range(_MOST_DOUBLINGS + 1))]:
+            needed = sum(gathering.numel(n_turns) for gathering in self._gatherings) * dtype.itemsize
+            if needed <= most_bytes:
+                return dtype, n_turns
         raise ValueError(
-            f"metric='adam' gathers the second moments of {numel:,} elements that FSDP2 has cut, in measured windows: "
-            f"at least {2 * numel / 2**20:.0f} MiB on each rank, got staging_mib={most_bytes / 2**20:g}: pass "
-            f"staging_mib={math.ceil(2 * numel / 2**20)} or more, or metric='euclidean'"
+            "metric='adam' gathers second moments that FSDP2 has cut, in measured windows: even a "
+            f"{2**_MOST_DOUBLINGS}th of them takes {needed / 2**20:.3g} MiB on each rank, got "
+            f"staging_mib={most_bytes / 2**20:g}: pass staging_mib={math.ceil(needed / 2**20)} or more, or "
+            "metric='euclidean'"
         )
+
+    @property
+    def in_words(self) -> str:
+        """How they are gathered, for people."""
+        part = "all" if self._n_turns == 1 else f"one in {self._n_turns} rows"
+        return f"{part} gathered before each measured window, in {str(self._dtype).removeprefix('torch.')}"
 
     @property
     def must_gather(self) -> bool:
@@ -205,6 +260,8 @@ class SecondMoments:
         # `step` is a 0-dim tensor on the CPU, or on the device for fused and capturable optimizers. Either kind divides
         # a tensor on the device without being read on the host.
         step = self._optimizer.state[self._parameters[index]]["step"]
+        if isinstance(step, Tensor):  # in fp32, 1 − β₂ of the first step would keep 4 digits
+            step = step.to(accumulation_dtype(step.device))
         return (1.0 - group["betas"][1] ** step) ** 0.5, group["eps"]
 
     def own(self, index: int) -> list[MomentPart]:
@@ -212,8 +269,14 @@ class SecondMoments:
         moment = self._local(index)
         if moment is None:
             return []
-        is_rounded = index in self._is_gathered and self._dtype.itemsize < moment.dtype.itemsize
-        return [MomentPart(0, 0, moment, self._dtype if is_rounded else None)]
+        if index not in self._is_gathered:
+            return [MomentPart(0, 0, moment)]
+        gathering = next(g for g in self._gatherings if index in g.cuts)
+        cut = gathering.cuts[index]
+        start, length = cut.range_of(gathering.own_shard, self._turn, self._n_turns)
+        rounded_to = self._dtype if self._dtype.itemsize < moment.dtype.itemsize else None
+        values = moment.narrow(cut.dim, start, length)
+        return [MomentPart(cut.dim, start, values, rounded_to, cut.weight(self._n_turns))]
 
     def of_leaf(self, index: int) -> list[MomentPart]:
         """The parts of v of what a hook sees of a gradient; empty where v is not known."""
@@ -232,9 +295,12 @@ class SecondMoments:
         """Gather the moments that are cut. All ranks have to call this, after the same step."""
         start = time.perf_counter()
         self._parts = {}
+        # Odd steps through a power of 2 reach every turn. Neighbouring windows take distant rows.
+        step = self._n_turns // 2 + 1 if self._n_turns > 2 else 1
+        self._turn = (self._turn + step) % self._n_turns
         for gathering in self._gatherings:
-            own = {i: self._local(i) for i in gathering.cuts}
-            self._parts |= gathering.gather(own, self._dtype, self._device)
+            own = {i: self.own(i) for i in gathering.cuts}
+            self._parts |= gathering.gather(own, self._dtype, self._device, turn=self._turn, n_turns=self._n_turns)
         self.seconds += time.perf_counter() - start
 
     def forget(self) -> None:
