@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import re
 import textwrap
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def test_the_log_of_the_page_is_read_as_printed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(5, 1)
     names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
-    write, read = python_blocks(DOCS / "runs.md")
+    write, read, resume = python_blocks(DOCS / "runs.md")
     exec(compile(write, "runs.md", "exec"), names)
     for step in range(1, 21):
         for _ in range(2):
@@ -210,6 +211,10 @@ def test_the_log_of_the_page_is_read_as_printed(tmp_path: Path, monkeypatch: pyt
         names["policy_log"].measured(step, {"entropy/per_token": 1.0})
         names["optimizer"].step()
         names["optimizer"].zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: one process saves alone here
+        exec(compile(resume, "runs.md", "exec"), names)
+    assert names["probe"].reading().windows == 20
     names["probe"].close()
     names["policy_log"].end("training ended")
     exec(compile(read, "runs.md", "exec"), names)

@@ -95,6 +95,7 @@ class Loop:
         weighted: pieces weigh by their units.
         in_order: layers are defined in the order of forward.
         twice: a piece has two backwards.
+        declared: whether pieces are declared; otherwise each backward is a piece of 4 units.
         windows: how many windows.
     """
 
@@ -104,6 +105,7 @@ class Loop:
     weighted: bool = False
     in_order: bool = True
     twice: bool = False
+    declared: bool = True
     windows: int = 3
     options: dict[str, Any] = field(default_factory=lambda: {"staging_mib": 0.0})
 
@@ -154,6 +156,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
     result: dict[str, Any] = {"norms": [], "windows": [], "by hand": []}
     if probed:
         options: dict[str, Any] = {"unit": "sequences", "verbose": False, "every": 1, "log": sonde.RunLog(every=1000)}
+        options |= {} if loop.declared else {"units_per_piece": 4}
         probe = sonde.attach(model, optimizer, **(options | arguments | loop.options))
     before = n_collectives()
     for window in range(loop.windows):
@@ -166,7 +169,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
                 model.set_requires_gradient_sync(k == 1)
             elif k == 0:
                 no_sync = model.no_sync()  # type: ignore[operator]
-            with probe.piece(**counts) if probe else contextlib.nullcontext(), no_sync:
+            with probe.piece(**counts) if probe and loop.declared else contextlib.nullcontext(), no_sync:
                 for _ in range(1 + loop.twice):
                     loss_of(model, ids, loop, part, loop.n_sharing).backward()
         result["norms"].append(_end(probe, model, loop))
@@ -221,7 +224,7 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
             loss = loss_of(model, ids, loop) + 0.0 * model.unused.sum()
             grads = torch.autograd.grad(loss, list(model.parameters()))
             pieces.append(dict(zip(names, (g.flatten() for g in grads), strict=True)))
-            units.append(float(len(ids)))
+            units.append(float(len(ids)) if loop.declared else 4.0)
     weights = units if loop.weighted else [1.0] * len(units)
     solved = []
     for group in dict.fromkeys(map(block_of, names)):

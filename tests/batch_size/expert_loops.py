@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import sonde
 from tests.gradient_norm.routed_experts import LENGTH, VOCABULARY, Mixture, build
@@ -28,13 +29,16 @@ class Loop:
 
     Attributes:
         n_feeding: ranks over which experts are spread.
-        dense: "fsdp" cuts the other parameters over all ranks; "plain" leaves them whole, and the loop averages them.
+        dense: "fsdp" cuts the other parameters over all ranks; "plain" leaves them whole, and the loop averages them;
+            "fsdp over tp" has two data-parallel ranks of two ranks each, and experts are spread over all four.
         averaged: experts are divided by the number of all ranks, as the other parameters; otherwise only by the number
             of ranks that hold the same experts.
         clips: the probe clips, rather than only ending windows.
         weighted: pieces weigh by their units.
         n_pieces: of each rank and window.
         merges: rank 0 takes both backwards for one piece.
+        says_so: `expert_mesh=` is given where it is needed.
+        declared: whether pieces are declared; otherwise each backward is a piece of 4 units.
         windows: how many windows.
     """
 
@@ -45,7 +49,15 @@ class Loop:
     weighted: bool = False
     n_pieces: int = 2
     merges: bool = False
+    says_so: bool = True
+    declared: bool = True
     windows: int = 3
+
+    @property
+    def n_data(self) -> int:
+        """Ranks with data of their own."""
+        return 2 if self.dense == "fsdp over tp" else 4
+
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,7 +75,12 @@ def cut(loop: Loop) -> tuple[Mixture, dict[str, Any]]:
     model.ep = both["ep"]
     model.experts.w = nn.Parameter(distribute_tensor(model.experts.w.detach(), both["ep"], [Shard(0)]))
     if loop.dense == "plain":
-        return model, {"mesh": both, "expert_mesh": both["ep"]}
+        return model, {"mesh": both} | ({"expert_mesh": both["ep"]} if loop.says_so else {})
+    if loop.dense == "fsdp over tp":
+        mesh = mesh_of((2, 2), ("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(model, mesh=mesh["dp"], ignored_params={model.experts.w})
+        return model, {}
     everyone = mesh_of((4,))
     if n_same == 1:
         fully_shard(model, mesh=everyone, ignored_params={model.experts.w})
@@ -108,10 +125,11 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
     """Train on this rank; see `sharded_loops.train`."""
     model, arguments = cut(loop)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rank, probe, before = dist.get_rank(), None, 0
+    rank, probe, before = dist.get_rank() // (4 // loop.n_data), None, 0
     result: dict[str, Any] = {"norms": [], "windows": [], "by hand": []}
     if probed:
         options: dict[str, Any] = {"unit": "sequences", "verbose": False, "every": 1, "groups": group_of}
+        options |= {} if loop.declared else {"units_per_piece": 4}
         log = sonde.RunLog(every=1000)
         probe = sonde.attach(model, optimizer, log=log, **(options | arguments | loop.options))
     before = n_collectives()
@@ -128,7 +146,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
                         merged.enter_context(probe.piece(**counts))
                     loss_of(model, ids, loop).backward()
                     continue
-                with probe.piece(**counts) if probe is not None else contextlib.nullcontext():
+                with probe.piece(**counts) if probe is not None and loop.declared else contextlib.nullcontext():
                     loss_of(model, ids, loop).backward()
         reduce_by_hand(model, loop)
         result["norms"].append(_end(probe, model, arguments, loop))
@@ -151,7 +169,7 @@ def _end(probe: Any, model: nn.Module, arguments: dict[str, Any], loop: Loop) ->
         return probe.step() or 0.0 if probe else 0.0
     if probe:
         return float(probe.clip_grad_norm_(0.5))
-    mesh = arguments.get("mesh") or mesh_of((4,))
+    mesh = arguments.get("mesh") or (mesh_of((2, 2), ("dp", "tp")) if loop.n_data == 2 else mesh_of((4,)))
     return float(sonde.clip_grad_norm_(list(model.parameters()), 0.5, mesh=mesh))
 
 
@@ -181,13 +199,14 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
         p.data = whole[name].double()
     names = [n for n, _ in model.named_parameters()]
     h: dict[tuple[int, int], dict[str, Tensor]] = {}
-    for rank in range(4):
+    for rank in range(loop.n_data):
         for k in range(loop.n_pieces):
             grads = torch.autograd.grad(loss_of(model, tokens(rank, window, k), loop), list(model.parameters()))
             h[rank, k] = dict(zip(names, (g.flatten() for g in grads), strict=True))
-    n = {(rank, k): float(UNITS[rank][k]) for rank, k in h}
+    n = {(rank, k): float(UNITS[rank][k]) if loop.declared else 4.0 for rank, k in h}
     w = {key: n[key] if loop.weighted else 1.0 for key in h}
-    feeding = [range(first, first + loop.n_feeding) for first in range(0, 4, loop.n_feeding)]
+    n_feeding = min(loop.n_feeding, loop.n_data)
+    feeding = [range(first, first + n_feeding) for first in range(0, loop.n_data, n_feeding)]
     # Expert pieces: which pieces of single ranks each of them holds.
     joint = [[(rank, k) for rank in ranks] for ranks in feeding for k in range(loop.n_pieces)]
     groups = list(dict.fromkeys(map(group_of, names)))
@@ -201,7 +220,10 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
             gradients = [sum(torch.cat([h[key][name] for name in part]) for key in piece) for piece in pieces]
             weights = [sum(w[key] for key in piece) for piece in pieces]
             units = [sum(w[key] for key in p) ** 2 / sum(w[key] ** 2 / n[key] for key in p) for p in pieces]
-            divisor = 4.0 if loop.averaged or not is_expert else 4.0 / loop.n_feeding
+            divisor = float(loop.n_data)
+            if is_expert:
+                # Below tensor parallelism, both ranks of a pair send the same tokens.
+                divisor = (4.0 if loop.averaged else 4.0 / loop.n_feeding) * loop.n_data / 4
             t, g = window_by_hand(gradients, weights, units, sum(gradients) / divisor)  # type: ignore[arg-type]
             trace_cov, grad_sq = trace_cov + t, grad_sq + g
         solved.append((trace_cov, grad_sq))

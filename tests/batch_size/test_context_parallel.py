@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 
 import sonde
@@ -23,6 +24,7 @@ LOOPS = {
     "CP2 below HSDP": (4, Loop(cut="hsdp", weighted=True)),
     "CP2 × DP2, DDP over both": (4, Loop(cut="ddp")),
     "CP2": (2, Loop()),
+    "CP2, pieces not declared": (2, Loop(declared=False)),
     "CP2 under DDP, no clip": (2, Loop(cut="ddp", clips=False)),
 }
 CHUNK = 1024
@@ -43,6 +45,7 @@ def assert_as_by_hand(results: list[dict[str, Any]], first: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.shows("noise scale", "FSDP2 over CP", "DDP over CP")
 def test_values_are_those_of_one_process(request: pytest.FixtureRequest, name: str) -> None:
     n_ranks, loop = LOOPS[name]
     results = request.getfixturevalue(f"ranks{n_ranks}")(_values, loop)
@@ -105,6 +108,24 @@ def test_torchs_context_parallelism_is_noticed(ranks2: Ranks) -> None:
     """Without cp_mesh=, each rank's part of a sequence would count as a piece."""
     for alerts in ranks2(_under_torchs):
         assert "pass cp_mesh=" in alerts["context_parallel"]
+
+
+def _named() -> list[dict[str, str]]:
+    """Alerts at attach of a model of FSDP2 over an axis that is named after context parallelism."""
+    found = []
+    mesh = mesh_of((1, 2), ("dp", "dp_cp"))
+    for arguments in ({}, {"mesh": mesh, "cp_mesh": mesh["dp_cp"]}, {"cp_mesh": mesh["dp"]}):
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh["dp_cp"])
+        with sonde.attach(model, unit="rows", verbose=False, **arguments) as probe:  # type: ignore[arg-type]
+            found.append(dict(probe.alerts))
+    return found
+
+
+def test_an_axis_named_after_context_parallelism_raises_an_alert(ranks2: Ranks) -> None:
+    """An axis of one rank says that there is none."""
+    for without, with_axis, with_axis_of_one in ranks2(_named):
+        assert "'dp_cp'" in without["context_axis"]
+        assert with_axis == with_axis_of_one == {}
 
 
 def _refused() -> list[str]:

@@ -20,6 +20,9 @@ LOOPS = {
     "EP2 × FSDP2, experts divided otherwise": Loop(averaged=False),
     "EP4": Loop(n_feeding=4, weighted=True),
     "EP4, experts not divided, no clip": Loop(n_feeding=4, averaged=False, clips=False),
+    "EP4 beside FSDP2 × TP": Loop(n_feeding=4, dense="fsdp over tp", weighted=True),
+    "EP4 beside FSDP2 × TP, no clip": Loop(n_feeding=4, dense="fsdp over tp", averaged=False, clips=False),
+    "EP2 × FSDP2, pieces not declared": Loop(declared=False),
     "EP2 beside plain parameters": Loop(dense="plain", weighted=True),
     "EP2 beside plain parameters, no clip": Loop(dense="plain", clips=False),
 }
@@ -30,14 +33,15 @@ def _values(loop: Loop) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.shows("noise scale", "EP")
 def test_values_are_those_of_one_process(ranks4: Ranks, name: str) -> None:
     """Of the total and of groups, one of which has experts and other parameters. Within 1e-5 of tr Σ."""
     loop = LOOPS[name]
     results = ranks4(_values, loop)
     for result in results:
         assert result["alerts"] == {}
-        assert result["setup"]["ranks"] == 4
-        assert f"experts over {loop.n_feeding} ranks" in result["setup"]["wrapper"]
+        assert result["setup"]["ranks"] == loop.n_data
+        assert f"experts over {min(loop.n_feeding, loop.n_data)} ranks" in result["setup"]["wrapper"]
         for window, exact in zip(result["windows"], result["by hand"], strict=True):
             assert window is not None, result["reading"].dropped
             error = torch.tensor(window, dtype=torch.float64).sub(torch.tensor(exact)).abs().max()
@@ -66,8 +70,10 @@ def test_training_is_unchanged(ranks4: Ranks, name: str) -> None:
     [
         (Loop(n_feeding=4, n_pieces=1), "the experts had a single piece in the window"),
         (Loop(merges=True), "ranks that feed the same experts had different numbers of pieces"),
+        (Loop(dense="plain", says_so=False), "the gradient is not a multiple of the sum of its pieces"),
+        (Loop(dense="plain", says_so=False, clips=False), "the gradient is not a multiple of the sum of its pieces"),
     ],
-    ids=["a single piece", "other pieces"],
+    ids=["a single piece", "other pieces", "no expert_mesh=", "no expert_mesh=, no clip"],
 )
 def test_windows_that_cannot_be_used_have_a_reason(ranks4: Ranks, loop: Loop, reason: str) -> None:
     for result in ranks4(_trained, loop, True):

@@ -52,6 +52,7 @@ def assert_as_by_hand(results: list[dict[str, Any]], loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.shows("noise scale", "FSDP2")
 def test_values_and_training_unchanged(ranks2: Ranks, name: str) -> None:
     loop = LOOPS[name]
     results = ranks2(_values, loop)
@@ -75,6 +76,7 @@ def test_three_ranks(ranks3: Ranks, name: str) -> None:
     ],
     ids=lambda loop: f"{loop.mesh or 4} {loop.reshard} {loop.sync}",
 )
+@pytest.mark.shows("noise scale", "HSDP")
 def test_four_ranks(ranks4: Ranks, loop: Loop) -> None:
     assert_as_by_hand(ranks4(_values, loop), loop)
 
@@ -130,6 +132,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.shows("single examples", "FSDP2")
 def test_single_examples(ranks2: Ranks, name: str) -> None:
     """Every example of every rank is a piece; their numbers ride in the same collective, and training is unchanged."""
     loop = replace(EXAMPLES[name], options={"per_example": "always"})

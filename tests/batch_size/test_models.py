@@ -88,6 +88,7 @@ def test_a_function_that_returns_no_gradient_for_a_parameter() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")  # torch.compile says so there
+@pytest.mark.shows("noise scale", "torch.compile")
 def test_compiled_model() -> None:
     torch._dynamo.reset()
     model = small_model()

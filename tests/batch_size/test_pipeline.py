@@ -264,6 +264,7 @@ def _train(pipe: Pipeline, probed: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PIPELINES | WIDER)
+@pytest.mark.shows("noise scale", "PP", "PP with DDP", "PP with FSDP2", "PP with TP")
 def test_values_and_training_unchanged(request: pytest.FixtureRequest, name: str) -> None:
     """One collective a window carries the pieces, the gradient and the clip; all ranks get the same numbers."""
     pipe = (PIPELINES | WIDER)[name]
@@ -271,6 +272,7 @@ def test_values_and_training_unchanged(request: pytest.FixtureRequest, name: str
     check(ranks(_train, pipe, True), ranks(_train, pipe, False), pipe)
 
 
+@pytest.mark.shows("noise scale", "PP with FSDP2 over TP")
 def test_pipeline_over_fsdp_over_tensor_parallelism(ranks8: Ranks) -> None:
     pipe = Pipeline("Schedule1F1B", dp=2, tp=2, weighted=True)
     check(ranks8(_train, pipe, True), ranks8(_train, pipe, False), pipe)

@@ -24,6 +24,7 @@ from tests.batch_size.loops import (
 from tests.oracles import per_example_gradients, population, window_by_hand
 
 
+@pytest.mark.shows("noise scale", "one process")
 def test_equal_pieces() -> None:
     model = small_model()
     assert_same(*one_window(model, piece_losses(model, [4, 4, 4, 4]), units=[4, 4, 4, 4]))

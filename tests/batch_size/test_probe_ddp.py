@@ -33,6 +33,7 @@ from tests.ranks import Ranks
 )
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+@pytest.mark.shows("noise scale", "DDP")
 def test_accumulation(ranks2: Ranks, ddp_options: dict[str, Any], no_sync: bool) -> None:
     assert_as_by_hand(ranks2(_accumulate, ddp_options, no_sync))
 

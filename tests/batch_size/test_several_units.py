@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import sonde
 from sonde import NoiseScaleProbe
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_sums import PieceCounts, read_row
+from sonde.runs.report.verdicts import batch_size_panel
 from tests.batch_size.loops import Recording, attached, batch, mean_loss, nested_state, small_model
 from tests.batch_size.sharded_loops import Loop, build, shard, tokens
 from tests.ranks import Ranks
@@ -58,8 +60,8 @@ def test_the_estimate_is_that_of_the_first_unit_and_the_rest_is_converted(as_ten
     assert converted.low == pytest.approx(reading.low * per_row, rel=1e-12)
     assert converted.units_per_window == pytest.approx(48)
     assert metrics["gns/b_simple_tokens"] == pytest.approx(converted.b_simple, rel=1e-9)
-    assert metrics["gns/b_simple_tokens_high"] == pytest.approx(converted.high, rel=1e-9)
-    assert metrics["gns/tokens_per_window"] == pytest.approx(48)
+    assert metrics["gns/b_simple_high_tokens"] == pytest.approx(converted.high, rel=1e-9)
+    assert metrics["gns/units_per_window_tokens"] == pytest.approx(48)
     assert metrics["gns/units_per_window"] == 10
     assert " rows [4.68 – 30.7] = 71.4 tokens, batch 10" in str(reading)
     assert reading.in_unit("rows").b_simple == reading.b_simple
@@ -92,8 +94,17 @@ def test_the_log_declares_and_writes_each_unit(capsys: pytest.CaptureFixture[str
     assert header["unit"] == "rows"
     assert header["metrics"]["gns/b_simple_loss_tokens"]["unit"] == "loss_tokens"
     last = sink.of_kind("reading")[-1]["metrics"]
-    assert (last["gns/tokens_per_window"], last["gns/loss_tokens_per_window"]) == (40, 20)
+    assert (last["gns/units_per_window_tokens"], last["gns/units_per_window_loss_tokens"]) == (40, 20)
     assert set(reading.metrics()) <= set(header["metrics"])
+
+
+def test_the_report_says_the_verdict_in_each_unit(tmp_path: Path) -> None:
+    model = small_model()
+    with attached(model, unit=UNITS, log=sonde.RunLog(sonde.JsonlSink(tmp_path), every=5)) as probe:
+        train(probe, model, 20)
+        b_simple = probe.reading().in_unit("tokens").b_simple
+    basis = batch_size_panel(sonde.read_run(tmp_path)).basis
+    assert basis.endswith(f" In tokens, the batch is 48, the noise scale {b_simple:.3g}.")
 
 
 def test_each_way_to_count_a_piece() -> None:
@@ -225,7 +236,9 @@ def test_a_count_on_a_device_that_is_not_finite_drops_the_window() -> None:
     assert kinds == [["bad_counts"], []]
 
 
-@pytest.mark.parametrize("unit", [(), ("rows", "rows"), ("rows", "loss tokens"), ("rows", ""), 3, ("rows", 3)], ids=str)
+@pytest.mark.parametrize(
+    "unit", [(), ("rows", "rows"), ("rows", "loss tokens"), ("rows", "low"), ("rows", ""), 3, ("rows", 3)], ids=str
+)
 def test_names_that_cannot_be_are_refused(unit: Any) -> None:
     with pytest.raises(ValueError, match=r"unit must name|further unit's name|name of its own"):
         attached(small_model(), unit=unit)

@@ -72,6 +72,7 @@ def pieces_of(*sizes: int, seed: int = GENERATOR_SEED) -> list[tuple[Tensor, Ten
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.shows("single examples", "one process")
 def test_one_piece_without_accumulation_gives_the_examples_own_noise_scale(is_declared: bool, clips: bool) -> None:
     model, (x, y) = small_model(), pieces_of(6)[0]
     expected = by_hand(model, [(x, y)])

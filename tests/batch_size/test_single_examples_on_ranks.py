@@ -81,6 +81,7 @@ def ddp(per_example: str, n_pieces: int, windows: int, clips: bool, compares: bo
 
 
 @pytest.mark.parametrize(("n_pieces", "clips"), [(1, False), (2, True)])
+@pytest.mark.shows("single examples", "DDP")
 def test_ddp(ranks3: Ranks, n_pieces: int, clips: bool) -> None:
     results = ranks3(ddp, "always", n_pieces, 3, clips)
     for result in results:

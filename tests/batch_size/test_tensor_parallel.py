@@ -19,6 +19,7 @@ MORE = {"fsdp over sp, every piece reduces": Loop(cut="fsdp over sp", sync="ever
 
 
 @pytest.mark.parametrize("name", LOOPS | MORE)
+@pytest.mark.shows("noise scale", "TP", "SP", "FSDP2 over TP", "FSDP2 over SP")
 def test_values_and_training_unchanged(request: pytest.FixtureRequest, name: str) -> None:
     loop = (LOOPS | MORE)[name]
     ranks: Ranks = request.getfixturevalue("ranks4" if "fsdp" in loop.cut else "ranks2")

@@ -29,6 +29,7 @@ def copies(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.shows("norm and clip", "one process")
 def test_as_torch(max_norm: float, dtype: torch.dtype) -> None:
     ours = gradients((7, 3), (1000,), (), (90, 110), dtype=dtype)
     theirs = copies(ours)

@@ -76,6 +76,21 @@ def _clip(way: str, planned: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.shows(
+    "norm and clip",
+    "DDP",
+    "FSDP2",
+    "HSDP",
+    "TP",
+    "SP",
+    "FSDP2 over TP",
+    "PP",
+    "PP with FSDP2",
+    "PP with TP",
+    "PP with FSDP2 over TP",
+    "FSDP2 over CP",
+    "EP",
+)
 def test_the_clip_is_that_of_one_process(ranks_for: Any, way: str, planned: bool) -> None:
     exact = expected_gradients(way)
     total = norm_of(exact, 2.0)

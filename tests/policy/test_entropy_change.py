@@ -16,6 +16,7 @@ from tests.small_policy import STATISTICS, drawn, policy, real_step, sample
 @pytest.mark.parametrize("derivatives", ["forward", "central"])
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum"])
 @pytest.mark.parametrize(("objective", "weights"), [("per_token", "one"), ("sequence", "one"), ("sequence", "length")])
+@pytest.mark.shows("entropy change", "one process")
 def test_each_prompts_share_is_its_gradient_along_the_real_step(
     kind: str, objective: str, weights: str, derivatives: str
 ) -> None:

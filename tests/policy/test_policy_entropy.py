@@ -15,6 +15,7 @@ from tests.ranks import Ranks
 from tests.small_policy import drawn, policy
 
 
+@pytest.mark.shows("policy entropy", "one process")
 def test_entropy_is_that_of_the_policys_own_distributions() -> None:
     model = policy()
     model.train()
@@ -48,6 +49,7 @@ def measured_on_rank(n_all: int) -> tuple[float, float, int]:
     return measured.sequence_weighted, measured.advantage_correlation.r, measured.n_prompts
 
 
+@pytest.mark.shows("policy entropy", "DDP")
 def test_uneven_ranks_agree_with_one_process(ranks2: Ranks) -> None:
     first, second = ranks2(measured_on_rank, 12)
     assert first == second

@@ -47,6 +47,7 @@ def assert_same(reading: PromptNoiseReading, expected: tuple[float, float, float
     assert (reading.prompts_per_window, reading.windows) == (n_prompts, 1)
 
 
+@pytest.mark.shows("prompts", "one process")
 def test_one_window_agrees_with_gradients_of_single_completions() -> None:
     model = policy()
     model.train()
@@ -92,6 +93,7 @@ def on_rank() -> PromptNoiseReading:
     return PromptNoiseProbe(DistributedDataParallel(model)).measure(everything.rows(own.nonzero()[:, 0]))
 
 
+@pytest.mark.shows("prompts", "DDP")
 def test_uneven_ranks_agree_with_one_process(ranks2: Ranks) -> None:
     first, second = ranks2(on_rank)
     assert first == second

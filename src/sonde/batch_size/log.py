@@ -345,9 +345,9 @@ def _metrics_in(units: Sequence[str], first: str) -> dict[str, Metric]:
         converted = f"at the average {unit} of one of the {first}"
         metrics |= {
             f"gns/b_simple_{unit}": Metric(unit, f"gns/b_simple {converted}"),
-            f"gns/b_simple_{unit}_low": Metric(unit, f"gns/b_simple_low {converted}"),
-            f"gns/b_simple_{unit}_high": Metric(unit, f"gns/b_simple_high {converted}"),
-            f"gns/{unit}_per_window": Metric(unit, f"{unit} in a window"),
+            f"gns/b_simple_low_{unit}": Metric(unit, f"gns/b_simple_low {converted}"),
+            f"gns/b_simple_high_{unit}": Metric(unit, f"gns/b_simple_high {converted}"),
+            f"gns/units_per_window_{unit}": Metric(unit, f"{unit} in a window"),
         }
     return metrics
 

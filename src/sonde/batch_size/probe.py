@@ -45,6 +45,7 @@ from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import check_state, identity, sealed, unsealed
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
+    CONTEXT_AXIS,
     NoiseScaleOptions,
     check_partners,
     describe,
@@ -70,6 +71,7 @@ from sonde.batch_size.units import unit_names
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
+from sonde.parallel.data_ranks import axis_of_sequences
 from sonde.parallel.parameter_roles import parameter_roles
 from sonde.parallel.process_groups import n_summed
 from sonde.parallel.same_on_ranks import check_same_on_ranks
@@ -265,6 +267,8 @@ class NoiseScaleProbe:
             raise
         self._mechanism.begin_window(is_measured=True)
         self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
+        if cp_mesh is None and (axis := axis_of_sequences(parameters)) is not None:
+            self._alert("context_axis", CONTEXT_AXIS.format(axis=axis))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 

@@ -221,6 +221,14 @@ def setup_record(
     }
 
 
+CONTEXT_AXIS = (
+    "parameters are cut over the mesh axis {axis!r}, which is named after context parallelism: if ranks hold parts of "
+    "the same sequences, their parts count as pieces and the noise scale is wrong. Pass cp_mesh=, the axis of these "
+    "ranks, also where it has a single rank"
+)
+"""The alert of a probe without `cp_mesh`."""
+
+
 def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
     """The message that attach prints."""
     shown = ", ".join(groups[:4]) + (f", … {groups[-1]}" if len(groups) > 5 else "".join(f", {g}" for g in groups[4:]))

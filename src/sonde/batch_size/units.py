@@ -10,8 +10,8 @@ from torch import Tensor
 
 T = TypeVar("T", float, "float | Tensor", "float | Sequence[float]")
 
-_FURTHER_NAME = re.compile(r"[A-Za-z0-9_]+")
-"""The name of a further unit becomes a part of names of metrics."""
+_FURTHER_NAME = re.compile(r"(?!(low|high|average)(_|$))[A-Za-z0-9_]+")
+"""The name of a further unit becomes the end of names of metrics, where gns/b_simple_low has another meaning."""
 
 
 def unit_names(unit: object) -> tuple[str, ...]:
@@ -30,7 +30,10 @@ def unit_names(unit: object) -> tuple[str, ...]:
             "the independent sample first: ('sequences', 'tokens')"
         )
     if wrong := next((name for name in names[1:] if not _FURTHER_NAME.fullmatch(name)), None):
-        raise ValueError(f"a further unit's name may hold letters, digits and '_', got {wrong!r}: rename it")
+        raise ValueError(
+            f"a further unit's name may hold letters, digits and '_', and be neither 'low', 'high' nor 'average', got "
+            f"{wrong!r}: rename it"
+        )
     if len(set(names)) < len(names):
         raise ValueError(f"each unit must have a name of its own, got {unit!r}")
     return names

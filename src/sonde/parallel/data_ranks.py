@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,19 +37,22 @@ class DataRanks:
     counts_pieces: bool = True
 
 
-def check_whole_mesh(parameters: Mapping[str, Tensor], mesh: Any = None) -> DeviceMesh:
+def check_whole_mesh(parameters: Mapping[str, Tensor], mesh: Any = None, experts: Collection[int] = ()) -> DeviceMesh:
     """The mesh of all ranks that hold any of a model: as given, or the largest of its parameters.
 
     Args:
         parameters: by name; plain ones count for nothing.
         mesh: as the user gave it, or None.
+        experts: positions of parameters whose own mesh is taken only if no other is as large, since it need not have
+            the axes of the others.
 
     Raises:
         ValueError: when it does not contain the ranks of every parameter, or is no mesh.
     """
     meshes = {name: cast(Any, p).device_mesh for name, p in parameters.items() if is_dtensor(p)}
     if mesh is None:
-        mesh = max(meshes.values(), key=lambda m: m.size())
+        are_experts = [name for i, name in enumerate(parameters) if i in experts]
+        _, mesh = max(meshes.items(), key=lambda item: (item[1].size(), item[0] not in are_experts, item[1].ndim))
     check_mesh("mesh", mesh)
     for name, its_mesh in meshes.items():
         if not ranks_of(its_mesh) <= ranks_of(mesh):
@@ -58,6 +61,15 @@ def check_whole_mesh(parameters: Mapping[str, Tensor], mesh: Any = None) -> Devi
                 "its ranks: pass mesh=, the mesh of all ranks that hold any of the model"
             )
     return cast("DeviceMesh", mesh)
+
+
+def axis_of_sequences(parameters: Iterable[Tensor]) -> str | None:
+    """The name of a mesh axis over which a parameter is cut and that is named after context parallelism, if any."""
+    for mesh in {cast(Any, p).device_mesh for p in parameters if is_dtensor(p)}:
+        for axis, name in enumerate(mesh.mesh_dim_names or ()):
+            if mesh.size(axis) > 1 and {"cp", "context"} & set(name.split("_")):
+                return str(name)
+    return None
 
 
 def data_ranks(
@@ -83,7 +95,6 @@ def data_ranks(
     """
     meshes = [cast(Any, leaf).device_mesh for leaf in leaves if is_dtensor(leaf)]
     if cp_mesh is not None:
-        check_mesh("cp_mesh", cp_mesh, n_axes=1)
         if pp_mesh is not None or meshes:
             raise ValueError(
                 "context parallelism is measured alone and below FSDP2 or DDP, got a model that is cut by tensor, "

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
 from sonde.parallel.expert_ranks import ExpertRanks, find_experts
 from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
-from sonde.parallel.placements import is_dtensor, ranks_of
+from sonde.parallel.placements import check_mesh, is_dtensor, ranks_of
 from sonde.parallel.process_groups import group_of_mesh
 from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
 
@@ -91,6 +91,9 @@ def find_wrapper(
         ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones.
     """
     refuse_hidden_gradients(model)
+    if cp_mesh is not None:
+        check_mesh("cp_mesh", cp_mesh, n_axes=1)
+        cp_mesh = cp_mesh if cp_mesh.size() > 1 else None
     ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     gathered = gathered_parameters(model)
     parameters = _by_name(model, requires_grad=True)
@@ -107,11 +110,11 @@ def find_wrapper(
         mesh = mesh if mesh is not None else pp_mesh
         if mesh is None and not any(map(is_dtensor, parameters.values())):
             mesh = cp_mesh
-        mesh = check_whole_mesh(parameters, mesh)
+        experts = find_experts(*_with_frozen(model, parameters, gathered), expert_mesh, n_trainable=len(parameters))
+        mesh = check_whole_mesh(parameters, mesh, experts.indices if experts is not None else ())
         over_ddp = ranks_of(mesh) if ddp is None else set(dist.get_process_group_ranks(ddp.process_group))
         if cp_mesh is not None and over_ddp != ranks_of(mesh):
             raise ValueError("DDP averages over other ranks than those of mesh=: pass mesh=, a mesh of DDP's ranks")
-        experts = find_experts(*_with_frozen(model, parameters, gathered), expert_mesh, n_trainable=len(parameters))
         fed_by_one = [leaf for i, leaf in enumerate(leaves) if experts is None or i not in experts.indices]
         group, data = group_of_mesh(mesh), data_ranks(mesh, fed_by_one, pp_mesh, cp_mesh)
     else:

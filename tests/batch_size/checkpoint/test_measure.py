@@ -30,6 +30,7 @@ def measure(model: nn.Module, data: Any, **options: Any) -> sonde.Measurement:
     return sonde.measure(model, options.pop("loss", loss), data, **{"unit": "rows", "verbose": False} | options)
 
 
+@pytest.mark.shows("measure", "one process")
 def test_the_reading_is_that_of_whole_gradients() -> None:
     model, data = model_of(), batches([4] * 30)
     measurement = measure(model, data)
@@ -165,6 +166,7 @@ def test_windows_stop_growing_where_gradients_have_16_bits(monkeypatch: pytest.M
     assert measure(model.bfloat16(), in_bf16).reading.windows == 6  # of 2, 4, 6, 6, 6, 6
 
 
+@pytest.mark.shows("measure", "torch.compile")
 def test_autocast_and_a_compiled_model() -> None:
     model, data = model_of(), batches([4] * 30)
     expected = measure(model, data).reading

@@ -71,6 +71,7 @@ def test_two_ranks(ranks2: Ranks, wrapped: bool) -> None:
     assert {r["n_collectives"] - r["n_before"] for r in results} == {3 + 4 * 8 + 2}
 
 
+@pytest.mark.shows("measure", "DDP")
 def test_two_ranks_give_what_one_process_gives(ranks2: Ranks) -> None:
     """Windows are alike however many ranks share them: the ranks' batches, interleaved, in one process."""
     on_ranks = assert_as_one_process(ranks2(measure_here, (30, 30), (4,), True, {}))

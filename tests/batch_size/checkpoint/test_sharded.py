@@ -66,6 +66,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.shows("measure", "FSDP2", "HSDP", "TP", "FSDP2 over TP")
 def test_the_reading_is_that_of_one_process_with_the_same_pieces(ranks2: Ranks, ranks4: Ranks, name: str) -> None:
     world, n_batches, evaluates = CASES[name]
     n = min(n_batches)

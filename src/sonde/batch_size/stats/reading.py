@@ -90,9 +90,9 @@ class ConvertedReading:
         """The numbers by metric name."""
         return {
             f"gns/b_simple_{self.unit}": self.b_simple,
-            f"gns/b_simple_{self.unit}_low": self.low,
-            f"gns/b_simple_{self.unit}_high": self.high,
-            f"gns/{self.unit}_per_window": self.units_per_window,
+            f"gns/b_simple_low_{self.unit}": self.low,
+            f"gns/b_simple_high_{self.unit}": self.high,
+            f"gns/units_per_window_{self.unit}": self.units_per_window,
         }
 
 

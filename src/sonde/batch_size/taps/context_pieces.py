@@ -78,7 +78,7 @@ class ContextPieces:
         return ContextPiece(self)
 
     def learn(self, arrived: Sequence[int]) -> None:
-        """Take the order in which gradients came on the first rank for that of all later pieces."""
+        """Take the order of gradients on the first rank for that of all later pieces. Waits for the device."""
         self.order_is_known = True
         known = set(arrived)
         order = torch.tensor([*arrived, *(i for i in self._order if i not in known)], device="cpu")

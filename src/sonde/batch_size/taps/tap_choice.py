@@ -178,11 +178,6 @@ class TapChoice:
         group = self._wrapper.sequence_group
         if group is None:
             return None
-        if not self._metric.is_plain:
-            raise ValueError(
-                f"context parallelism is measured with metric='euclidean' alone, got {self._metric.name!r}: leave it "
-                "out"
-            )
         leaves, staging = self._wrapper.leaves, self._staging_bytes
         return ContextPieces(leaves, group, self._witness, self._metric, staging_bytes=staging)
 

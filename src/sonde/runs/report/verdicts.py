@@ -85,8 +85,18 @@ def batch_size_panel(run: Run) -> VerdictPanel:
     needed = last.metrics.get("gns/windows_needed")
     if needed and last.status == "resolved":
         basis += f" The interval narrows to about ± 20 % after {plural(round(needed), 'more window')}."
+    basis += "".join(_in_further_units(run, last))
     tiles = tuple(_batch_tiles(last, unit))
     return VerdictPanel(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)
+
+
+def _in_further_units(run: Run, last: Reading) -> Iterator[str]:
+    """A sentence for each further unit that batches are counted in."""
+    for unit in run.probe("reading").setup.get("further_units") or ():
+        batch, b_simple = (last.metrics.get(f"gns/{name}_{unit}") for name in ("units_per_window", "b_simple"))
+        if batch is not None:
+            scale = f", the noise scale {number(b_simple)}" if b_simple is not None else ""
+            yield f" In {unit}, the batch is {number(batch)}{scale}."
 
 
 def entropy_panel(run: Run) -> VerdictPanel:

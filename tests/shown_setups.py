@@ -1,0 +1,103 @@
+"""Writes the table of set-ups into docs/where-it-works.md, from the tests that say what they show.
+
+    python -m tests.shown_setups
+
+A test says so by `@pytest.mark.shows("noise scale", "FSDP2", "HSDP")`: it compares that quantity with one process, or
+with a definition, under each of these set-ups.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "where-it-works.md"
+
+QUANTITIES = {
+    "noise scale": "noise scale",
+    "single examples": "noise scale from single examples",
+    "prompts": "noise scale in prompts",
+    "measure": "`sonde.measure`",
+    "norm and clip": "norm and clip",
+    "entropy change": "entropy change",
+    "policy entropy": "policy entropy",
+}
+"""The columns."""
+SETUPS = (
+    "one process",
+    "torch.compile",
+    "DDP",
+    "FSDP2",
+    "HSDP",
+    "TP",
+    "SP",
+    "FSDP2 over TP",
+    "FSDP2 over SP",
+    "PP",
+    "PP with DDP",
+    "PP with FSDP2",
+    "PP with TP",
+    "PP with FSDP2 over TP",
+    "DDP over CP",
+    "FSDP2 over CP",
+    "EP",
+)
+"""The rows. TP, SP, CP, PP and EP are tensor, sequence, context, pipeline and expert parallelism."""
+_HEAD = "| set-up | " + " | ".join(QUANTITIES.values()) + " |\n"
+
+
+def shown() -> Iterator[tuple[str, str, str]]:
+    """Each marker: the test as `path::name`, the quantity, and a set-up.
+
+    Raises:
+        ValueError: for a marker of something that is no test, or with a name that is no quantity or set-up.
+    """
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for call in _marks(node):
+                name = f"{path.relative_to(TESTS.parent)}::{getattr(node, 'name', '')}"
+                values = [ast.literal_eval(argument) for argument in call.args]
+                if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                    raise ValueError(f"{name} is no test: mark the test function itself")
+                if len(values) < 2 or values[0] not in QUANTITIES or not set(values[1:]) <= set(SETUPS):
+                    raise ValueError(f"{name} is marked with {values}, expected a quantity and set-ups of {__name__}")
+                for setup in values[1:]:
+                    yield name, values[0], setup
+
+
+def _marks(node: ast.AST) -> list[ast.Call]:
+    decorators = getattr(node, "decorator_list", [])
+    calls = [decorator for decorator in decorators if isinstance(decorator, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func) == "pytest.mark.shows"]
+
+
+def table() -> str:
+    """The table: in each cell the tests that show it, or nothing."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for name, quantity, setup in shown():
+        path, _, test = name.partition("::")
+        cells.setdefault((setup, quantity), []).append(f"[`{test}`](../{path})")
+    rows = [
+        f"| {setup} | {' | '.join(' '.join(cells.get((setup, quantity), ['–'])) for quantity in QUANTITIES)} |\n"
+        for setup in SETUPS
+    ]
+    return _HEAD + "|---" * (1 + len(QUANTITIES)) + "|\n" + "".join(rows)
+
+
+def with_table(page: str) -> str:
+    """The page with the table of now in place of the one that it has.
+
+    Raises:
+        ValueError: when the page has no such table.
+    """
+    start = page.find("| set-up |")
+    if start < 0:
+        raise ValueError("the page has no table of set-ups: its head begins with '| set-up |'")
+    end = page.index("\n\n", start) + 1
+    return page[:start] + table() + page[end:]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

@@ -1,0 +1,45 @@
+"""The table of set-ups is made from the tests, so a cell cannot name a test that is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import shown_setups
+from tests.shown_setups import PAGE, SETUPS, TESTS, shown, table, with_table
+
+
+def test_the_page_has_the_table_that_the_tests_make() -> None:
+    page = PAGE.read_text()
+    assert with_table(page) == page, "python -m tests.shown_setups writes the table"
+
+
+def test_every_set_up_is_shown_by_a_test_that_runs() -> None:
+    found = list(shown())
+    assert {setup for _, _, setup in found} == set(SETUPS)
+    for name, _, _ in found:
+        path, _, test = name.partition("::")
+        source = (TESTS.parent / path).read_text()
+        before = source[: source.index(f"def {test}(")].rpartition("\n\n\n")[2]
+        assert "skip" not in before, f"{name} may be skipped, so it shows nothing"
+
+
+def test_a_marker_with_an_unknown_name_is_refused(
+    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shown_setups, "TESTS", tmp_path)
+    file = tmp_path / "test_it.py"  # type: ignore[operator]
+    for source in (
+        "@pytest.mark.shows('noise scale', 'FSDP3')\ndef test_it(): pass",
+        "@pytest.mark.shows('noise', 'FSDP2')\ndef test_it(): pass",
+        "@pytest.mark.shows('noise scale')\ndef test_it(): pass",
+        "@pytest.mark.shows('noise scale', 'FSDP2')\ndef helper(): pass",
+    ):
+        file.write_text(source)
+        with pytest.raises(ValueError, match=r"test_it.py::(test_it is marked with|helper is no test)"):
+            list(shown())
+
+
+def test_a_page_without_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="no table of set-ups"):
+        with_table("nothing")
+    assert with_table("before\n\n| set-up | old |\n|---|\n| a |\n\nafter\n") == f"before\n\n{table()}\nafter\n"
