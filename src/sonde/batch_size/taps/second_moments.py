@@ -54,19 +54,20 @@ class GatherAfterSteps:
         self, moments: SecondMoments, optimizer: torch.optim.Optimizer, is_measured: Callable[[], bool]
     ) -> None:
         self._moments, self._is_measured = moments, is_measured
-        self._changed()
+        self.moments_changed()
         alive = weakref.ref(self)  # the optimizer must not keep a probe that was dropped without close()
 
         def changed(*_: object) -> None:
             if (gathers := alive()) is not None:
-                gathers._changed()
+                gathers.moments_changed()
 
         self._handles = [
             optimizer.register_step_post_hook(changed),
             optimizer.register_load_state_dict_post_hook(changed),
         ]
 
-    def _changed(self) -> None:
+    def moments_changed(self) -> None:
+        """Gather them if the present window is measured; otherwise forget those of the step before."""
         if self._moments.has_state and self._is_measured():
             self._moments.gather()
         else:
