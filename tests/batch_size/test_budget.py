@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,34 +11,8 @@ import pytest
 
 from sonde.batch_size.budget import FIRST_WINDOWS, Pace
 from sonde.batch_size.measuring_cost import MOST_EVERY, N_COSTS, WindowCosts
+from tests.batch_size.paces import measured_by, timed
 from tests.mutants import Mutant
-
-
-def measured_by(pace: Pace, n_windows: int, **costs: float) -> list[int]:
-    """The windows that a pace measures, if the costs of each have arrived before the next begins."""
-    measured = []
-    for _ in range(n_windows):
-        number, was_measured = pace.windows + 1, pace.is_measured
-        pace.window_ends()
-        if was_measured:
-            measured.append(number)
-            pace.take(number, WindowCosts(**costs))
-    return measured
-
-
-def timed(*, measured: float, idle: float, window: float, every: int, rng: random.Random) -> dict[str, float]:
-    """The costs of one stretch: a measured window and the others before it, all of them with scatter."""
-    spent_idle = sum(idle * rng.uniform(0.5, 1.5) for _ in range(every - 1))
-    spent = measured * rng.uniform(0.5, 1.5)
-    times = [window * rng.uniform(0.8, 1.2) for _ in range(every)]
-    return {
-        "seconds": spent + spent_idle,
-        "idle_seconds": spent_idle,
-        "idle_time": sum(times[1:]) + spent_idle,
-        "n_idle": every - 1,
-        "measured_time": times[0] + spent,
-        "n_measured": 1,
-    }
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 16, 100])
@@ -221,110 +194,6 @@ def test_the_share_is_known_soon_after_a_change_of_n_and_leaves_out_the_first_wi
 
 
 # Ranks.
-
-
-def windows_of_ranks(
-    delays: Sequence[Any], n_windows: int, options: Sequence[dict[str, Any]], verdict_at: int = 0
-) -> tuple[list[list[int]], list[Pace]]:
-    """The windows that each of several ranks measures, if numbers take a while to arrive, on each rank another.
-
-    A rank that awaits a window gets it: its probe waits for it.
-    """
-    n, rng = len(delays), random.Random(4)
-    paces = [Pace(**own, n_ranks=n) for own in options]
-    measured: list[list[int]] = [[] for _ in paces]
-    under_way: list[list[tuple[int, int, WindowCosts]]] = [[] for _ in paces]
-    for window in range(1, n_windows + 1):
-        sums = [0.0] * N_COSTS
-        for pace in paces:
-            own = timed(measured=0.01, idle=1e-6, window=0.05, every=pace.every, rng=rng)
-            start = pace.start
-            numbers = WindowCosts(
-                **own, has_verdict=float(window > verdict_at), start=start, sq_start=float(start * start)
-            )
-            sums = [a + b for a, b in zip(sums, numbers.numbers(), strict=True)]
-        for rank, pace in enumerate(paces):
-            number = pace.windows + 1
-            while (awaited := pace.awaits) is not None:
-                _, first, costs = under_way[rank].pop(0)
-                assert first == awaited
-                pace.take(first, costs)
-            if pace.is_measured:
-                measured[rank].append(window)
-                under_way[rank].append((window + delays[rank](rng), number, WindowCosts(*sums)))
-            pace.window_ends()
-            while under_way[rank] and under_way[rank][0][0] <= window:
-                _, first, costs = under_way[rank].pop(0)
-                pace.take(first, costs)
-    return measured, paces
-
-
-DELAYS = (lambda rng: 0, lambda rng: rng.randint(0, 14), lambda rng: rng.randint(0, 40))
-
-
-def test_ranks_measure_the_same_windows_whenever_their_numbers_arrive() -> None:
-    for verdict_at in (0, 30, 1000):
-        measured, paces = windows_of_ranks(DELAYS, 900, [{"budget": 0.01}] * 3, verdict_at)
-        assert measured[0] == measured[1] == measured[2]
-        assert len({pace.every for pace in paces}) == 1
-        assert paces[0].every > 10
-        assert 250 > len(measured[0]) > 30
-
-
-def test_a_choice_that_depends_on_arrival_is_noticed() -> None:
-    mutant = Mutant(
-        "uses all that has arrived",
-        "sonde.batch_size.budget:Pace._decide",
-        "while self._arrived and self._arrived[0].number <= up_to:",
-        "while self._arrived:",
-    )
-    with mutant.applied(), pytest.raises(AssertionError):
-        test_ranks_measure_the_same_windows_whenever_their_numbers_arrive()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        [{"budget": 0.01}, {"budget": 0.02}],
-        [{"every": 3}, {"every": 4}],
-        [{"every": 1}, {"every": 4}],
-        [{"budget": 0.01}, {"budget": None}],
-        [{"every": 3}, {"every": 3}, {"every": 5}],
-    ],
-)
-def test_ranks_with_other_options_measure_every_window(options: list[dict[str, Any]]) -> None:
-    measured, paces = windows_of_ranks(DELAYS[: len(options)], 300, options)
-    assert measured == [list(range(1, 301))] * len(options)
-    assert all(pace.disagrees for pace in paces)
-
-
-def test_ranks_whose_digests_only_add_up_to_the_same_still_disagree() -> None:
-    pace = Pace(every=7, n_ranks=3)
-    start = float(pace.start)
-    for window in range(1, 101):
-        assert pace.is_measured, window
-        pace.window_ends()
-        around = start**2 + (start - 5) ** 2 + (start + 5) ** 2
-        pace.take(window, WindowCosts(start=3 * start, sq_start=around))
-    assert pace.disagrees
-
-
-def test_with_ranks_the_first_windows_show_that_all_began_alike() -> None:
-    measured, paces = windows_of_ranks(DELAYS, 200, [{"every": 5}] * 3)
-    assert measured[0][:16] == list(range(1, 17))
-    in_stretch = [(number - 1) // 5 for number in measured[0] if number > 20]
-    assert in_stretch == list(range(4, 40))
-    assert not any(pace.disagrees for pace in paces)
-
-
-def test_one_rank_waits_for_nothing() -> None:
-    pace = Pace(budget=0.01)
-    for _ in range(100):
-        assert pace.awaits is None
-        pace.window_ends()
-
-
-# The first windows.
 
 
 def test_all_windows_are_measured_until_a_verdict() -> None:

@@ -23,23 +23,15 @@ from torch import Tensor, nn
 
 from sonde.batch_size.budget import RANKS_DISAGREE, Pace
 from sonde.batch_size.delivery import Delivery
+from sonde.batch_size.found_model import RanksOfModel, find_model
 from sonde.batch_size.frozen_watch import TrainedChange
 from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
-from sonde.batch_size.metric_choice import choose_metrics
 from sonde.batch_size.metric_trackers import MetricTrackers
-from sonde.batch_size.model_checks import (
-    n_batch_norms,
-    n_post_accumulate_hooks,
-    n_sync_batch_norms,
-    optimizer_in_words,
-    refuse_steps_in_backward,
-)
 from sonde.batch_size.pacing import Pacing
-from sonde.batch_size.parameter_groups import group_names
 from sonde.batch_size.pieces import Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import check_state, identity, sealed, unsealed
@@ -51,8 +43,6 @@ from sonde.batch_size.setup import (
     describe,
     describe_pace,
     describe_window,
-    join_comparison,
-    same_on_ranks,
     setup_record,
 )
 from sonde.batch_size.stats.fixed_weights import FixedWeights
@@ -67,18 +57,12 @@ from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import Window
 from sonde.batch_size.taps.witness import Witness
-from sonde.batch_size.units import unit_names
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
-from sonde.parallel.data_ranks import axis_of_sequences
 from sonde.parallel.devices import exact_bits
-from sonde.parallel.parameter_roles import parameter_roles
 from sonde.parallel.process_groups import n_summed
-from sonde.parallel.same_on_ranks import check_same_on_ranks
-from sonde.parallel.stages import model_parameters
 from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.parallel.wrappers import find_wrapper
 from sonde.probe import Metric
 from sonde.records import RunLog, log_of
 
@@ -154,53 +138,19 @@ class NoiseScaleProbe:
         log = log_of(log, deprecated)
         options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
-        self._wrapper = wrapper = find_wrapper(model, process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
-        refuse_steps_in_backward(wrapper.parameters)
-        staging_bytes = int(options.staging_mib * 2**20)
-        metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
-        parameters = list(wrapper.parameters.values())
-        self._unmeasured = UnmeasuredParameters(model, parameters, wrapper.leaves, wrapper.stand_ins)
+        ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
+        self._found = found = find_model(model, optimizer, options, ranks)
+        self._wrapper, self._options = (wrapper := found.wrapper), options
+        self._unmeasured = UnmeasuredParameters(model, found.parameters, wrapper.leaves, wrapper.stand_ins)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        self._options = options
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
-        roles = parameter_roles(model, wrapper.parameters)
-        whole = self._whole = model_parameters(wrapper.parameters, roles, wrapper.pp_mesh)
-        experts = () if wrapper.experts is None else wrapper.experts.indices
-        if experts and wrapper.pp_mesh is not None:
-            raise ValueError(
-                "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
-                "scale without a pipeline"
-            )
-        try:
-            names = group_names(options.groups, whole)
-        except Exception:  # of the user's own function: its peers must not wait for this rank
-            join_comparison(wrapper)
-            raise
-        self._second_moments = metrics.moments.in_words if metrics.moments is not None else None
-        has_moments = metrics.moments.has_state if metrics.moments is not None else None
-        must_match = same_on_ranks(options, wrapper, whole, names, has_moments=has_moments)
-        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, must_match)
-        units = unit_names(options.unit)
-        self._metrics = MetricTrackers(
-            metrics,
-            lambda name, groups_add_up: NoiseScaleTracker(
-                unit=units[0],
-                further_units=units[1:],
-                groups=tuple(dict.fromkeys(names)),
-                horizon=options.horizon,
-                n_ranks=wrapper.n_ranks,
-                # A GradScaler and other metrics change the size of squares: the limit for plain squares is not theirs.
-                least_sq_norm=0.0 if self._grad_scaler or name != "euclidean" else LEAST_SQ_NORM * whole.numel,
-                rounding=self._rounding.now(),
-                fixed_weights=fixed_weights,
-                groups_add_up=groups_add_up,
-            ),
-        )
+        self._metrics = MetricTrackers(found.metrics, functools.partial(self._new_tracker, fixed_weights))
         self._tracker = self._metrics.headline
         self._mechanism = Mechanism(model, wrapper, options)
         # The taps install hooks, so they come after everything that may refuse the model.
-        witness = Witness(whole.shapes, whole.first, len(parameters), apart=experts)
+        whole, metrics = found.whole, found.metrics
+        witness = Witness(whole.shapes, whole.first, len(found.parameters), apart=found.experts)
         self._taps = TapChoice(
             wrapper,
             witness,
@@ -209,19 +159,19 @@ class NoiseScaleProbe:
             name=options.tap,
             comm_hook=comm_hook,
             comm_state=comm_state,
-            staging_bytes=staging_bytes,
+            staging_bytes=int(options.staging_mib * 2**20),
             on_backward=lambda: self._pieces.backward_ended(),
         )
         self._reader = WindowReader(
             wrapper,
-            names,
+            found.group_names,
             metrics.base,
             witness,
             self._taps,
             grad_scaler=self._grad_scaler,
             first=whole.first,
             further=metrics.further,
-            n_further_units=len(units) - 1,
+            n_further_units=len(found.units) - 1,
             examples=self._mechanism.examples,
         )
         self._delivery = Delivery(self._take, self._reader.device, list(metrics.adds.values()))
@@ -248,23 +198,16 @@ class NoiseScaleProbe:
         """Those that windows which were not measured have shown."""
         self._scalars = Scalars(log)
         self._closed = False
-        self._found = {
-            "optimizer": optimizer_in_words(optimizer, parameters),
-            "batch_norms": n_batch_norms(model),
-            "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
-            "post_accumulate_hooks": n_post_accumulate_hooks(parameters),
-        }
         self._verbose = verbose and log.is_first_rank
         self._log_every = log.every
-        own_names = names[whole.first : whole.first + len(parameters)]
-        self._loop = LoopWatch(model, optimizer, wrapper, own_names, self._reader, alert=self._alert)
+        self._loop = LoopWatch(model, optimizer, wrapper, found.own_group_names, self._reader, alert=self._alert)
         self._pieces = Pieces(
-            units,
+            found.units,
             options.units_per_piece,
             reader=self._reader,
             loop=self._loop,
             pacing=self._pacing,
-            in_pipeline=wrapper.pp_mesh is not None,
+            in_pipeline=found.in_pipeline,
         )
         try:
             further = self._metrics.further
@@ -274,10 +217,26 @@ class NoiseScaleProbe:
             raise
         self._mechanism.begin_window(is_measured=True)
         self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
-        if cp_mesh is None and (axis := axis_of_sequences(parameters)) is not None:
-            self._alert("context_axis", CONTEXT_AXIS.format(axis=axis))
+        if found.sequences_axis is not None:
+            self._alert("context_axis", CONTEXT_AXIS.format(axis=found.sequences_axis))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
+
+    def _new_tracker(self, fixed_weights: FixedWeights | None, metric: str, groups_add_up: bool) -> NoiseScaleTracker:
+        found = self._found
+        # A GradScaler and other metrics change the size of squares: the limit for plain squares is not theirs.
+        has_plain_squares = metric == "euclidean" and self._grad_scaler is None
+        return NoiseScaleTracker(
+            unit=found.units[0],
+            further_units=found.units[1:],
+            groups=tuple(dict.fromkeys(found.group_names)),
+            horizon=self._options.horizon,
+            n_ranks=found.wrapper.n_ranks,
+            least_sq_norm=LEAST_SQ_NORM * found.whole.numel if has_plain_squares else 0.0,
+            rounding=self._rounding.now(),
+            fixed_weights=fixed_weights,
+            groups_add_up=groups_add_up,
+        )
 
     # What the user calls.
 
@@ -479,7 +438,7 @@ class NoiseScaleProbe:
                 self._log.write_rest()
 
     def _identity(self) -> dict[str, str]:
-        return identity(self._tracker.unit, ", ".join(self._options.metrics), self._whole)
+        return identity(self._tracker.unit, ", ".join(self._options.metrics), self._found.whole)
 
     def close(self, reason: str = "closed") -> None:
         """Remove every hook, write what is left and end this probe's part of the log. A second call does nothing.
@@ -658,11 +617,12 @@ class NoiseScaleProbe:
 
     def _setup(self) -> dict[str, object]:
         """The setup that was found, for the log and for people."""
-        setup = setup_record(self._options, self._wrapper, self._whole, self._reader.tap_name, self._reader.groups)
+        setup = setup_record(
+            self._options, self._wrapper, self._found.whole, self._reader.tap_name, self._reader.groups
+        )
         setup["fixed_weights"] = self._tracker.at_fixed_weights
-        setup |= {"second_moments": self._second_moments}
         has_scaler, level = self._grad_scaler is not None, self._tracker.level
-        return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found
+        return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found.facts
 
     def _say_first(self, window: MeasuredWindow) -> None:
         self._n_arrived += 1

@@ -1,0 +1,134 @@
+"""What attach finds of a model, checks, and compares over ranks, before any hook is installed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sonde.batch_size.metric_choice import ChosenMetrics, choose_metrics
+from sonde.batch_size.model_checks import (
+    n_batch_norms,
+    n_post_accumulate_hooks,
+    n_sync_batch_norms,
+    optimizer_in_words,
+    refuse_steps_in_backward,
+)
+from sonde.batch_size.parameter_groups import group_names
+from sonde.batch_size.setup import NoiseScaleOptions, join_comparison, same_on_ranks
+from sonde.batch_size.units import unit_names
+from sonde.parallel.data_ranks import axis_of_sequences
+from sonde.parallel.parameter_roles import parameter_roles
+from sonde.parallel.same_on_ranks import check_same_on_ranks
+from sonde.parallel.stages import ModelParameters, model_parameters
+from sonde.parallel.wrappers import Wrapper, find_wrapper
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class RanksOfModel:
+    """The ranks of a model, as far as the user has to say; see `NoiseScaleProbe`."""
+
+    process_group: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
+    pp_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+    cp_mesh: DeviceMesh | None = None
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model that can be measured.
+
+    Attributes:
+        wrapper: what it is wrapped in, with this rank's parameters.
+        whole: the parameters of the whole model.
+        group_names: the group of each parameter of the whole model.
+        units: names of the units.
+        metrics: how its gradients are measured.
+        sequences_axis: the name of a mesh axis that looks like context parallelism while `cp_mesh` is not given.
+        facts: what else the log's header says of it.
+    """
+
+    wrapper: Wrapper
+    whole: ModelParameters
+    group_names: list[str]
+    units: tuple[str, ...]
+    metrics: ChosenMetrics
+    sequences_axis: str | None
+    facts: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's trainable parameters."""
+        return list(self.wrapper.parameters.values())
+
+    @property
+    def own_group_names(self) -> list[str]:
+        """The group of each of this rank's parameters."""
+        return self.group_names[self.whole.first : self.whole.first + len(self.wrapper.parameters)]
+
+    @property
+    def experts(self) -> frozenset[int]:
+        """Which of this rank's parameters are experts' that several ranks feed."""
+        return frozenset() if self.wrapper.experts is None else self.wrapper.experts.indices
+
+    @property
+    def in_pipeline(self) -> bool:
+        """Whether this rank holds pipeline stages."""
+        return self.wrapper.pp_mesh is not None
+
+
+def find_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: NoiseScaleOptions, ranks: RanksOfModel
+) -> FoundModel:
+    """Find a model's wrapper, parameters, groups and metrics, and see that all ranks have found the same.
+
+    Args:
+        model: as the user calls it.
+        optimizer: as it was given.
+        options: of the probe.
+        ranks: as they were given.
+
+    Raises:
+        ValueError: for a model that cannot be measured; on all ranks, when they hold other models or options.
+    """
+    wrapper = find_wrapper(model, ranks.process_group, ranks.mesh, ranks.pp_mesh, ranks.expert_mesh, ranks.cp_mesh)
+    refuse_steps_in_backward(wrapper.parameters)
+    metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=int(options.staging_mib * 2**20))
+    whole = model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
+    if wrapper.experts is not None and wrapper.pp_mesh is not None:
+        raise ValueError(
+            "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
+            "scale without a pipeline"
+        )
+    try:
+        names = group_names(options.groups, whole)
+    except Exception:  # of the user's own function: its peers must not wait for this rank
+        join_comparison(wrapper)
+        raise
+    moments = metrics.moments
+    has_moments = moments.has_state if moments is not None else None
+    must_match = same_on_ranks(options, wrapper, whole, names, has_moments=has_moments)
+    check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, must_match)
+    parameters: list[Tensor] = list(wrapper.parameters.values())
+    return FoundModel(
+        wrapper,
+        whole,
+        names,
+        unit_names(options.unit),
+        metrics,
+        sequences_axis=axis_of_sequences(parameters) if ranks.cp_mesh is None else None,
+        facts={
+            "second_moments": moments.in_words if moments is not None else None,
+            "optimizer": optimizer_in_words(optimizer, parameters),
+            "batch_norms": n_batch_norms(model),
+            "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
+            "post_accumulate_hooks": n_post_accumulate_hooks(parameters),
+        },
+    )
