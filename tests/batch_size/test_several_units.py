@@ -230,7 +230,7 @@ def test_a_count_on_a_device_that_is_not_finite_drops_the_window() -> None:
         kinds = []
         for count in (float("nan"), 8.0):
             sums = probe._reader._sums
-            sums.count(PieceCounts(1.0, 4.0, 4.0, None, (torch.tensor(count, dtype=sums.dtype),)))
+            sums.count(PieceCounts(1.0, 4.0, 4.0, None, (torch.tensor(count, dtype=torch.float64),)))
             row = read_row(sums.pack([0.0] * len(Problem)), torch.zeros(4), sums._witness.clone(), {}, 1)
             kinds.append([drop.kind for drop in row.problems])
     assert kinds == [["bad_counts"], []]
