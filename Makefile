@@ -1,6 +1,7 @@
 # Every target makes its own virtual environment when it is missing.
 PYTHON ?= python3
 VENV   := .venv
+DEVICE ?= cpu
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -22,7 +23,7 @@ help:
 	@echo "make test    run all tests"
 	@echo "make test-torch TORCH=2.9.1   run the tests with another torch; PYTHON=python3.13 with another Python"
 	@echo "make check   lint, type-check, then run all tests (what CI runs)"
-	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/"
+	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/; DEVICE=cuda on a GPU"
 	@echo "make bench-present   compare the noise scale with exact values while weights move; writes benchmarks/results/"
 	@echo "make bench-budget   measure what a budget of 1 % costs, and the intervals of sparse windows; writes benchmarks/results/"
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
@@ -88,7 +89,8 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	@echo "==> benchmarks (about 45 minutes on 2 cores; leave the machine alone meanwhile)"
-	@$(BIN)/python -m benchmarks.noise_scale
+	@$(BIN)/python -m benchmarks.noise_scale --device $(DEVICE)
+	@$(BIN)/python -m benchmarks.scaling --device $(DEVICE)
 
 bench-present: $(VENV)/.dev
 	@echo "==> benchmarks of the present noise scale, and of a measurement's windows (more than an hour on 1 core)"
@@ -102,7 +104,7 @@ bench-budget: $(VENV)/.dev
 
 bench-norm: $(VENV)/.bench
 	@echo "==> benchmarks of the norm (about 10 minutes on 2 cores; leave the machine alone meanwhile)"
-	@$(BIN)/python -m benchmarks.norm
+	@$(BIN)/python -m benchmarks.norm --device $(DEVICE)
 
 bench-entropy: $(VENV)/.dev
 	@echo "==> benchmarks of the entropy's forecast (about 15 minutes on 2 cores; leave the machine alone meanwhile)"

@@ -93,10 +93,10 @@ def _serve(
 ) -> None:
     torch.set_num_threads(setup.threads)
     try:
-        if setup.device == "cuda":
-            torch.cuda.set_device(rank)
+        if setup.device != "cpu":
+            torch.accelerator.set_device_index(rank)
         if setup.ranks > 1:
-            backend = "nccl" if setup.device == "cuda" else "gloo"
+            backend = dist.get_default_backend_for_device(setup.device)
             dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=setup.ranks)
         result = function(setup, *args)
         if setup.ranks > 1:

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.device import count, full_name
+
 
 def describe(device: str, compared: Sequence[str] = ("adaptdl", "fairscale", "k-diffusion")) -> dict[str, str]:
     """Machine, versions, date and commit, for people."""
     commit = _git("rev-parse", "--short=12", "HEAD")
     changed = " with uncommitted changes" if _git("status", "--porcelain", "--", "src", "benchmarks/*.py") else ""
-    gpu = {"GPU": f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"} if device == "cuda" else {}
+    gpu = {"GPU": f"{count(device)} × {full_name(device)}"} if device != "cpu" else {}
     return {
         **gpu,
         "CPU": f"{_cpu_model()}, {os.cpu_count()} cores",

@@ -22,8 +22,8 @@ def peak_bytes(setup: Setup, entry: Entry, n_windows: int) -> int:
     contestant = entry.make(run)
     for window in draw_windows(setup, sequences(setup.shape), n_windows, seed=1):
         run.train_window(contestant, window)
-    if setup.device == "cuda":
-        return torch.cuda.max_memory_allocated()
+    if setup.device != "cpu":
+        return int(torch.accelerator.max_memory_allocated())
     return _peak_resident_bytes()
 
 

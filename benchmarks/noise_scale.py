@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from benchmarks.accuracy import Moments, accuracy, estimates, train_then_freeze
 from benchmarks.contestants import ENTRIES, PLAIN, Entry, Estimate
+from benchmarks.device import add_option, count, stem
 from benchmarks.gpt import ABOUT_6M, GPT2_SMALL, TINY
 from benchmarks.launch import on_ranks
 from benchmarks.machine import describe, import_seconds
@@ -78,17 +77,18 @@ QUICK = Effort(
     import_repeats=1,
     start="forkserver",
 )
-GOAL = {"cpu": 0.01, "cuda": 0.005}
+GOAL, GOAL_ON_CPU = 0.005, 0.01
+"""Largest share of a window's time that measuring every window may add, on an accelerator and on a CPU."""
 # Early in training, B_simple is about the size of a window. Later, noise drowns |G|², and estimators differ.
 WEIGHTS = {"early in training": 20, "late in training": 150}
 
 
 def setups(device: str, *, quick: bool) -> list[Setup]:
     """One process that accumulates, DDP with one piece per rank, and DDP that accumulates; windows of equal size."""
-    if device == "cuda":
-        alone = Setup(1, 1, micro_batches=4, sequences=8, shape=GPT2_SMALL, device="cuda")
-        n_gpus = torch.cuda.device_count()
-        ddp = Setup(n_gpus, 1, micro_batches=1, sequences=8, shape=GPT2_SMALL, device="cuda")
+    if device != "cpu":
+        alone = Setup(1, 1, micro_batches=4, sequences=8, shape=TINY if quick else GPT2_SMALL, device=device)
+        n_gpus = count(device)
+        ddp = dataclasses.replace(alone, ranks=n_gpus, micro_batches=1)
         return [alone, ddp] if n_gpus > 1 else [alone]
     shape = TINY if quick else ABOUT_6M
     return [
@@ -121,7 +121,7 @@ def measure(device: str, effort: Effort, *, quick: bool, command: str, only: Seq
         machine=describe(device),
         command=command,
         quick=quick,
-        goal=GOAL[device],
+        goal=GOAL_ON_CPU if device == "cpu" else GOAL,
         windows=f"{effort.accuracy_runs} independent runs of {effort.accuracy_windows} windows",
         exact=exact,
         rows=rows,
@@ -140,7 +140,7 @@ def _measure_cost(row: Row, entry: Entry, setup: Setup, effort: Effort) -> None:
     if setup.ranks > 1:
         plain, with_it = (on_ranks(setup, collectives_per_window, e)[0] for e in (PLAIN, entry))
         row.extra_collectives = with_it - plain
-    if setup.device == "cuda":
+    if setup.device == "cuda":  # only CUDA says how often it was waited for
         row.synchronisations = on_ranks(setup, synchronisations_per_window, entry)[0]
 
 
@@ -190,9 +190,9 @@ def _say(start: float, text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and write `noise_scale_<device>.json` and `.md`."""
+    """Measure and write `noise_scale_<name of the device>.json` and `.md`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.noise_scale", description=__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    add_option(parser)
     parser.add_argument(
         "--quick", action="store_true", help="take a minute to show that it works; the numbers mean nothing"
     )
@@ -205,10 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     effort = QUICK if options.quick else FULL
     results = measure(options.device, effort, quick=options.quick, command=command, only=options.only)
     options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"noise_scale_{options.device}"
+    path = options.out / stem("noise_scale", options.device)
     page = markdown(results)
-    stem.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(results), indent=1) + "\n")
-    stem.with_suffix(".md").write_text(page)
+    path.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(results), indent=1) + "\n")
+    path.with_suffix(".md").write_text(page)
     print(page)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sonde
+from benchmarks.device import add_option, count, seconds_of, stem
 from benchmarks.gpt import TINY
 from benchmarks.launch import on_ranks
 from benchmarks.machine import describe
@@ -160,13 +161,7 @@ def _seconds(call: Callable[[], Any], device: str) -> float:
     """Seconds of one call on the slowest rank, counted from the moment when all ranks are ready."""
     if dist.is_initialized():
         dist.barrier()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    took = torch.tensor(time.perf_counter() - start, device=device)
+    took = torch.tensor(seconds_of(call, device), device=device)
     if dist.is_initialized():
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
     return float(took)
@@ -235,7 +230,7 @@ def measure(device: str, *, quick: bool) -> dict[str, Any]:
     start = time.monotonic()
     start_method: Literal["spawn", "forkserver"] = "forkserver" if quick else "spawn"
     results = []
-    n_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    n_gpus = 0 if device == "cpu" else count(device)
     cases = [case for case in CASES if device == "cpu" or case.ranks <= n_gpus]
     if quick:
         cases = [dataclasses.replace(cases[0], count=50)]
@@ -327,16 +322,16 @@ def _say(start: float, text: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write `norm_<device>.json` and `.md`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.norm", description=__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    add_option(parser)
     parser.add_argument("--quick", action="store_true", help="half a minute, to see that it works")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
     options = parser.parse_args(arguments)
     measured = measure(options.device, quick=options.quick)
     page = markdown(measured, f"python -m benchmarks.norm --device {options.device}" + " --quick" * options.quick)
     options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"norm_{options.device}"
-    stem.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(page)
+    path = options.out / stem("norm", options.device)
+    path.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page)
     print(page)
 
 

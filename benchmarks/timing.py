@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contestants import PLAIN, Entry
+from benchmarks.device import seconds_of
 from benchmarks.gpt import sequences
 from benchmarks.training import Run, Setup, draw_windows
 
@@ -80,18 +80,7 @@ def _seconds(setup: Setup, train: Callable[[Tensor], None], window: Tensor) -> f
     """Time of one window, on the slowest rank."""
     if setup.ranks > 1:
         dist.barrier()
-    if setup.device == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        train(window)
-        end.record()
-        torch.cuda.synchronize()
-        took: float = start.elapsed_time(end) / 1000
-    else:
-        begin = time.perf_counter()
-        train(window)
-        took = time.perf_counter() - begin
+    took = seconds_of(lambda: train(window), setup.device)
     if setup.ranks > 1:
         slowest = torch.tensor([took], device=window.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

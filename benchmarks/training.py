@@ -25,7 +25,7 @@ class Setup:
         sequences: sequences in a micro-batch.
         shape: the shape of the model.
         lr: learning rate of AdamW; 0 freezes the weights.
-        device: "cpu", or "cuda" with a GPU for each rank.
+        device: "cpu", or the type of an accelerator, with a device for each rank.
     """
 
     ranks: int
@@ -85,7 +85,7 @@ class Run:
             self.model.load_state_dict(weights)
         self.wrapped: nn.Module = DistributedDataParallel(self.model) if setup.ranks > 1 else self.model
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=setup.lr, weight_decay=0.0, fused=setup.device == "cuda"
+            self.model.parameters(), lr=setup.lr, weight_decay=0.0, fused=setup.device != "cpu"
         )
 
     def train_window(self, contestant: Contestant, window: Tensor) -> None:
@@ -94,7 +94,7 @@ class Run:
             is_last = k == len(window) - 1
             accumulates = isinstance(self.wrapped, DistributedDataParallel) and not is_last
             with self.wrapped.no_sync() if accumulates else nullcontext():  # type: ignore[operator]
-                with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type != "cpu"):
                     loss = self.wrapped(tokens)
                 contestant.backward(loss, is_last=is_last)
         contestant.step()
@@ -102,7 +102,7 @@ class Run:
 
 def device_of(setup: Setup) -> torch.device:
     """The device that this rank trains on."""
-    return torch.device("cuda", rank_of(setup)) if setup.device == "cuda" else torch.device("cpu")
+    return torch.device("cpu") if setup.device == "cpu" else torch.device(setup.device, rank_of(setup))
 
 
 def rank_of(setup: Setup) -> int:

@@ -29,7 +29,7 @@ class SmallPolicy(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[responses, length] → [responses, length, tokens]."""
-        position = torch.arange(input_ids.shape[1])
+        position = torch.arange(input_ids.shape[1], device=input_ids.device)
         last = self.token(input_ids) + self.position(position)
         past = last.cumsum(1) / (position[:, None] + 1)
         logits: Tensor = self.out(self.dropout(torch.tanh(self.hidden(torch.cat([last, past], -1)))))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import sonde
+from sonde.parallel.data_ranks import check_whole_mesh
 from tests.batch_size.expert_loops import Loop, cut, train
 from tests.gradient_norm.routed_experts import build
 from tests.ranks import Ranks, mesh_of
@@ -81,6 +82,19 @@ def test_windows_that_cannot_be_used_have_a_reason(ranks4: Ranks, loop: Loop, re
         assert any(reason in message for message in result["alerts"].values()), result["alerts"]
 
 
+def _axes_of_whole_mesh() -> tuple[int, int]:
+    """How many axes the model's mesh has, which is that of experts or not."""
+    both, everyone = mesh_of((2, 2), ("dp", "ep")), mesh_of((4,))
+    experts = distribute_tensor(torch.ones(4, 4), both, [Shard(1), Shard(0)])
+    parameters = {"experts": experts, "dense": distribute_tensor(torch.ones(4), everyone, [Shard(0)])}
+    return check_whole_mesh(parameters).ndim, check_whole_mesh(parameters, experts={0}).ndim
+
+
+def test_the_mesh_of_a_model_is_not_that_of_its_experts_alone(ranks4: Ranks) -> None:
+    """Experts' mesh need not have the axis of tensor parallelism."""
+    assert ranks4(_axes_of_whole_mesh) == [(2, 1)] * 4
+
+
 def _refused() -> list[str]:
     """Messages of what every rank refuses."""
     messages = []
@@ -100,6 +114,7 @@ def _refused() -> list[str]:
     raised(two, unit="rows")
     policy, _ = cut(Loop())
     raised(policy, lambda model: sonde.PromptNoiseProbe(model).measure(None))
+    raised(policy, lambda model: sonde.measure(model, lambda m, b: m(b).sum(), [torch.ones(1)]))
     other = nn.ParameterList([nn.Parameter(distribute_tensor(torch.ones(4), both["ep"], [Shard(0)]))])
     raised(other, unit="rows", mesh=both["ep"], expert_mesh=both["dp"])
     return messages
@@ -113,6 +128,7 @@ def test_refusals(ranks4: Ranks) -> None:
         "expert_mesh must be a DeviceMesh, got 'ep'",
         "experts are spread over different sets of ranks",
         "gradients of single prompts cannot be read of experts that several ranks feed",
+        "sonde.measure does not read experts that are spread over ranks yet",
         "expert_mesh= has several ranks, and no trainable parameter is cut over any of them",
     ]
     for messages in ranks4(_refused):

@@ -351,3 +351,18 @@ def test_a_window_with_a_piece_whose_examples_cannot_be_counted_gives_a_reason()
     assert reading.windows == 0
     assert "examples were read in 1 of 2 pieces only" in reading.reason
     assert "no whole number" in reading.reason
+
+
+def test_reading_that_closes_within_a_window_gives_that_window_no_examples() -> None:
+    """A window that arrives while the next one ends may decide that examples are read no more."""
+    model = small_model()
+    with attached(model, per_example="always") as probe:
+        for closes in (False, True, False):
+            for x, y in (batch(4, torch.Generator().manual_seed(k)) for k in (1, 2)):
+                with probe.piece(units=4):
+                    mean_loss(model, x, y).backward()
+            if closes:
+                probe._reader._examples.close()  # type: ignore[union-attr]
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows >= 2

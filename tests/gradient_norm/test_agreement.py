@@ -335,7 +335,7 @@ def test_digests_survive_the_sum_over_ranks_exactly(n: int, uses_max: bool) -> N
         for rank in ranks:
             ballot = agreement.Ballot("up to 6", uses_max=uses_max)
             ballot.add_digest("parameters", 2**20 - 1 - (rank == odd), agreement.Place(rank, n))
-            own = ballot.slots(torch.device("cpu"), torch.float64)
+            own = ballot.slots(torch.device("cpu"))
             total = torch.maximum(total, own) if uses_max else total + own
         return agreement.disagreements(total, uses_max=uses_max).tolist()
 
@@ -352,7 +352,7 @@ def test_ties_are_found_among_many_stages_and_nowhere_else(n_stages: int) -> Non
             ballot = agreement.Ballot("up to 6", uses_max=False)
             for part in (0.25, 0.75):  # shards
                 ballot.add_tie((8, 6), part * power, stage=agreement.Place(stage, n_stages))
-            total += ballot.slots(torch.device("cpu"), torch.float64)
+            total += ballot.slots(torch.device("cpu"))
         return bool(agreement.disagreements(total, uses_max=False).any()), agreement.tied_stages(
             total, agreement.tie_slot((8, 6)), agreement.Place(0, n_stages)
         )[0]

@@ -192,7 +192,7 @@ def test_copies_in_any_sets_of_ranks_are_compared_as_wholes(n: int, m: int, kind
                 place = agreement.Place(rank, n, tuple(r for r in ranks if r != rank))
                 ballot = agreement.Ballot("up to 6", uses_max=False)
                 ballot.add_copies(power, place, 1e-4, is_sharded=True)
-                total += ballot.slots(torch.device("cpu"), torch.float64)
+                total += ballot.slots(torch.device("cpu"))
         return agreement.disagreements(total, uses_max=False).tolist()
 
     assert not any(names(1.0))

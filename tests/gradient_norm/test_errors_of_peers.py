@@ -19,7 +19,7 @@ def measured(plan: NormPlan, thresholds: tuple[float, float], *, failed: float, 
     for rank, threshold in enumerate(thresholds):
         ballot = Ballot("up to 6", uses_max=False)
         ballot.add_digest("max_norm", digest(threshold), Place(rank, 2))
-        total.slots.add_(ballot.slots(plan.device, torch.float64))
+        total.slots.add_(ballot.slots(plan.device))
     total.failed.fill_(failed)
     total.wrong_call.fill_(wrong_call)
     norm = torch.tensor(5.0, dtype=torch.float64)

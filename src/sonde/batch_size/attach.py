@@ -122,7 +122,7 @@ def attach(
         )
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
     except ValueError:
-        _refuse_on_all_ranks(model, process_group, mesh, pp_mesh)
+        _refuse_on_all_ranks(model, process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         raise
     return NoiseScaleProbe(
         model,
@@ -142,11 +142,11 @@ def attach(
 
 
 def _refuse_on_all_ranks(
-    model: nn.Module, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None
+    model: nn.Module, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, *meshes: DeviceMesh | None
 ) -> None:
     """Let peers raise too, whose own arguments may have been accepted: they wait for this rank."""
     with contextlib.suppress(ValueError):  # of the model: all ranks refuse it
-        wrapper = find_wrapper(model, process_group, mesh, pp_mesh)
+        wrapper = find_wrapper(model, process_group, mesh, *meshes)
         model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
         join_comparison(wrapper)
 

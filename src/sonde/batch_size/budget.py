@@ -43,7 +43,7 @@ RANKS_DISAGREE = (
     "is measured: give all ranks the same options, and load the state on every rank"
 )
 _DIGEST_BITS = 20
-"""Sums of squares of so many bits are exact in float64 for 4,096 ranks."""
+"""Bits of a digest, or fewer: the sum over ranks of their squares must be exact."""
 
 
 class Pace:
@@ -60,9 +60,12 @@ class Pace:
         every: N, from 1 up; None to choose it by the budget.
         budget: part of the run's time that measuring may cost, from 0 to 1; None for no limit.
         n_ranks: ranks whose costs are summed.
+        exact_bits: bits of whole numbers whose sum over these ranks is exact.
     """
 
-    def __init__(self, *, every: int | None = None, budget: float | None = None, n_ranks: int = 1) -> None:
+    def __init__(
+        self, *, every: int | None = None, budget: float | None = None, n_ranks: int = 1, exact_bits: int = 41
+    ) -> None:
         self._fixed, self.budget, self._n_ranks = every, (budget if every is None else None), n_ranks
         self.windows = 0
         """Windows ended, those before a restart included."""
@@ -70,6 +73,7 @@ class Pace:
         """Whether the present window is measured."""
         self.disagrees = False
         """Whether ranks began with different options or states. Then every window is measured."""
+        self._digest_bits = min(_DIGEST_BITS, exact_bits // 2)
         self._n_here = 0
         self._every = every or 1
         self._base = 0
@@ -96,7 +100,7 @@ class Pace:
         """A digest of the options and of the state that this rank began with, below 2²⁰; fixed from the first call."""
         if self._start is None:
             text = repr((self._fixed, self.budget, self.state_dict()))
-            self._start = zlib.crc32(text.encode()) % 2**_DIGEST_BITS
+            self._start = zlib.crc32(text.encode()) % 2**self._digest_bits
         return self._start
 
     @property

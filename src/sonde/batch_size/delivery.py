@@ -18,6 +18,7 @@ from sonde.batch_size.taps.further_metrics import Adds
 from sonde.batch_size.taps.further_sums import read_further
 from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow
 from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, read_row
+from sonde.parallel.devices import is_capturing
 
 
 class Delivery:
@@ -75,7 +76,7 @@ class Delivery:
             return
         try:
             with self.alone():
-                if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                if is_capturing(self._device):
                     yield False  # looking whether copies have arrived would spoil the graph
                     return
                 self._readback.send_what_is_on_the_host()

@@ -72,6 +72,7 @@ from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.deprecation import with_deprecated
 from sonde.parallel.data_ranks import axis_of_sequences
+from sonde.parallel.devices import exact_bits
 from sonde.parallel.parameter_roles import parameter_roles
 from sonde.parallel.process_groups import n_summed
 from sonde.parallel.same_on_ranks import check_same_on_ranks
@@ -224,7 +225,13 @@ class NoiseScaleProbe:
             examples=self._mechanism.examples,
         )
         self._delivery = Delivery(self._take, self._reader.device, list(metrics.adds.values()))
-        pace = Pace(every=options.every, budget=options.budget, n_ranks=n_summed(wrapper.group))
+        n_summed_ranks = n_summed(wrapper.group)
+        pace = Pace(
+            every=options.every,
+            budget=options.budget,
+            n_ranks=n_summed_ranks,
+            exact_bits=exact_bits(self._reader.device, n_summed_ranks),
+        )
         self._pacing = Pacing(pace, self._taps, self._mechanism, self._reader)
         self._gathers = (
             GatherAfterSteps(metrics.moments, unwrap_optimizer(optimizer), lambda: self._pacing.is_measured)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.parallel.devices import HostCopy, start_copy_to_host
+
 T = TypeVar("T")
 Read = Callable[[list[Tensor]], T]
 """Makes a value of vectors on the CPU."""
@@ -20,10 +22,9 @@ Read = Callable[[list[Tensor]], T]
 class _Copy(Generic[T]):
     """Vectors of several puts in one host tensor, which a copy may still be filling."""
 
-    host: Tensor
+    copy: HostCopy
     sizes: list[list[int]]
     reads: list[Read[T]]
-    copied: torch.cuda.Event | None
 
 
 class Readback(Generic[T]):
@@ -98,16 +99,7 @@ class Readback(Generic[T]):
     def _copy(self, finished: list[tuple[list[Tensor], Read[T]]]) -> None:
         packed = torch.cat([vector for vectors, _ in finished for vector in vectors])
         sizes = [[vector.numel() for vector in vectors] for vectors, _ in finished]
-        copied = None
-        if packed.is_cuda:
-            # Pinned memory lets the copy run beside training; the event shows when it is done.
-            host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-            host.copy_(packed, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(torch.cuda.current_stream(packed.device))
-        else:
-            host = packed.cpu()
-        self._copies.append(_Copy(host, sizes, [read for _, read in finished], copied))
+        self._copies.append(_Copy(start_copy_to_host(packed), sizes, [read for _, read in finished]))
 
     def arrived(self, *, wait: bool) -> list[T]:
         """The values that have arrived since the last call, in the order in which they were put in.
@@ -117,16 +109,16 @@ class Readback(Generic[T]):
         """
         values: list[T] = []
         while self._copies:
-            copy = self._copies[0]
-            if copy.copied is not None and not copy.copied.query():
+            sent = self._copies[0]
+            if not sent.copy.has_arrived():
                 if not wait:
                     break
                 start = time.perf_counter()
-                copy.copied.synchronize()
+                sent.copy.wait()
                 self.seconds_waited += time.perf_counter() - start
-            flat_sizes = [size for sizes in copy.sizes for size in sizes]
-            vectors = iter(copy.host.split(flat_sizes))
-            for sizes, read in zip(copy.sizes, copy.reads, strict=True):
+            flat_sizes = [size for sizes in sent.sizes for size in sizes]
+            vectors = iter(sent.copy.values.split(flat_sizes))
+            for sizes, read in zip(sent.sizes, sent.reads, strict=True):
                 values.append(read([next(vectors) for _ in sizes]))
             del self._copies[0]
         return values

@@ -11,6 +11,8 @@ from typing import Protocol, Self
 
 import torch
 
+from sonde.parallel.devices import has_timed_events, record_event
+
 
 class Mark(Protocol):
     """A moment in the work of a device."""
@@ -38,19 +40,18 @@ class HostMark:
 
 
 class DeviceMark:
-    """The end of the work that a CUDA device's present stream has been given so far.
+    """The end of the work that a device's present stream has been given so far.
 
     Args:
         device: of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record(torch.cuda.current_stream(device))
+        self.event = record_event(device, enable_timing=True)
 
     def has_passed(self) -> bool:
         """Whether the device has come so far; it is asked, not waited for."""
-        return bool(self.event.query())
+        return self.event.query()
 
     def seconds_since(self, earlier: Self) -> float:
         """Seconds between the two, on the device's own clock."""
@@ -107,5 +108,8 @@ class WindowClock:
 
 
 def marks_of(device: torch.device) -> Callable[[], Mark]:
-    """Makes marks of the present moment: events on a device that the host runs ahead of, else the host's clock."""
-    return functools.partial(DeviceMark, device) if device.type == "cuda" else HostMark
+    """Makes marks of the present moment: events on a device that the host runs ahead of, else the host's clock.
+
+    Asks the device once whether its events can be timed, and waits for its answer.
+    """
+    return functools.partial(DeviceMark, device) if has_timed_events(device) else HostMark

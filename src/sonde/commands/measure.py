@@ -19,6 +19,7 @@ from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT, judge_batch
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.commands.measure_options import MeasureOptions, check_ranges
 from sonde.commands.text import read_documents, sequences
+from sonde.parallel.devices import default_device
 from sonde.records import RunLog
 from sonde.runs.sinks import JsonlSink
 from sonde.wording import count, estimate, number, percent
@@ -78,7 +79,7 @@ def _measured(
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -26,7 +26,7 @@ class MeasureOptions:
         until: Stop when the interval is within this part of the noise scale: 0.1 for ± 10 %.
         most: Stop after so many sequences.
         batch: Your batch size in sequences, to judge.
-        device: Where to measure: cpu, cuda, cuda:1. With auto, on the first GPU if there is one.
+        device: Where to measure: cpu, cuda, cuda:1, xpu, mps. With auto, on the first GPU if there is one.
         dtype: Dtype of the weights and gradients.
         train_mode: Measure in train mode, with the model's dropout.
         seed: Seed of the order of the sequences, and of dropout.

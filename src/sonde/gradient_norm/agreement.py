@@ -21,6 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sonde.parallel.devices import to_device, widened
+from sonde.parallel.float_pairs import rounded
+
 _N_CONTRASTS = 4
 _COEFFICIENT_BITS, _DIGEST_BITS = 18, 20
 _MAX_EXACT_BITS = 53
@@ -166,12 +169,9 @@ class Ballot:
         """
         self._ties += [(_tie_at(_WHOLE, stage), number), (_tie_at(_PROOF, stage), n_proofs)]
 
-    def slots(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def slots(self, device: torch.device) -> Tensor:
         """The numbers, [N_SLOTS], for the vector that is reduced."""
-        slots = torch.tensor(self._numbers, dtype=dtype, device="cpu")
-        if device.type == "cuda":
-            slots = slots.pin_memory()  # only a copy from pinned memory does not wait
-        slots = slots.to(device, non_blocking=True)
+        slots = widened(to_device(torch.tensor(self._numbers, dtype=torch.float64, device="cpu"), device))
         for kind, powers in self._powers.items():
             start = _COPIES_AT + kind * (_N_CONTRASTS + 1)
             if self._uses_max:
@@ -196,8 +196,9 @@ def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
         slots: the numbers after the reduction, [N_SLOTS].
         uses_max: the reduction was a maximum, not a sum.
     """
-    kinds = (slots[_KIND_AT:_DIGEST_AT] > 0).sum(0, keepdim=True) > 1
     digests = slots[_DIGEST_AT:_COPIES_AT].view(-1, 2)
+    slots = rounded(slots)  # only the digests have to be exact
+    kinds = (slots[_KIND_AT:_DIGEST_AT] > 0).sum(0, keepdim=True) > 1
     copies = slots[_COPIES_AT:_REPLICAS_AT].view(-1, _N_CONTRASTS + 1)
     if uses_max:
         differ = digests.sum(1) > 2**_DIGEST_BITS
@@ -246,7 +247,7 @@ def _neighbours_are_equal(slots: Tensor) -> Tensor:
 
 def _tie_numbers(slots: Tensor) -> Tensor:
     """The numbers of whole stages, then those of each slot for shapes, [1 + shapes, stages]."""
-    rows = slots[_TIES_AT:].view(_FIRST_SHAPE + _N_TIES, _N_TIE_STAGES)
+    rows = rounded(slots)[_TIES_AT:].view(_FIRST_SHAPE + _N_TIES, _N_TIE_STAGES)
     return torch.cat([(rows[_WHOLE] * (rows[_PROOF] > 0)).unsqueeze(0), rows[_FIRST_SHAPE:]])
 
 

@@ -30,7 +30,7 @@ from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
 from sonde.gradient_norm.summed_vector import SummedVector, own_square_sum, pack, pack_exact
-from sonde.parallel.devices import accumulation_dtype
+from sonde.parallel.devices import has_float64, zero_sums
 from sonde.parallel.placements import Layout, local_tensor
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
 
@@ -118,7 +118,7 @@ def global_norm(
     collected, error = _collect(plan)
     problem = problem or plan.request_problem
     wrong_call = problem is not None
-    problem = problem or plan.gradient_problem or error
+    problem = problem or plan.gradient_problem or error or _lacks_float64(plan)
     collected = _sum_partial(plan, collected)
     request = NormRequest(order, max_norm, nonfinite, wrong_call)
     is_in_two = LARGEST_PLAIN_ORDER < order < math.inf
@@ -155,11 +155,22 @@ def own_square_sums(plan: NormPlan) -> Tensor:
     collected = _sum_partial(plan, plan.collect())
     if plan.gradient_problem is not None:
         raise plan.gradient_problem
-    sums = torch.zeros(plan.n_parts, dtype=accumulation_dtype(plan.device), device=plan.device)
+    sums = zero_sums(plan.n_parts, device=plan.device)
     for gradients in collected:
         if gradients.locals:
             sums[gradients.group.key.part] += own_square_sum(plan, gradients)
     return sums
+
+
+def _lacks_float64(plan: NormPlan) -> ValueError | None:
+    """Ranks are compared by sums of whole numbers that must be exact, for which pairs of fp32 are too short."""
+    has_peers = plan.mesh is not None or plan.n_stages > 1 or any(layout.sharding_ranks for layout in plan.layouts)
+    if has_float64(plan.device) or not has_peers:
+        return None
+    return ValueError(
+        f"a norm over several ranks needs fp64, which {plan.device} has not: clip by torch.nn.utils.clip_grad_norm_, "
+        "and end windows by probe.step()"
+    )
 
 
 def _in_units_of_largest(plan: NormPlan, largest: GlobalNorm) -> GlobalNorm:

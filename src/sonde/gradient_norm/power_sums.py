@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import accumulation_dtype
+from sonde.parallel.devices import accumulation_dtype, widened, zero_sums
+from sonde.parallel.float_pairs import rounded
 from sonde.parallel.placements import cut_every
 
 _CHUNK = 2**17
@@ -47,28 +48,29 @@ def power_sum(tensors: Sequence[Tensor], order: float, unit: Tensor | None = Non
         unit: 0-dim, > 0; elements are divided by it first.
 
     Returns:
-        0-dim, fp64 (fp32 on devices without fp64), on the tensors' device; NaN if an element is NaN.
+        0-dim, fp64 (pairs of fp32 on devices without it), on the tensors' device; NaN if an element is NaN.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
-    nothing = torch.zeros((), dtype=accumulation_dtype(device), device=device)
+    nothing = zero_sums(device=device)
     filled = [t.coalesce().values() if t.is_sparse else _dense_view(t) for t in tensors]
     if device.type != "cpu" or math.isinf(order):  # these kernels refuse empty tensors
         filled = [t for t in filled if t.numel()]
     if not filled:
         return nothing
     if math.isinf(order):
-        return torch.stack([_largest(t) for t in filled]).max().to(accumulation_dtype(device))
+        return widened(torch.stack([_largest(t) for t in filled]).max())
     if unit is not None:
-        unit = unit.to(device)
+        unit = rounded(unit.to(device))
     if device.type == "cpu":
         sums = [_power(chunk, order, unit) for chunk in _in_fp64(filled)]
         return torch.stack(sums).sum() if sums else nothing
-    # On a GPU, one fused kernel takes all norms in fp64 without a converted copy. It cannot divide by a unit.
+    # On a GPU, one fused kernel takes all norms in fp64 without a converted copy. It cannot divide by a unit. On a
+    # device without fp64, each norm is in fp32, and their sum is in pairs.
     dtype = accumulation_dtype(device)
     if unit is None:
-        return torch.stack(torch._foreach_norm(filled, order, dtype=dtype)).pow_(order).sum()
+        return widened(torch.stack(torch._foreach_norm(filled, order, dtype=dtype))).pow(order).sum()
     chunks = (chunk for t in filled for chunk in t.reshape(-1).split(_CHUNK_ON_GPU))
-    return torch.stack([_power(chunk.to(dtype, copy=True), order, unit) for chunk in chunks]).sum()
+    return widened(torch.stack([_power(chunk.to(dtype, copy=True), order, unit) for chunk in chunks])).sum()
 
 
 def is_read_in_blocks(gradient: Tensor) -> bool:

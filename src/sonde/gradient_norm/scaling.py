@@ -15,7 +15,7 @@ from sonde.gradient_norm.fused_clip import fold, unfold
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.devices import to_device
+from sonde.parallel.devices import to_device, widened
 
 Nonfinite = Literal["ignore", "skip", "raise", "assert_async"]
 """What to do when the norm is not finite; `clip_grad_norm_` says what each means."""
@@ -96,8 +96,8 @@ def _coefficient(max_norm: float, measured: GlobalNorm) -> Tensor:
     exact, rounded = measured.norm, measured.norm.to(torch.float32)
     uses_exact = (measured.is_double > 0) | rounded.isinf()
     if exact.device.type == "cpu":  # to read it costs less than to compute both
-        return clip_coefficient(max_norm, exact if uses_exact.item() else rounded).to(exact.dtype)
-    in_fp32 = clip_coefficient(max_norm, rounded).to(exact.dtype)
+        return widened(clip_coefficient(max_norm, exact if uses_exact.item() else rounded))
+    in_fp32 = widened(clip_coefficient(max_norm, rounded))
     return torch.where(uses_exact, clip_coefficient(max_norm, exact), in_fp32)
 
 

@@ -13,7 +13,7 @@ from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import SMALLEST_EXACT, power_sum, square_sum_in_blocks
 from sonde.gradient_norm.ties import add_ties
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.devices import to_device, zero_sums
 from sonde.parallel.placements import share
 
 _N_FLAGS = 4
@@ -43,10 +43,10 @@ class SummedVector:
     """
 
     def __init__(self, plan: NormPlan) -> None:
-        dtype, n = accumulation_dtype(plan.device), plan.n_parts
-        self.vector = torch.zeros(2 * _MAX_PARTS + _N_FLAGS + N_SLOTS, dtype=dtype, device=plan.device)
+        n = plan.n_parts
+        self.vector = zero_sums(2 * _MAX_PARTS + _N_FLAGS + N_SLOTS, device=plan.device)
         parts, flags, self.slots = self.vector.split([2 * _MAX_PARTS, _N_FLAGS, N_SLOTS])
-        self.overflow = torch.zeros(2 * n, dtype=dtype, device=plan.device) if n > _MAX_PARTS else None
+        self.overflow = zero_sums(2 * n, device=plan.device) if n > _MAX_PARTS else None
         of_parts: Tensor = (parts if self.overflow is None else self.overflow)[: 2 * n].view(2, n)
         self.sums, self.in_blocks = of_parts[0], of_parts[1]
         self.is_nan = self.in_blocks
@@ -110,7 +110,7 @@ def pack(
         if has_stages and not uses_max:
             weighed = [(gradients, _weight(plan, gradients)) for gradients in collected]
             add_ties(cast, held.ties, weighed, places_over_stages(plan).everyone, plan.device)
-        packed.slots.copy_(cast.slots(plan.device, packed.vector.dtype))
+        packed.slots.copy_(cast.slots(plan.device))
     return packed
 
 
@@ -140,7 +140,7 @@ def own_square_sum(plan: NormPlan, gradients: Collected) -> Tensor:
 
 def pack_exact(plan: NormPlan, collected: list[Collected], parts: list[int]) -> Tensor:
     """Sums of squares of some parts of the model, all read in fp64, [parts]."""
-    sums = torch.zeros(len(parts), dtype=accumulation_dtype(plan.device), device=plan.device)
+    sums = zero_sums(len(parts), device=plan.device)
     for gradients in collected:
         if gradients.group.key.part in parts:
             value = to_device(power_sum(gradients.locals, 2.0), plan.device)

@@ -14,9 +14,8 @@ from sonde.gradient_norm.cross_check import holdings, places_in_mesh
 from sonde.gradient_norm.disagreement import disagreement
 from sonde.gradient_norm.held_error import OTHER_PLAN
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.placements import is_dtensor, layout_of, local_tensor
-from sonde.parallel.process_groups import group_of_mesh, is_fake
+from sonde.parallel.process_groups import group_of_mesh, is_fake, start_reduce
 
 Fingerprint = tuple[tuple[int, ...], float, float]
 Held = tuple[str, tuple[Fingerprint, Fingerprint | None], int]
@@ -49,9 +48,10 @@ def compare_plans(plan: NormPlan, *, verify: bool) -> None:
         cast.add_digest("parameters", held.parameters, places.stage)
         cast.add_replicas(held.n_distinct)
     problem = plan.request_problem or plan.gradient_problem
-    slots = cast.slots(plan.device, accumulation_dtype(plan.device))
+    slots = cast.slots(plan.device)
     total = torch.cat([slots, slots.new_full((1,), float(problem is not None))])
-    dist.all_reduce(total, group=group)
+    if work := start_reduce(total, group):
+        work.wait()
     if problem is not None:
         raise problem
     if total[-1].item():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sonde.parallel.devices import preserve_randomness
 from sonde.parallel.placements import reshard
 
 
@@ -19,11 +20,9 @@ def preserve_modes_and_randomness(model: nn.Module) -> Iterator[None]:
     """On exit, modules are in train or evaluation mode as before, and random generators have their former states."""
     reshard(model)
     modes = [(module, module.training) for module in model.modules()]
-    # The random state of every device: seeding changes all of them.
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     numpy: Any = sys.modules.get("numpy")
     numpy_state, python_state = numpy and numpy.random.get_state(), random.getstate()
-    with torch.random.fork_rng(devices=devices):
+    with preserve_randomness():
         try:
             yield
         finally:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sonde.parallel.float_pairs import FloatPairs, spread_for_sum
 from sonde.parallel.placements import is_dtensor, is_fully_sharded, ranks_of
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ def start_reduce(
     """
     if group is None or group.size() == 1:
         return None
+    if isinstance(packed, FloatPairs):
+        packed = spread_for_sum(packed, group.size() if op == dist.ReduceOp.SUM else 1)
     return cast("dist.Work | None", dist.all_reduce(packed, op=op, group=group, async_op=True))
 
 

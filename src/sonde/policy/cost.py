@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from sonde.parallel.devices import peak_bytes
+
 _STATUS = Path("/proc/self/status")
 
 
@@ -43,9 +45,9 @@ class Cost:
 
 
 def _peak_bytes(device: torch.device) -> int | None:
-    """The peak so far: allocated memory on a GPU, resident memory on Linux."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """The peak so far: allocated memory on a device, resident memory on Linux."""
+    if device.type != "cpu":
+        return peak_bytes(device)
     if not _STATUS.exists():
         return None
     [line] = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]

@@ -126,6 +126,11 @@ def measure(
         ('precise', 'resolved')
     """
     wrapper = find_wrapper(model, process_group)
+    if wrapper.experts is not None:
+        raise ValueError(
+            "sonde.measure does not read experts that are spread over ranks yet: attach a probe while the model "
+            "trains, or measure with all experts on each rank"
+        )
     target = MeasuredModel(model, wrapper)
     log = RunLog() if log is None else log
     with target.left_as_it_is():

@@ -52,6 +52,7 @@ def tolerance(dtypes: Sequence[torch.dtype], device: torch.device) -> float:
         device: of the parameter.
     """
     largest = max(_TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16]) for dtype in dtypes)
+    # Only CUDA devices have TF32. Whether products use it is a setting that may change at any time.
     is_tf32 = device.type == "cuda" and torch.float32 in dtypes
     return max(largest, _TF32_TOLERANCE) if is_tf32 else largest
 

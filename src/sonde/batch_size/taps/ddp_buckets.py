@@ -30,6 +30,7 @@ from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.switched_hooks import SwitchedHooks
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.witness import Witness
+from sonde.parallel.devices import keep_for_present_stream
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
 AfterReduction = Callable[[Tensor], None]
@@ -294,10 +295,7 @@ class DDPBucketTap:
             witness |= bucket.witness
             of_further = [] if bucket.further is None else [bucket.further[1]]
             for result in (*(roots for _, roots in bucket.parts), *bucket.witness.values(), *of_further):
-                # On a GPU, a callback's results belong to its own stream. The allocator must not reuse their memory
-                # before the present stream has read them.
-                if result.is_cuda:
-                    result.record_stream(torch.cuda.current_stream(result.device))
+                keep_for_present_stream(result)  # on a GPU, a callback's results belong to the stream it ran on
         return GradientSummary(
             add_squares(self._size, parts, self._device),
             self._witness.join(witness, self._device),

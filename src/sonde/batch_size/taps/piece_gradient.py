@@ -14,7 +14,7 @@ from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Problem
 from sonde.batch_size.taps.witness import Witness
-from sonde.parallel.devices import to_device
+from sonde.parallel.devices import keep_for_present_stream, stream_of, to_device
 
 STAGED_NUMEL = 16_384
 STAGED_NUMEL_ON_CPU = ROW
@@ -73,9 +73,9 @@ class PieceGradient:
         self._further: list[Norms] = []
         self._witnessed: dict[int, Tensor] = {}
         # Gradients that wait, by stream: a kernel on one stream must not read a tensor that another still writes.
-        self._staged: dict[torch.cuda.Stream | None, dict[int, Tensor]] = {None: {}}
+        self._staged: dict[torch.Stream | None, dict[int, Tensor]] = {None: {}}
         self._staged_bytes = 0
-        self._results: list[tuple[torch.cuda.Stream, list[Tensor]]] = []
+        self._results: list[tuple[torch.Stream, list[Tensor]]] = []
         self._fired = bytearray(len(reading.leaves))
         self._partial: dict[int, Tensor] = {}
 
@@ -110,7 +110,7 @@ class PieceGradient:
     def _take_again(self, index: int, grad: Tensor, so_far: Tensor | None) -> Problem | None:
         """Take a second gradient h₂ of the same parameter in one piece: |h₁ + h₂|² needs both gradients at once."""
         # h₁ may still wait for its kernel.
-        staged, reading = self._staged.get(_stream(grad), {}), self._reading
+        staged, reading = self._staged.get(stream_of(grad), {}), self._reading
         if index in staged:
             staged[index] = staged[index] + grad
             return None
@@ -145,7 +145,7 @@ class PieceGradient:
         return GradientSummary(sq_norms, witness, n_backwards, further=further)
 
     def _stage(self, index: int, grad: Tensor) -> None:
-        self._staged.setdefault(_stream(grad), {})[index] = grad.clone() if self._clones else grad
+        self._staged.setdefault(stream_of(grad), {})[index] = grad.clone() if self._clones else grad
         self._staged_bytes += grad.numel() * grad.element_size()
         if self._staged_bytes > self._staging_bytes and not self._reading.sums_backwards:
             self._flush()
@@ -158,9 +158,10 @@ class PieceGradient:
             if stream is None:
                 self._reduce(staged)
                 continue
-            with torch.cuda.stream(stream):
+            with stream:
                 self._reduce(staged)
-            torch.cuda.current_stream(stream.device).wait_stream(stream)  # the results are read on the present stream
+            present = torch.accelerator.current_stream(stream.device)
+            present.wait_stream(stream)  # the results are read on the present stream
         self._staged = {None: {}}
         self._staged_bytes = 0
 
@@ -189,7 +190,7 @@ class PieceGradient:
                 sum_of_elements = self._witnessed[index] + elements if index in self._witnessed else elements.clone()
                 self._witnessed[index] = sum_of_elements
                 results.append(sum_of_elements)
-        if (stream := _stream(roots)) is not None:
+        if (stream := stream_of(roots)) is not None:
             self._results.append((stream, results))
 
     def _adopt_results(self) -> None:
@@ -202,11 +203,6 @@ class PieceGradient:
         # Autograd may run a hook on another stream. The allocator must not reuse the memory of the hook's results
         # before the present stream has read them.
         for stream, results in self._results:
-            present = torch.cuda.current_stream(stream.device)
-            if stream != present:
+            if stream != torch.accelerator.current_stream(stream.device):
                 for result in results:
-                    result.record_stream(present)
-
-
-def _stream(grad: Tensor) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(grad.device) if grad.is_cuda else None
+                    keep_for_present_stream(result)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.devices import accumulation_dtype, to_device, widened, zero_sums
 
 # torch's fp32 reduction over a flat CPU tensor keeps one running sum per vector lane, and is off by 8e-4 at 16M
 # elements. Norms of rows of this length, combined in fp64, are off by 4e-9 and no slower: they vectorise along the row.
@@ -76,12 +76,12 @@ def add_squares(n_owners: int, parts: Sequence[Part], device: torch.device) -> T
     Returns:
         [owners], 0 for an owner without a part.
     """
-    total = torch.zeros(n_owners, dtype=accumulation_dtype(device), device=device)
+    total = zero_sums(n_owners, device=device)
     if not parts:
         return total
     # Squared after the upcast: fp32 squares of small numbers would underflow.
     flat = [r if r.dim() == 1 else r.reshape(-1) for _, r in parts]
-    values = torch.cat([to_device(r, device) for r in flat]).to(total.dtype).square_()
+    values = widened(torch.cat([to_device(r, device) for r in flat])).square()
     owners = _owners(tuple((owners, r.numel()) for owners, r in parts), device)
     return total.index_add_(0, owners, values)
 

@@ -24,7 +24,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.devices import to_device
+from sonde.parallel.devices import to_device, widened
 from sonde.parallel.placements import counted_part, holds_first_copy, layout_of, local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
@@ -190,7 +190,7 @@ class WindowReader:
         if self._grad_scaler is None:
             return None
         scale = self._grad_scaler.scale(torch.ones((), device=self.device))
-        return scale.to(self._sums.dtype).reciprocal()
+        return widened(scale).reciprocal()
 
     # Windows.
 
@@ -277,7 +277,7 @@ class WindowReader:
             squares, work = self._squared(norm), None
         else:
             norm = None
-            squares = to_device(own_square_sums(self.plan)[: self._n_squares], self.device).to(witness.dtype)
+            squares = widened(to_device(own_square_sums(self.plan)[: self._n_squares], self.device))
             vector = torch.cat([*parts, squares])
             work = start_reduce(vector, self._wrapper.group)
             squares = vector[-len(squares) :]
@@ -351,7 +351,7 @@ class WindowReader:
 
     def _squared(self, norm: GlobalNorm) -> Tensor:
         """|F|² per group from a measured norm; [groups]."""
-        return to_device(norm.by_part[: self._n_squares], self.device).to(self._sums.dtype).square()
+        return widened(to_device(norm.by_part[: self._n_squares], self.device)).square()
 
     def _pack(self, problems: Collection[Problem], more: Mapping[Problem, Number] | None = None) -> Tensor:
         """This rank's sums. They are packed after all reading, since the metric may have met problems too."""

@@ -22,7 +22,8 @@ from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.further_sums import FurtherSums
 from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem
 from sonde.parallel.data_ranks import DataRanks
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.devices import to_device, widened, zero_sums
+from sonde.parallel.float_pairs import rounded
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def piece_counts(
             raise ValueError(
                 f"unit_weights must hold one weight for each unit, [units], got shape {tuple(unit_weights.shape)}"
             )
-        weights = unit_weights.detach().to(accumulation_dtype(unit_weights.device))
+        weights = widened(unit_weights.detach())
         effective = weights.sum().square() / weights.square().sum()  # Kish
         effective = torch.where((weights >= 0).all(), effective, torch.nan)  # NaN drops the window later
     elif unit_weights is not None:
@@ -104,7 +105,7 @@ def _positive(name: str, value: Number) -> Number:
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a 0-dim tensor, got shape {tuple(value.shape)}")
         if not at_hand(value):
-            return value.detach().reshape(()).to(accumulation_dtype(value.device))
+            return widened(value.detach().reshape(()))
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number or a 0-dim tensor, got {value!r}")
@@ -185,18 +186,17 @@ class WindowSums:
         n_further_units: int = 0,
     ) -> None:
         self.further, self.n_further_units = further, n_further_units
-        self.dtype = accumulation_dtype(device)
         self._device = device
-        self._group_index = torch.tensor(group_index, device=device)
+        self._group_index = to_device(torch.tensor(group_index, device="cpu"), device)
         self.n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
         self._data = data = data if data is not None else DataRanks()
         self._n_marked = min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
-        self._small = torch.zeros(len(group_index), dtype=self.dtype, device=device)
-        self._witness = torch.zeros(n_witness, dtype=self.dtype, device=device)
-        self._witness_squares = torch.zeros(n_witness, dtype=self.dtype, device=device)
-        self._witness_small = torch.zeros((), dtype=self.dtype, device=device)
-        self._squares = torch.zeros((), dtype=self.dtype, device=device)
-        self._bad_counts = torch.zeros((), dtype=self.dtype, device=device)
+        self._small = zero_sums(len(group_index), device=device)
+        self._witness = zero_sums(n_witness, device=device)
+        self._witness_squares = zero_sums(n_witness, device=device)
+        self._witness_small = zero_sums(device=device)
+        self._squares = zero_sums(device=device)
+        self._bad_counts = zero_sums(device=device)
         self.costs = WindowCosts()
         """What this rank has spent since the window before; rides along with the sums."""
         self._reset_counts()
@@ -215,7 +215,7 @@ class WindowSums:
         self._add_gradient(gradient, counts.weight)
         self.count(counts)
         if len(self._compared) < _MOST_COMPARED:
-            self._compared.append(gradient.witness / counts.weight)
+            self._compared.append(rounded(gradient.witness / counts.weight))
 
     def count(self, counts: PieceCounts) -> None:
         """Count a piece whose gradient will be seen only together with the other pieces of this rank."""
@@ -254,9 +254,7 @@ class WindowSums:
 
     def per_group(self, sq_norms: Tensor) -> Tensor:
         """Sums of [parameters] over parameter groups: [groups]."""
-        return torch.zeros(self.n_groups, dtype=self.dtype, device=self._device).index_add_(
-            0, self._group_index, sq_norms
-        )
+        return zero_sums(self.n_groups, device=self._device).index_add_(0, self._group_index, sq_norms)
 
     def pack(self, problems: Sequence[Number]) -> Tensor:
         """This rank's sums as the vector that is summed over ranks; starts the next window.
@@ -327,7 +325,7 @@ class WindowSums:
         """This rank's mark in its own place, so that the sum over ranks holds the marks of all; [2 · marked ranks]."""
         marks = self._witness.new_zeros(self._n_marked, 2)
         if self._data.counts_pieces and self._data.rank < self._n_marked:
-            marks[self._data.rank] = rank_mark(self._witness)
+            marks[self._data.rank] = rank_mark(rounded(self._witness))
         return marks.view(-1)
 
 
@@ -408,11 +406,10 @@ def _spread(mean_square: float, rank_total: Tensor) -> float:
 
 def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
     """Numbers as one vector on the device, without waiting for tensors that are there already; [numbers]."""
-    dtype = accumulation_dtype(device)
     on_device = {i: n for i, n in enumerate(numbers) if isinstance(n, Tensor) and n.device.type == device.type}
     values = [0.0 if i in on_device else float(n) for i, n in enumerate(numbers)]
     # device="cpu" is explicit, since the user may have set another default device.
-    vector = to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
+    vector = widened(to_device(torch.tensor(values, dtype=torch.float64, device="cpu"), device))
     for i, n in on_device.items():
         vector[i] = n
     return vector

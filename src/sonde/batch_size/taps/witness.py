@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.devices import to_device, widened
 from sonde.parallel.placements import shard_of
 
 _VECTORS, _MATRICES = 4, 2
@@ -134,12 +134,12 @@ class Witness:
 
         Parameters that were not read count as 0. Zeros fill the rest of the vector.
         """
-        zeros = torch.zeros(self.size, dtype=accumulation_dtype(device), device=device)
+        zeros = torch.zeros(self.size, dtype=torch.float32, device=device)
         parts = [
             to_device(elements[own].reshape(-1), device) if (own := i - self._first) in elements else zeros[:n]
             for i, n in self.sizes.items()
         ]
-        return torch.cat([*parts, zeros[sum(self.sizes.values()) :]]).to(zeros.dtype)
+        return widened(torch.cat([*parts, zeros[sum(self.sizes.values()) :]]))
 
 
 def _split(items: list[int], most: int) -> tuple[list[int], list[int]]:

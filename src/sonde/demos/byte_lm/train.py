@@ -51,7 +51,7 @@ def train_rank(setup: Setup) -> Ending:
         The ending, the same on every rank.
     """
     stop = StopRequest()
-    if setup.device == "cuda":
+    if setup.device == "cuda":  # NCCL, which serves CUDA and ROCm alone: the demo is not for other accelerators
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)

@@ -1,0 +1,209 @@
+"""Training on any device, with and without a probe: what the tests on a GPU run, and the tests on a CPU run too.
+
+The functions know nothing of the device but its name. So a CPU shows that they are right, and a GPU what it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import sonde
+from sonde.parallel.devices import runs_beside_host, stream_of
+from sonde.policy.scoring.rollouts import Rollouts
+from tests.small_policy import drawn, loss, optimizer_of, policy
+
+WINDOWS, PIECES, ROWS = 6, 3, 16
+
+
+@contextlib.contextmanager
+def no_waiting(device: torch.device) -> Iterator[None]:
+    """Inside, anything that waits for a CUDA device raises; other devices cannot tell."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def model_on(device: torch.device) -> nn.Sequential:
+    """Parameters that are reduced inside hooks, and small ones that wait."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.Linear(256, 8)).to(
+        device
+    )
+
+
+def rows_on(device: torch.device, seed: int) -> Tensor:
+    """Inputs, made on the CPU so that they are the same everywhere; [windows, pieces, rows, 64]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(WINDOWS, PIECES, ROWS, 64, generator=generator).to(device)
+
+
+def wrapped(model: nn.Module, how: str, device: torch.device) -> nn.Module:
+    """The model as it is, or in DDP or FSDP2 over all ranks of the default group."""
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    if how == "fsdp2":
+        for layer in (model[0], model[3]):  # type: ignore[index]
+            fully_shard(layer, mesh=mesh_on(device))
+        return fully_shard(model, mesh=mesh_on(device))
+    return model
+
+
+_meshes: dict[str, Any] = {}
+
+
+def mesh_on(device: torch.device) -> Any:
+    """One mesh of all ranks: a new one would make new groups."""
+    return _meshes.setdefault(device.type, init_device_mesh(device.type, (dist.get_world_size(),)))
+
+
+def train(
+    device: torch.device,
+    *,
+    probed: bool,
+    how: str = "plain",
+    end: str = "step",
+    beside: bool = False,
+    every: int | None = 1,
+    fused: bool = False,
+    **options: Any,
+) -> tuple[sonde.NoiseScaleReading | None, list[Tensor]]:
+    """A reading, and the weights after some windows.
+
+    Args:
+        device: to train on.
+        probed: with a probe.
+        how: "plain", "ddp" or "fsdp2".
+        end: of a window: "step", "clip", or "fold" for a clip inside the fused optimizer.
+        beside: run every second backward on a stream of its own.
+        every: as `attach`.
+        fused: the optimizer's.
+        **options: of `attach`.
+    """
+    model = wrapped(model_on(device), how, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or end == "fold")
+    rank = dist.get_rank() if how != "plain" else 0
+    data = rows_on(device, rank)
+    parameters = list(model.parameters())
+    mesh = mesh_on(device) if how == "fsdp2" else None
+    plan = sonde.group_parameters_for_norm(parameters, mesh=mesh) if end != "step" else None
+    probe = None
+    if probed:
+        options = {"unit": "rows", "units_per_piece": ROWS, "every": every, "verbose": False} | options
+        probe = sonde.attach(model, optimizer, **options)
+    train_window(model, data[0], probe, beside=beside)  # a backward makes state that may wait
+    end_window(probe, plan, end, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    with no_waiting(device) if how == "plain" else contextlib.nullcontext():
+        for window in data[1:]:
+            train_window(model, window, probe, beside=beside)
+            end_window(probe, plan, end, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    reading = probe.reading() if probe else None
+    if probe:
+        probe.close()
+    return reading, [_local(p).detach().clone() for p in parameters]
+
+
+def train_window(model: nn.Module, window: Tensor, probe: Any, *, beside: bool) -> None:
+    """The backwards of one window's pieces."""
+    for k, x in enumerate(window):
+        piece = probe.piece() if probe else contextlib.nullcontext()
+        waits = isinstance(model, DistributedDataParallel) and k < len(window) - 1
+        sync = model.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
+        with piece, sync, other_stream(x) if beside and k % 2 else contextlib.nullcontext():
+            model(x).square().mean().backward()
+
+
+@contextlib.contextmanager
+def other_stream(x: Tensor) -> Iterator[None]:
+    """Another stream than the present one, which waits for it and is waited for; nothing on a CPU."""
+    if not runs_beside_host(x.device):
+        yield
+        return
+    present, other = stream_of(x), torch.Stream(x.device)
+    assert present is not None
+    other.wait_stream(present)
+    with other:
+        yield
+    present.wait_stream(other)
+
+
+def end_window(probe: Any, plan: Any, end: str, optimizer: torch.optim.Optimizer) -> None:
+    """End a window as asked for; without a probe, clip as the probe does."""
+    if end == "clip":
+        probe.clip_grad_norm_(0.1) if probe else sonde.clip_grad_norm_distributed_(plan, 0.1)
+        return
+    if probe:
+        probe.step()
+    if end == "fold":
+        sonde.clip_grad_norm_distributed_(plan, 0.1, fold_into=optimizer)
+
+
+def _local(p: Tensor) -> Tensor:
+    return p.to_local() if hasattr(p, "to_local") else p  # type: ignore[no-any-return]
+
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "leaf hooks": {},
+    "gradients that wait": {"staging_mib": 1e-3},
+    "backwards on two streams": {"beside": True},
+    "Adam's metric": {"metric": "adam"},
+    "one window in three": {"every": 3},
+    "a clip": {"end": "clip"},
+    "a clip folded into the optimizer": {"end": "fold"},
+    "a fused optimizer": {"fused": True},
+    "single examples": {"per_example": "always"},
+}
+ON_RANKS: dict[str, dict[str, Any]] = {
+    "DDP, leaf hooks": {"how": "ddp", "tap": "leaf"},
+    "DDP, buckets": {"how": "ddp", "tap": "comm_hook"},
+    "DDP, a clip": {"how": "ddp", "end": "clip"},
+    "FSDP2": {"how": "fsdp2"},
+    "FSDP2, a clip": {"how": "fsdp2", "end": "clip"},
+}
+
+
+def compared(device: torch.device, setup: dict[str, Any]) -> tuple[Any, bool]:
+    """A set-up's reading on a device, and whether its weights are bit for bit those without a probe."""
+    options = ("metric", "staging_mib", "tap", "per_example")
+    reading, weights = train(device, probed=True, **setup)
+    _, plain = train(device, probed=False, **{k: v for k, v in setup.items() if k not in options})
+    return reading, all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+
+
+def entropy_forecast(device: torch.device) -> float:
+    """The change of a small policy's entropy that a forecast finds on a device, from the same responses everywhere."""
+    from sonde.policy.entropy_change import EntropyChangeProbe
+    from sonde.policy.entropy_options import EntropyChangeOptions
+
+    def moved(rollouts: Rollouts) -> Rollouts:
+        """Tokens where the policy is; the rest stays on the host."""
+        return dataclasses.replace(rollouts, inputs={name: x.to(device) for name, x in rollouts.inputs.items()})
+
+    on_cpu = policy()
+    optimizer_of(on_cpu)  # some steps, for weights that are not those of a start
+    evaluated, learned = (moved(drawn(on_cpu, first, n, seed=n)) for first, n in ((0, 24), (200, 12)))
+    model = copy.deepcopy(on_cpu).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss(model, learned).backward()
+    forecast = EntropyChangeProbe(model, optimizer, EntropyChangeOptions()).forecast(evaluated)
+    assert forecast.delta is not None, forecast.reason
+    return float(forecast.delta)
