@@ -17,6 +17,8 @@ PAGE = TESTS.parent / "docs" / "where-it-works.md"
 
 QUANTITIES = {
     "noise scale": "noise scale",
+    "adam metric": "noise scale in Adam's metric",
+    "sign metric": "noise scale in the sign metric",
     "single examples": "noise scale from single examples",
     "prompts": "noise scale in prompts",
     "measure": "`sonde.measure`",

@@ -226,6 +226,8 @@ def _check(ranks: Ranks, case: Case) -> None:
         assert probed["norms"] == plain["norms"]
 
 
+@pytest.mark.shows("adam metric", "DDP", "FSDP2", "TP", "SP")
+@pytest.mark.shows("sign metric", "DDP", "FSDP2")
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(ranks2: Ranks, name: str) -> None:
     _check(ranks2, TWO_RANKS[name])
@@ -236,6 +238,8 @@ def test_three_ranks(ranks3: Ranks) -> None:
     _check(ranks3, Case(Loop(clips=False), WHOLE, n_more=2))
 
 
+@pytest.mark.shows("adam metric", "HSDP", "FSDP2 over TP", "FSDP2 over SP")
+@pytest.mark.shows("sign metric", "HSDP")
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks(ranks4: Ranks, name: str) -> None:
     _check(ranks4, FOUR_RANKS[name])

@@ -54,6 +54,8 @@ def _measured(metric: Any, *, optimizer_options: dict[str, Any] | None = None, c
         return {name: (probe.window(name), probe.reading(name)) for name in names}, pieces, squares
 
 
+@pytest.mark.shows("adam metric", "one process")
+@pytest.mark.shows("sign metric", "one process")
 @pytest.mark.parametrize(
     "case",
     [
