@@ -13,61 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import sonde
-from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, small_model
-from tests.oracles import per_example_gradients, population, window_by_hand
-
-GENERATOR_SEED = 3
-
-
-class Scaled(nn.Module):
-    """Two layers, and a parameter that no rule covers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(12, 20), nn.Linear(20, 3)
-        self.own = nn.Parameter(torch.full((20,), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)) * self.own)
-
-
-def shares(model: nn.Module, x: Tensor, y: Tensor, weights: Sequence[float] | None = None) -> Tensor:
-    """Each example's term of the loss; without weights they add up to `mean_loss`."""
-    own = torch.tensor(weights or [1.0] * len(x), dtype=x.dtype)
-    return (model(x) - y).square().sum(-1) * own / own.sum()
-
-
-def by_hand(
-    model: nn.Module,
-    pieces: Sequence[tuple[Tensor, Tensor]],
-    *,
-    weights: Sequence[float] | None = None,
-    unit_weights: Sequence[Sequence[float]] | None = None,
-    keep: Sequence[bool] | None = None,
-) -> tuple[float, float]:
-    """tr Σ and |G|² from one backward for each example; `keep` says which elements count."""
-    gradients, example_weights = [], []
-    weights = weights or [1.0] * len(pieces)
-    for k, (x, y) in enumerate(pieces):
-        own = unit_weights[k] if unit_weights else [1.0] * len(x)
-        for b, v in enumerate(own):
-            if v:
-                gradients.append(weights[k] * flat_grad(model, shares(model, x, y, own)[b]))
-                example_weights.append(weights[k] * v / sum(own))
-    kept = slice(None) if keep is None else torch.tensor(keep)
-    gradients = [g[kept] for g in gradients]
-    return window_by_hand(gradients, example_weights, [1.0] * len(gradients), torch.stack(gradients).sum(0))
-
-
-def assert_as(reading: sonde.NoiseScaleReading, expected: tuple[float, float]) -> None:
-    assert reading.windows == 1, reading.dropped
-    assert reading.trace_cov == pytest.approx(expected[0], rel=2e-6)
-    assert reading.grad_sq == pytest.approx(expected[1], rel=2e-6, abs=2e-6 * expected[0])
-
-
-def pieces_of(*sizes: int, seed: int = GENERATOR_SEED) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [batch(n, generator) for n in sizes]
+from tests.batch_size.loops import attached, batch, mean_loss, small_model
+from tests.batch_size.single_examples import assert_as, by_hand, pieces_of, shares
+from tests.oracles import per_example_gradients, population
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -143,49 +91,6 @@ def test_a_gradient_scaler_and_a_later_scaling_change_nothing() -> None:
         assert_as(probe.reading(), expected)
 
 
-def test_only_the_covered_parameters_count_and_the_others_are_named() -> None:
-    torch.manual_seed(0)
-    model, pieces = Scaled(), pieces_of(6)
-    keep = torch.cat([torch.full((p.numel(),), name != "own") for name, p in model.named_parameters()])
-    expected = by_hand(model, pieces, keep=keep.tolist())
-    sink = Recording()
-    with attached(model, per_example="always", sinks=[sink]) as probe:
-        with probe.piece(units=6):
-            mean_loss(model, *pieces[0]).backward()
-        probe.step()
-        reading = probe.reading()
-    assert_as(reading, expected)
-    grads = {name: float(p.grad.square().sum()) for name, p in model.named_parameters() if p.grad is not None}
-    assert reading.coverage is not None
-    assert (reading.coverage.n_parameters, reading.coverage.n_all) == (4, 5)
-    assert reading.coverage.part == pytest.approx(1 - grads["own"] / sum(grads.values()), rel=1e-6)
-    assert "own (Scaled has no rule" in probe.alerts["not_covered"]
-    assert "of 4 of 5 parameters" in str(reading)
-    assert sink.of_kind("reading")[-1]["metrics"]["gns/covered"] == pytest.approx(reading.coverage.part)
-
-
-def test_windows_with_pieces_give_the_ratio_of_the_covered_to_the_whole() -> None:
-    torch.manual_seed(0)
-    model, sums = Scaled(), torch.zeros(2, 2, dtype=torch.float64)
-    keep = torch.cat([torch.full((p.numel(),), name != "own") for name, p in model.named_parameters()])
-    with attached(model, per_example="always") as probe:
-        for window in range(20):
-            pieces = pieces_of(16, 16, seed=window)
-            gradients = [flat_grad(model, mean_loss(model, *piece)) for piece in pieces]
-            for i, kept in enumerate((keep, torch.ones_like(keep))):
-                own = [g[kept] for g in gradients]
-                sums[i] += torch.tensor(window_by_hand(own, [1, 1], [16, 16], torch.stack(own).sum(0)))
-            for piece in pieces:
-                with probe.piece(units=16):
-                    mean_loss(model, *piece).backward()
-            probe.step()
-            model.zero_grad()
-        coverage = probe.reading().coverage
-    assert coverage is not None
-    ratios = sums[:, 0] / sums[:, 1]
-    assert coverage.ratio == pytest.approx(float(ratios[0] / ratios[1]), rel=1e-4)
-
-
 def run(model: nn.Module, probe: sonde.NoiseScaleProbe, windows: int, sizes: Sequence[int], **step: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for window in range(windows):
@@ -228,34 +133,6 @@ def test_a_short_window_among_pieces_is_solved_from_its_examples_only_if_they_we
     # Three windows show that single pieces are all there is, when the fourth has begun; then examples are read.
     assert reading.windows == 24
     assert reading.u == 1.0
-
-
-def test_units_that_are_not_rows_give_a_reason() -> None:
-    model, (x, y) = small_model(), pieces_of(6)[0]
-    with attached(model, per_example="auto") as probe:
-        for _ in range(5):
-            with probe.piece(units=3):
-                mean_loss(model, x, y).backward()
-            probe.step()
-            model.zero_grad()
-        reading = probe.reading()
-    assert reading.windows == 0
-    assert "a single piece cannot separate noise from signal" in reading.reason
-    assert "6" in reading.reason
-    assert "Its examples are not read" in reading.reason
-    assert not any(m._forward_hooks for m in model.modules())
-
-
-def test_batch_normalisation_is_refused_or_said() -> None:
-    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    with pytest.raises(ValueError, match=r"per_example='always' needs the gradients of single examples.*BatchNorm1d"):
-        attached(model, per_example="always")
-    assert not any(m._forward_hooks for m in model.modules())
-    with attached(model, per_example="auto") as probe:
-        with probe.piece(units=6):
-            mean_loss(model, *pieces_of(6)[0]).backward()
-        probe.step()
-        assert "BatchNorm1d" in probe.reading().reason
 
 
 @pytest.mark.parametrize("options", [{"tap": "comm_hook"}, {"metric": "adam"}])

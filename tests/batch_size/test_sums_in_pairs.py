@@ -23,7 +23,7 @@ from sonde.batch_size.taps.tap import GradientSummary, Problem
 from sonde.batch_size.taps.window_sums import WindowSums, piece_counts, read_row
 from sonde.parallel.devices import KEPT_IN_PAIRS, start_copy_to_host
 from sonde.parallel.float_pairs import FloatPairs
-from tests.batch_size.loops import attached
+from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.ranks import Ranks, mesh_of
 
 CPU = torch.device("cpu")
@@ -264,3 +264,26 @@ def test_a_clip_alone_is_that_of_fp64() -> None:
         for p, e, g in zip(parameters, exact, gradients, strict=True):
             torch.testing.assert_close(p.grad, e, rtol=1e-6, atol=0.0)
             p.grad = g.clone()
+
+
+@pytest.mark.parametrize("options", [{"per_example": "always"}, {"metric": ("euclidean", "sign")}])
+def test_what_reads_gradients_besides_pieces_works_without_fp64(options: dict[str, Any]) -> None:
+    """With a loss scale, whose division makes pairs of everything."""
+
+    def run() -> tuple[float | None, float | None]:
+        model = small_model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        with attached(model, grad_scaler=scaler, **options) as probe:
+            for k in range(2):
+                x, y = batch(6, torch.Generator().manual_seed(k))
+                with probe.piece(units=6):
+                    scaler.scale(mean_loss(model, x, y)).backward()
+            probe.step()
+            reading = probe.reading()
+            assert reading.windows == 1, reading.dropped
+        return reading.trace_cov, reading.grad_sq
+
+    expected = run()
+    with in_pairs():
+        found = run()
+    assert found == pytest.approx(expected, rel=1e-6)

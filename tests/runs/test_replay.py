@@ -12,10 +12,10 @@ from torch import nn
 import sonde
 
 
-def write_start(folder: Path, n: int) -> None:
+def write_start(folder: Path, n: int, **options: Any) -> None:
     torch.manual_seed(0)
     model, log = nn.Linear(4, 1), sonde.RunLog(sonde.JsonlSink(folder), log_windows=True)
-    with sonde.attach(model, unit="rows", log=log, verbose=False) as probe:
+    with sonde.attach(model, unit="rows", log=log, verbose=False, **options) as probe:
         for _ in range(n):
             for _ in range(3):
                 with probe.piece(units=8):
@@ -41,6 +41,16 @@ def test_windows_that_were_measured_again_are_refused(tmp_path: Path) -> None:
     windows = list(sonde.read_windows(tmp_path))
     with pytest.raises(ValueError, match="got window 5 of start 0 after window 8 of start 0"):
         list(sonde.replay_windows([*windows, *windows[4:]]))
+
+
+def test_windows_that_were_logged_without_groups_are_the_whole_model(tmp_path: Path) -> None:
+    write_start(tmp_path / "with", 20)
+    write_start(tmp_path / "without", 20, log_groups=False)
+    last = [list(sonde.replay_windows(sonde.read_windows(tmp_path / name)))[-1] for name in ("with", "without")]
+    # The total of 20 windows is the sum of their groups, but for the rounding of what the log holds.
+    assert last[1].total.ratio == pytest.approx(last[0].total.ratio, rel=1e-6)
+    assert last[1].total.interval.high == pytest.approx(last[0].total.interval.high, rel=1e-6)
+    assert last[1].groups == {}
 
 
 @pytest.mark.parametrize("every", [0, -3, 2.5])

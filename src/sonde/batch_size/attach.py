@@ -13,6 +13,7 @@ from torch import nn
 
 from sonde.batch_size.budget import DEFAULT_BUDGET
 from sonde.batch_size.parameter_groups import Groups
+from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions, check_partners, join_comparison
 from sonde.batch_size.taps.ddp_buckets import CommHook
@@ -41,6 +42,7 @@ def attach(
     tap: TapName = "auto",
     staging_mib: float = 8.0,
     per_example: Literal["auto", "always", "never"] = "auto",
+    rules: Mapping[type[nn.Module], GradientsOf] | None = None,
     budget: float | None = DEFAULT_BUDGET,
     every: int | None = None,
     log_groups: bool | None = None,
@@ -75,6 +77,7 @@ def attach(
         tap: "leaf", "comm_hook" or "auto".
         staging_mib: limit of the memory for gradients that wait, in MiB.
         per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.
+        rules: rules for layers of your own, whose examples are to be read; see `PerExampleNorms`.
         budget: part of the run's time that measuring may cost; None to measure every window.
         every: measure one window in so many, whatever it costs.
         log_groups: whether each group's values go to the log; None for up to 256 groups, but not for "parameters".
@@ -118,7 +121,18 @@ def attach(
     log = log_of(log, deprecated)
     try:
         options = NoiseScaleOptions(
-            unit, units_per_piece, horizon, groups, metric, tap, staging_mib, per_example, budget, every, log_groups
+            unit,
+            units_per_piece,
+            horizon,
+            groups,
+            metric,
+            tap,
+            staging_mib,
+            per_example,
+            rules,
+            budget,
+            every,
+            log_groups,
         )
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
     except ValueError:

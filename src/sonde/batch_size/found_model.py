@@ -100,16 +100,17 @@ def find_model(
     """
     wrapper = find_wrapper(model, ranks.process_group, ranks.mesh, ranks.pp_mesh, ranks.expert_mesh, ranks.cp_mesh)
     refuse_steps_in_backward(wrapper.parameters)
-    metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=int(options.staging_mib * 2**20))
     whole = model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
     if wrapper.experts is not None and wrapper.pp_mesh is not None:
         raise ValueError(
             "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
             "scale without a pipeline"
         )
+    staging_bytes = int(options.staging_mib * 2**20)
     try:
         names = group_names(options.groups, whole)
-    except Exception:  # of the user's own function: its peers must not wait for this rank
+        metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
+    except Exception:  # the user's own function, or this rank's optimizer: its peers must not wait for this rank
         join_comparison(wrapper)
         raise
     moments = metrics.moments

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from sonde.batch_size.log import MeasuredWindow
-from sonde.batch_size.per_example.window import ExampleTimes, ExampleWindow
+from sonde.batch_size.per_example.window import NOTHING_COVERED, ExampleTimes, ExampleWindow
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.example_sums import CoveredPart
 from sonde.batch_size.stats.mechanism_trial import MechanismTrial
 from sonde.batch_size.stats.solved_window import solve_window
-from sonde.batch_size.stats.window_row import SINGLE_PIECE, Drop, WindowRow
+from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, WindowRow
 from sonde.batch_size.window_clock import WindowClock, marks_of
 from sonde.parallel.wrappers import Wrapper
 
 _IN_A_ROW = 3
 """Windows in a row that must say the same before the mechanism changes."""
+_LONGEST_TRIAL = 64
+"""Measured windows after which a comparison is given up."""
 _WORTH_IT = 1.05
 """Times as wide as the other mechanism's interval that the pieces' must be, before examples are read for good."""
 _MOST_NAMED = 3
@@ -57,13 +62,19 @@ class Mechanism:
         """Why examples are not read, for people; empty where they may be."""
         if options.per_example != "never":
             self.examples, self.why_not = _made(model, wrapper, options)
+            if self.examples is not None and not _all_can(wrapper, can=True):
+                self.examples, self.why_not = None, "another rank cannot read them"
+            elif self.examples is None:
+                _all_can(wrapper, can=False)
         if self._is_asked and self.examples is None:
             raise ValueError(f"per_example='always' needs the gradients of single examples, but {self.why_not}")
         self._state: _State = "pieces" if self.examples is None else "examples" if self._is_asked else "first"
-        self._trial = MechanismTrial(options.budget if options.every is None else None)
+        self._trial = MechanismTrial(options.budget if options.every is None else None, options.every or 1)
         self._covered = CoveredPart(len(self._names))
-        self._clock = WindowClock(marks_of(wrapper.leaves[0].device))
-        self._n_measured = self._n_failures = self._n_single = 0
+        self._new_clock = functools.partial(WindowClock, marks_of(wrapper.leaves[0].device))
+        self._clock = self._new_clock()
+        self._was_measured = False
+        self._n_measured = self._n_failures = self._n_single = self._n_tried = 0
         self._news: list[tuple[str, str]] = []
         self._said_of: tuple[bool, ...] = ()
 
@@ -93,9 +104,8 @@ class Mechanism:
         if self.examples is None:
             return
         if self._state == "trial":
-            self._clock.window_ended(was_measured=self.examples.is_open)
-            times = self._clock.take()
-            self.examples.times = ExampleTimes(0.0, times.measured, times.n_measured, times.idle, times.n_idle)
+            self._time_window()
+        self._was_measured = is_measured
         self._n_measured += is_measured
         is_turn = self._state != "trial" or self._n_measured % 2 == 1
         if not (is_measured and is_turn and self._state != "pieces"):
@@ -105,6 +115,20 @@ class Mechanism:
             self.examples.open()
         except ValueError as error:  # the model has changed since attach
             self._give_up(str(error))
+
+    def _time_window(self) -> None:
+        """Time the window that ends, unless it was not measured: then the next one begins to be timed."""
+        assert self.examples is not None
+        if not self._was_measured:
+            self._clock = self._new_clock()
+        self._clock.window_ended(was_measured=self.examples.is_open)
+        new, old = self._clock.take(), self.examples.times
+        self.examples.times = ExampleTimes(
+            with_examples=old.with_examples + new.measured,
+            n_with=old.n_with + new.n_measured,
+            without=old.without + new.idle,
+            n_without=old.n_without + new.n_idle,
+        )
 
     def close(self) -> None:
         """Remove every hook."""
@@ -125,7 +149,7 @@ class Mechanism:
             return row
         if not self._is_asked and self._covered.coverage is None and row.n_pieces >= 2:
             return row  # both mechanisms speak of the whole model
-        why = f"{found.why_not}{self._named_reasons()}" if found.why_not else self.why_not
+        why = self._in_words(found.why_not) if found.why_not else self.why_not
         if row.n_pieces < 2:
             return _explained(row, why)
         message = f"the window's single examples could not be used: {why or 'they were not read on all ranks'}"
@@ -144,11 +168,13 @@ class Mechanism:
             return
         if self._state == "trial":
             self._note_costs(window)
+            if self._n_tried >= _LONGEST_TRIAL and not self._is_asked:
+                self._give_up(f"{_LONGEST_TRIAL} windows did not allow a comparison with pieces")
         if found.sums is None:
             # A window that another problem spoils says nothing about its examples.
             self._n_failures += bool(found.why_not) and not row.problems
             if self._n_failures >= _IN_A_ROW and not self._is_asked:
-                self._give_up(f"{found.why_not}{self._named_reasons()}")
+                self._give_up(self._in_words(found.why_not))
             return
         self._n_failures = 0
         if not is_sound or scale is None:
@@ -177,7 +203,8 @@ class Mechanism:
     def _note_costs(self, window: MeasuredWindow) -> None:
         assert window.examples is not None
         times = window.examples.times
-        self._trial.seconds.append(max(window.costs.seconds - times.seconds, 0.0))
+        self._n_tried += 1
+        self._trial.seconds.append(max(window.costs.seconds - window.costs.idle_seconds - times.seconds, 0.0))
         longer = 0.0  # on a device that the host runs ahead of, its own time counts
         if times.n_with and times.n_without and not self._is_on_host:
             longer = (times.with_examples / times.n_with - times.without / times.n_without) * self._n_ranks
@@ -193,21 +220,20 @@ class Mechanism:
         if not self._trial.is_complete:
             return
         factor = self._trial.narrower_by()
-        for_same = "for the same time" if self._trial.budget is not None else "from as many windows"
         if factor > _WORTH_IT:
             self._state = "examples"
             self._tell(
-                f"single examples are read from now on: {for_same}, the pieces' interval is {factor:.2g} times as wide"
+                f"single examples are read from now on: the pieces' interval is {factor:.2g} times as wide for the "
+                "same time"
             )
         else:
             self._state = "pieces"
             wide = f"{1 / factor:.2g} times as wide" if 0 < factor < 1 / _WORTH_IT else "no narrower"
-            self._tell(f"pieces are read from now on: {for_same}, the interval of single examples is {wide}")
+            self._tell(f"pieces are read from now on: the interval of single examples is {wide} for the same time")
 
     def _give_up(self, reason: str) -> None:
-        assert self.examples is not None
+        # The hooks stay until the window ends: another thread may take in windows while backward runs.
         self._state, self.why_not = "pieces", reason
-        self.close()
         self._tell(f"single examples are not read: {reason}")
 
     def _tell(self, message: str) -> None:
@@ -226,10 +252,12 @@ class Mechanism:
         message = f"the noise scale is {self._covered.coverage}; not covered: {', '.join(named[:_MOST_NAMED])}{more}"
         self._news.append(("not_covered", message))
 
-    def _named_reasons(self) -> str:
+    def _in_words(self, why_not: str) -> str:
+        """Why the examples of a window cannot be used, with the first reason that the host knows of a parameter."""
         assert self.examples is not None
-        reasons = list(dict.fromkeys(self.examples.reasons.values()))
-        return f": {reasons[0]}" if reasons else ""
+        if not (reason := next(iter(self.examples.reasons.values()), "")):
+            return why_not
+        return reason if why_not == NOTHING_COVERED else f"{why_not}: {reason}"
 
 
 _UNSEEN = "it has a use that no rule has seen"
@@ -239,7 +267,17 @@ def _explained(row: WindowRow, why_not: str) -> WindowRow:
     """The row of a window; if it has a single piece, with the reason why its examples are not used."""
     if row.n_pieces != 1 or row.problems or not why_not:
         return row
-    return replace(row, problems=[Drop("single_piece", f"{SINGLE_PIECE}. Its examples are not read: {why_not}")])
+    message = f"the window held a single piece, and its examples cannot be told apart: {why_not}. {WITHOUT_EXAMPLES}"
+    return replace(row, problems=[Drop("single_piece", message)])
+
+
+def _all_can(wrapper: Wrapper, *, can: bool) -> bool:
+    """Whether all ranks can read examples: they must send vectors of one length."""
+    if wrapper.group is None:
+        return can
+    answer = torch.tensor([float(can)], device="cpu").to(wrapper.leaves[0].device)
+    dist.all_reduce(answer, dist.ReduceOp.MIN, group=wrapper.group)
+    return bool(answer.item())
 
 
 def _made(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> tuple[ExampleWindow | None, str]:
@@ -257,10 +295,11 @@ def _made(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> tup
             wrapper.parameters,
             wrapper.leaves,
             staging_bytes=int(options.staging_mib * 2**20),
+            rules=options.rules,
             is_sharded=wrapper.mesh is not None,
         )
         if len(window.without_rule) == len(wrapper.parameters):
-            return None, "no layer of the model has a rule for them: see sonde.PerExampleNorms"
+            return None, "no layer of the model has a rule for them: pass rules= to attach, see sonde.PerExampleNorms"
         window.open()
         window.close()
     except ValueError as error:

@@ -37,10 +37,10 @@ from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import check_state, identity, sealed, unsealed
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
-    CONTEXT_AXIS,
     NoiseScaleOptions,
     check_partners,
     describe,
+    describe_context_axis,
     describe_pace,
     describe_window,
     setup_record,
@@ -49,6 +49,7 @@ from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
+from sonde.batch_size.stats.window_row import WindowRow
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
 from sonde.batch_size.taps.second_moments import GatherAfterSteps
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
@@ -192,6 +193,8 @@ class NoiseScaleProbe:
         """Windows ended so far, those before a restart included."""
         self._n_checked = 0
         self._n_arrived = 0
+        self._n_covered: int | None = None
+        """Parameters that the averages speak of; None before the first window."""
         self._has_paused = False
         self._seconds_put = 0.0
         self._changes: list[TrainedChange] = []
@@ -218,7 +221,7 @@ class NoiseScaleProbe:
         self._mechanism.begin_window(is_measured=True)
         self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
         if found.sequences_axis is not None:
-            self._alert("context_axis", CONTEXT_AXIS.format(axis=found.sequences_axis))
+            self._alert("context_axis", describe_context_axis(found.sequences_axis, trains=fixed_weights is None))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 
@@ -284,6 +287,11 @@ class NoiseScaleProbe:
             RuntimeError: inside another piece, or when the number of units is not known.
         """
         self._check_open()
+        if self._wrapper.experts is not None or self._wrapper.sequence_group is not None:
+            raise RuntimeError(
+                "pieces(n) goes around the step of a pipeline schedule, and experts or sequences that ranks share are "
+                "measured without a pipeline: enter 'with probe.piece():' around each micro-batch"
+            )
         return self._pieces.scheduled(n, units, weights)
 
     def step(self) -> None:
@@ -399,6 +407,7 @@ class NoiseScaleProbe:
                     "frozen": self._loop.frozen,
                     "run": self._log.state_dict(),
                     "windows": self._n_windows,
+                    "covered": self._n_covered,
                     "pace": self._pacing.pace.state_dict(),
                 }
             )
@@ -424,6 +433,7 @@ class NoiseScaleProbe:
             self._log.load_state_dict(state["run"])
             # States from before windows were left out lack these two.
             self._n_windows = state.get("windows", state["run"]["window"])
+            self._n_covered = state.get("covered")
             if "pace" in state:
                 self._pacing.pace.load_state_dict(state["pace"])
 
@@ -588,6 +598,7 @@ class NoiseScaleProbe:
         if self._rounding.has_changed():
             self._metrics.set_rounding(self._rounding.now())
         row = self._mechanism.row_of(window)
+        self._begin_anew_if_other_parameters_count(row, window.known.number)
         drop = self._metrics.update(row, window)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
         if drop is None:
@@ -611,6 +622,16 @@ class NoiseScaleProbe:
         plain = self._metrics.plain
         norm = plain.last.norm if plain is not None and plain.last is not None else None
         self._log.window(window, drop, norm)
+
+    def _begin_anew_if_other_parameters_count(self, row: WindowRow, number: int) -> None:
+        """Forget windows that speak of other parameters, if examples cover only some of them, or no longer do."""
+        n_covered = row.examples.n_covered if row.examples is not None else len(self._wrapper.parameters)
+        if row.problems or n_covered == self._n_covered:
+            return
+        if self._n_covered is not None and self._tracker.windows:
+            self._tracker.parameters_changed(self._tracker.groups, gone=(), first=number)
+            self._say(f"the noise scale speaks of {n_covered} parameters from window {number} on, and begins anew")
+        self._n_covered = n_covered
 
     def _alert(self, name: str, message: str) -> None:
         self._log.alert(name, message)

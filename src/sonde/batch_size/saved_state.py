@@ -79,7 +79,7 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, str], parameters: Co
             value that cannot be what its name says.
     """
     # States from before "frozen" was saved are still read, and those from before windows were left out.
-    later = {"frozen": [], "windows": 0, "pace": {}, "metrics": {}}
+    later = {"frozen": [], "windows": 0, "pace": {}, "metrics": {}, "covered": None}
     check_keys("noise-scale probe state", {**later, **state}, {"what", "averages", "run", *later})
     check_keys("noise-scale probe state", state["what"], set(own))
     for name, value in own.items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
+from torch import nn
 from typing_extensions import TypeIs
 
 from sonde.batch_size.budget import DEFAULT_BUDGET, FIRST_WINDOWS
@@ -16,6 +17,7 @@ from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.metric_choice import metric_names
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
 from sonde.batch_size.parameter_groups import Groups, are_logged, check_groups
+from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
@@ -56,6 +58,7 @@ class NoiseScaleOptions:
             window of a single piece gives a number too. "auto" reads it where windows are single pieces, or where its
             interval is narrower for the same time. "always" insists on it, "never" leaves it out. Examples must be the
             units and the rows of what layers are called with; sequences of tokens are rows [examples, tokens, …].
+        rules: rules for layers of your own, whose examples are to be read; see `PerExampleNorms`.
         budget: part of the run's time that measuring may cost, between 0 and 1; None to measure every window. All
             windows are measured until the readings allow a verdict on the batch size, but at most the first 200. Then
             one window in N is measured, with N chosen from what the probe has timed, and at most 1000. It is a window
@@ -76,6 +79,7 @@ class NoiseScaleOptions:
     tap: TapName = "auto"
     staging_mib: float = 8.0
     per_example: Literal["auto", "always", "never"] = "auto"
+    rules: Mapping[type[nn.Module], GradientsOf] | None = None
     budget: float | None = DEFAULT_BUDGET
     every: int | None = None
     log_groups: bool | None = None
@@ -221,11 +225,21 @@ def setup_record(
     }
 
 
-CONTEXT_AXIS = (
-    "parameters are cut over the mesh axis {axis!r}, which is named after context parallelism: if ranks hold parts of "
-    "the same sequences, their parts count as pieces and the noise scale is wrong. Pass cp_mesh=, the axis of these "
-    "ranks, also where it has a single rank"
-)
+def describe_context_axis(axis: str, *, trains: bool) -> str:
+    """The alert about a mesh axis that is named after context parallelism while `cp_mesh` is not given.
+
+    Args:
+        axis: its name.
+        trains: whether the probe measures training; `sonde.measure` takes no `cp_mesh`.
+    """
+    remedy = "Pass cp_mesh=, the axis of these ranks, also where it has a single rank"
+    return (
+        f"parameters are cut over the mesh axis {axis!r}, which is named after context parallelism: if ranks hold "
+        "parts of the same sequences, their parts count as pieces and the noise scale is wrong. "
+        + (remedy if trains else "Measure such a model without context parallelism")
+    )
+
+
 """The alert of a probe without `cp_mesh`."""
 
 

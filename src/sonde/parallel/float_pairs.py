@@ -268,6 +268,7 @@ def _sum(a: FloatPairs, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
 
 def _index_add(a: FloatPairs, dim: int, index: Tensor, source: Any, *, alpha: float = 1) -> FloatPairs:
     values = _multiply(source, alpha) if alpha != 1 else _pairs(source, a)
+    a = widened(a)  # it may be fp32: only `source` need be pairs
     nothing = torch.zeros_like(a.hi)
     return _add(a, _in_slices(values, values.numel(), lambda x: nothing.index_add(dim, index, x)))
 

@@ -12,6 +12,9 @@ from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.trend import TrendFit, fit_trends
 from sonde.runs.windows import WindowReading
 
+_WHOLE = ("all",)
+"""The group of windows that were logged without groups."""
+
 
 @dataclass(frozen=True)
 class ReplayedReading:
@@ -69,7 +72,7 @@ def _replayed(windows: Iterable[WindowReading], horizon: float, every: int, leve
     for window in windows:
         _check_follows(before, window)
         before = window
-        history = history or WindowHistory(tuple(window.groups), horizon)
+        history = history or WindowHistory(tuple(window.groups) or _WHOLE, horizon)
         history.spacing.measured(window.window, window.metrics.get("cost/every") or 1.0)  # older logs lack it
         history.add(_solved(window), window.window)
         if window.window % every:
@@ -85,7 +88,7 @@ def _replayed(windows: Iterable[WindowReading], horizon: float, every: int, leve
             )
         }
         total = fits.pop(None)
-        groups = {name: fit for name, fit in fits.items() if name is not None}
+        groups = {name: fit for name, fit in fits.items() if name is not None and name in window.groups}
         yield ReplayedReading(window.window, total, groups, history.set_asides.n)
 
 
@@ -111,7 +114,7 @@ def _solved(window: WindowReading) -> SolvedWindow:
     squared_norm = total.grad_sq + total.trace_cov / units  # |F|² = |G|² + v tr Σ, v = 1/units
     return SolvedWindow(
         total=total,
-        per_group=per_group,
+        per_group=per_group or (total,),  # a log may leave the groups out
         within_between=None,
         norm=math.sqrt(max(squared_norm, 0.0)),
         effective_units=units,

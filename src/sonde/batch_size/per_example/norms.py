@@ -149,6 +149,7 @@ class PerExampleNorms:
         self._backwards: set[int] = set()
         self._n_backwards = 0
         self._coupled: str | None = None
+        self._ambiguous = False
 
     @property
     def without_rule(self) -> dict[str, str]:
@@ -161,8 +162,12 @@ class PerExampleNorms:
         return bool(self._handles)
 
     @_timed
-    def open(self) -> None:
+    def open(self, *, watches_batch_norms: bool = False) -> None:
         """Install the hooks: before the first forward that is measured.
+
+        Args:
+            watches_batch_norms: do not refuse batch normalisation in train mode. A piece in which it ran is not
+                covered then, and a layer may be put in evaluation mode later.
 
         Raises:
             RuntimeError: if they are installed already.
@@ -171,7 +176,7 @@ class PerExampleNorms:
         """
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
-        _refuse_model(self._model)
+        _refuse_model(self._model, batch_norms=not watches_batch_norms)
         present = {self._indices[id(p)] for p in self._model.parameters() if id(p) in self._indices}
         if gone := [name for i, name in enumerate(self._unseen) if i not in present]:
             raise ValueError(
@@ -189,7 +194,9 @@ class PerExampleNorms:
             if isinstance(layer, BATCH_NORMS):
                 watch = LayerHook(functools.partial(self._batch_norm_called, clean_name(name)))
                 self._handles.append(layer.register_forward_hook(watch, with_kwargs=True))
-        self._handles += [p.register_hook(functools.partial(self._whole, i)) for i, p in enumerate(self._parameters)]
+        for i, p in enumerate(self._parameters):
+            if p.requires_grad:  # it may have been frozen since
+                self._handles.append(p.register_hook(functools.partial(self._whole, i)))
 
     @_timed
     def take(self, n_examples: int) -> PerExampleSquares:
@@ -209,6 +216,11 @@ class PerExampleNorms:
         if n_examples < 1:
             raise ValueError(f"n_examples must be at least 1, got {n_examples}")
         reason = self._coupled
+        if self._ambiguous:
+            reason = (
+                "attention with batch_first=False was called with as many examples as positions, so that either may be "
+                "the rows of other layers: take another number of examples"
+            )
         if not self._backwards:
             reason = "no backward has added to `.grad` in this piece: call take() after loss.backward()"
         if self._n_backwards > 1 and not self._several_backwards:
@@ -291,6 +303,8 @@ class PerExampleNorms:
         output = output[0] if isinstance(output, tuple) and output else output
         if not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
+        if isinstance(layer, nn.MultiheadAttention) and not layer.batch_first and output.dim() == 3:
+            self._ambiguous |= output.shape[0] == output.shape[1]
         if self._is_refused(layer, indices, output):
             return
         if (now := stage()) in (Stage.AGAIN, Stage.NEITHER):
@@ -411,12 +425,12 @@ def _refuse_cut(parameters: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> N
             )
 
 
-def _refuse_model(model: nn.Module) -> None:
+def _refuse_model(model: nn.Module, *, batch_norms: bool) -> None:
     for name, layer in model.named_modules():
         if type(layer).__name__ == "OptimizedModule" or getattr(layer, "_compiled_call_impl", None) is not None:
             raise ValueError(
                 f"per-example norms need the calls of single layers, and {name or 'the model'!r} is compiled: "
                 "measure before torch.compile, or train without it in the measured windows"
             )
-        if couples_examples(layer):
+        if batch_norms and couples_examples(layer):
             raise ValueError(f"{name!r} ({type(layer).__name__}): {COUPLES_EXAMPLES}")

@@ -326,8 +326,9 @@ class PieceSums:
         if sums.sizes != {n_examples}:
             others = " and ".join(map(str, sorted(sums.sizes)))
             return (
-                f"the first dim of what its layer returned is {others}, not {n_examples} examples: examples must come "
-                "first, and an output that all examples share (position embeddings) must be expanded before the layer"
+                f"the first dim of what its layer returned is {others}, not {n_examples} examples: count the rows if "
+                "they are the examples; documents packed into rows and tokens cannot be told apart; an output that all "
+                "examples share (position embeddings) must be expanded before the layer"
             )
         if index in self._lookups and n_examples in self._has_positions:
             return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -9,14 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from sonde.batch_size.per_example.norms import PerExampleNorms
+from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.stats.example_sums import ExampleSums
 from sonde.batch_size.taps.tap import ExamplesOfWindow
 from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.devices import accumulation_dtype, to_device, widened
 
 _DIGEST_BITS = 10
 """Squares of so many bits add up exactly over thousands of ranks, even in fp32."""
 _SEED = 20261122
+NOTHING_COVERED = (
+    "no parameter was covered: what layers were called with does not add up to the gradients, as under torch.compile, "
+    "with a penalty on weights in the loss, or where 16 bits round too much"
+)
+"""Why a window's examples cannot be used, where the host knows no reason for a single parameter."""
+_MOST_BYTES = 64 * 2**20
+"""Memory for the squared norms of one piece, of every example and parameter."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,8 @@ class _Counts:
         digest: of which parameters are covered.
         sq_digest: its square.
         n_reading: ranks that read any examples.
+        n_parameters: measured parameters of these ranks.
+        n_idle: ranks that would have read examples, and had no piece.
     """
 
     sq_weight: float | Tensor
@@ -59,6 +70,8 @@ class _Counts:
     digest: float | Tensor
     sq_digest: float | Tensor
     n_reading: float | Tensor
+    n_parameters: float | Tensor
+    n_idle: float | Tensor
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,7 @@ class ExampleWindow:
         model: as `PerExampleNorms` takes it.
         parameters: the measured ones by name.
         leaves: see `PerExampleNorms`.
+        rules: see `PerExampleNorms`.
         is_sharded: whether ranks hold parts of `.grad`, whose squares are known only after the sum over ranks. All
             parameters must be covered then.
         staging_bytes: see `PerExampleNorms`.
@@ -105,10 +119,11 @@ class ExampleWindow:
         leaves: Sequence[Tensor],
         *,
         staging_bytes: int,
+        rules: Mapping[type[nn.Module], GradientsOf] | None = None,
         is_sharded: bool = False,
     ) -> None:
         self._norms = PerExampleNorms(
-            model, parameters=parameters, leaves=leaves, staging_bytes=max(staging_bytes, 2**16)
+            model, parameters=parameters, leaves=leaves, rules=rules, staging_bytes=max(staging_bytes, 2**16)
         )
         self._names, self._is_sharded = tuple(parameters), is_sharded
         self._device = leaves[0].device
@@ -122,11 +137,12 @@ class ExampleWindow:
         """Durations that have become known, to ride along with the next window."""
         self.reasons: dict[str, str] = {}
         """Why parameters, by name, are not covered, as far as the host knows; "" holds a reason for all of them."""
+        self._own_seconds = 0.0
         self._reset()
 
     def _reset(self) -> None:
         self._n_examples = self._n_pieces = 0
-        self._seconds_before = self._norms.seconds
+        self._seconds_before = self.seconds
 
     @property
     def is_open(self) -> bool:
@@ -136,7 +152,7 @@ class ExampleWindow:
     @property
     def seconds(self) -> float:
         """Host time spent so far."""
-        return self._norms.seconds
+        return self._norms.seconds + self._own_seconds
 
     @property
     def without_rule(self) -> Mapping[str, str]:
@@ -150,7 +166,7 @@ class ExampleWindow:
             ValueError: see `PerExampleNorms.open`.
         """
         if not self._norms.is_open:
-            self._norms.open()
+            self._norms.open(watches_batch_norms=True)
 
     def close(self) -> None:
         """Read nothing until `open`; keep no hook."""
@@ -165,11 +181,20 @@ class ExampleWindow:
         """
         if not self._norms.is_open:
             return
+        before, inside = time.perf_counter(), self._norms.seconds
+        self._add_piece(counts, unscale)
+        self._own_seconds += time.perf_counter() - before - (self._norms.seconds - inside)
+
+    def _add_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
         if isinstance(counts.units, Tensor) or not float(counts.units).is_integer():
             self.reasons[""] = "the number of units of a piece is no whole number that the host knows: pass an int"
             self._norms.discard()
             return
         n = int(counts.units)
+        if 8 * n * len(self._names) > _MOST_BYTES:
+            self.reasons[""] = f"{n} examples of {len(self._names)} parameters are too many numbers: is the unit a row?"
+            self._norms.discard()
+            return
         squares = self._norms.take(n)
         self.reasons |= squares.reasons
         weights = _weights_of_examples(counts, n, self._small)
@@ -191,7 +216,7 @@ class ExampleWindow:
             sums: of the window's pieces, not packed yet.
             sq_norms_big: |F|² per parameter, [parameters]; None if examples were not read, or of a sharded model.
         """
-        if not self._n_pieces and self.times == ExampleTimes():
+        if not (self._n_pieces or self._norms.is_open) and self.times == ExampleTimes():
             n_groups = sums.n_groups
             nothing = None if self._is_sharded else self._small.new_zeros(n_groups)
             return ExamplesOfWindow(self._small.new_zeros(n_numbers(n_groups)), nothing, self._small.new_zeros(0))
@@ -210,10 +235,12 @@ class ExampleWindow:
             digest=digest,
             sq_digest=digest.square(),
             n_reading=float(has_read),
+            n_parameters=float(len(self._names)) * has_read,
+            n_idle=float(self._norms.is_open and not has_read),
         )
-        times = replace(self.times, seconds=self._norms.seconds - self._seconds_before)
+        times = replace(self.times, seconds=self.seconds - self._seconds_before)
         numbers = as_vector([*_values(counts), *_values(times)], self._device)
-        mask = covered.to(numbers.dtype) if has_read else numbers.new_zeros(0)
+        mask = widened(covered.float()) if has_read else numbers.new_zeros(0)
         vector = torch.cat([small, of_pieces, numbers])
         self.times = ExampleTimes()
         # The vector is a copy, so the sums can be zeroed in place.
@@ -261,32 +288,36 @@ def read_examples(
     counts, times = _Counts(*numbers[0]), ExampleTimes(*numbers[1])
     n_reading, n_read = round(float(counts.n_reading)), round(float(counts.n_pieces))
     covered = [bool(each) for each in examples.covered.tolist()]
-    if not n_read:
-        return ExampleRow(None, "", 0, times, covered)
+    if not n_reading:
+        # Where examples were not wanted in this window, no rank was idle.
+        why_not = "examples could be read in no piece" if round(float(counts.n_idle)) else ""
+        return ExampleRow(None, why_not, 0, times, covered)
     n_covered = round(float(counts.n_covered) / n_reading)
+    n_parameters = round(float(counts.n_parameters) / n_reading)
     why_not = ""
     if n_read != n_pieces:
         why_not = f"examples were read in {n_read} of {n_pieces} pieces only"
-    elif not covered:
-        why_not = "this rank had no piece, so it does not know which parameters are covered"
     elif n_reading * round(float(counts.sq_digest)) != round(float(counts.digest)) ** 2:
         why_not = "other parameters were covered on other ranks"
     elif not n_covered:
-        why_not = "no parameter was covered"
-    elif examples.sq_norm_big is None and not all(covered):
+        why_not = NOTHING_COVERED
+    elif examples.sq_norm_big is None and n_covered < n_parameters:
         why_not = "a sharded model needs all parameters covered"
+    elif round(float(counts.n_idle)) and n_covered < n_parameters:
+        why_not = "a rank had no piece, so it does not know which parameters are covered"
     if why_not:
         return ExampleRow(None, why_not, n_read, times, covered)
+    whole = n_covered == n_parameters
     sums = ExampleSums(
         sq_norm_over_weight=small,
         weight=weight,
         sq_weight=float(counts.sq_weight),
         n_examples=round(float(counts.n_examples)),
         of_pieces=of_pieces,
-        sq_norm_big=sq_norm_big if examples.sq_norm_big is None else examples.sq_norm_big.tolist(),
+        sq_norm_big=sq_norm_big if examples.sq_norm_big is None or whole else examples.sq_norm_big.tolist(),
         n_covered=n_covered,
     )
-    return ExampleRow(sums, "", n_read, times, covered)
+    return ExampleRow(sums, "", n_read, times, covered or [True] * n_parameters)
 
 
 def n_numbers(n_groups: int) -> int:

@@ -17,11 +17,12 @@ FEWEST_PAIRS = 8
 class MechanismTrial:
     """Windows that were solved from their pieces and from their single examples, and what both cost.
 
-    The standard error of B_simple after some time of training is in proportion to √(variance of a window × windows of
-    training for each measured one). With a budget, a mechanism that costs more is used in fewer windows.
+    The standard error of B_simple after some time is in proportion to √(variance of a window × time for each measured
+    one). With a budget, a mechanism that costs more is used in fewer windows; without, it makes windows longer.
 
     Attributes:
-        budget: part of the time that measuring may cost; None if every window, or a fixed part of them, is measured.
+        budget: part of the time that measuring may cost; None if one window in `every` is measured, whatever it costs.
+        every: see `budget`.
         of_pieces: each window's estimate from its pieces.
         of_examples: the same windows' estimates from their examples.
         seconds: what the probe has cost in measured windows, without single examples.
@@ -30,6 +31,7 @@ class MechanismTrial:
     """
 
     budget: float | None
+    every: int = 1
     of_pieces: list[WindowEstimate] = field(default_factory=list)
     of_examples: list[WindowEstimate] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -43,19 +45,20 @@ class MechanismTrial:
 
     def narrower_by(self) -> float:
         """The width of the pieces' interval over that of the examples', for the same time: above 1, examples win."""
-        every = [self._every(0.0), self._every(_middle(self.example_seconds))]
+        times = [self._time(0.0), self._time(_middle(self.example_seconds))]
         variances = self._variances()
         if not all(variances):
             return 1.0 if variances[0] == variances[1] else (0.0 if not variances[0] else math.inf)
-        return math.sqrt(variances[0] * every[0] / (variances[1] * every[1]))
+        return math.sqrt(variances[0] * times[0] / (variances[1] * times[1]))
 
-    def _every(self, besides: float) -> float:
-        """Windows of training for each measured one, at the budget, where a measured window costs so much besides."""
-        if self.budget is None:
-            return 1.0
+    def _time(self, besides: float) -> float:
+        """Seconds for each measured window, itself and its cost included, where it costs so much besides."""
         cost = _middle(self.seconds) + besides
-        room = (_middle(self.durations) - _middle(self.seconds)) * self.budget / (1 - self.budget)
-        return max(cost / room, 1.0) if room > 0 else 1.0 + cost
+        window = max(_middle(self.durations) - _middle(self.seconds), 0.0)
+        every = float(self.every)
+        if self.budget is not None and window > 0:
+            every = max(cost / (window * self.budget / (1 - self.budget)), 1.0)
+        return every * window + cost or 1.0
 
     def _variances(self) -> tuple[float, float]:
         """Of tr Σ − B |G|² over windows, from pieces and from examples, with the same B = tr Σ/|G|² of both together.

@@ -265,9 +265,11 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
         reading: any reading.
 
     Returns:
-        Messages by name: those of the doubts, "outweighs", "group_outweighs"; empty when nothing looks wrong.
+        Messages by name: those of the doubts, "not_covered", "outweighs", "group_outweighs"; empty when nothing looks
+        wrong.
     """
-    return dict(reading.doubts) | set_aside_alerts(reading.last_set_aside, reading.last_group_set_asides)
+    partial = {"not_covered": f"the noise scale is {reading.coverage}"} if reading.coverage is not None else {}
+    return dict(reading.doubts) | partial | set_aside_alerts(reading.last_set_aside, reading.last_group_set_asides)
 
 
 def set_aside_alerts(aside: SetAside | None, aside_in: Sequence[SetAside]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.expert_sums import joint_scale
 from sonde.batch_size.stats.fixed_weights import FixedWeights
-from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
 from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
@@ -161,7 +161,10 @@ class NoiseScaleTracker:
             )
             for averages in (self._all_averages if with_groups else [self._averages])
         ]
-        return replace(summaries[0], groups=summaries[-1].groups, coverage=self.coverage)
+        groups = summaries[-1].groups
+        if self.coverage is not None:
+            groups = {name: _known(group) for name, group in groups.items()}
+        return replace(summaries[0], groups=groups, coverage=self.coverage)
 
     @property
     def _all_averages(self) -> list[NoiseScaleAverages]:
@@ -225,7 +228,14 @@ class NoiseScaleTracker:
             return
         check_keys("noise-scale probe state", state, {"whole", "groups"})
         # All or nothing: the first is loaded into a copy.
-        whole = NoiseScaleAverages(self.groups, self.horizon)
+        whole = NoiseScaleAverages(self.groups, self.horizon, self.further_units)
         whole.load_state_dict(state["whole"])
         self._apart.load_state_dict(state["groups"])
         self._averages = whole
+
+
+def _known(group: GroupReading) -> GroupReading:
+    """A group's reading; without numbers if none of its parameters is covered, which leaves it nothing but zeros."""
+    if group.trace_cov or group.grad_sq:
+        return group
+    return GroupReading("unresolved", None, None, None, None, None)

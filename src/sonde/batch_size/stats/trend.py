@@ -132,7 +132,10 @@ def _fit_measured(
     if n_windows < _MIN_WINDOWS:
         return [TrendFit(_unresolved(f"{n_windows} windows are too few for an interval: measure more"))] * n_series
     if (youngest := float(ages.min())) > REACH * _local_horizon(ages, horizon):
-        reason = f"the last window is {youngest:.0f} windows old, which says nothing about now: measure more windows"
+        reason = (
+            f"the last window is {youngest:.0f} windows old, which says nothing about now: measure more of "
+            "them, by every= or a larger budget="
+        )
         return [TrendFit(_unresolved(reason))] * n_series
     solver = _Solver(x, y, ages, horizon, level, fastest)
     fits = solver.fits()

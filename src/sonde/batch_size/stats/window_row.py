@@ -22,10 +22,8 @@ _MIN, _MAX = 1e-100, 1e100
 """Range in which weights, units and squares can be multiplied without overflow or underflow in float64."""
 
 
-SINGLE_PIECE = (
-    "the window held a single piece, and a single piece cannot separate noise from signal: "
-    "accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks"
-)
+WITHOUT_EXAMPLES = "Accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks"
+"""What to do about a window of one piece whose examples are not read."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,10 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
             "call probe.step() or probe.clip_grad_norm_() once per optimizer step",
         )
     if row.examples is None and row.n_pieces < 2:
-        return Drop("single_piece", SINGLE_PIECE)
+        return Drop(
+            "single_piece",
+            f"the window held a single piece, and a single piece cannot separate noise from signal. {WITHOUT_EXAMPLES}",
+        )
     if not all(_MIN < x < _MAX for x in (row.weight, row.weight_over_units, row.sq_weight_over_units)):
         return Drop("weights", "weights or units are too large or too small to add up: scale all of them alike")
     if row.examples is not None and row.examples.n_examples < 2:

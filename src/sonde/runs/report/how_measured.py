@@ -17,12 +17,13 @@ MAX_TEXT = 4000
 _MAX_ITEMS = 20
 _SETUP_SHOWN = (
     "wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric", "budget",
-    "every",
+    "every", "further_units", "second_moments",
     "evaluation", "optimizer", "batch_norms", "sync_batch_norms", "fixed_weights",
 )  # fmt: skip
 
 _PIECE = "A piece is one micro-batch on one rank."
 _SEPARATED = "Noise is separated from signal by comparing the gradients of the pieces with the gradient of the window."
+_BY_EXAMPLES = "Noise is separated from signal by comparing the gradients of single examples with that of the window."
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def _window_rows(run: Run) -> list[Row]:
     )
     if setup.get("fixed_weights"):
         return [*_fixed_weights_rows(n_pieces, units, unit, intervals), Row("Readings", (readings,))]
-    window = f"{_PIECE} A window is all pieces of one optimizer step. {_SEPARATED}"
+    separated = _BY_EXAMPLES if per_window == 1 else _SEPARATED
+    window = f"{_PIECE} A window is all pieces of one optimizer step. {separated}"
     rows = [
         Row("Pieces", (n_pieces if per_window is None else f"{n_pieces} per window.", window)),
         Row("Batch size", (f"{number(units, 4)} {unit} per window.",)),

@@ -85,6 +85,9 @@ def batch_size_panel(run: Run) -> VerdictPanel:
     needed = last.metrics.get("gns/windows_needed")
     if needed and last.status == "resolved":
         basis += f" The interval narrows to about ± 20 % after {plural(round(needed), 'more window')}."
+    covered = last.metrics.get("gns/covered")
+    if covered is not None and covered < 1:
+        basis += f" It speaks of parameters with {percent(covered)} of the squared gradient: no others were covered."
     basis += "".join(_in_further_units(run, last))
     tiles = tuple(_batch_tiles(last, unit))
     return VerdictPanel(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)

@@ -1,0 +1,203 @@
+"""Which parameters, units and models single examples can be read of, and what is said where they cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sonde
+from tests.batch_size.loops import Recording, attached, flat_grad, mean_loss, small_model
+from tests.batch_size.single_examples import Scaled, assert_as, by_hand, pieces_of
+from tests.oracles import window_by_hand
+
+
+def test_only_the_covered_parameters_count_and_the_others_are_named() -> None:
+    torch.manual_seed(0)
+    model, pieces = Scaled(), pieces_of(6)
+    keep = torch.cat([torch.full((p.numel(),), name != "own") for name, p in model.named_parameters()])
+    expected = by_hand(model, pieces, keep=keep.tolist())
+    sink = Recording()
+    with attached(model, per_example="always", sinks=[sink]) as probe:
+        with probe.piece(units=6):
+            mean_loss(model, *pieces[0]).backward()
+        probe.step()
+        reading = probe.reading()
+    assert_as(reading, expected)
+    grads = {name: float(p.grad.square().sum()) for name, p in model.named_parameters() if p.grad is not None}
+    assert reading.coverage is not None
+    assert (reading.coverage.n_parameters, reading.coverage.n_all) == (4, 5)
+    assert reading.coverage.part == pytest.approx(1 - grads["own"] / sum(grads.values()), rel=1e-6)
+    assert "own (Scaled has no rule" in probe.alerts["not_covered"]
+    assert "of 4 of 5 parameters" in str(reading)
+    assert sink.of_kind("reading")[-1]["metrics"]["gns/covered"] == pytest.approx(reading.coverage.part)
+
+
+def test_windows_with_pieces_give_the_ratio_of_the_covered_to_the_whole() -> None:
+    torch.manual_seed(0)
+    model, sums = Scaled(), torch.zeros(2, 2, dtype=torch.float64)
+    keep = torch.cat([torch.full((p.numel(),), name != "own") for name, p in model.named_parameters()])
+    with attached(model, per_example="always") as probe:
+        for window in range(20):
+            pieces = pieces_of(16, 16, seed=window)
+            gradients = [flat_grad(model, mean_loss(model, *piece)) for piece in pieces]
+            for i, kept in enumerate((keep, torch.ones_like(keep))):
+                own = [g[kept] for g in gradients]
+                sums[i] += torch.tensor(window_by_hand(own, [1, 1], [16, 16], torch.stack(own).sum(0)))
+            for piece in pieces:
+                with probe.piece(units=16):
+                    mean_loss(model, *piece).backward()
+            probe.step()
+            model.zero_grad()
+        coverage = probe.reading().coverage
+    assert coverage is not None
+    ratios = sums[:, 0] / sums[:, 1]
+    assert coverage.ratio == pytest.approx(float(ratios[0] / ratios[1]), rel=1e-4)
+
+
+def test_units_that_are_not_rows_give_a_reason() -> None:
+    model, (x, y) = small_model(), pieces_of(6)[0]
+    with attached(model, per_example="auto") as probe:
+        for _ in range(5):
+            with probe.piece(units=3):
+                mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+    assert reading.windows == 0
+    assert "its examples cannot be told apart: the first dim of what its layer returned is 6, not 3" in reading.reason
+    assert "Accumulate gradients over 2 or more micro-batches" in reading.reason
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("per_example", ["auto", "always"])
+def test_batch_normalisation_counts_by_what_it_does_in_the_window(per_example: str) -> None:
+    """It couples the examples in train mode alone, and is often put in evaluation mode after attach."""
+    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with attached(model, per_example=per_example) as probe:
+        for mode in (True, False):
+            model[1].train(mode)
+            with probe.piece(units=6):
+                mean_loss(model, *pieces_of(6)[0]).backward()
+            probe.step()
+            model.zero_grad()
+            if mode:
+                assert "batch normalisation in train mode" in probe.reading().reason
+        assert probe.reading().windows == 1
+
+
+def test_layers_of_ones_own_have_rules() -> None:
+    torch.manual_seed(0)
+    pieces = pieces_of(6)
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.full((20,), 1.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.own
+
+    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), Scale(), nn.Linear(20, 3))
+    rules = {Scale: lambda layer, inputs, grad: {"own": grad * inputs[0]}}
+    expected = by_hand(model, pieces)
+    with attached(model, per_example="auto", rules=rules) as probe:
+        with probe.piece(units=6):
+            mean_loss(model, *pieces[0]).backward()
+        probe.step()
+        reading = probe.reading()
+    assert_as(reading, expected)
+    assert reading.coverage is None
+
+
+def test_groups_without_a_covered_parameter_have_no_numbers() -> None:
+    torch.manual_seed(0)
+    model, pieces = Scaled(), pieces_of(6)
+    with attached(model, per_example="always") as probe:
+        for _ in range(2):
+            with probe.piece(units=6):
+                mean_loss(model, *pieces[0]).backward()
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+    assert (reading.groups["own"].trace_cov, reading.groups["own"].grad_sq) == (None, None)
+    assert reading.groups["first"].trace_cov is not None
+    assert "not_covered" in probe.alerts
+
+
+def test_rows_that_may_be_positions_are_not_taken_for_examples() -> None:
+    """Eight sequences of eight positions, with positions first: torch's layers do so by default."""
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    with attached(model, per_example="always") as probe:
+        with probe.piece(units=8):
+            model(torch.randn(8, 8, 8)).square().mean().backward()
+        probe.step()
+        assert "batch_first=False was called with as many examples as positions" in probe.reading().reason
+
+
+def test_more_units_than_could_be_rows_take_no_memory() -> None:
+    model = small_model()
+    with attached(model, per_example="always") as probe:
+        with probe.piece(units=2_000_000):
+            mean_loss(model, *pieces_of(6)[0]).backward()
+        probe.step()
+        assert "2000000 examples of 8 parameters are too many numbers" in probe.reading().reason
+
+
+@pytest.mark.parametrize("sizes", [(6,), (6, 6)])
+def test_parameters_may_be_frozen_between_measured_windows(sizes: tuple[int, ...]) -> None:
+    model = small_model()
+    with attached(model, per_example="auto", every=3) as probe:
+        for window in range(30):
+            if window == 12:
+                for p in model[0].parameters():
+                    p.requires_grad_(False)
+            for piece in pieces_of(*sizes, seed=window):
+                with probe.piece(units=6):
+                    mean_loss(model, *piece).backward()
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows > 5
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_windows_of_other_parameters_are_not_continued() -> None:
+    """A state of the covered parameters, loaded by a probe that measures pieces of the whole model."""
+    torch.manual_seed(0)
+    model = Scaled()
+
+    def run(probe: sonde.NoiseScaleProbe, sizes: tuple[int, ...], first: int) -> None:
+        for window in range(first, first + 12):
+            for piece in pieces_of(*sizes, seed=window):
+                with probe.piece(units=len(piece[0])):
+                    mean_loss(model, *piece).backward()
+            probe.step()
+            model.zero_grad()
+
+    with attached(model, per_example="always") as covered:
+        run(covered, (6,), 0)
+        state = covered.state_dict()
+    with attached(model) as fresh:
+        run(fresh, (6, 6), 12)
+        expected = fresh.reading()
+    with attached(model) as resumed:
+        resumed.load_state_dict(state)
+        run(resumed, (6, 6), 12)
+        reading = resumed.reading()
+    assert reading.coverage is None
+    assert reading.grad_sq == pytest.approx(expected.grad_sq, rel=1e-4)
+    assert reading.trace_cov == pytest.approx(expected.trace_cov, rel=1e-4)
+
+
+def test_a_comparison_that_never_ends_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_model()
+    with attached(model, per_example="auto", verbose=True) as probe:
+        for window in range(80):
+            for piece in pieces_of(4, 4, seed=window):
+                with probe.piece(units=4):
+                    mean_loss(model, *piece).backward()
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)  # every window is dropped
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows == 0
+    assert "64 windows did not allow a comparison with pieces" in capsys.readouterr().err
