@@ -88,7 +88,7 @@ def test_other_trainers_that_cannot_be_measured_are_refused(tmp_path: Path) -> N
         integration.attach(trainer)
     trainer.train_dataset = data
     trainer.is_fsdp_enabled = True
-    with pytest.raises(ValueError, match="gradients of single prompts, which FSDP does not show"):
+    with pytest.raises(ValueError, match="is not measured in TRL's trainer under FSDP"):
         integration.attach(trainer, {"gns_probe": {"enabled": True}})
     trainer.is_fsdp_enabled = False
     trainer.model.to(torch.bfloat16)

@@ -113,8 +113,8 @@ def _check_config(trainer: Any, config: ProbesConfig, evaluation: str, *, causes
         )
     if config.gns_probe.enabled and trainer.is_fsdp_enabled:
         raise ValueError(
-            "the noise scale in prompts needs the gradients of single prompts, which FSDP does not show: train under "
-            "DDP, or turn gns_probe off"
+            "the noise scale in prompts is not measured in TRL's trainer under FSDP: train under DDP, turn gns_probe "
+            "off, or call sonde.PromptNoiseProbe on an FSDP2 model yourself"
         )
 
 
