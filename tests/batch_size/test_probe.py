@@ -161,7 +161,7 @@ def test_a_single_piece_gives_no_number_and_names_two_solutions() -> None:
         probe.step()
         reading = probe.reading()
     assert (reading.windows, reading.b_simple, reading.low) == (0, None, None)
-    assert "accumulate gradients over 2 or more micro-batches" in reading.reason
+    assert "Accumulate gradients over 2 or more micro-batches" in reading.reason
     assert "2 or more data-parallel ranks" in reading.reason
     assert "not known yet" in str(reading)
 
