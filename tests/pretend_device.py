@@ -24,6 +24,7 @@ import sonde
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel import devices
 from sonde.parallel.float_pairs import FloatPairs
+from tests.recorded_graphs import RecordedGraph
 
 DEVICE = torch.device("meta")
 SONDE = str(Path(sonde.__file__).parent)
@@ -36,6 +37,10 @@ READS = frozenset(
     )
 )
 """Operators for which a GPU is waited for: they read a value, or their result's shape depends on one."""
+
+
+VIEWS = frozenset(("view", "detach", "alias"))
+"""Operators that launch nothing."""
 
 
 class HostReadError(AssertionError):
@@ -119,12 +124,14 @@ class PretendEvent:
 
     def record(self, stream: PretendStream) -> None:
         """At the end of the work so far."""
+        stream.of.note_recorded("Event.record")
         self.of, self.time = stream.of, time.perf_counter()
         self.of.n_events += 1
         self.at = self.of.n_events
 
     def query(self) -> bool:
         """Whether the device has come so far."""
+        self.of.note_recorded("Event.query")
         return self.of.n_passed >= self.at
 
     def synchronize(self) -> None:
@@ -148,8 +155,8 @@ class PretendStream:
         self.device = DEVICE
 
     def is_capturing(self) -> bool:
-        """Never into a graph."""
-        return False
+        """Whether its work is recorded into a graph."""
+        return self.of.graph is not None
 
     def wait_stream(self, other: PretendStream) -> None:
         """Nothing: there is one stream."""
@@ -176,6 +183,9 @@ class PretendDevice(TorchDispatchMode):
         self.reads: list[str] = []
         """What sonde has waited for, and where."""
         self.forbids_reads = False
+        self.graph: RecordedGraph | None = None
+        self.recorded: list[str] = []
+        """What sonde has launched while a graph was recorded, and where."""
         self._copies: list[tuple[int, Tensor, Tensor]] = []
 
     def run_to(self, event: int) -> None:
@@ -206,6 +216,20 @@ class PretendDevice(TorchDispatchMode):
         finally:
             self.forbids_reads = False
 
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[RecordedGraph]:
+        """Record the device's work into a graph. (The work is done too; a CUDA graph would only record it.)"""
+        self.graph = RecordedGraph()
+        try:
+            yield self.graph
+        finally:
+            self.graph = None
+
+    def note_recorded(self, what: str) -> None:
+        """Note what sonde does while a graph is recorded: nothing is allowed."""
+        if self.graph is not None and (functions := sonde_functions()):
+            self.recorded.append(f"{functions[0]} {what}")
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if any(issubclass(t, FloatPairs) for t in types):
@@ -234,7 +258,12 @@ class PretendDevice(TorchDispatchMode):
         if name == "copy_" and not is_device_tensor(args[0]) and (kwargs.get("non_blocking") or (*args, False)[2]):
             self._copies.append((self.n_events + 1, args[0], on_host(args[1]).clone()))
             return args[0].fill_(torch.nan)
-        result = function(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+        on_cpu = tree_map(on_host, args), tree_map(on_host, kwargs)
+        result = function(*on_cpu[0], **on_cpu[1])
+        if name not in VIEWS:
+            self.note_recorded(name)
+        if self.graph is not None:
+            self.graph.record(function, *on_cpu, result)
         if name.endswith("_") and not name.endswith("__") and "::" not in name and isinstance(result, Tensor):
             return args[0]
         if "out" in kwargs:
@@ -244,6 +273,7 @@ class PretendDevice(TorchDispatchMode):
         return tree_map(lambda x: DeviceTensor(x) if isinstance(x, Tensor) else x, result)
 
     def _of_host(self, name: str, function: Any, args: Any, kwargs: Any, is_pinned: bool) -> Any:
+        self.note_recorded(f"{name} on the host")
         if name in ("pin_memory", "_pin_memory"):
             return args[0].clone()
         return False if name == "is_pinned" else function(*args, **kwargs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from sonde.parallel.devices import is_capturing
+
 
 class ForwardWatch:
     """Compares the forward passes of a model with the backwards that were taken for pieces.
@@ -15,10 +17,11 @@ class ForwardWatch:
 
     Args:
         model: as the user calls it.
+        device: of the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._forwards = _ForwardCounter()
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._forwards = _ForwardCounter(device)
         is_scripted = isinstance(model, torch.jit.ScriptModule)  # which takes no hooks, and is not judged
         self._handle = None if is_scripted else model.register_forward_hook(self._forwards)
         self._backwards = 0
@@ -32,6 +35,11 @@ class ForwardWatch:
     def n_forwards(self) -> int:
         """Forward passes of the present window so far."""
         return self._forwards.n
+
+    @property
+    def were_recorded(self) -> bool:
+        """Whether forwards with a graph of autograd have ever been recorded into a CUDA graph."""
+        return self._forwards.were_recorded
 
     def window_passes(self) -> None:
         """Note the end of a window that was not measured: its backwards were not counted."""
@@ -59,9 +67,10 @@ class ForwardWatch:
 class _ForwardCounter:
     """A forward hook that counts: an object, so that a model can be pickled whole, and a copy counts for itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.n = 0
-        self.was_compiled = False
+        self.was_compiled = self.were_recorded = False
+        self._device = device
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling():
@@ -69,3 +78,4 @@ class _ForwardCounter:
             self.was_compiled = True
         else:
             self.n += torch.is_grad_enabled()
+            self.were_recorded |= torch.is_grad_enabled() and is_capturing(self._device)

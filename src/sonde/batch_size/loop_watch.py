@@ -53,7 +53,7 @@ class LoopWatch:
         alert: Alert,
     ) -> None:
         parameters = list(wrapper.parameters.values())
-        self._forwards = ForwardWatch(model)
+        self._forwards = ForwardWatch(model, reader.device)
         self._n_passed_pieces = 0
         self._steps = StepWatch(optimizer, parameters, reader, n_runs=self._n_runs, alert=alert)
         self._trained = FrozenWatch(parameters, list(wrapper.parameters), group_names)
@@ -104,6 +104,8 @@ class LoopWatch:
             number: of the window.
         """
         self._count_batch_norms_again()
+        if self._forwards.were_recorded:
+            self._reader.saw_recording()
         found = {
             Problem.ENDED_LATE: self._steps.window_ends(),
             Problem.STEPPED_IN_BACKWARD: self._steps.take_stepped_in_backward(),

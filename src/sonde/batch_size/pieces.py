@@ -65,7 +65,11 @@ class Pieces:
             raise
         finally:
             self._is_open = False
-        if counts is not None:
+        if counts is None:
+            return
+        if self._reader.is_recorded():
+            self._reader.discard_piece()
+        else:
             self._reader.end_piece(counts)
 
     def _begin(
@@ -74,12 +78,12 @@ class Pieces:
         """Begin a declared piece.
 
         Returns:
-            Its counts; None in a window that is not measured.
+            Its counts; None in a window that is not measured, and while a CUDA graph is recorded.
         """
         start = time.perf_counter()
         self._check_closed("piece()")
         first, further = self._counted(units, has_weights=unit_weights is not None)
-        if not self._pacing.is_measured:
+        if self._reader.is_recorded() or not self._pacing.is_measured:
             check_counts(first, weight, unit_weights, further)
             self._is_open = True
             self._loop.piece_passed()
@@ -103,7 +107,7 @@ class Pieces:
         counts = self._counts_of(n, units, weights)
         self._check_closed("pieces()")
         self._is_open, self._units_unknown = True, False
-        is_measured = self._pacing.is_measured
+        is_measured = self._pacing.is_measured and not self._reader.is_recorded()
         if is_measured:
             self._reader.begin_pieces(n)
         else:
@@ -117,7 +121,9 @@ class Pieces:
             raise
         finally:
             self._is_open = False
-        if is_measured:
+        if is_measured and self._reader.is_recorded():
+            self._reader.discard_piece()
+        elif is_measured:
             self._reader.end_pieces(counts)
 
     def _counts_of(self, n: int, units: UnitsOfPieces, weights: float | Sequence[float]) -> list[PieceCounts]:

@@ -302,6 +302,8 @@ class NoiseScaleProbe:
 
         Raises:
             RuntimeError: inside a piece, or when the number of units is not known.
+
+        While a CUDA graph is recorded, it does nothing but say so, since a graph that is replayed calls nothing.
         """
         with self._delivery.alone():
             self._end_window(None)
@@ -321,7 +323,8 @@ class NoiseScaleProbe:
 
         Raises:
             ValueError: when `max_norm` is negative or NaN, or `norm_type` is not above 0.
-            RuntimeError: as `step()`; also for a norm that is not finite, with `error_if_nonfinite`.
+            RuntimeError: as `step()`; for a norm that is not finite, with `error_if_nonfinite`; and while a CUDA graph
+                is recorded.
         """
         clip = checked_clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         with self._delivery.alone():
@@ -343,6 +346,11 @@ class NoiseScaleProbe:
                 that some trackers refuse.
         """
         self._check_open()
+        if self._reader.is_recorded() and any(isinstance(value, Tensor) for value in scalars.values()):
+            raise RuntimeError(
+                "probe.log() was given a tensor while a CUDA graph is recorded, and its replays would run without "
+                "sonde: log the tensor after each replay"
+            )
         for name, value in scalars.items():
             self._scalars.add(name, value)
 
@@ -503,6 +511,9 @@ class NoiseScaleProbe:
     def _end_window(self, clip: WindowClip | None) -> Tensor | None:
         self._check_open()
         self._pieces.check_ended()
+        if self._reader.is_recorded():
+            self._refuse_in_graph(clip)
+            return None
         self._pacing.spent_in_all_windows(self._loop.seconds)
         self._deliver()
         if clip is not None:
@@ -519,6 +530,19 @@ class NoiseScaleProbe:
         if failure is not None:
             raise failure
         return norm
+
+    def _refuse_in_graph(self, clip: WindowClip | None) -> None:
+        """Do nothing while a CUDA graph is recorded, since no step is taken then; a clip cannot be left out, so raise.
+
+        The next window that is ended outside is dropped with the reason.
+        """
+        if clip is not None:
+            raise RuntimeError(
+                "probe.clip_grad_norm_() was called while a CUDA graph is recorded, and its replays would run without "
+                "sonde: record torch.nn.utils.clip_grad_norm_ instead, or end the graph before the clip and call it "
+                "after each replay"
+            )
+        self._alert("cuda_graph", Problem.IN_CUDA_GRAPH.message)
 
     def _measure_window(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
         """Read the window that ends, clip, and put its numbers on their way.

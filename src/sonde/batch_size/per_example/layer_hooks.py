@@ -48,6 +48,11 @@ def hook_gradient_of(output: Tensor, inputs: Inputs, function: Callable[[Tensor]
         output.register_hook(function)
 
 
+def is_graphed(layer: nn.Module) -> bool:
+    """Whether `torch.cuda.make_graphed_callables` has put a graph in place of a module's forward."""
+    return getattr(vars(layer).get("forward"), "__module__", None) == "torch.cuda.graphs"
+
+
 def _is_whole(base: Tensor, output: Tensor) -> bool:
     """Whether an output shows every element of the tensor under it once, and that tensor is no leaf."""
     return base.grad_fn is not None and base.numel() == output.numel() and base.is_contiguous()

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from sonde.batch_size.per_example import attention, convolution
 from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.checkpoints import Checkpoints, Stage, stage
-from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of
+from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of, is_graphed
 from sonde.batch_size.per_example.piece import PieceSums
 from sonde.batch_size.per_example.result import PerExampleSquares
 from sonde.batch_size.per_example.rules import (
@@ -42,6 +42,7 @@ from sonde.batch_size.taps.autograd_internals import (
     inside_another_backward,
     will_accumulate,
 )
+from sonde.parallel.devices import is_capturing
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.wrappers import clean_name, find_wrapper
 
@@ -171,8 +172,8 @@ class PerExampleNorms:
 
         Raises:
             RuntimeError: if they are installed already.
-            ValueError: for compiled models, for batch normalisation in train mode, and for parameters that are not in
-                the model any more.
+            ValueError: for compiled and graphed models, for batch normalisation in train mode, and for parameters that
+                are not in the model any more.
         """
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
@@ -206,7 +207,7 @@ class PerExampleNorms:
             n_examples: examples in the piece. A layer that has returned another number in its first dim is not covered.
 
         Raises:
-            RuntimeError: if the hooks are not installed.
+            RuntimeError: if the hooks are not installed, or a CUDA graph is recorded.
             ValueError: if `n_examples` is not positive.
         """
         if not self._handles:
@@ -215,6 +216,8 @@ class PerExampleNorms:
             )
         if n_examples < 1:
             raise ValueError(f"n_examples must be at least 1, got {n_examples}")
+        if is_capturing(self._parameters[0].device):
+            raise RuntimeError(f"take() was called while a CUDA graph is recorded: {_IN_CUDA_GRAPH}")
         reason = self._coupled
         if self._ambiguous:
             reason = (
@@ -305,6 +308,9 @@ class PerExampleNorms:
             return
         if isinstance(layer, nn.MultiheadAttention) and not layer.batch_first and output.dim() == 3:
             self._ambiguous |= output.shape[0] == output.shape[1]
+        if is_capturing(output.device):
+            self._piece.refuse(list(indices.values()), _IN_CUDA_GRAPH)
+            return
         if self._is_refused(layer, indices, output):
             return
         if (now := stage()) in (Stage.AGAIN, Stage.NEITHER):
@@ -356,6 +362,9 @@ class PerExampleNorms:
         """In backward, with the gradient of what a layer has returned."""
         if not self._handles or not any(will_accumulate(self._parameters[i]) for i in call.indices.values()):
             return
+        if is_capturing(grad.device):
+            self._piece.refuse(list(call.indices.values()), _IN_CUDA_GRAPH)
+            return
         self._note_backward(grad)
         self._take_early_gradients()
         if call.is_run_again:
@@ -377,7 +386,7 @@ class PerExampleNorms:
     @_timed
     def _whole(self, index: int, grad: Tensor | None) -> None:
         """In backward, with the whole gradient of a parameter."""
-        if grad is not None and accumulates(self._parameters[index]):
+        if grad is not None and accumulates(self._parameters[index]) and not is_capturing(grad.device):
             self._note_backward(grad)
             self._take_early_gradients()
             with _plain_arithmetic(grad):
@@ -394,6 +403,7 @@ class PerExampleNorms:
             self._n_backwards += not inside_another_backward(grad)
 
 
+_IN_CUDA_GRAPH = "its layer ran inside a CUDA graph, whose replays run no hooks: measure outside of the graph"
 _USED_ELSEWHERE = (
     "it had a gradient that no rule has seen: it is used outside its layer's forward, or that forward is not the one "
     "that the rule is for"
@@ -427,6 +437,12 @@ def _refuse_cut(parameters: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> N
 
 def _refuse_model(model: nn.Module, *, batch_norms: bool) -> None:
     for name, layer in model.named_modules():
+        if is_graphed(layer):
+            raise ValueError(
+                "per-example norms need the calls of single layers, and torch.cuda.make_graphed_callables replays "
+                f"{name or 'the model'!r} as a whole: measure its pieces, as sonde.attach does with two or more in a "
+                "window, or measure a model that is not graphed"
+            )
         if type(layer).__name__ == "OptimizedModule" or getattr(layer, "_compiled_call_impl", None) is not None:
             raise ValueError(
                 f"per-example norms need the calls of single layers, and {name or 'the model'!r} is compiled: "

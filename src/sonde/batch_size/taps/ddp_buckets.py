@@ -30,7 +30,7 @@ from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.switched_hooks import SwitchedHooks
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.witness import Witness
-from sonde.parallel.devices import keep_for_present_stream
+from sonde.parallel.devices import is_capturing, keep_for_present_stream
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
 AfterReduction = Callable[[Tensor], None]
@@ -172,7 +172,7 @@ class DDPBucketTap:
         parameter, left_overs = self._left_overs.watched[index], self._left_overs
 
         def hook(grad: Tensor | None) -> None:
-            if grad is None or not accumulates(parameter):
+            if grad is None or not accumulates(parameter) or self._runs_in_graph(grad):
                 return
             # At the window's first backward, `.grad` must be empty or 0: DDP reduces all that `.grad` holds.
             if index in left_overs.unseen:
@@ -180,6 +180,12 @@ class DDPBucketTap:
             self._saw_backward(grad)
 
         return hook
+
+    def _runs_in_graph(self, grad: Tensor) -> bool:
+        """Whether the device records this backward into a graph, where nothing may be launched."""
+        is_recorded = is_capturing(grad.device)
+        self._problems[Problem.IN_CUDA_GRAPH] += is_recorded
+        return is_recorded
 
     def _saw_backward(self, grad: Tensor) -> None:
         self._has_backward = True
@@ -247,6 +253,8 @@ class DDPBucketTap:
             A function to call with the reduced buffer.
         """
         start = time.perf_counter()
+        if self._runs_in_graph(bucket.buffer()):
+            return lambda _: None
         if bucket.buffer().is_sparse:
             self._problems[Problem.SPARSE_IN_BUCKETS] += 1
             return lambda _: None

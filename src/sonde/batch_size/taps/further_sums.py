@@ -31,9 +31,9 @@ class FurtherSums:
         self, further: FurtherMetrics, group_index: Sequence[int], *, n_groups: int, device: torch.device
     ) -> None:
         self._further, self._n_groups, self._device = further, n_groups, device
-        self._group_index = torch.tensor(group_index, device=device)
+        self._group_index = to_device(torch.tensor(group_index, device="cpu"), device)
         adds_squares = [[metric.adds == "squares"] for metric in further.metrics]
-        self._adds_squares = torch.tensor(adds_squares, device=device)
+        self._adds_squares = to_device(torch.tensor(adds_squares, device="cpu"), device)
         self._small = self._zeros()
 
     def _zeros(self) -> Tensor:

@@ -24,6 +24,7 @@ from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL, STAGED_NUMEL_ON_C
 from sonde.batch_size.taps.switched_hooks import SwitchedHooks
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.batch_size.taps.witness import Witness
+from sonde.parallel.devices import is_capturing
 
 
 class LeafHookTap:
@@ -81,6 +82,8 @@ class LeafHookTap:
         self._left_overs = LeftOvers(leaves if parameters is None else parameters, witness)
         self._scheduled: list[PieceGradient] = []
         self._turns: list[int] = []
+        self._asked_at: int | None = None
+        self._is_recorded = False
         self._reset()
         self._hooks = SwitchedHooks(leaves, map(self._hook, range(len(leaves))))
 
@@ -169,8 +172,9 @@ class LeafHookTap:
                 return
             start = time.perf_counter()
             if self._scheduled:
-                with torch.no_grad():
-                    self._take_in_turn(index, grad)
+                if not self._runs_in_graph(grad):
+                    with torch.no_grad():
+                        self._take_in_turn(index, grad)
             elif torch._C._current_graph_task_id() in self._backwards or self._opens_backward(index, grad):
                 if torch.is_grad_enabled():  # create_graph: the measurement must stay out of the user's graph
                     with torch.no_grad():
@@ -185,6 +189,8 @@ class LeafHookTap:
         """Whether a backward that is met for the first time counts; if so, add it to a piece and watch for its end."""
         # Once pieces are declared, a backward outside them does not count; torch.autograd.grad never counts.
         if (self._only_explicit and not self._explicit) or not accumulates(self._reading.leaves[index]):
+            return False
+        if self._runs_in_graph(grad):
             return False
         if not self._explicit:
             nested = inside_another_backward(grad)
@@ -203,6 +209,14 @@ class LeafHookTap:
         self._problems[Problem.CONTEXT_PARALLEL] += self._context is None and is_context_parallel()
         self._backwards.add(torch._C._current_graph_task_id())
         return True
+
+    def _runs_in_graph(self, grad: Tensor) -> bool:
+        """Whether the device records this backward into a graph, where nothing may be launched. Asked once for each."""
+        number = torch._C._current_graph_task_id()
+        if number != self._asked_at:
+            self._asked_at, self._is_recorded = number, is_capturing(grad.device)
+            self._problems[Problem.IN_CUDA_GRAPH] += self._is_recorded
+        return self._is_recorded
 
     def _close_backward(self) -> None:
         if self._explicit:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
+from sonde.batch_size.taps.graph_memory import is_output_of_graph, is_same_memory
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Problem
@@ -40,6 +41,7 @@ class Reading:
         device: where the sums are made.
         one_device: whether all leaves were there at attach.
         sums_backwards: whether all gradients wait until the piece ends, since pieces have several backwards.
+        copies: whether gradients that wait are copied, since the pieces' backwards write to the same memory.
         further: metrics beside the first; None without.
     """
 
@@ -52,6 +54,7 @@ class Reading:
     device: torch.device
     one_device: bool
     sums_backwards: bool = False
+    copies: bool = False
     further: FurtherMetrics | None = None
 
 
@@ -112,19 +115,31 @@ class PieceGradient:
         # h₁ may still wait for its kernel.
         staged, reading = self._staged.get(stream_of(grad), {}), self._reading
         if index in staged:
+            if is_same_memory(staged[index], grad):
+                return self._was_overwritten()
             staged[index] = staged[index] + grad
             return None
+        if so_far is not None and is_same_memory(so_far, grad):
+            return self._was_overwritten()
         if so_far is not None and not (grad.is_sparse or so_far.is_sparse):
             # h₁ has been squared, but `.grad` still holds it: |h₁ + h₂|² = |h₁|² + |h₂|² + 2⟨h₁, h₂⟩.
             self._cross.append((index, 2 * reading.metric.dot(index, so_far, grad)))
             further = reading.further and reading.further.norms_of_sum(index, so_far, grad)
             self._keep((index,), (grad,), reading.metric.roots(index, grad), further)
             return None
-        # h₁ is lost, and so is this window. Later pieces keep all gradients until they end, if the staging area can
-        # hold them.
+        return Problem.SEVERAL_BACKWARDS if self._sums_from_now_on() else Problem.TOO_LARGE_TO_SUM
+
+    def _was_overwritten(self) -> Problem:
+        """The memory of h₁ holds h₂: a CUDA graph writes its gradients to the same place each time."""
+        self._reading.copies = True
+        return Problem.OVERWRITTEN if self._sums_from_now_on() else Problem.TOO_LARGE_TO_SUM
+
+    def _sums_from_now_on(self) -> bool:
+        """After h₁ and so this window are lost: later pieces keep all gradients until they end, if these fit."""
+        reading = self._reading
         n_bytes = sum(leaf.numel() * leaf.element_size() for leaf in reading.leaves)
         reading.sums_backwards = n_bytes <= self._staging_bytes
-        return Problem.SEVERAL_BACKWARDS if reading.sums_backwards else Problem.TOO_LARGE_TO_SUM
+        return reading.sums_backwards
 
     @torch.no_grad()
     def summary(self, n_backwards: int) -> GradientSummary:
@@ -145,7 +160,8 @@ class PieceGradient:
         return GradientSummary(sq_norms, witness, n_backwards, further=further)
 
     def _stage(self, index: int, grad: Tensor) -> None:
-        self._staged.setdefault(stream_of(grad), {})[index] = grad.clone() if self._clones else grad
+        copies = self._clones or self._reading.copies or is_output_of_graph(grad)
+        self._staged.setdefault(stream_of(grad), {})[index] = grad.clone() if copies else grad
         self._staged_bytes += grad.numel() * grad.element_size()
         if self._staged_bytes > self._staging_bytes and not self._reading.sums_backwards:
             self._flush()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.devices import accumulation_dtype
+from sonde.parallel.devices import accumulation_dtype, is_capturing
 from sonde.parallel.placements import gathered_axis, is_dtensor, local_tensor, ranks_of, spec_of
 
 _SMALL = 4096
@@ -68,7 +68,7 @@ class GatherAfterSteps:
 
     def moments_changed(self) -> None:
         """Gather them if the present window is measured; otherwise forget those of the step before."""
-        if self._moments.has_state and self._is_measured():
+        if self._moments.has_state and self._is_measured() and not is_capturing(self._moments.device):
             self._moments.gather()
         else:
             self._moments.forget()
@@ -220,7 +220,8 @@ class SecondMoments:
         """Host time spent gathering so far."""
         self._gatherings = _gatherings(parameters, parameters if leaves is None else leaves)
         self._is_gathered = frozenset(i for gathering in self._gatherings for i in gathering.cuts)
-        self._device = (parameters if leaves is None else leaves)[0].device
+        self.device = (parameters if leaves is None else leaves)[0].device
+        """Where the moments are gathered."""
         self._dtype, self._n_turns = self._within(most_bytes)
         self._turn = 0
         self._parts: dict[int, list[MomentPart]] = {}
@@ -301,7 +302,7 @@ class SecondMoments:
         self._turn = (self._turn + step) % self._n_turns
         for gathering in self._gatherings:
             own = {i: self.own(i) for i in gathering.cuts}
-            self._parts |= gathering.gather(own, self._dtype, self._device, turn=self._turn, n_turns=self._n_turns)
+            self._parts |= gathering.gather(own, self._dtype, self.device, turn=self._turn, n_turns=self._n_turns)
         self.seconds += time.perf_counter() - start
 
     def forget(self) -> None:

@@ -58,7 +58,7 @@ class ExamplesOfWindow:
 
     Attributes:
         vector: to be summed over ranks; 1-D, equally long on all of them.
-        sq_norm_big: |F|² of the covered parameters, [groups]; None where it is that of all parameters, or unknown.
+        sq_norm_big: |F|² of the covered parameters, [groups]; None where ranks hold parts of it: it is in the vector.
         covered: 1 for each parameter that is covered on this rank, else 0, [parameters]; empty if nothing was read.
     """
 
@@ -134,6 +134,7 @@ class Problem(IntEnum):
     """
 
     REPLACED = 26
+    IN_CUDA_GRAPH = 27
     ENDED_LATE = 0
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
@@ -147,6 +148,7 @@ class Problem(IntEnum):
     EMPTY_PIECE = 10
     REENTRANT = 11
     MORE_BACKWARDS = 12
+    OVERWRITTEN = 28
     SEVERAL_BACKWARDS = 13
     TOO_LARGE_TO_SUM = 14
     SPARSE_ON_GPU = 15
@@ -176,6 +178,11 @@ _MESSAGES = {
     Problem.REPLACED: (
         "measured parameters are no longer in the model, and others that are not measured are in their place: attach "
         "after the model is wrapped, cut or changed"
+    ),
+    Problem.IN_CUDA_GRAPH: (
+        "backwards ran inside a CUDA graph, and a graph that is replayed runs no hook: capture the model, or parts of "
+        "it, by torch.cuda.make_graphed_callables before attach and run backward outside, compile with "
+        "mode='reduce-overhead', or measure at a checkpoint by sonde.measure"
     ),
     Problem.ENDED_LATE: (
         "the window was ended after optimizer.step(): call probe.step() or probe.clip_grad_norm_() before it"
@@ -220,6 +227,10 @@ _MESSAGES = {
     Problem.MORE_BACKWARDS: (
         "backward ran more often than the model's forward, so several pieces came from one batch: put all backwards of "
         "one batch into one 'with probe.piece():', and run backward once on each graph"
+    ),
+    Problem.OVERWRITTEN: (
+        "a later backward of a piece wrote to the memory of an earlier one's gradients, as CUDA graphs do; from the "
+        "next window on, gradients of such pieces are copied"
     ),
     Problem.SEVERAL_BACKWARDS: (
         "a piece had several backwards; from the next window on, their gradients are summed before they are squared"

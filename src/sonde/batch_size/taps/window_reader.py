@@ -24,7 +24,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.devices import to_device, widened
+from sonde.parallel.devices import is_capturing, to_device, widened
 from sonde.parallel.placements import counted_part, holds_first_copy, layout_of, local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
@@ -52,7 +52,8 @@ class Examples(Protocol):
 
         Args:
             sums: of the window's pieces, not packed yet.
-            sq_norms_big: |F|² per parameter, [parameters]; None if examples were not read.
+            sq_norms_big: |F|² per parameter, of a sharded model this rank's share of it, [parameters]; None if examples
+                were not read.
         """
 
 
@@ -118,6 +119,7 @@ class WindowReader:
                 device=self.device,
             )
         self._unmeasured: list[int] | None = None
+        self._saw_recording = self._lost_in_graph = False
         self.clip_also({})
 
     @property
@@ -140,6 +142,20 @@ class WindowReader:
     @property
     def _reads_examples(self) -> bool:
         return self._examples is not None and self._examples.is_open
+
+    def is_recorded(self) -> bool:
+        """Whether the device records a CUDA graph now. Nothing may be launched then.
+
+        A replay would write results to memory that others use by then. From now on, windows without a backward are
+        explained by the graph.
+        """
+        is_recorded = is_capturing(self.device)
+        self._saw_recording |= is_recorded
+        return is_recorded
+
+    def saw_recording(self) -> None:
+        """Note that forwards were recorded into a CUDA graph."""
+        self._saw_recording = True
 
     # Pieces.
 
@@ -262,7 +278,8 @@ class WindowReader:
         One collective does it all. A clip waits for that collective, as it has to.
         """
         witness = self._read_witness_of_shards(grads)
-        examples = self._examples.end_window(self._sums, None) if self._examples is not None else None
+        shares = self._sq_norms(self._counted_shards(grads)) if self._reads_examples else None
+        examples = self._examples.end_window(self._sums, shares) if self._examples is not None else None
         further = self._further_of_shards(grads)
         if self._experts is not None:
             own = witness * self._experts.own_elements
@@ -331,15 +348,21 @@ class WindowReader:
         """The pieces in further metrics, and this rank's part of the final gradient; empty without such metrics."""
         if self._further is None or self._sums.further is None:
             return []
-        first, parameters = min(self.plan.in_stage), self.parameters
-        present = [(i, g) for i, g in enumerate(grads) if g is not None]
-        norms = []
-        for (i, _), grad in zip(present, reduce_partial([g for _, g in present]), strict=True):
-            part = counted_part(spec_of(grad), first, like=spec_of(parameters[i]))
-            if part is not None:
-                norms.append(self._further.norms_of_shard(i, part.of(local_tensor(grad))))
+        shards = self._counted_shards(grads)
+        norms = [self._further.norms_of_shard(i, shard) for i, shard in enumerate(shards) if shard is not None]
         big = self._sums.further.per_group(self._further.join(norms, len(grads), self.device))
         return [self._sums.further.pack(), big.view(-1)]
+
+    def _counted_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What this rank counts of each gradient, so that every element of it counts once; [parameters]."""
+        first = min(self.plan.in_stage)
+        present = [(i, g) for i, g in enumerate(grads) if g is not None]
+        shards: list[Tensor | None] = [None] * len(grads)
+        for (i, _), grad in zip(present, reduce_partial([g for _, g in present]), strict=True):
+            part = counted_part(spec_of(grad), first, like=spec_of(self.parameters[i]))
+            if part is not None:
+                shards[i] = part.of(local_tensor(grad))
+        return shards
 
     def _norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         start = time.perf_counter()
@@ -364,6 +387,9 @@ class WindowReader:
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
+        if self.is_recorded():
+            self._lost_in_graph = True  # the sums stay as they are, and the window that holds them is dropped
+            return
         if self._examples is not None:
             self._examples.end_window(self._sums, None)
         if self._experts is not None:
@@ -396,6 +422,10 @@ class WindowReader:
 
     def _take_problems(self) -> list[Number]:
         problems = self._taps.tap.take_problems()
+        self._saw_recording |= bool(problems[Problem.IN_CUDA_GRAPH])  # a number of the host
+        if self._lost_in_graph or (self._saw_recording and (not self._sums.n_pieces or problems[Problem.EMPTY_PIECE])):
+            problems[Problem.IN_CUDA_GRAPH] += 1
+        self._lost_in_graph = False
         for problem in self._metric.take_problems():
             problems[problem] += 1
         return problems
