@@ -145,9 +145,42 @@ def test_single_examples(ranks2: Ranks, name: str) -> None:
     assert_unchanged(results, ranks2(_values, loop, False), loop)
 
 
-def test_single_examples_need_every_parameter_under_fsdp2(ranks2: Ranks) -> None:
-    """A parameter that is in no layer with a rule."""
-    loop = Loop(options={"per_example": "always"})
-    for result in ranks2(_unchanged, loop, True):
-        assert "a sharded model needs all parameters covered" in result["reading"].reason
-        assert "LM has no rule" in result["reading"].reason
+@pytest.mark.parametrize(
+    "loop",
+    [Loop(covered=True, mesh=(2, 2)), Loop(covered=True, mesh=(2, 2), clips=False, sync="every", weighted=True)],
+    ids=["clip", "weights, no clip, every piece reduces"],
+)
+@pytest.mark.shows("single examples", "HSDP")
+def test_single_examples_under_hsdp(ranks4: Ranks, loop: Loop) -> None:
+    loop = replace(loop, options={"per_example": "always"})
+    results = ranks4(_values, loop)
+    assert_as_by_hand(results, loop)
+    assert {result["reading"].u for result in results} == {1.0}
+    assert_unchanged(results, ranks4(_values, loop, False), loop)
+
+
+@pytest.mark.parametrize("loop", [Loop(), Loop(clips=False, sync="every", weighted=True)], ids=["clip", "weights"])
+def test_single_examples_of_covered_parameters(ranks2: Ranks, loop: Loop) -> None:
+    """One parameter is in no layer with a rule: the noise scale is that of the others, and the alert says so."""
+    assert_covered_part_as_by_hand(ranks2, loop)
+
+
+def test_single_examples_of_covered_parameters_under_hsdp(ranks4: Ranks) -> None:
+    assert_covered_part_as_by_hand(ranks4, Loop(mesh=(2, 2)))
+
+
+def assert_covered_part_as_by_hand(ranks: Ranks, loop: Loop) -> None:
+    loop = replace(loop, options={"per_example": "always"})
+    results = ranks(_values, loop)
+    for result in results:
+        assert "LM has no rule" in result["alerts"]["not_covered"]
+        reading = result["reading"]
+        assert reading.coverage.n_parameters == reading.coverage.n_all - 1
+        assert 0 < reading.coverage.part < 1
+        left_out = 1 + list(reading.groups).index("scale")
+        for window, exact in zip(result["windows"], result["by hand"], strict=True):
+            covered = torch.tensor(exact[1:left_out] + exact[left_out + 1 :], dtype=torch.float64)
+            expected = torch.cat([covered.sum(0, keepdim=True), covered])
+            got = torch.tensor(window[:left_out] + window[left_out + 1 :], dtype=torch.float64)
+            assert (got - expected).abs().max() < 1e-5 * expected[0, 0]
+    assert_unchanged(results, ranks(_values, loop, False), loop)

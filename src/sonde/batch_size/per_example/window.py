@@ -104,8 +104,7 @@ class ExampleWindow:
         parameters: the measured ones by name.
         leaves: see `PerExampleNorms`.
         rules: see `PerExampleNorms`.
-        is_sharded: whether ranks hold parts of `.grad`, whose squares are known only after the sum over ranks. All
-            parameters must be covered then.
+        is_sharded: whether ranks hold parts of `.grad`, whose squares are known only after the sum over ranks.
         staging_bytes: see `PerExampleNorms`.
 
     Raises:
@@ -214,13 +213,15 @@ class ExampleWindow:
 
         Args:
             sums: of the window's pieces, not packed yet.
-            sq_norms_big: |F|² per parameter, [parameters]; None if examples were not read, or of a sharded model.
+            sq_norms_big: |F|² per parameter, of a sharded model this rank's share of it, [parameters]; None if examples
+                were not read.
         """
+        n_groups = sums.n_groups
         if not (self._n_pieces or self._norms.is_open) and self.times == ExampleTimes():
-            n_groups = sums.n_groups
             nothing = None if self._is_sharded else self._small.new_zeros(n_groups)
-            return ExamplesOfWindow(self._small.new_zeros(n_numbers(n_groups)), nothing, self._small.new_zeros(0))
-        has_read = self._n_pieces > 0 and (self._is_sharded or sq_norms_big is not None)
+            length = n_numbers(n_groups, is_sharded=self._is_sharded)
+            return ExamplesOfWindow(self._small.new_zeros(length), nothing, self._small.new_zeros(0))
+        has_read = self._n_pieces > 0 and sq_norms_big is not None
         big = self._small if sq_norms_big is None else sq_norms_big
         covered = torch.isfinite(self._small) & has_read
         small, of_pieces, of_window = (
@@ -241,7 +242,7 @@ class ExampleWindow:
         times = replace(self.times, seconds=self.seconds - self._seconds_before)
         numbers = as_vector([*_values(counts), *_values(times)], self._device)
         mask = widened(covered.float()) if has_read else numbers.new_zeros(0)
-        vector = torch.cat([small, of_pieces, numbers])
+        vector = torch.cat([small, of_pieces, numbers, *([of_window] if self._is_sharded else [])])
         self.times = ExampleTimes()
         # The vector is a copy, so the sums can be zeroed in place.
         self._small.zero_()
@@ -278,14 +279,11 @@ def read_examples(
         weight: Σ w_k of the window's pieces.
         n_pieces: the window's pieces on all ranks.
     """
-    n_groups, n_counts = len(sq_norm_big), len(fields(_Counts))
-    small, of_pieces, *numbers = (
-        part.tolist()
-        for part in examples.vector.split(
-            [n_groups, n_groups, n_counts, len(examples.vector) - 2 * n_groups - n_counts]
-        )
-    )
-    counts, times = _Counts(*numbers[0]), ExampleTimes(*numbers[1])
+    n_groups = len(sq_norm_big)
+    lengths = [n_groups, n_groups, len(fields(_Counts)), len(fields(ExampleTimes))]
+    lengths.append(len(examples.vector) - sum(lengths))  # of a sharded model, the covered parameters' |F|²
+    small, of_pieces, numbers, of_times, covered_big = (part.tolist() for part in examples.vector.split(lengths))
+    counts, times = _Counts(*numbers), ExampleTimes(*of_times)
     n_reading, n_read = round(float(counts.n_reading)), round(float(counts.n_pieces))
     covered = [bool(each) for each in examples.covered.tolist()]
     if not n_reading:
@@ -301,25 +299,24 @@ def read_examples(
         why_not = "other parameters were covered on other ranks"
     elif not n_covered:
         why_not = NOTHING_COVERED
-    elif examples.sq_norm_big is None and n_covered < n_parameters:
-        why_not = "a sharded model needs all parameters covered"
     elif round(float(counts.n_idle)) and n_covered < n_parameters:
         why_not = "a rank had no piece, so it does not know which parameters are covered"
     if why_not:
         return ExampleRow(None, why_not, n_read, times, covered)
-    whole = n_covered == n_parameters
+    if examples.sq_norm_big is not None:
+        covered_big = examples.sq_norm_big.tolist()
     sums = ExampleSums(
         sq_norm_over_weight=small,
         weight=weight,
         sq_weight=float(counts.sq_weight),
         n_examples=round(float(counts.n_examples)),
         of_pieces=of_pieces,
-        sq_norm_big=sq_norm_big if examples.sq_norm_big is None or whole else examples.sq_norm_big.tolist(),
+        sq_norm_big=sq_norm_big if n_covered == n_parameters else covered_big,
         n_covered=n_covered,
     )
     return ExampleRow(sums, "", n_read, times, covered or [True] * n_parameters)
 
 
-def n_numbers(n_groups: int) -> int:
+def n_numbers(n_groups: int, *, is_sharded: bool) -> int:
     """Length of a window's vector."""
-    return 2 * n_groups + len(fields(_Counts)) + len(fields(ExampleTimes))
+    return (3 if is_sharded else 2) * n_groups + len(fields(_Counts)) + len(fields(ExampleTimes))
