@@ -52,9 +52,12 @@ class Plain:
 
 
 class Sonde(Plain):
-    """sonde's probe at its defaults, but reporting every second window, so that every timed block holds a report."""
+    """sonde's probe in every window, by hooks on pieces; a timed block has one report."""
 
     tap: Literal["auto", "leaf"] = "auto"
+    per_example: Literal["auto", "always", "never"] = "never"
+    every: int | None = 1
+    report_every = 2
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -62,10 +65,11 @@ class Sonde(Plain):
             run.wrapped,
             run.optimizer,
             unit="sequences",
-            log=sonde.RunLog(every=2),
+            log=sonde.RunLog(every=self.report_every),
             verbose=False,
             tap=self.tap,
-            every=1,
+            per_example=self.per_example,
+            every=self.every,
         )
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -87,6 +91,26 @@ class SondeLeaf(Sonde):
     """The same with tap="leaf": hooks on parameters to the end, where "auto" would change to DDP's buckets."""
 
     tap = "leaf"
+
+
+class SondeExamples(Sonde):
+    """The same from the norms of single examples instead of pieces."""
+
+    per_example = "always"
+
+
+class SondeAtBudget(Sonde):
+    """sonde at its defaults: a budget of 1 %, pieces or examples, and a reading in every tenth window."""
+
+    per_example = "auto"
+    every = None
+    report_every = 10
+
+
+class SondeIdle(Sonde):
+    """sonde attached, and no window measured after the first."""
+
+    every = 10**6
 
 
 class SnapshotAndSubtract(Plain):
@@ -284,6 +308,7 @@ ENTRIES = {
     "control": Entry("no probe again (control)", Plain),
     "sonde": Entry("sonde", Sonde, has_goal=True),
     "sonde-leaf": Entry("sonde, tap=leaf", SondeLeaf, alone=False),
+    "sonde-examples": Entry("sonde, single examples", SondeExamples),
     "snapshot": Entry("snapshot and subtract, as commonly found", SnapshotAndSubtract, ddp=False),
     "rescaled_snapshot": Entry("snapshot and subtract, corrected", RescaledSnapshot, ddp=False, timed=False),
     "fairscale": Entry("fairscale AdaScale", FairscaleAdaScale, package="fairscale"),

@@ -22,7 +22,7 @@ from benchmarks.gpt import GptShape, build
 from benchmarks.launch import on_ranks
 from benchmarks.machine import describe
 from benchmarks.memory import peak_bytes
-from benchmarks.timing import Cost, cost, time_blocks
+from benchmarks.timing import Cost, cost, in_words, time_blocks
 from benchmarks.training import Setup
 
 SHAPES = {
@@ -36,7 +36,7 @@ RANKS = (1, 2, 4, 8)
 OF_RANKS = GptShape(width=128, depth=4, heads=4, context=64)
 CONTEXTS = (32, 128, 512)
 """Tokens in an example, for norms of each example."""
-MEASURED = ("control", "sonde", "sonde-leaf")
+MEASURED = ("control", "sonde", "sonde-leaf", "sonde-examples")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def markdown(rows: dict[str, list[Row]], of_examples: dict[int, Cost], machine: 
         lines += ["|---|---|---|---|"]
         for row in answers:
             n = row.tensors if question == "tensors" else row.ranks
-            lines.append(f"| {n:,} | {row.title} | {_in_words(row.cost)} | {row.extra_bytes / 2**20:+.1f} MiB |")
+            lines.append(f"| {n:,} | {row.title} | {in_words(row.cost)} | {row.extra_bytes / 2**20:+.1f} MiB |")
     if of_examples:
         lines += [
             "",
@@ -122,13 +122,8 @@ def markdown(rows: dict[str, list[Row]], of_examples: dict[int, Cost], machine: 
             "",
             "| tokens | time added to a backward |",
         ]
-        lines += ["|---|---|", *(f"| {tokens} | {_in_words(c)} |" for tokens, c in of_examples.items())]
+        lines += ["|---|---|", *(f"| {tokens} | {in_words(c)} |" for tokens, c in of_examples.items())]
     return "\n".join(lines) + "\n"
-
-
-def _in_words(cost: Cost) -> str:
-    added = f"{1e3 * cost.seconds_added:+.2f} of {1e3 * cost.window_seconds:.1f} ms"
-    return f"{cost.median:+.2%} [{cost.low:+.2%}, {cost.high:+.2%}], {added}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -47,9 +47,11 @@ def test_the_quick_table_runs_end_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.scaling", "--quick", "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=280)
     found = json.loads((tmp_path / "scaling_cpu.json").read_text())
-    assert [row["ranks"] for row in found["rows"]["ranks"]] == [2, 2, 2]
+    assert [row["ranks"] for row in found["rows"]["ranks"]] == [2, 2, 2, 2]
     assert len({row["tensors"] for row in found["rows"]["tensors"]}) == 2
     for row in (*found["rows"]["tensors"], *found["rows"]["ranks"]):
         assert row["cost"]["window_seconds"] > 0
     assert list(found["examples"]) == ["32"]
-    assert "| 2 | sonde, tap=leaf |" in (tmp_path / "scaling_cpu.md").read_text()
+    page = (tmp_path / "scaling_cpu.md").read_text()
+    assert "| 2 | sonde, tap=leaf |" in page
+    assert "| 2 | sonde, single examples |" in page
