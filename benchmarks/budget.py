@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.contestants import Plain, SondeAtBudget, SondeIdle
+from benchmarks.contestants import Plain, Sonde
 from benchmarks.gpt import GptShape, build, sequences
 from benchmarks.launch import on_ranks
 from benchmarks.machine import describe
@@ -46,7 +46,7 @@ SHAPES = (
 ORDERS = tuple(itertools.permutations(("plain", "idle", "at budget")))
 STAYS = 200
 """A pace has settled when it has stayed for so many windows."""
-MOST_SETTLING = 2000
+MOST_SETTLING = 1000
 """Windows after which the cost is measured even if the pace still changes."""
 EVERIES = (1, 4, 16)
 SETTINGS = (("sgd", 0.05), ("sgd", 0.2), ("momentum", 0.005), ("momentum", 0.02), ("adamw", 0.001), ("adamw", 0.003))
@@ -85,22 +85,32 @@ def cost_of(setup: Setup, n_blocks: int, orders: Sequence[tuple[str, ...]] = ORD
         n_blocks: blocks in each process. A block has a stretch of windows, one of them measured.
         orders: of building the three models; one process each.
     """
-    (state, pace), *_ = on_ranks(setup, settle)
+    (state, pace), *_ = on_ranks(setup, settle, start="spawn")
     rounds = [
         on_ranks(setup, seconds_of_blocks, order, state, pace.every, n_blocks, start="spawn")[0] for order in orders
     ]
-    tensors = sum(1 for _ in build(setup.shape, torch.device("meta")).parameters())
-    idle, at_budget = (
+    tensors = sum(1 for _ in build(setup.shape, torch.device("cpu")).parameters())
+    costs = (
         cost([[(block["plain"], block[name]) for block in blocks] for blocks in rounds])
         for name in ("idle", "at budget")
     )
-    return CostOfSize(tensors, pace.every, pace.share, pace.error, idle, at_budget)
+    return CostOfSize(tensors, pace.every, pace.share, pace.error, *costs)
+
+
+def at_budget(run: Run) -> Sonde:
+    """sonde at its defaults: a budget of 1 %, pieces or examples, and a report in every tenth window."""
+    return Sonde(run, every=None, per_example="auto", report_every=10)
+
+
+def idle(run: Run) -> Sonde:
+    """sonde attached, and no window measured after the first."""
+    return Sonde(run, every=10**6)
 
 
 def settle(setup: Setup) -> tuple[dict[str, object], MeasuringCost]:
     """Train at the default budget until one window in N is measured for 200 windows; the probe's state and its cost."""
     run = Run(setup)
-    contestant = SondeAtBudget(run)
+    contestant = at_budget(run)
     windows = draw_windows(setup, sequences(setup.shape), MOST_SETTLING, seed=0)
     since, every = 0, 0
     for k, window in enumerate(windows):
@@ -125,12 +135,12 @@ def seconds_of_blocks(
         block: windows in a block.
         n_blocks: blocks.
     """
-    make: dict[str, Callable[[Run], Plain]] = {"plain": Plain, "idle": SondeIdle, "at budget": SondeAtBudget}
+    make: dict[str, Callable[[Run], Plain]] = {"plain": Plain, "idle": idle, "at budget": at_budget}
     runs = {name: Run(setup) for name in order}
     trained = {name: make[name](run) for name, run in runs.items()}
-    at_budget = trained["at budget"]
-    assert isinstance(at_budget, SondeAtBudget)
-    at_budget.probe.load_state_dict(state)
+    paced = trained["at budget"]
+    assert isinstance(paced, Sonde)
+    paced.probe.load_state_dict(state)
     drawn = draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + block * n_blocks, seed=1)
     for window in drawn[:WARM_UP_WINDOWS]:
         for name in order:

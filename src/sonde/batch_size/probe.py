@@ -32,7 +32,7 @@ from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.pacing import Pacing
-from sonde.batch_size.pieces import Pieces, Units, UnitsOfPieces
+from sonde.batch_size.pieces import DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import check_state, identity, sealed, unsealed
 from sonde.batch_size.scalars import Scalars
@@ -267,7 +267,7 @@ class NoiseScaleProbe:
             RuntimeError: inside another piece, or when the number of units is not known.
         """
         self._check_open()
-        return self._pieces.declared(units, weight, unit_weights)
+        return DeclaredPiece(self._pieces, units, weight, unit_weights)
 
     def pieces(
         self, n: int, *, units: UnitsOfPieces = None, weights: float | Sequence[float] = 1.0
@@ -503,8 +503,10 @@ class NoiseScaleProbe:
     def _end_window(self, clip: WindowClip | None) -> Tensor | None:
         self._check_open()
         self._pieces.check_ended()
-        self._pacing.spent_in_all_windows(self._loop.seconds)
-        self._deliver()
+        is_quiet = self._pacing.is_quiet and self._delivery.is_empty  # as nearly all windows are
+        if not is_quiet:
+            self._pacing.spent_in_all_windows(self._loop.seconds)
+            self._deliver()
         if clip is not None:
             self._reader.clip_also(self._unmeasured.now())
         if self._pacing.is_measured:
@@ -512,13 +514,17 @@ class NoiseScaleProbe:
         else:
             norm, failure = self._pass_window(clip)
         self._pacing.window_ended()
+        if not is_quiet:
+            self._begin_window()
+        if failure is not None:
+            raise failure
+        return norm
+
+    def _begin_window(self) -> None:
         if not (self._pacing.is_measured or self._has_paused):
             self._has_paused = True
             self._say(describe_pace(self._pacing.pace.cost))
         self._loop.begin_window(is_measured=self._pacing.is_measured)
-        if failure is not None:
-            raise failure
-        return norm
 
     def _measure_window(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
         """Read the window that ends, clip, and put its numbers on their way.
