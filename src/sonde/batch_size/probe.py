@@ -499,14 +499,20 @@ class NoiseScaleProbe:
 
     # Windows.
 
-    @torch.no_grad()
     def _end_window(self, clip: WindowClip | None) -> Tensor | None:
         self._check_open()
         self._pieces.check_ended()
-        is_quiet = self._pacing.is_quiet and self._delivery.is_empty  # as nearly all windows are
-        if not is_quiet:
-            self._pacing.spent_in_all_windows(self._loop.seconds)
-            self._deliver()
+        if clip is None and self._pacing.is_quiet and self._delivery.is_empty:  # nearly all windows, so this is short
+            self._pass_window(None)
+            self._pacing.window_ended()
+            return None
+        with torch.no_grad():
+            return self._end_other_window(clip)
+
+    def _end_other_window(self, clip: WindowClip | None) -> Tensor | None:
+        """End a window that was measured or is clipped, or after which there is something else to do."""
+        self._pacing.spent_in_all_windows(self._loop.seconds)
+        self._deliver()
         if clip is not None:
             self._reader.clip_also(self._unmeasured.now())
         if self._pacing.is_measured:
@@ -514,17 +520,13 @@ class NoiseScaleProbe:
         else:
             norm, failure = self._pass_window(clip)
         self._pacing.window_ended()
-        if not is_quiet:
-            self._begin_window()
-        if failure is not None:
-            raise failure
-        return norm
-
-    def _begin_window(self) -> None:
         if not (self._pacing.is_measured or self._has_paused):
             self._has_paused = True
             self._say(describe_pace(self._pacing.pace.cost))
         self._loop.begin_window(is_measured=self._pacing.is_measured)
+        if failure is not None:
+            raise failure
+        return norm
 
     def _measure_window(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
         """Read the window that ends, clip, and put its numbers on their way.
