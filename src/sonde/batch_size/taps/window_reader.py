@@ -24,7 +24,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.devices import is_capturing, to_device, widened
+from sonde.parallel.devices import is_capturing, runs_beside_host, to_device, widened
 from sonde.parallel.placements import counted_part, holds_first_copy, layout_of, local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
@@ -119,6 +119,7 @@ class WindowReader:
                 device=self.device,
             )
         self._unmeasured: list[int] | None = None
+        self._may_be_recorded = runs_beside_host(self.device)
         self._saw_recording = self._lost_in_graph = False
         self.clip_also({})
 
@@ -149,6 +150,8 @@ class WindowReader:
         A replay would write results to memory that others use by then. From now on, windows without a backward are
         explained by the graph.
         """
+        if not self._may_be_recorded:
+            return False
         is_recorded = is_capturing(self.device)
         self._saw_recording |= is_recorded
         return is_recorded
