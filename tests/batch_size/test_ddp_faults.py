@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -115,3 +117,33 @@ def test_a_nan_on_one_rank_is_seen_by_all(ranks2: Ranks) -> None:
         assert reading.windows == 2
         assert list(reading.dropped.values()) == [1]
         assert "not finite" in next(iter(reading.dropped))
+
+
+def _buckets_in_a_graph() -> dict[str, object]:
+    """The second of three windows runs while the device seems to record a graph."""
+    model = torch.nn.parallel.DistributedDataParallel(small_model())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, tap="comm_hook", units_per_piece=4) as probe:
+        for window in range(3):
+            recorded = mock.patch("sonde.batch_size.taps.ddp_buckets.is_capturing", return_value=window == 1)
+            with recorded, no_reads_of_norms() if window == 1 else contextlib.nullcontext():
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+    return {"windows": reading.windows, "dropped": dict(reading.dropped)}
+
+
+@contextlib.contextmanager
+def no_reads_of_norms() -> Iterator[None]:
+    """Inside, a bucket's norms must not be read."""
+    read = "sonde.batch_size.taps.ddp_buckets.DDPBucketTap._reduce"
+    with mock.patch(read, side_effect=AssertionError("a bucket was read")):
+        yield
+
+
+def test_buckets_are_not_read_inside_a_cuda_graph(ranks2: Ranks) -> None:
+    for result in ranks2(_buckets_in_a_graph):
+        assert result["windows"] == 2
+        (reason,) = result["dropped"]
+        assert "backwards ran inside a CUDA graph" in reason
