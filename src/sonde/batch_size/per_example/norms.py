@@ -186,8 +186,9 @@ class PerExampleNorms:
         for name, layer in self._model.named_modules():
             if isinstance(layer, torch.jit.ScriptModule):
                 continue
-            rule, held = self._rule_of(layer), self._held_by(layer)
-            if rule is not None and held:
+            rule = self._rule_of(layer)
+            # Only layers with a rule are asked for their parameters: containers would go through all of the model's.
+            if rule is not None and (held := self._held_by(layer)):
                 hook = LayerHook(functools.partial(self._called, clean_name(name), rule, held))
                 self._handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
                 again = LayerHook(functools.partial(self._about_to_be_called, rule))

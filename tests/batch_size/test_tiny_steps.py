@@ -1,0 +1,93 @@
+"""Steps of a hundred microseconds, and a model of 10,000 tensors, at the default budget: right, and nothing grows."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sonde
+from sonde.batch_size.measuring_cost import MOST_EVERY
+from tests.batch_size.loops import flat_grad
+from tests.oracles import window_by_hand
+
+
+class Tensors(nn.Module):
+    """A linear model whose weight is many tensors of one element each, in a hundred blocks."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        weights = [torch.full((1,), 0.01 * math.sin(i)) for i in range(n)]
+        each = n // 100
+        self.blocks = nn.ModuleList(nn.ParameterList(weights[k : k + each]) for k in range(0, n, each))
+
+    def forward(self, x: Tensor) -> Tensor:  # [rows, n]
+        return x @ torch.cat([weight for block in self.blocks for weight in block])
+
+
+def pieces(n_inputs: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Two micro-batches of three rows; [3, n_inputs] each."""
+    drawn = torch.randn(2, 3, n_inputs, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return [x.to(dtype) for x in drawn]
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x).squeeze(-1) - x[:, 0]).square().mean()
+
+
+def attached(model: nn.Module) -> sonde.NoiseScaleProbe:
+    return sonde.attach(model, unit="rows", units_per_piece=3, per_example="never", verbose=False)
+
+
+def train(model: nn.Module, probe: sonde.NoiseScaleProbe, inputs: list[Tensor], windows: int) -> None:
+    """Windows of the same pieces at the same weights."""
+    for _ in range(windows):
+        for x in inputs:
+            with probe.piece():
+                loss(model, x).backward()
+        probe.step()
+        for p in model.parameters():
+            p.grad = None
+
+
+def by_hand(model: nn.Module, n_inputs: int) -> tuple[float, float]:
+    exact = model.double()
+    gradients = [flat_grad(exact, loss(exact, x)) for x in pieces(n_inputs, torch.float64)]
+    return window_by_hand(gradients, [1.0] * 2, [3] * 2, gradients[0] + gradients[1])
+
+
+def test_steps_of_a_hundred_microseconds() -> None:
+    """Most windows are left out, the reading is right, and two thousand more windows keep no objects."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    with attached(model) as probe:
+        train(model, probe, pieces(4), 2000)
+        reading, cost = probe.reading(), probe.cost()
+        gc.collect()
+        before = len(gc.get_objects())
+        train(model, probe, pieces(4), 2000)
+        probe.reading()
+        gc.collect()
+        grown = len(gc.get_objects()) - before
+    assert 1 < cost.every <= MOST_EVERY  # a window takes some hundred times what its step takes
+    assert cost.share is not None
+    assert 0 < cost.share < 1
+    assert reading.windows < 1000
+    assert sum(reading.dropped.values()) == 0
+    assert grown < 100  # of 2,000 windows
+    expected = by_hand(model, 4)
+    assert (reading.trace_cov, reading.grad_sq) == pytest.approx(expected, rel=1e-5)
+
+
+def test_ten_thousand_tensors() -> None:
+    model = Tensors(10_000)
+    with attached(model) as probe:
+        train(model, probe, pieces(10_000), 3)
+        reading = probe.reading()
+        assert len(reading.groups) == 100
+    assert reading.windows == 3, reading.dropped
+    assert (reading.trace_cov, reading.grad_sq) == pytest.approx(by_hand(model, 10_000), rel=1e-5)
+    assert all(not p._backward_hooks for p in model.parameters())
