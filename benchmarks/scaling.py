@@ -1,4 +1,4 @@
-"""What measuring every window costs against tensors, ranks, metrics and the length of an example.
+"""What measuring every window costs against tensors, ranks, cuts, metrics and the length of an example.
 
     python -m benchmarks.scaling [--device cuda] [--quick]
 
@@ -59,8 +59,9 @@ class Row:
     Attributes:
         title: of the contestant.
         tensors: parameter tensors of the model.
-        ranks: DDP processes; 1 trains without DDP.
+        ranks: processes; 1 trains the plain model.
         tokens: in an example.
+        cut: of the model over ranks.
         cost: time added to a window.
         extra_bytes: peak memory added to a process.
     """
@@ -69,6 +70,7 @@ class Row:
     tensors: int
     ranks: int
     tokens: int
+    cut: str
     cost: Cost
     extra_bytes: float
 
@@ -78,7 +80,8 @@ def timed(entry: Entry, setup: Setup, *, processes: int, blocks: int, start: Lit
     rounds = [on_ranks(setup, _time, entry, blocks, k % 2 == 1, start=start)[0] for k in range(processes)]
     plain, with_it = (sum(on_ranks(setup, peak_bytes, e, 4)) for e in (PLAIN, entry))
     tensors = sum(1 for _ in build(setup.shape, torch.device("cpu")).parameters())
-    return Row(entry.title, tensors, setup.ranks, setup.shape.context, cost(rounds), (with_it - plain) / setup.ranks)
+    added = (with_it - plain) / setup.ranks
+    return Row(entry.title, tensors, setup.ranks, setup.shape.context, setup.cut, cost(rounds), added)
 
 
 def _time(setup: Setup, entry: Entry, blocks: int, contestant_first: bool) -> list[tuple[float, float]]:
@@ -91,14 +94,18 @@ def questions(device: str, *, quick: bool) -> Iterator[tuple[str, Setup, Entry]]
     def alone(shape: GptShape, micro_batches: int, sequences: int) -> Setup:
         return Setup(1, 1, micro_batches=micro_batches, sequences=sequences, shape=shape, device=device)
 
+    measured = [ENTRIES[name] for name in MEASURED]
     for shape in (QUICK_SHAPES if quick else SHAPES).values():
-        yield from (("tensors", alone(shape, 4, 2), e) for e in map(ENTRIES.get, MEASURED) if e is not None and e.alone)
+        yield from (("tensors", alone(shape, 4, 2), entry) for entry in measured if entry.alone)
     most = count(device) if device != "cpu" else 2 if quick else max(RANKS)
     shape = QUICK_SHAPES[75] if quick else OF_RANKS
-    for ranks in RANKS:
-        if 1 < ranks <= most:
-            setup = Setup(ranks, 1, micro_batches=2, sequences=2, shape=shape, device=device)
-            yield from (("ranks", setup, e) for e in map(ENTRIES.get, MEASURED) if e is not None and e.ddp)
+    over = [Setup(n, 1, micro_batches=2, sequences=2, shape=shape, device=device) for n in RANKS if 1 < n <= most]
+    for setup in over:
+        yield from (("ranks", setup, entry) for entry in measured if entry.ddp)
+    cuts: list[Literal["FSDP2", "TP"]] = ["FSDP2", "TP"]
+    for setup in over[:1]:
+        for cut in cuts:
+            yield from (("cut", dataclasses.replace(setup, cut=cut), entry) for entry in measured[:2])
     for metric in METRICS[-1:] if quick else METRICS:
         entry = Entry(f"metric={', '.join(metric)}", partial(Sonde, metric=metric, staging_mib=64.0))
         yield "tensors", alone(QUICK_SHAPES[75] if quick else OF_METRICS, 4, 4), entry
@@ -122,7 +129,7 @@ def measure(device: str, *, quick: bool) -> dict[str, list[Row]]:
 
 def markdown(rows: dict[str, list[Row]], machine: dict[str, str], command: str) -> str:
     """The results as a page."""
-    lines = ["# Cost of measuring every window, against tensors, ranks, metrics and tokens", ""]
+    lines = ["# Cost of measuring every window", ""]
     lines += [f"- {name}: {value}" for name, value in machine.items()] + [f"- command: `{command}`"]
     for question, answers in rows.items():
         lines += [
@@ -133,8 +140,10 @@ def markdown(rows: dict[str, list[Row]], machine: dict[str, str], command: str) 
             "|---|---|---|---|",
         ]
         for row in answers:
-            n = getattr(row, question)
-            lines.append(f"| {n:,} | {row.title} | {in_words(row.cost)} | {row.extra_bytes / 2**20:+.1f} MiB |")
+            value = getattr(row, question)
+            against = f"{value:,}" if isinstance(value, int) else value
+            memory = f"{row.extra_bytes / 2**20:+.1f} MiB"
+            lines.append(f"| {against} | {row.title} | {in_words(row.cost)} | {memory} |")
     return "\n".join(lines) + "\n"
 
 
