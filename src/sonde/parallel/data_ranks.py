@@ -55,7 +55,7 @@ def check_whole_mesh(parameters: Mapping[str, Tensor], mesh: Any = None, experts
         _, mesh = max(meshes.items(), key=lambda item: (item[1].size(), item[0] not in are_experts, item[1].ndim))
     check_mesh("mesh", mesh)
     for name, its_mesh in meshes.items():
-        if not ranks_of(its_mesh) <= ranks_of(mesh):
+        if its_mesh is not mesh and not ranks_of(its_mesh) <= ranks_of(mesh):
             raise ValueError(
                 f"{name!r} is on ranks outside the mesh of the other parameters, so no mesh of the model holds all of "
                 "its ranks: pass mesh=, the mesh of all ranks that hold any of the model"

@@ -67,8 +67,13 @@ def find_experts(
         check_mesh("expert_mesh", expert_mesh, n_axes=1)
         with_data = ranks_of(expert_mesh)
     else:
-        pairs = zip(parameters, leaves, strict=True)
-        with_data = frozenset[int]().union(*(_gathered_over(p, leaf) for p, leaf in pairs if leaf is not p))
+        # One parameter for each pair of meshes: to look at a mesh takes as long as it has ranks.
+        of_meshes = {
+            (id(cast(Any, p).device_mesh), id(cast(Any, leaf).device_mesh) if is_dtensor(leaf) else None): (p, leaf)
+            for p, leaf in zip(parameters, leaves, strict=True)
+            if leaf is not p
+        }
+        with_data = frozenset[int]().union(*(_gathered_over(p, leaf) for p, leaf in of_meshes.values()))
     feeding: dict[int, frozenset[int]] = {}
     for index, leaf in enumerate(leaves[:n_trainable]):
         if is_dtensor(leaf) and len(ranks := (ranks_of(cast(Any, leaf).device_mesh) & with_data) | {me}) > 1:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -223,7 +224,13 @@ def holds_first_copy(layout: Layout, first_rank: int) -> bool:
 
 def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
     """The ranks of a mesh. Two meshes that were made separately are the same if their ranks are."""
-    return frozenset(mesh.mesh.reshape(-1).tolist())
+    if (ranks := _ranks.get(mesh)) is None:
+        ranks = _ranks[mesh] = frozenset(mesh.mesh.reshape(-1).tolist())
+    return ranks
+
+
+_ranks: weakref.WeakKeyDictionary[DeviceMesh, frozenset[int]] = weakref.WeakKeyDictionary()
+"""A mesh makes the list of its ranks anew each time, and is asked once for each of thousands of parameters."""
 
 
 @dataclass(frozen=True)
