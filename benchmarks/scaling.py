@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -58,9 +59,9 @@ class Row:
     extra_bytes: float
 
 
-def timed(entry: Entry, setup: Setup, *, processes: int, blocks: int) -> Row:
-    """One row: `processes` fresh ones, each with its own memory layout."""
-    rounds = [on_ranks(setup, _time, entry, blocks, k % 2 == 1, start="spawn")[0] for k in range(processes)]
+def timed(entry: Entry, setup: Setup, *, processes: int, blocks: int, start: Literal["spawn", "forkserver"]) -> Row:
+    """One row: `processes` fresh ones, which have memory layouts of their own if they start by "spawn"."""
+    rounds = [on_ranks(setup, _time, entry, blocks, k % 2 == 1, start=start)[0] for k in range(processes)]
     plain, with_it = (sum(on_ranks(setup, peak_bytes, e, 4)) for e in (PLAIN, entry))
     tensors = sum(1 for _ in build(setup.shape, torch.device("meta")).parameters())
     return Row(entry.title, tensors, setup.ranks, cost(rounds), (with_it - plain) / setup.ranks)
@@ -83,7 +84,9 @@ def setups(device: str, *, quick: bool) -> Iterator[Setup]:
 
 def measure(device: str, *, quick: bool) -> dict[str, list[Row]]:
     """Rows by the question that they answer."""
-    effort = {"processes": 1, "blocks": 1} if quick else {"processes": 3, "blocks": 6}
+    effort: dict[str, Any] = {"processes": 3, "blocks": 6, "start": "spawn"}
+    if quick:
+        effort = {"processes": 1, "blocks": 1, "start": "forkserver"}
     rows: dict[str, list[Row]] = {"tensors": [], "ranks": []}
     for setup in setups(device, quick=quick):
         for name in MEASURED:
