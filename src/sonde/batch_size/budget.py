@@ -84,6 +84,12 @@ class Pace:
         """Measured windows whose costs have not been taken: their number, and N at that time."""
         self._agrees = n_ranks == 1
         self._start: int | None = None
+        self._n_quiet = 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether neither the present window nor the next is measured, and nothing is decided between them."""
+        return self._n_quiet > 0
 
     @property
     def every(self) -> int:
@@ -145,6 +151,11 @@ class Pace:
 
     def window_ends(self) -> None:
         """Note the end of the present window, and choose whether the next one is measured."""
+        if self._n_quiet:  # nearly all windows, so this is short
+            self._n_quiet -= 1
+            self.windows += 1
+            self._n_here += 1
+            return
         up_to, decides = self._decided_up_to, self._decides_next
         self.windows += 1
         self._n_here += 1
@@ -152,8 +163,20 @@ class Pace:
             self._awaited.append((self.windows, self.every))
         if decides:
             self._decide(up_to)
-        stretch = self._base + (self.windows - self._base) // self.every * self.every
-        self.is_measured = self.windows - stretch == _place(stretch, self.every)
+        self.is_measured = self._falls_on(self.windows)
+        self._n_quiet = 0 if self.is_measured else self._count_quiet()
+
+    def _falls_on(self, window: int) -> bool:
+        """Whether a window is the one of its stretch that is measured."""
+        stretch = self._base + (window - self._base) // self.every * self.every
+        return window - stretch == _place(stretch, self.every)
+
+    def _count_quiet(self) -> int:
+        """How many windows, from the present one on, end before another is measured or something is decided."""
+        n, before_decision = 0, REVIEW - 1 - self._n_here % REVIEW
+        while n < before_decision and not self._falls_on(self.windows + n + 1):
+            n += 1
+        return n
 
     def _decide(self, up_to: int) -> None:
         """Choose N from the costs of the windows up to a number that all ranks have."""
