@@ -36,6 +36,6 @@ def test_every_row_is_measured() -> None:
     assert len(shown) == 2 + len(rows)
     for row in rows:
         assert row["tensors"] == sum(1 for _ in model_of(QUICK_SHAPES[row["shape"]], "plain").parameters())
-        assert row["seconds"] + row["gathering_seconds"] > 0
+        assert row["seconds"] > 0
         assert (row["gathering_seconds"] > 0) == (row["cut"] == "FSDP2") == (row["kept_bytes"] is None)
         assert row["kept_bytes"] is None or row["kept_bytes"] > 1000
