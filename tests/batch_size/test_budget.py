@@ -277,3 +277,58 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="pace of the probe state"):
         pace.load_state_dict({"windows": 10, "every": 3, "base": 3, "has_verdict": 0, "costs": []} | damage)
     assert pace.state_dict() == before
+
+
+@pytest.mark.parametrize("every", [1, 2, 7, 100])
+def test_pairs_of_neighbours_take_the_place_of_windows(every: int) -> None:
+    pace = Pace(every=every)
+    pace.measure_in_pairs(True)
+    measured = measured_by(pace, 400 * every)
+    firsts, seconds = measured[::2], measured[1::2]
+    assert [b - a for a, b in zip(firsts, seconds, strict=True)] == [1] * len(firsts)
+    in_stretch = [(number - 1) // (2 * every) for number in firsts]
+    assert sorted(set(in_stretch)) == list(range(200))
+    assert len(firsts) - 200 in (0, 1)  # the first pair is measured besides
+
+
+def test_a_budget_holds_for_pairs_and_no_change_of_pace_parts_them() -> None:
+    rng, pace = random.Random(3), Pace(budget=0.01)
+    spent = passed = 0.0
+    measured = []
+    for number in range(1, 60_001):
+        if number == 6:  # the first windows have come, and show that pairs are needed: within what would be a pair
+            pace.measure_in_pairs(True)
+        was_measured, every = pace.is_measured, pace.every
+        pace.window_ends()
+        passed += 1e-2
+        if was_measured:
+            measured.append(number)
+            costs = timed(measured=1e-3, idle=1e-6, window=1e-2, every=every, rng=rng)
+            spent += 1e-3 * (number > 10_000)
+            pace.take(number, WindowCosts(**costs, has_verdict=1))
+    assert 0.006 < spent / (passed * 5 / 6) < 0.011
+    later = [number for number in measured if number > 500]
+    later = later if later[1] == later[0] + 1 else later[1:]
+    assert all(b == a + 1 for a, b in zip(later[::2], later[1::2], strict=False))
+
+
+def test_pairs_go_on_after_a_restart() -> None:
+    def measured(stop: int | None) -> list[int]:
+        pace = Pace(every=5)
+        pace.measure_in_pairs(True)
+        first = measured_by(pace, stop or 0)
+        if stop is not None:
+            state = pace.state_dict()
+            pace = Pace(every=5)
+            pace.load_state_dict(state)
+        pace.measure_in_pairs(True)
+        return first + measured_by(pace, 300 - (stop or 0))
+
+    whole, again = measured(None), measured(101)
+    assert set(whole) <= set(again)
+    assert set(again) - set(whole) <= {102, 103}
+    with pytest.raises(ValueError, match="'together' must be 1 or 2 windows, got 3"):
+        Pace().load_state_dict(Pace().state_dict() | {"together": 3})
+    older = Pace(every=2).state_dict()
+    del older["together"]
+    Pace(every=2).load_state_dict(older)
