@@ -521,7 +521,7 @@ class NoiseScaleProbe:
         self._pacing.window_ended()
         if not (self._pacing.is_measured or self._has_paused):
             self._has_paused = True
-            self._say(describe_pace(self._pacing.pace.cost))
+            self._say(describe_pace(self._pacing.pace.cost, in_pairs=self._mechanism.measures_pairs))
         self._loop.begin_window(is_measured=self._pacing.is_measured)
         if failure is not None:
             raise failure

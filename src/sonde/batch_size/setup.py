@@ -294,10 +294,11 @@ def _windows_in_words(budget: float | None, every: int | None) -> str:
     return f"measured until a verdict, at most {FIRST_WINDOWS}; then as many as {percent(budget)} of the time allows"
 
 
-def describe_pace(cost: Cost) -> str:
+def describe_pace(cost: Cost, *, in_pairs: bool) -> str:
     """The message that the first window prints which is not measured."""
+    one = "one pair of windows" if in_pairs else "one window"
     why = "" if cost.budget is None else f", to cost no more than {percent(cost.budget)} of the run's time"
-    return f"one window in {cost.every} is measured from now on{why}"
+    return f"{one} in {cost.every} is measured from now on{why}"
 
 
 def describe_window(n_pieces: int, n_units: Mapping[str, float], n_ranks: int) -> str:

@@ -14,7 +14,7 @@ from sonde.batch_size.stats.critical_batch import judge_batch
 from sonde.batch_size.stats.noise_scale import WindowEstimate
 from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.solved_window import solve_window
-from sonde.batch_size.stats.step_pairs import Step, StepProducts, join_steps
+from sonde.batch_size.stats.step_pairs import Step, StepProducts, common_scales, join_steps
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from tests.oracles import StepsOnAQuadratic, window_by_hand
@@ -58,7 +58,9 @@ def pair_of(
     """The estimate of a pair, from sketches that are the gradients themselves."""
     one = step(first, None, scale=scales[0], units=units[0])
     two = step(second, scales[0] * first, scale=scales[1], units=units[1])
-    of_second = replace(row(scales[1] * second, two.products, h=second), pair=join_steps(one, two))
+    pair = join_steps(one, two)
+    assert pair is not None
+    of_second = replace(row(scales[1] * second, two.products, h=second), pair=pair)
     return solve_window(of_second, scale=scales[1], n_ranks=1).total
 
 
@@ -72,6 +74,35 @@ def test_a_pair_is_a_window_of_two_pieces_of_equal_weight(scales: Sequence[float
     assert solved.grad_sq == pytest.approx(float(first @ second), rel=1e-12)
     difference = (second - first).square().sum()
     assert solved.trace_cov == pytest.approx(float(difference) / (1 / units[0] + 1 / units[1]), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weights", "scales", "expected"),
+    [
+        ((1, 1), (0.1, 0.7), (0.1, 0.7)),  # clipped, each by its own factor
+        ((300, 500), (1, 1), (1, 1)),  # losses that are means already
+        ((300, 500), (1 / 300, 1 / 500), (1, 1)),  # sums of losses, divided by the weight afterwards
+        ((300, 500), (64 / 300, 64 / 500), (64, 64)),  # the same under a loss scale
+        ((300, 500), (0.1, 0.7), None),  # clipped too: the two factors cannot be told apart
+    ],
+)
+def test_gradients_of_two_windows_are_brought_to_one_size(
+    weights: tuple[float, float], scales: tuple[float, float], expected: tuple[float, float] | None
+) -> None:
+    steps = [Step([1.0], StepProducts([1.0], [1.0]), k, 8.0, w) for k, w in zip(scales, weights, strict=True)]
+    assert common_scales(*steps) == (None if expected is None else pytest.approx(expected))
+    assert (join_steps(*steps) is None) == (expected is None)
+
+
+def test_a_pair_whose_sizes_cannot_be_compared_is_dropped() -> None:
+    a, b = windows(2)
+    of_pairs = tracker()
+    heavy = {"weight": 7.0, "weight_over_units": 7 / 8, "sq_weight_over_units": 49 / 8}
+    of_pairs.update(as_first(a), number=1)
+    drop = of_pairs.update(replace(as_second(3 * b, a), witness_sum=b, **heavy), number=2)
+    assert drop is not None
+    assert drop.kind == "other_sizes"
+    assert "leave out weight=" in drop.reason
 
 
 def test_equal_gradients_have_no_noise_and_never_less() -> None:

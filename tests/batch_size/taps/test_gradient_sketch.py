@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sonde.batch_size.taps.gradient_sketch import GradientSketch, bucket_counts
+from sonde.batch_size.taps.step_sketches import StepSketches
 from tests.batch_size.per_example.live_memory import LiveMemory
 
 CPU = torch.device("cpu")
@@ -48,7 +49,8 @@ def gradients(kind: str) -> tuple[list[Tensor], list[Tensor]]:
     elif kind == "alike":  # with rows as long as the sketch's, and shorter ones that fit into them
         matrix, other = draw(130, 1) * draw(1, 256), draw(130, 1) * draw(1, 256)
     else:
-        matrix, other = torch.ones(130, 256).double(), draw(130, 256) + 0.1
+        # So many rows that sums of rows without random signs would be 3 % too large.
+        matrix, other = torch.ones(520, 256).double(), draw(520, 256) + 0.1
     a = [matrix, draw(2048), draw(40, 16, 3, 3).to(memory_format=torch.channels_last), draw(5)]
     b = [matrix + other, a[1] + draw(2048), a[2].flip(0), a[3]]
     return a, [b[0], b[1], b[2].to(memory_format=torch.channels_last), b[3]]
@@ -116,6 +118,22 @@ def test_memory_is_bounded_by_the_staging_area(groups: list[int]) -> None:
         first = sketch.of(grads, 1)
         sketch.products(first, sketch.of(grads, 1))
     assert memory.peak < 256 * 1024 < 0.05 * sum(g.numel() * g.element_size() for g in grads)
+
+
+def test_windows_pair_up_if_they_follow_each_other() -> None:
+    a, _ = gradients("random")
+    steps = StepSketches(sketch_of(a, [0, 0, 0, 0]))
+    windows = [(1, 1), (3, 1), (4, 1), (5, 1), (6, 2), (7, 1), (8, 1), (9, 1)]
+    found = [steps.end_window(a, number=number, n_pieces=n) for number, n in windows]
+    assert [None if step is None else step.is_second for step in found] == [
+        *(False, False, True),
+        *(False, None, False, True, False),
+    ]
+    own, with_first = found[2].products.tolist()  # type: ignore[union-attr]
+    assert own == pytest.approx(with_first)  # both of a pair have the same signs
+    steps.forget()
+    assert steps.end_window(a, number=10, n_pieces=1).is_second is False  # type: ignore[union-attr]
+    assert steps.seconds > 0
 
 
 def test_random_state_is_left_alone() -> None:

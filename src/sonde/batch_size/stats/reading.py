@@ -136,7 +136,7 @@ class NoiseScaleReading:
         further_units: how many of each further unit one unit is, on average; None before the first window.
         coverage: the part of the model that the numbers speak of; None if it is the whole model.
         is_biased: whether the numbers come from pairs of consecutive steps. B_simple is then probably smaller than
-            `b_simple` and `low`. `windows` counts pairs.
+            `b_simple` and `low`. `windows`, `windows_needed` and the horizon count pairs.
     """
 
     b_simple: float | None

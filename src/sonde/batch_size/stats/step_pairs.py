@@ -10,6 +10,7 @@ The step in between moves the weights, which biases both. `docs/batch-size.md` d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,14 +43,16 @@ class Step:
     Attributes:
         sq_norm: |F|² per parameter group, [groups].
         products: of its sketch.
-        scale: κ: estimates are in the units of F/κ.
+        scale: κ, of F over the sum h of the window's pieces.
         effective_units: its effective number of units.
+        weight: w, of its piece in the loss.
     """
 
     sq_norm: Sequence[float]
     products: StepProducts
     scale: float
     effective_units: float
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,24 @@ class StepPair:
         return PieceSums(sq_norm_over_weight, 2.0, self.weight_over_units, self.weight_over_units, 2)
 
 
-def join_steps(first: Step, second: Step) -> StepPair:
+def _same(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=5e-3)
+
+
+def common_scales(first: Step, second: Step) -> tuple[float, float] | None:
+    """What to divide each F by, so that both are of one size; None if the data do not show it.
+
+    A clip or a loss scale multiplies F by κ and leaves h alone, so F/κ = h has one size in both windows, if losses are
+    means over a window. Losses may also be sums that are divided by the window's weight afterwards. Then κ goes as 1/w,
+    and F/(κw) = h/w has one size. Where weights differ and κ goes neither way, both may be at work.
+    """
+    if _same(first.weight, second.weight) or _same(first.scale, second.scale):
+        return first.scale, second.scale
+    scales = first.scale * first.weight, second.scale * second.weight
+    return scales if _same(*scales) else None
+
+
+def join_steps(first: Step, second: Step) -> StepPair | None:
     """Take two consecutive windows for the two pieces of one.
 
     |G₂ − G₁|² is read as |s₂ − s₁|²: the sketch is linear. So tr Σ is never negative, and its error is a part of tr Σ
@@ -86,13 +106,19 @@ def join_steps(first: Step, second: Step) -> StepPair:
     Args:
         first: the earlier window.
         second: the later one, with `with_first`.
+
+    Returns:
+        None where the sizes of the two gradients cannot be compared.
     """
     assert second.products.with_first is not None
-    norms = _table(first.sq_norm) / first.scale**2 + _table(second.sq_norm) / second.scale**2
+    if (scales := common_scales(first, second)) is None:
+        return None
+    one, two = scales
+    norms = _table(first.sq_norm) / one**2 + _table(second.sq_norm) / two**2
     difference = (
-        _table(first.products.own) / first.scale**2
-        + _table(second.products.own) / second.scale**2
-        - 2 * _table(second.products.with_first) / (first.scale * second.scale)
+        _table(first.products.own) / one**2
+        + _table(second.products.own) / two**2
+        - 2 * _table(second.products.with_first) / (one * two)
     ).clamp(min=0.0)  # |s₂ − s₁|² itself is not negative: only rounding can be
     return StepPair(
         sq_norm_over_weight=norms.tolist(),

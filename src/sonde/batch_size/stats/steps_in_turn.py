@@ -13,6 +13,11 @@ _NO_PARTNER = Drop(
     "the window beside it was not measured, or could not be paired with it, so that no consecutive step is there to "
     "compare with: it was the first window, a window that was ended late or twice, or a restart came in between",
 )
+_OTHER_SIZES = Drop(
+    "other_sizes",
+    "two consecutive windows had pieces of other weights, and gradients that were scaled otherwise, so they cannot be "
+    "brought to one size: make the loss a mean over the window, and leave out weight= where a window is one piece",
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ class StepsInTurn:
         if first.step is None:
             why = first.why_dropped
             return Drop(why.kind, f"the window before it, with which it makes a pair, could not be used: {why.reason}")
-        return replace(row, pair=join_steps(first.step, _step(row, scale)))
+        pair = join_steps(first.step, _step(row, scale))
+        return _OTHER_SIZES if pair is None else replace(row, pair=pair)
 
     def forget(self) -> None:
         """Let the second window, which could not be used, take the first one with it."""
@@ -103,4 +109,4 @@ def _is_second(step: StepProducts | None) -> bool:
 def _step(row: WindowRow, scale: ScaleReading) -> Step:
     assert row.step is not None
     assert scale.scale is not None
-    return Step(row.sq_norm_big, row.step, scale.scale, effective_units=1 / row.pieces(0.0).v)
+    return Step(row.sq_norm_big, row.step, scale.scale, effective_units=1 / row.pieces(0.0).v, weight=row.weight)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import accumulation_dtype, has_float64, to_device, widened
+from sonde.parallel.devices import has_float64, to_device, widened
 
 _FEWEST_BUCKETS = 2**11
 """Buckets of a sketch, however small the staging area is."""
@@ -98,9 +98,9 @@ class GradientSketch:
 
     def products(self, a: Tensor, b: Tensor) -> Tensor:
         """⟨a, b⟩ of two sketches in each group, [groups]."""
-        dtype = accumulation_dtype(self._device)
+        # In full precision: the difference of two gradients may be far smaller than the gradients.
         parts = zip(a.split(self.sizes), b.split(self.sizes), strict=True)
-        return widened(torch.stack([(x.to(dtype) * y).sum() for x, y in parts]))
+        return torch.stack([(widened(x) * widened(y)).sum() for x, y in parts])
 
     def _random_signs(self, generator: torch.Generator) -> Tensor:
         signs = torch.randint(2, (self._row,), generator=generator, dtype=torch.int8, device="cpu").mul_(2).sub_(1)
