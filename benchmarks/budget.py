@@ -1,10 +1,11 @@
 """What a budget of 1 % costs, and what sparse windows do to the noise scale's interval.
 
-    python -m benchmarks.budget [--windows 1500] [--runs 60] [--out benchmarks/results]
+    python -m benchmarks.budget [--blocks 10] [--runs 60] [--out benchmarks/results]
 
-**Cost.** A residual network of 75, 750 or 7,500 parameter tensors trains beside itself without a probe, window by
-window in turn. Once the pace has settled, the table has the share that the probe says it costs, and how much longer the
-probed windows took: the median over blocks of windows, with its 95 % interval by the sign test.
+**Cost.** A GPT of about 75, 750 or 7,500 parameter tensors trains beside itself without a probe, window by window in
+turn, once with a probe that measures no window and once with a probe at its defaults. Once the pace has settled, the
+table has the share that the probe says it costs, and how much longer the windows with both probes took: the median over
+blocks of windows in six processes, with its bootstrap 95 % interval.
 
 **Interval.** The runs of `benchmarks.present_noise_scale`, of which one window in 1, 4 or 16 is measured: how often the
 interval holds the present value, with a horizon of 50 measured windows, and with one of 50 windows of training.
@@ -13,87 +14,44 @@ interval holds the present value, with a horizon of 50 measured windows, and wit
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
-import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
-import sonde
+from benchmarks.contestants import Plain, Sonde
+from benchmarks.gpt import GptShape, build, sequences
+from benchmarks.launch import on_ranks
 from benchmarks.machine import describe
 from benchmarks.present_noise_scale import HORIZON, Windows, as_window, holds, simulate
+from benchmarks.timing import WARM_UP_WINDOWS, Cost, cost, in_words
+from benchmarks.training import Run, Setup, draw_windows
 from sonde.batch_size.budget import REVIEW, Pace
+from sonde.batch_size.measuring_cost import Cost as MeasuringCost
 from sonde.batch_size.stats.history import WindowHistory
 from sonde.batch_size.stats.trend import TrendFit, fit_trends
 
-SIZES = ((75, 256), (750, 64), (7500, 16))
-"""Parameter tensors, and the width of the layers."""
-BUDGET = 0.01
-N_PIECES, UNITS_PER_PIECE = 4, 32
-BLOCKS = 20
-"""Blocks of windows that are compared."""
-MOST_SETTLING = 6000
+SHAPES = (
+    GptShape(width=64, depth=6, heads=4, context=64),
+    GptShape(width=16, depth=62, heads=4, context=32),
+    GptShape(width=8, depth=625, heads=4, context=16),
+)
+"""Models with short windows, of about 75, 750 and 7,500 parameter tensors."""
+ORDERS = tuple(itertools.permutations(("plain", "idle", "at budget")))
+STAYS = 200
+"""A pace has settled when it has stayed for so many windows."""
+MOST_SETTLING = 1000
 """Windows after which the cost is measured even if the pace still changes."""
 EVERIES = (1, 4, 16)
 SETTINGS = (("sgd", 0.05), ("sgd", 0.2), ("momentum", 0.005), ("momentum", 0.02), ("adamw", 0.001), ("adamw", 0.003))
 N_WINDOWS = 800
 CHECKPOINTS = (200, 400, 800)
-
-
-class Residual(nn.Module):
-    """Layers of three parameter tensors each: a matrix, a bias and a gain.
-
-    Args:
-        n_tensors: parameter tensors, a multiple of 3.
-        width: of each layer.
-    """
-
-    def __init__(self, n_tensors: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(n_tensors // 3))
-        self.gains = nn.ParameterList(nn.Parameter(torch.full((width,), 0.1)) for _ in range(n_tensors // 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer, gain in zip(self.layers, self.gains, strict=True):
-            x = x + gain * torch.tanh(layer(x))
-        return x
-
-
-class Loop:
-    """One training loop, with a probe or without.
-
-    Args:
-        n_tensors: parameter tensors.
-        width: of the layers.
-        budget: of the probe; None for no probe.
-    """
-
-    def __init__(self, n_tensors: int, width: int, budget: float | None) -> None:
-        torch.manual_seed(0)
-        self.model = Residual(n_tensors, width)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.data = torch.randn(N_PIECES, UNITS_PER_PIECE, width)
-        self.probe = None
-        if budget is not None:
-            self.probe = sonde.attach(
-                self.model, self.optimizer, unit="rows", units_per_piece=UNITS_PER_PIECE, budget=budget, verbose=False
-            )
-
-    def window(self) -> float:
-        """One optimizer step. Returns its duration in seconds."""
-        start = time.perf_counter()
-        for piece in self.data:
-            (self.model(piece).square().mean() / N_PIECES).backward()
-        if self.probe is not None:
-            self.probe.step()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -102,68 +60,105 @@ class CostOfSize:
 
     Attributes:
         n_tensors: parameter tensors.
-        window_seconds: duration of a window without the probe, median.
         every: one window in so many was measured.
         share: cost over time, as the probe says; None where too few windows were measured to say it.
         error: its standard error.
-        slower: how much longer probed windows took, median over blocks.
-        low: lower end of the 95 % interval of that median.
-        high: upper end.
+        idle: time that a probe adds to a window, of which no window is measured.
+        at_budget: time that a probe at its defaults adds to a window.
     """
 
     n_tensors: int
-    window_seconds: float
     every: int
     share: float | None
     error: float | None
-    slower: float
-    low: float
-    high: float
+    idle: Cost
+    at_budget: Cost
 
 
-def cost_of(n_tensors: int, width: int, n_windows: int, budget: float = BUDGET) -> CostOfSize:
-    """Train both loops in turn, and compare them once the pace has settled."""
-    plain, probed = Loop(n_tensors, width, None), Loop(n_tensors, width, budget)
-    assert probed.probe is not None
-    settled, before, n = 0, 1, 0
-    while settled < 200 and n < min(MOST_SETTLING, 4 * n_windows):
-        for _ in range(REVIEW):
-            plain.window()
-            probed.window()
-        n += REVIEW
-        every = probed.probe.cost().every
-        settled, before = (settled + REVIEW if every == before and n > 200 else 0), every
-    without, with_probe = [], []
-    for k in range(n_windows):
-        for loop in (plain, probed) if k % 2 else (probed, plain):
-            (with_probe if loop is probed else without).append(loop.window())
-    cost = probed.probe.cost()
-    probed.probe.close()
-    size = max(n_windows // BLOCKS, 1)
-    ratios = sorted(
-        math.fsum(with_probe[i : i + size]) / math.fsum(without[i : i + size]) - 1
-        for i in range(0, n_windows - size + 1, size)
+def cost_of(setup: Setup, n_blocks: int, orders: Sequence[tuple[str, ...]] = ORDERS) -> CostOfSize:
+    """Settle the pace once; then time it beside training without a probe, in a new process for each order of building.
+
+    Where the allocator puts a model makes 1 % of a window of 30 ms, and stays for a process's life.
+
+    Args:
+        setup: model and windows.
+        n_blocks: blocks in each process. A block has a stretch of windows, one of them measured.
+        orders: of building the three models; one process each.
+    """
+    (state, pace), *_ = on_ranks(setup, settle, start="spawn")
+    rounds = [
+        on_ranks(setup, seconds_of_blocks, order, state, pace.every, n_blocks, start="spawn")[0] for order in orders
+    ]
+    tensors = sum(1 for _ in build(setup.shape, torch.device("cpu")).parameters())
+    costs = (
+        cost([[(block["plain"], block[name]) for block in blocks] for blocks in rounds])
+        for name in ("idle", "at budget")
     )
-    low, high = sign_test(ratios)
-    return CostOfSize(
-        n_tensors,
-        statistics.median(without),
-        cost.every,
-        cost.share,
-        cost.error,
-        statistics.median(ratios),
-        low,
-        high,
-    )
+    return CostOfSize(tensors, pace.every, pace.share, pace.error, *costs)
 
 
-def sign_test(ordered: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median: each value is above it with probability one half."""
-    n, tail, k = len(ordered), 0.0, 0
-    while (tail := tail + math.comb(n, k) / 2**n) <= 0.025:
-        k += 1
-    k = max(k - 1, 0)
-    return ordered[k], ordered[n - 1 - k]
+def at_budget(run: Run) -> Sonde:
+    """sonde at its defaults: a budget of 1 %, pieces or examples, and a report in every tenth window."""
+    return Sonde(run, every=None, per_example="auto", report_every=10)
+
+
+def idle(run: Run) -> Sonde:
+    """sonde attached, and no window measured after the first."""
+    return Sonde(run, every=10**6)
+
+
+def settle(setup: Setup) -> tuple[dict[str, object], MeasuringCost]:
+    """Train at the default budget until one window in N is measured for 200 windows; the probe's state and its cost."""
+    run = Run(setup)
+    contestant = at_budget(run)
+    windows = draw_windows(setup, sequences(setup.shape), MOST_SETTLING, seed=0)
+    since, every = 0, 0
+    for k, window in enumerate(windows):
+        run.train_window(contestant, window)
+        if k % REVIEW == 0:
+            now = contestant.probe.cost().every
+            since, every = (k, now) if now != every else (since, every)
+            if every > 1 and k - since >= STAYS:
+                break
+    return contestant.probe.state_dict(), contestant.probe.cost()
+
+
+def seconds_of_blocks(
+    setup: Setup, order: tuple[str, ...], state: dict[str, object], block: int, n_blocks: int
+) -> list[dict[str, float]]:
+    """Seconds per window of each contestant in each block; every window goes to all of them, in turns.
+
+    Args:
+        setup: model and windows.
+        order: in which the contestants are built: "plain", "idle" and "at budget".
+        state: of a settled probe.
+        block: windows in a block.
+        n_blocks: blocks.
+    """
+    make: dict[str, Callable[[Run], Plain]] = {"plain": Plain, "idle": idle, "at budget": at_budget}
+    runs = {name: Run(setup) for name in order}
+    trained = {name: make[name](run) for name, run in runs.items()}
+    paced = trained["at budget"]
+    assert isinstance(paced, Sonde)
+    paced.probe.load_state_dict(state)
+    drawn = draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + block * n_blocks, seed=1)
+    for window in drawn[:WARM_UP_WINDOWS]:
+        for name in order:
+            runs[name].train_window(trained[name], window)
+    turns = list(itertools.permutations(order))
+    blocks = []
+    gc.disable()
+    for k in range(n_blocks):
+        gc.collect()
+        took = dict.fromkeys(order, 0.0)
+        for i, window in enumerate(drawn[WARM_UP_WINDOWS + k * block :][:block]):
+            for name in turns[i % len(turns)]:
+                start = time.perf_counter()
+                runs[name].train_window(trained[name], window)
+                took[name] += (time.perf_counter() - start) / block
+        blocks.append(took)
+    gc.enable()
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -247,11 +242,11 @@ def present_fit(history: WindowHistory, now: int) -> TrendFit:
 def as_tables(costs: Sequence[CostOfSize], covered: Sequence[Coverage]) -> str:
     """Both tables."""
     lines = [
-        "| parameter tensors | window | measured | cost, as the probe says | probed beside plain |",
+        "| parameter tensors | measured | cost, as the probe says | time added, no window measured | time added |",
         "|---|---|---|---|---|",
         *(
-            f"| {c.n_tensors:,} | {1e3 * c.window_seconds:.1f} ms | one in {c.every} | {share_in_words(c)} | "
-            f"{100 * c.slower:+.2f} % [{100 * c.low:.2f}, {100 * c.high:.2f}] |"
+            f"| {c.n_tensors:,} | one in {c.every} | {share_in_words(c)} | "
+            f"{in_words(c.idle)} | {in_words(c.at_budget)} |"
             for c in costs
         ),
         "",
@@ -276,15 +271,15 @@ def share_in_words(cost: CostOfSize) -> str:
 def main() -> None:
     """Measure, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--windows", type=int, default=1500)
+    parser.add_argument("--blocks", type=int, default=10, help="blocks in each of six processes")
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    costs = [cost_of(n, width, max(options.windows * 75 // n, 10 * BLOCKS)) for n, width in SIZES]
+    costs = [cost_of(Setup(1, 1, micro_batches=4, sequences=2, shape=shape), options.blocks) for shape in SHAPES]
     covered = list(coverage(options.runs))
     machine = ", ".join(f"{name}: {value}" for name, value in describe("cpu", ()).items())
-    command = f"`python -m benchmarks.budget --windows {options.windows} --runs {options.runs}`"
+    command = f"`python -m benchmarks.budget --blocks {options.blocks} --runs {options.runs}`"
     text = f"# Windows within a budget\n\n{command}, {machine}.\n\n{as_tables(costs, covered)}\n"
     print(text)
     options.out.mkdir(parents=True, exist_ok=True)

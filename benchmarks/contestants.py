@@ -11,9 +11,10 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -52,21 +53,19 @@ class Plain:
 
 
 class Sonde(Plain):
-    """sonde's probe at its defaults, but reporting every second window, so that every timed block holds a report."""
+    """sonde's probe in every window, by hooks on pieces, unless the options say otherwise.
 
-    tap: Literal["auto", "leaf"] = "auto"
+    Args:
+        run: that it is attached to.
+        report_every: windows from one report to the next; each timed block has two windows.
+        **options: of `sonde.attach`.
+    """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, report_every: int = 2, **options: Any) -> None:
         super().__init__(run)
-        self.probe = sonde.attach(
-            run.wrapped,
-            run.optimizer,
-            unit="sequences",
-            log=sonde.RunLog(every=2),
-            verbose=False,
-            tap=self.tap,
-            every=1,
-        )
+        options = {"every": 1, "per_example": "never"} | options
+        log = sonde.RunLog(every=report_every)
+        self.probe = sonde.attach(run.wrapped, run.optimizer, unit="sequences", log=log, verbose=False, **options)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         with self.probe.piece(units=self.run.setup.sequences):
@@ -81,12 +80,6 @@ class Sonde(Plain):
         assert reading.trace_cov is not None
         assert reading.grad_sq is not None
         return Estimate(reading.trace_cov, reading.grad_sq, reading.b_simple)
-
-
-class SondeLeaf(Sonde):
-    """The same with tap="leaf": hooks on parameters to the end, where "auto" would change to DDP's buckets."""
-
-    tap = "leaf"
 
 
 class SnapshotAndSubtract(Plain):
@@ -283,7 +276,9 @@ PLAIN = Entry("no probe", Plain)
 ENTRIES = {
     "control": Entry("no probe again (control)", Plain),
     "sonde": Entry("sonde", Sonde, has_goal=True),
-    "sonde-leaf": Entry("sonde, tap=leaf", SondeLeaf, alone=False),
+    # "auto" would change to DDP's buckets.
+    "sonde-leaf": Entry("sonde, tap=leaf", partial(Sonde, tap="leaf"), alone=False),
+    "sonde-examples": Entry("sonde, single examples", partial(Sonde, per_example="always")),
     "snapshot": Entry("snapshot and subtract, as commonly found", SnapshotAndSubtract, ddp=False),
     "rescaled_snapshot": Entry("snapshot and subtract, corrected", RescaledSnapshot, ddp=False, timed=False),
     "fairscale": Entry("fairscale AdaScale", FairscaleAdaScale, package="fairscale"),

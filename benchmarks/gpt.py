@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class GptShape:
-    """Sizes of a GPT with tied input and output embeddings; `context` in tokens, which are bytes."""
+    """Sizes of a GPT; `context` in tokens, which are bytes."""
 
     width: int
     depth: int
@@ -48,7 +48,10 @@ class _Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Pre-norm decoder; `forward` returns the mean loss in nats per token, every sequence weighing the same."""
+    """Pre-norm decoder with tied input and output embeddings, whose parameters are all used through layers.
+
+    `forward` returns the mean loss in nats per token, every sequence weighing the same.
+    """
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
@@ -56,14 +59,18 @@ class Gpt(nn.Module):
         self.position = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.depth))
         self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head.weight = self.embed.weight
         for table in (self.embed, self.position):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:  # tokens: [sequences, context + 1]
-        x: Tensor = self.embed(tokens[:, :-1]) + self.position.weight
+        seen = tokens[:, :-1]
+        places = torch.arange(seen.shape[1], device=tokens.device).expand_as(seen)
+        x: Tensor = self.embed(seen) + self.position(places)
         for block in self.blocks:
             x = block(x)
-        logits = self.norm(x) @ self.embed.weight.T
+        logits = self.head(self.norm(x))
         loss: Tensor = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         return loss
 

@@ -1,4 +1,6 @@
-"""What measuring every window costs against parameter tensors and ranks: `python -m benchmarks.scaling`.
+"""What measuring every window costs against tensors, ranks, cuts, metrics and the length of an example.
+
+    python -m benchmarks.scaling [--device cuda] [--quick]
 
 Each number comes from two models that train side by side in one process, one of them measured, in interleaved blocks:
 see `timing.time_blocks`. The control compares training without a probe with itself.
@@ -9,20 +11,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from benchmarks import per_example
-from benchmarks.contestants import ENTRIES, PLAIN, Entry
+from benchmarks.contestants import ENTRIES, PLAIN, Entry, Sonde
 from benchmarks.device import add_option, count, stem
 from benchmarks.gpt import GptShape, build
 from benchmarks.launch import on_ranks
 from benchmarks.machine import describe
 from benchmarks.memory import peak_bytes
-from benchmarks.timing import Cost, cost, time_blocks
+from benchmarks.timing import Cost, cost, in_words, time_blocks
 from benchmarks.training import Setup
 
 SHAPES = {
@@ -34,9 +38,18 @@ SHAPES = {
 QUICK_SHAPES = {75: GptShape(width=16, depth=6, heads=4, context=16), 150: GptShape(16, 12, 4, 16)}
 RANKS = (1, 2, 4, 8)
 OF_RANKS = GptShape(width=128, depth=4, heads=4, context=64)
+OF_METRICS = GptShape(width=256, depth=4, heads=4, context=128)
+METRICS: tuple[tuple[str, ...], ...] = (
+    ("euclidean",),
+    ("adam",),
+    ("euclidean", "adam"),
+    ("euclidean", "sign"),
+    ("euclidean", "spectral"),
+    ("euclidean", "adam", "sign", "spectral"),
+)
 CONTEXTS = (32, 128, 512)
-"""Tokens in an example, for norms of each example."""
-MEASURED = ("control", "sonde", "sonde-leaf")
+"""Tokens in an example, of windows that are one piece and read by single examples."""
+MEASURED = ("control", "sonde", "sonde-leaf", "sonde-examples")
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,9 @@ class Row:
     Attributes:
         title: of the contestant.
         tensors: parameter tensors of the model.
-        ranks: DDP processes; 1 trains without DDP.
+        ranks: processes; 1 trains the plain model.
+        tokens: in an example.
+        cut: of the model over ranks.
         cost: time added to a window.
         extra_bytes: peak memory added to a process.
     """
@@ -54,55 +69,67 @@ class Row:
     title: str
     tensors: int
     ranks: int
+    tokens: int
+    cut: str
     cost: Cost
     extra_bytes: float
 
 
-def timed(entry: Entry, setup: Setup, *, processes: int, blocks: int) -> Row:
-    """One row: `processes` fresh ones, each with its own memory layout."""
-    rounds = [on_ranks(setup, _time, entry, blocks, k % 2 == 1, start="spawn")[0] for k in range(processes)]
+def timed(entry: Entry, setup: Setup, *, processes: int, blocks: int, start: Literal["spawn", "forkserver"]) -> Row:
+    """One row: `processes` fresh ones, each with its own memory layout if it is spawned."""
+    rounds = [on_ranks(setup, _time, entry, blocks, k % 2 == 1, start=start)[0] for k in range(processes)]
     plain, with_it = (sum(on_ranks(setup, peak_bytes, e, 4)) for e in (PLAIN, entry))
-    tensors = sum(1 for _ in build(setup.shape, torch.device("meta")).parameters())
-    return Row(entry.title, tensors, setup.ranks, cost(rounds), (with_it - plain) / setup.ranks)
+    tensors = sum(1 for _ in build(setup.shape, torch.device("cpu")).parameters())
+    added = (with_it - plain) / setup.ranks
+    return Row(entry.title, tensors, setup.ranks, setup.shape.context, setup.cut, cost(rounds), added)
 
 
 def _time(setup: Setup, entry: Entry, blocks: int, contestant_first: bool) -> list[tuple[float, float]]:
     return time_blocks(setup, entry, blocks, contestant_first=contestant_first)
 
 
-def setups(device: str, *, quick: bool) -> Iterator[Setup]:
-    """Against tensors in one process, then against ranks; as many ranks as there are devices, or processes on a CPU."""
+def questions(device: str, *, quick: bool) -> Iterator[tuple[str, Setup, Entry]]:
+    """What is measured, by the question that it answers; as many ranks as there are devices, or processes on a CPU."""
+
+    def alone(shape: GptShape, micro_batches: int, sequences: int) -> Setup:
+        return Setup(1, 1, micro_batches=micro_batches, sequences=sequences, shape=shape, device=device)
+
+    measured = [ENTRIES[name] for name in MEASURED]
     for shape in (QUICK_SHAPES if quick else SHAPES).values():
-        yield Setup(ranks=1, threads=1, micro_batches=4, sequences=2, shape=shape, device=device)
+        yield from (("tensors", alone(shape, 4, 2), entry) for entry in measured if entry.alone)
     most = count(device) if device != "cpu" else 2 if quick else max(RANKS)
-    for ranks in RANKS:
-        if 1 < ranks <= most:
-            shape = QUICK_SHAPES[75] if quick else OF_RANKS
-            yield Setup(ranks=ranks, threads=1, micro_batches=2, sequences=2, shape=shape, device=device)
+    shape = QUICK_SHAPES[75] if quick else OF_RANKS
+    over = [Setup(n, 1, micro_batches=2, sequences=2, shape=shape, device=device) for n in RANKS if 1 < n <= most]
+    for setup in over:
+        yield from (("ranks", setup, entry) for entry in measured if entry.ddp)
+    cuts: list[Literal["FSDP2", "TP"]] = ["FSDP2", "TP"]
+    for setup in over[:1]:
+        for cut in cuts:
+            yield from (("cut", dataclasses.replace(setup, cut=cut), entry) for entry in measured[:2])
+    for metric in METRICS[-1:] if quick else METRICS:
+        entry = Entry(f"metric={', '.join(metric)}", partial(Sonde, metric=metric, staging_mib=64.0))
+        yield "tensors", alone(QUICK_SHAPES[75] if quick else OF_METRICS, 4, 4), entry
+    for context in CONTEXTS[:1] if quick else CONTEXTS:
+        shape = dataclasses.replace(QUICK_SHAPES[75] if quick else OF_METRICS, context=context)
+        yield "tokens", alone(shape, 1, 8), ENTRIES["sonde-examples"]
 
 
 def measure(device: str, *, quick: bool) -> dict[str, list[Row]]:
     """Rows by the question that they answer."""
-    effort = {"processes": 1, "blocks": 1} if quick else {"processes": 3, "blocks": 6}
-    rows: dict[str, list[Row]] = {"tensors": [], "ranks": []}
-    for setup in setups(device, quick=quick):
-        for name in MEASURED:
-            entry = ENTRIES[name]
-            if entry.ddp if setup.ranks > 1 else entry.alone:
-                rows["ranks" if setup.ranks > 1 else "tensors"].append(timed(entry, setup, **effort))
+    rows: dict[str, list[Row]] = {}
+    for question, setup, entry in questions(device, quick=quick):
+        sys.stderr.write(f"{entry.title}: {setup}\n")
+        if quick:
+            row = timed(entry, setup, processes=1, blocks=1, start="forkserver")
+        else:
+            row = timed(entry, setup, processes=3, blocks=6, start="spawn")
+        rows.setdefault(question, []).append(row)
     return rows
 
 
-def examples(*, quick: bool) -> dict[int, Cost]:
-    """What norms of each example add to a backward, by the tokens of an example; on the CPU."""
-    contexts = CONTEXTS[:1] if quick else CONTEXTS
-    small = {"width": 32, "depth": 1} if quick else {}
-    return {c: per_example.run(per_example.Options(blocks=2 if quick else 20, context=c, **small))[1] for c in contexts}
-
-
-def markdown(rows: dict[str, list[Row]], of_examples: dict[int, Cost], machine: dict[str, str], command: str) -> str:
+def markdown(rows: dict[str, list[Row]], machine: dict[str, str], command: str) -> str:
     """The results as a page."""
-    lines = ["# Cost of measuring every window, against tensors and ranks", ""]
+    lines = ["# Cost of measuring every window", ""]
     lines += [f"- {name}: {value}" for name, value in machine.items()] + [f"- command: `{command}`"]
     for question, answers in rows.items():
         lines += [
@@ -110,25 +137,14 @@ def markdown(rows: dict[str, list[Row]], of_examples: dict[int, Cost], machine: 
             f"## Against {question}",
             "",
             f"| {question} | contestant | time added to a window | peak memory |",
+            "|---|---|---|---|",
         ]
-        lines += ["|---|---|---|---|"]
         for row in answers:
-            n = row.tensors if question == "tensors" else row.ranks
-            lines.append(f"| {n:,} | {row.title} | {_in_words(row.cost)} | {row.extra_bytes / 2**20:+.1f} MiB |")
-    if of_examples:
-        lines += [
-            "",
-            "## Norms of each example, in a window that reads them",
-            "",
-            "| tokens | time added to a backward |",
-        ]
-        lines += ["|---|---|", *(f"| {tokens} | {_in_words(c)} |" for tokens, c in of_examples.items())]
+            value = getattr(row, question)
+            against = f"{value:,}" if isinstance(value, int) else value
+            memory = f"{row.extra_bytes / 2**20:+.1f} MiB"
+            lines.append(f"| {against} | {row.title} | {in_words(row.cost)} | {memory} |")
     return "\n".join(lines) + "\n"
-
-
-def _in_words(cost: Cost) -> str:
-    added = f"{1e3 * cost.seconds_added:+.2f} of {1e3 * cost.window_seconds:.1f} ms"
-    return f"{cost.median:+.2%} [{cost.low:+.2%}, {cost.high:+.2%}], {added}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -139,17 +155,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
     options = parser.parse_args(arguments)
     rows = measure(options.device, quick=options.quick)
-    of_examples = examples(quick=options.quick) if options.device == "cpu" else {}
     machine = describe(options.device)
     command = f"python -m benchmarks.scaling --device {options.device}" + " --quick" * options.quick
-    page = markdown(rows, of_examples, machine, command)
+    page = markdown(rows, machine, command)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / stem("scaling", options.device)
     as_json = {
         "machine": machine,
         "quick": options.quick,
         "rows": {question: [dataclasses.asdict(row) for row in answers] for question, answers in rows.items()},
-        "examples": {tokens: dataclasses.asdict(c) for tokens, c in of_examples.items()},
     }
     path.with_suffix(".json").write_text(json.dumps(as_json, indent=1) + "\n")
     path.with_suffix(".md").write_text(page)

@@ -109,3 +109,9 @@ def cost(rounds: Sequence[Sequence[tuple[float, float]]], *, n_resamples: int = 
         seconds_added=statistics.median([contestant - plain for blocks in rounds for plain, contestant in blocks]),
         window_seconds=statistics.median([plain for blocks in rounds for plain, _ in blocks]),
     )
+
+
+def in_words(cost: Cost) -> str:
+    """The share with its interval, then the seconds."""
+    added = f"{1e3 * cost.seconds_added:+.2f} of {1e3 * cost.window_seconds:.1f} ms"
+    return f"{cost.median:+.2%} [{cost.low:+.2%}, {cost.high:+.2%}], {added}"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.gpt import GptShape, build
+from benchmarks.gpt import Gpt, GptShape, build
 
 
 @dataclass(frozen=True)
@@ -19,13 +22,14 @@ class Setup:
     """How a window (all pieces of one optimizer step) is cut.
 
     Attributes:
-        ranks: DDP processes; 1 trains without DDP.
+        ranks: processes; 1 trains the plain model.
         threads: of each process.
         micro_batches: accumulated by each rank.
         sequences: sequences in a micro-batch.
         shape: the shape of the model.
         lr: learning rate of AdamW; 0 freezes the weights.
         device: "cpu", or the type of an accelerator, with a device for each rank.
+        cut: of the model over several ranks. "TP" cuts the matrices of each block's MLP, and all ranks have one batch.
     """
 
     ranks: int
@@ -35,11 +39,17 @@ class Setup:
     shape: GptShape
     lr: float = 3e-4
     device: str = "cpu"
+    cut: Literal["DDP", "FSDP2", "TP"] = "DDP"
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with data of their own."""
+        return 1 if self.cut == "TP" else self.ranks
 
     @property
     def units(self) -> int:
         """Sequences in a window."""
-        return self.ranks * self.micro_batches * self.sequences
+        return self.data_ranks * self.micro_batches * self.sequences
 
     def frozen(self, shape: GptShape) -> Setup:
         """The same windows of another model, whose weights never change."""
@@ -49,7 +59,7 @@ class Setup:
     def pieces(self) -> str:
         """How a window is cut, in words."""
         if self.ranks > 1:
-            return f"{self.ranks} DDP ranks with {self.micro_batches} × {self.sequences} sequences each"
+            return f"{self.ranks} {self.cut} ranks with {self.micro_batches} × {self.sequences} sequences each"
         return f"1 process with {self.micro_batches} × {self.sequences} sequences"
 
     def __str__(self) -> str:
@@ -73,7 +83,7 @@ class Run:
     Attributes:
         setup: how windows are cut.
         model: the plain model.
-        wrapped: the module that the loop calls: the model, or DDP around it.
+        wrapped: the module that the loop calls: the model, cut in place, or DDP around it.
         optimizer: AdamW.
     """
 
@@ -83,7 +93,7 @@ class Run:
         self.model = build(setup.shape, self.device)
         if weights is not None:
             self.model.load_state_dict(weights)
-        self.wrapped: nn.Module = DistributedDataParallel(self.model) if setup.ranks > 1 else self.model
+        self.wrapped: nn.Module = _wrapped(self.model, setup) if setup.ranks > 1 else self.model
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=setup.lr, weight_decay=0.0, fused=setup.device != "cpu"
         )
@@ -98,6 +108,19 @@ class Run:
                     loss = self.wrapped(tokens)
                 contestant.backward(loss, is_last=is_last)
         contestant.step()
+
+
+def _wrapped(model: Gpt, setup: Setup) -> nn.Module:
+    if setup.cut == "DDP":
+        return DistributedDataParallel(model)
+    if setup.cut == "FSDP2":
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model)
+    mesh = init_device_mesh(setup.device, (setup.ranks,), mesh_dim_names=("tp",))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()})
+    return model
 
 
 def device_of(setup: Setup) -> torch.device:
@@ -116,6 +139,6 @@ def draw_windows(setup: Setup, tokens: Tensor, n_windows: int, *, seed: int) -> 
     Set-ups with equally many sequences a window draw the same windows from the same seed.
     """
     generator = torch.Generator().manual_seed(seed)
-    cut = (n_windows, setup.ranks, setup.micro_batches, setup.sequences)
+    cut = (n_windows, setup.data_ranks, setup.micro_batches, setup.sequences)
     chosen = torch.randint(len(tokens), cut, generator=generator)
-    return tokens[chosen[:, rank_of(setup)]].to(device_of(setup))
+    return tokens[chosen[:, rank_of(setup) % setup.data_ranks]].to(device_of(setup))

@@ -29,7 +29,7 @@ from tests.ranks import Ranks, mesh_of
 
 AT_HAND = {
     # A clip looks at its norm and at its ranks' errors, if they are on a CPU.
-    "gradient_norm/global_norm.py:_error_of_peers",
+    "gradient_norm/sum_over_ranks.py:error_of_sum",
     "gradient_norm/scaling.py:_coefficient",
     "gradient_norm/scaling.py:is_one",
     "gradient_norm/fused_clip.py:fold",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.budget import CHECKPOINTS, N_WINDOWS, cost_of, judge, sign_test
+from benchmarks.budget import CHECKPOINTS, N_WINDOWS, judge, seconds_of_blocks, settle
+from benchmarks.gpt import GptShape
 from benchmarks.present_noise_scale import simulate
+from benchmarks.training import Setup
 
 
 def test_intervals_of_sparse_windows_hold_the_present_value() -> None:
@@ -23,13 +25,11 @@ def test_intervals_of_sparse_windows_hold_the_present_value() -> None:
 
 
 def test_a_probe_beside_training_is_timed() -> None:
-    found = cost_of(6, 8, 40, budget=0.5)
-    assert found.n_tensors == 6
-    assert found.every >= 1
-    assert found.window_seconds > 0
-    assert found.low <= found.slower <= found.high
-
-
-def test_the_sign_tests_interval() -> None:
-    """Of 20 values, the 6th and the 15th: outside of them the median lies with a probability of 4 %."""
-    assert sign_test([float(i) for i in range(1, 21)]) == (6.0, 15.0)
+    setup = Setup(1, 1, micro_batches=2, sequences=1, shape=GptShape(width=8, depth=1, heads=2, context=8))
+    state, pace = settle(setup)
+    assert state
+    assert pace.every > 1
+    for order in (("plain", "idle", "at budget"), ("at budget", "plain", "idle")):
+        blocks = seconds_of_blocks(setup, order, state, 3, 2)
+        assert len(blocks) == 2
+        assert all(set(block) == set(order) and min(block.values()) > 0 for block in blocks)

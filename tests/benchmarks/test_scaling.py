@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def test_models_have_the_tensors_that_the_table_says() -> None:
     import torch
 
     for n, shape in scaling.SHAPES.items():
-        parameters = list(build(shape, torch.device("meta")).parameters()) if n < 7500 else []
+        parameters = list(build(shape, torch.device("cpu")).parameters()) if n < 7500 else []
         tensors = len(parameters) or 12 * shape.depth + 4
         assert tensors == pytest.approx(n, rel=0.02)
         assert shape.width % shape.heads == 0
@@ -47,9 +48,13 @@ def test_the_quick_table_runs_end_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.scaling", "--quick", "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=280)
     found = json.loads((tmp_path / "scaling_cpu.json").read_text())
-    assert [row["ranks"] for row in found["rows"]["ranks"]] == [2, 2, 2]
+    assert [row["ranks"] for row in found["rows"]["ranks"]] == [2, 2, 2, 2]
     assert len({row["tensors"] for row in found["rows"]["tensors"]}) == 2
-    for row in (*found["rows"]["tensors"], *found["rows"]["ranks"]):
+    for row in itertools.chain(*found["rows"].values()):
         assert row["cost"]["window_seconds"] > 0
-    assert list(found["examples"]) == ["32"]
-    assert "| 2 | sonde, tap=leaf |" in (tmp_path / "scaling_cpu.md").read_text()
+    assert [row["cut"] for row in found["rows"]["cut"]] == ["FSDP2", "FSDP2", "TP", "TP"]
+    assert [row["tokens"] for row in found["rows"]["tokens"]] == [32]
+    assert "metric=euclidean, adam, sign, spectral" in [row["title"] for row in found["rows"]["tensors"]]
+    page = (tmp_path / "scaling_cpu.md").read_text()
+    assert "| 2 | sonde, tap=leaf |" in page
+    assert "| 2 | sonde, single examples |" in page

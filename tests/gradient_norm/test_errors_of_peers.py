@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from sonde.gradient_norm.agreement import Ballot, NormRequest, Place, digest
-from sonde.gradient_norm.global_norm import GlobalNorm, Summed
+from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.scaling import clip_measured_
+from sonde.gradient_norm.sum_over_ranks import Summed
 from sonde.gradient_norm.summed_vector import SummedVector
 
 

@@ -86,6 +86,12 @@ class Pace:
         """Measured windows whose costs have not been taken: their number, and N at that time."""
         self._agrees = n_ranks == 1
         self._start: int | None = None
+        self._n_quiet = 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether neither the present window nor the next is measured, and nothing is decided between them."""
+        return self._n_quiet > 0
 
     @property
     def every(self) -> int:
@@ -154,10 +160,15 @@ class Pace:
         together = 2 if in_pairs else 1
         if together != self._together:
             # The window that is ending may be the first of a pair already: the first pair of all is measured.
-            self._together, self._base = together, self.windows
+            self._together, self._base, self._n_quiet = together, self.windows, 0
 
     def window_ends(self) -> None:
         """Note the end of the present window, and choose whether the next one is measured."""
+        if self._n_quiet:  # nearly all windows, so this is short
+            self._n_quiet -= 1
+            self.windows += 1
+            self._n_here += 1
+            return
         up_to, decides = self._decided_up_to, self._decides_next
         self.windows += 1
         self._n_here += 1
@@ -165,15 +176,23 @@ class Pace:
             self._awaited.append((self.windows, self.every))
         if decides:
             self._decide(up_to)
-        self.is_measured = self._n_here < self._together or self._is_due()
+        self.is_measured = self._n_here < self._together or self._falls_on(self.windows)
+        self._n_quiet = 0 if self.is_measured else self._count_quiet()
 
-    def _is_due(self) -> bool:
-        """Whether the present window is at the place of its stretch where windows are measured."""
-        if self.windows < self._base:  # N has changed within a pair, which is completed or left out as a whole
+    def _falls_on(self, window: int) -> bool:
+        """Whether a window, the present one or a later one, is at the place of its stretch that is measured."""
+        if window < self._base:  # N has changed within a pair, which is completed or left out as a whole
             return self.is_measured
         length = self.every * self._together
-        stretch = self._base + (self.windows - self._base) // length * length
-        return (self.windows - stretch) // self._together == _place(stretch, self.every)
+        stretch = self._base + (window - self._base) // length * length
+        return (window - stretch) // self._together == _place(stretch, self.every)
+
+    def _count_quiet(self) -> int:
+        """How many windows, from the present one on, end before another is measured or something is decided."""
+        n, before_decision = 0, REVIEW - 1 - self._n_here % REVIEW
+        while n < before_decision and not self._falls_on(self.windows + n + 1):
+            n += 1
+        return n
 
     def _decide(self, up_to: int) -> None:
         """Choose N from the costs of the windows up to a number that all ranks have."""

@@ -22,6 +22,22 @@ from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, rea
 from sonde.parallel.devices import is_capturing
 
 
+class _Alone:
+    """A lock that knows how often it was entered. No generator: every window enters it."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        self._lock.release()
+
+
 class Delivery:
     """Hands over windows whose numbers have arrived on the host.
 
@@ -38,7 +54,7 @@ class Delivery:
         self._take, self._device, self._adds = take, device, tuple(adds)
         self._readback: Readback[MeasuredWindow] = Readback()
         self._lock = threading.RLock()
-        self._is_inside = False
+        self._alone = _Alone(self._lock)
         self._training_thread: int | None = None
         self.n_put = 0
         """Windows put in."""
@@ -53,15 +69,9 @@ class Delivery:
         """Host time in which this waited for a device or for other ranks."""
         return self._readback.seconds_waited
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Let other threads wait. A thread that is inside may enter again."""
-        with self._lock:
-            before, self._is_inside = self._is_inside, True
-            try:
-                yield
-            finally:
-                self._is_inside = before
+    def alone(self) -> _Alone:
+        """A context in which other threads wait. A thread that is inside may enter again."""
+        return self._alone
 
     @contextmanager
     def interrupting(self) -> Iterator[bool]:
@@ -71,7 +81,7 @@ class Delivery:
             Whether the handler may go on. It may not if the signal has interrupted the probe itself, or while another
             thread trains or reads.
         """
-        is_free = not self._is_inside and self._training_thread == threading.get_ident()
+        is_free = self._alone.depth == 0 and self._training_thread == threading.get_ident()
         if not (is_free and self._lock.acquire(blocking=False)):
             yield False
             return

@@ -74,6 +74,8 @@ class FrozenWatch:
     @property
     def is_undecided(self) -> bool:
         """Whether `requires_grad` may have changed, so that the next window is looked at even if it is not measured."""
+        if not (self._off or self._back):
+            return False
         off = any(i not in self._gone and spell.length < _OFF_FOR for i, spell in self._off.items())
         return off or any(spell.length < _OFF_FOR for spell in self._back.values())
 

@@ -42,6 +42,11 @@ class Pacing:
         return self.pace.is_measured
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether the present window can end without a look at what has been measured."""
+        return self.pace.is_quiet
+
+    @property
     def seconds(self) -> float:
         """Host time spent so far."""
         return self._spent + self._reader.seconds
@@ -91,7 +96,13 @@ class Pacing:
 
     def window_ended(self) -> None:
         """Begin the next window: switch the tap on or off if that window differs from the one that has ended."""
-        start, was_measured, before = time.perf_counter(), self.pace.is_measured, self._reader.seconds
+        start = time.perf_counter()
+        if self.pace.is_quiet:
+            self._clock.window_ended_unmarked()
+            self.pace.window_ends()
+            self.spent_idle(start)
+            return
+        was_measured, before = self.pace.is_measured, self._reader.seconds
         self._clock.window_ended(was_measured=was_measured)
         self.pace.measure_in_pairs(self._mechanism.measures_pairs)
         self.pace.window_ends()

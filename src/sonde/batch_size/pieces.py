@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,30 @@ Units = float | Tensor | Mapping[str, float | Tensor] | None
 """Of one piece: a number, or one by each unit's name."""
 UnitsOfPieces = float | Sequence[float] | Mapping[str, float | Sequence[float]] | None
 """Of several pieces: likewise, each one number for all or [pieces]."""
+
+
+class DeclaredPiece:
+    """A context around the backwards of one piece. No generator: every micro-batch enters it, measured or not.
+
+    Args:
+        pieces: of the window.
+        units: see `NoiseScaleProbe.piece`, as for the others.
+        weight: in the loss.
+        unit_weights: within the piece.
+    """
+
+    __slots__ = ("_counts", "_given", "_pieces")
+
+    def __init__(
+        self, pieces: Pieces, units: Units, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
+    ) -> None:
+        self._pieces, self._given = pieces, (units, weight, unit_weights)
+
+    def __enter__(self) -> None:
+        self._counts = self._pieces.begin(*self._given)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._pieces.end(self._counts, failed=kind is not None)
 
 
 class Pieces:
@@ -48,48 +73,46 @@ class Pieces:
         self._units_unknown = False
         self._in_pipeline, self._ran_outside = in_pipeline, False
 
-    @contextmanager
-    def declared(
-        self,
-        units: Units,
-        weight: float | Tensor,
-        unit_weights: Sequence[float] | Tensor | None,
-    ) -> Iterator[None]:
-        """A context around the backwards of one piece; see `NoiseScaleProbe.piece`."""
-        counts = self._begin(units, weight, unit_weights)
-        try:
-            yield
-        except BaseException:
-            if counts is not None:
-                self._reader.discard_piece()
-            raise
-        finally:
-            self._is_open = False
-        if counts is not None:
-            self._reader.end_piece(counts)
-
-    def _begin(
+    def begin(
         self, units: Units, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
     ) -> PieceCounts | None:
-        """Begin a declared piece.
+        """Begin a declared piece; see `NoiseScaleProbe.piece`.
 
         Returns:
             Its counts; None in a window that is not measured.
         """
         start = time.perf_counter()
         self._check_closed("piece()")
-        first, further = self._counted(units, has_weights=unit_weights is not None)
         if not self._pacing.is_measured:
-            check_counts(first, weight, unit_weights, further)
+            is_usual = type(units) is int and units > 0 and type(weight) is float and 0 < weight < math.inf
+            if not is_usual or unit_weights is not None or len(self._names) > 1:
+                first, further = self._counted(units, has_weights=unit_weights is not None)
+                check_counts(first, weight, unit_weights, further)
             self._is_open = True
             self._loop.piece_passed()
             self._pacing.spent_idle(start)
             return None
+        first, further = self._counted(units, has_weights=unit_weights is not None)
         counts = piece_counts(first, weight, unit_weights, further)
         self._is_open, self._units_unknown = True, False
         self._reader.begin_piece()
         self._pacing.spent(start)
         return counts
+
+    def end(self, counts: PieceCounts | None, *, failed: bool) -> None:
+        """End a declared piece.
+
+        Args:
+            counts: what `begin` has returned.
+            failed: whether an exception ended it.
+        """
+        self._is_open = False
+        if counts is None:
+            return
+        if failed:
+            self._reader.discard_piece()
+        else:
+            self._reader.end_piece(counts)
 
     @contextmanager
     def scheduled(

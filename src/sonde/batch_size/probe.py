@@ -33,7 +33,7 @@ from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.pacing import Pacing
-from sonde.batch_size.pieces import Pieces, Units, UnitsOfPieces
+from sonde.batch_size.pieces import DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import check_state, identity, sealed, unsealed
 from sonde.batch_size.scalars import Scalars
@@ -270,7 +270,7 @@ class NoiseScaleProbe:
             RuntimeError: inside another piece, or when the number of units is not known.
         """
         self._check_open()
-        return self._pieces.declared(units, weight, unit_weights)
+        return DeclaredPiece(self._pieces, units, weight, unit_weights)
 
     def pieces(
         self, n: int, *, units: UnitsOfPieces = None, weights: float | Sequence[float] = 1.0
@@ -506,10 +506,18 @@ class NoiseScaleProbe:
 
     # Windows.
 
-    @torch.no_grad()
     def _end_window(self, clip: WindowClip | None) -> Tensor | None:
         self._check_open()
         self._pieces.check_ended()
+        if clip is None and self._pacing.is_quiet and self._delivery.is_empty:  # nearly all windows, so this is short
+            self._pass_window(None)
+            self._pacing.window_ended()
+            return None
+        with torch.no_grad():
+            return self._end_other_window(clip)
+
+    def _end_other_window(self, clip: WindowClip | None) -> Tensor | None:
+        """End a window that was measured or is clipped, or after which there is something else to do."""
         self._pacing.spent_in_all_windows(self._loop.seconds)
         self._deliver()
         if clip is not None:

@@ -102,7 +102,7 @@ class StepWatch:
         self._ended_since_step = self._n_unended == 0  # otherwise it is ended late
         self._n_runs_stepped = self._n_unended = 0
         self._windows_unstepped += 1
-        if self._watched or self._others:
+        if self._windows_unstepped > _PASSED_OVER_AFTER and (self._watched or self._others):
             self._find_optimizer()
 
     def take_stepped_in_backward(self) -> bool:
@@ -202,11 +202,14 @@ class StepWatch:
 
     def _held_by(self, optimizer: Any) -> frozenset[int]:
         """The measured parameters that an optimizer holds, by id."""
-        n = sum(len(group["params"]) for group in optimizer.param_groups)  # more after `add_param_group`
-        if optimizer not in self._held or self._held[optimizer][0] != n:
+        n = 0
+        for group in optimizer.param_groups:  # more after `add_param_group`
+            n += len(group["params"])
+        known = self._held.get(optimizer)
+        if known is None or known[0] != n:
             held = (id(p) for group in optimizer.param_groups for p in group["params"])
-            self._held[optimizer] = n, self._ids.intersection(held)
-        return self._held[optimizer][1]
+            self._held[optimizer] = known = n, self._ids.intersection(held)
+        return known[1]
 
     def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # With a closure, backward runs inside the step, and the window may be ended there: it cannot be judged here.

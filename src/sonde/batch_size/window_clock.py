@@ -78,6 +78,8 @@ class WindowTimes:
 class WindowClock:
     """Times windows from end to end. The first one, whose beginning nobody marked, is left out.
 
+    Several windows that are not measured may be timed as one stretch, with a mark at its end alone.
+
     Args:
         mark: makes a mark of the present moment; see `marks_of`.
     """
@@ -85,24 +87,31 @@ class WindowClock:
     def __init__(self, mark: Callable[[], Mark]) -> None:
         self._mark = mark
         self._last: Mark | None = None
-        self._marks: deque[tuple[Mark, bool]] = deque()
+        self._n_unmarked = 0
+        self._marks: deque[tuple[Mark, int, bool]] = deque()
+        """The end of a stretch of windows, how many they are, and whether the last was measured."""
+
+    def window_ended_unmarked(self) -> None:
+        """Note the end of a window that was not measured, and is followed by another such window."""
+        self._n_unmarked += 1
 
     def window_ended(self, *, was_measured: bool) -> None:
         """Mark the end of a window. Marks of a device are read when it has passed them; nothing waits for it."""
-        self._marks.append((self._mark(), was_measured))
+        self._marks.append((self._mark(), 1 + self._n_unmarked, was_measured))
+        self._n_unmarked = 0
 
     def take(self) -> WindowTimes:
         """The durations that have become known since the last call."""
         idle = measured = 0.0
         n_idle = n_measured = 0
         while self._marks and self._marks[0][0].has_passed():
-            mark, was_measured = self._marks.popleft()
+            mark, n, was_measured = self._marks.popleft()
             if self._last is not None:
                 seconds = mark.seconds_since(self._last)
                 if was_measured:
-                    measured, n_measured = measured + seconds, n_measured + 1
+                    measured, n_measured = measured + seconds, n_measured + n
                 else:
-                    idle, n_idle = idle + seconds, n_idle + 1
+                    idle, n_idle = idle + seconds, n_idle + n
             self._last = mark
         return WindowTimes(idle, n_idle, measured, n_measured)
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from sonde.call_site import stack_level
-from sonde.gradient_norm.global_norm import global_norm, warm_up
+from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.plan_cache import PlanCache, PlanRequest
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
+from sonde.gradient_norm.sum_over_ranks import warm_up
 from sonde.gradient_norm.verify import check_replicas, compare_plans
 
 if TYPE_CHECKING:

@@ -8,31 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sonde.gradient_norm.agreement import NormRequest, disagreements, second_sum_follows
-from sonde.gradient_norm.cross_check import (
-    ALONE,
-    SumPlaces,
-    places_among,
-    places_in_mesh,
-    places_over_stages,
-)
-from sonde.gradient_norm.disagreement import disagreement
 from sonde.gradient_norm.gradient_groups import Collected
-from sonde.gradient_norm.held_error import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
+from sonde.gradient_norm.held_error import unexpected
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
-from sonde.gradient_norm.summed_vector import SummedVector, own_square_sum, pack, pack_exact
+from sonde.gradient_norm.sum_over_ranks import Summed, error_of_sum, has_fp64, sum_over_ranks
+from sonde.gradient_norm.summed_vector import own_square_sum
 from sonde.parallel.devices import has_float64, zero_sums
-from sonde.parallel.placements import Layout, local_tensor
-from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
+from sonde.parallel.placements import local_tensor
 
 
 @dataclass(frozen=True)
@@ -78,11 +68,11 @@ class GlobalNorm:
         """
         if value.device.type != "cpu":
             value = torch.where(self.failed > 0, math.nan, value)
-        return value.to(torch.float64 if _has_fp64(self.collected) else torch.float32)
+        return value.to(torch.float64 if has_fp64(self.collected) else torch.float32)
 
     def error_of_peers(self, plan: NormPlan) -> ValueError | None:
         """What other ranks found, or what the ranks disagree about, if anything. Waits for the device."""
-        return _error_of_peers(plan, self.request, self.summed) if self.summed.has_peers else None
+        return error_of_sum(plan, self.request, self.summed) if self.summed.has_peers else None
 
 
 @torch.no_grad()
@@ -123,7 +113,7 @@ def global_norm(
     request = NormRequest(order, max_norm, nonfinite, wrong_call)
     is_in_two = LARGEST_PLAIN_ORDER < order < math.inf
     first_order = math.inf if is_in_two else 2.0 if math.isnan(order) else order
-    first = _sum_over_ranks(plan, collected, request, first_order, problem, riding=riding)
+    first = sum_over_ranks(plan, collected, request, first_order, problem, riding=riding)
     measured = _unpack(first, first_order, collected, request)
     error = first.error
     if error is None and is_in_two and plan.device.type != "cpu":
@@ -132,7 +122,7 @@ def global_norm(
         # With a mesh, all ranks have heard of the error. Without, some ranks share no sum with the failed one: they go
         # on, and wait for this rank's second sum.
         if plan.mesh is None and second_sum_follows(first.total.slots):
-            _sum_over_ranks(plan, collected, request, LARGEST_PLAIN_ORDER, error)
+            sum_over_ranks(plan, collected, request, LARGEST_PLAIN_ORDER, error)
         raise error
     return _in_units_of_largest(plan, measured) if is_in_two else measured
 
@@ -183,7 +173,7 @@ def _in_units_of_largest(plan: NormPlan, largest: GlobalNorm) -> GlobalNorm:
         largest: the largest elements, from the first sum.
     """
     order, units = largest.request.order, _unit(largest.by_part)
-    second = _sum_over_ranks(plan, largest.collected, largest.request, order, None, units)
+    second = sum_over_ranks(plan, largest.collected, largest.request, order, None, units)
     if second.error is not None:
         raise second.error
     in_units = _unpack(second, order, largest.collected, largest.request)
@@ -198,201 +188,12 @@ def _unit(largest: Tensor) -> Tensor:
     return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
-@dataclass(frozen=True)
-class Summed:
-    """What came out of the sums over ranks.
-
-    Attributes:
-        total: of all sums.
-        uses_max: the sums took the maximum over ranks.
-        has_peers: whether other ranks took part, really.
-        error: what this rank has to raise: its own error or, on the CPU, that of its peers.
-    """
-
-    total: SummedVector
-    uses_max: bool
-    has_peers: bool
-    error: ValueError | None
-
-
 def _collect(plan: NormPlan) -> tuple[list[Collected], ValueError | None]:
     """The gradients that exist now. If an error prevents that, this rank joins its peers' sums with nothing."""
     try:
         return plan.collect(), None
     except Exception as error:  # a gradient of a kind that nobody knows, or a defect
         return [Collected(group) for group in plan.groups], unexpected("gradients cannot be collected", error)
-
-
-def _sum_over_ranks(
-    plan: NormPlan,
-    collected: list[Collected],
-    request: NormRequest,
-    order: float,
-    problem: ValueError | None,
-    units: Tensor | None = None,
-    riding: Tensor | None = None,
-) -> Summed:
-    """The power sum of the collected gradients, in multiples of `units`, [parts]. It raises nothing."""
-    device, operation, over_stages = plan.device, _operation(order), None
-    if plan.n_stages > plan.n_stages_in_mesh:  # packed first, since all sums have to hear of an error
-        over_stages, error = _packed(plan, [], request, order, units, places_over_stages(plan))
-        problem = problem or error
-    # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
-    under_way: list[_UnderWay] = []
-    is_single = not _has_fp64(collected)
-    for process_group, places, gradients in _by_collective(plan, collected):
-        packed, error = _packed(plan, gradients, request, order, units, places)
-        problem = problem or error
-        packed.failed.fill_(problem is not None)
-        packed.wrong_call.fill_(request.is_wrong)
-        packed.is_single.fill_(is_single)
-        vector = packed.vector if riding is None else torch.cat([packed.vector, riding])
-        work = start_reduce(vector, process_group, operation)
-        under_way.append(_UnderWay(process_group, gradients, packed, vector, work))
-    has_peers = False
-    for started in under_way:
-        has_peers |= started.wait(operation, riding)
-        if order == 2.0 and device.type == "cpu" and (error := _measure_again(plan, started)):
-            problem = problem or error
-    total, *others = [started.packed for started in under_way]
-    for packed in others:
-        total.add(packed, order)
-    # If the sums above do not span the pipeline stages, the stages' totals are summed last.
-    if plan.pp_mesh is not None and over_stages is not None:
-        total.add(over_stages, order)
-        stages = group_of_mesh(plan.pp_mesh)
-        has_peers |= _wait(total, start_reduce(total.vector, stages, operation), stages, operation)
-    # All sums are done and the peers have heard of the error: this rank may raise now.
-    has_peers = has_peers and not any(is_fake(started.process_group) for started in under_way)
-    summed = Summed(total, math.isinf(order), has_peers, problem)
-    if problem is None and has_peers and device.type == "cpu":  # on the CPU, reading waits for nothing
-        return dataclasses.replace(summed, error=_error_of_peers(plan, request, summed))
-    return summed
-
-
-def _packed(
-    plan: NormPlan,
-    gradients: list[Collected],
-    request: NormRequest,
-    order: float,
-    units: Tensor | None,
-    places: SumPlaces,
-) -> tuple[SummedVector, ValueError | None]:
-    """What this rank adds to a sum over ranks: nothing if an error prevents that, and the error."""
-    try:
-        return pack(plan, gradients, request, order, units, places), None
-    except Exception as error:  # no such kernel, no memory, or a defect
-        return SummedVector(plan), _cannot_sum(plan.device, error)
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    """A sum over ranks that has been started; the arguments that started it."""
-
-    process_group: dist.ProcessGroup | None
-    gradients: list[Collected]
-    packed: SummedVector
-    vector: Tensor
-    work: dist.Work | None
-
-    def wait(self, operation: dist.ReduceOp.RedOpType, riding: Tensor | None) -> bool:
-        """Wait for the sum, and take what rode in it; returns whether there were other ranks to wait for."""
-        if self.work is not None and riding is not None:
-            self.work.wait()
-            n = len(self.packed.vector)
-            self.packed.vector.copy_(self.vector[:n])
-            riding.copy_(self.vector[n:])
-        return _wait(self.packed, self.work, self.process_group, operation)
-
-
-def _wait(
-    packed: SummedVector,
-    work: dist.Work | None,
-    process_group: dist.ProcessGroup | None,
-    operation: dist.ReduceOp.RedOpType,
-) -> bool:
-    """Wait for a sum, and sum the overflow too; returns whether there were other ranks to wait for.
-
-    If the ranks disagree, their overflows may differ in length: then none of them is summed.
-    """
-    if work is None:
-        return False
-    work.wait()
-    if packed.overflow is not None and not packed.is_refused(uses_max=operation == dist.ReduceOp.MAX):
-        more = start_reduce(packed.overflow, process_group, operation)
-        assert more is not None  # as there was work before
-        more.wait()
-    return True
-
-
-def _measure_again(plan: NormPlan, started: _UnderWay) -> ValueError | None:
-    """Read gradients again in fp64 where blocks in fp32 lost something: on every rank of a sum or on none of them.
-
-    Only the sum over ranks decides, which all its ranks have alike. (On a GPU all is read in fp64 at once.) If a rank
-    has failed or the ranks disagree, nothing is read again: ranks of another order or with other parts of the model
-    would not come to the second sum. `_error_of_peers` finds the error later.
-
-    Returns:
-        The error of this rank's second reading. Its peers learn of it in the same sum.
-    """
-    packed = started.packed
-    lost = packed.parts_to_read_again()
-    if not lost or packed.is_refused(uses_max=False):
-        return None
-    sums_and_failed, problem = packed.sums.new_zeros(len(lost) + 1), None
-    try:
-        sums_and_failed[:-1] = pack_exact(plan, started.gradients, lost)
-    except Exception as error:  # no memory, or a defect: this rank still has to join the sum
-        problem = _cannot_sum(plan.device, error)
-        sums_and_failed[-1] = 1.0
-    if work := start_reduce(sums_and_failed, started.process_group):
-        work.wait()
-    packed.sums[lost] = sums_and_failed[:-1]
-    packed.failed.add_(sums_and_failed[-1])
-    return problem
-
-
-def _cannot_sum(device: torch.device, error: Exception) -> ValueError:
-    return unexpected(f"gradients cannot be summed on {device}", error)
-
-
-def _has_fp64(collected: list[Collected]) -> bool:
-    """Whether this rank has fp64 gradients."""
-    return any(g.locals and g.group.key.dtype == torch.float64 for g in collected)
-
-
-def _error_of_peers(plan: NormPlan, request: NormRequest, summed: Summed) -> ValueError | None:
-    """The error that all ranks of a sum raise. (On a GPU it would wait: there, the clip uses `GlobalNorm.failed`.)"""
-    if summed.total.failed.item():
-        why = OTHER_CALL if summed.total.wrong_call.item() else OTHER_GRADIENT
-        whose = "no gradient" if plan.mesh is not None else "no gradient of this rank"
-        return ValueError(f"{why}: {whose} has been changed")
-    return disagreement(plan, request, summed.total.slots, uses_max=summed.uses_max)
-
-
-def warm_up(plan: NormPlan) -> None:
-    """Open the communicators that a plan's norm needs: the first collective on each takes far longer than the others.
-
-    Call it on every rank that holds a part of the model. Waits.
-
-    Raises:
-        ValueError: when something is wrong with the plan, on this rank or on a rank that shares a sum with it.
-    """
-    process_groups = [process_group for process_group, _, _ in _by_collective(plan, [])]
-    if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
-        process_groups.append(group_of_mesh(plan.pp_mesh))
-    # Partial gradients are summed over single axes of their meshes.
-    process_groups += [mesh.get_group(axis) for mesh in plan.meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    problem = plan.request_problem or plan.gradient_problem
-    failed = torch.zeros(1, device=plan.device)
-    for process_group in dict.fromkeys(process_groups):
-        failed = failed.clamp(max=1.0) + float(problem is not None)
-        if work := start_reduce(failed, process_group):
-            work.wait()
-    if problem is not None:
-        raise problem
-    if failed.item():
-        raise ValueError(OTHER_PLAN)
 
 
 def _unpack(summed: Summed, order: float, collected: list[Collected], request: NormRequest) -> GlobalNorm:
@@ -426,32 +227,3 @@ def _sum_partial(plan: NormPlan, collected: list[Collected]) -> list[Collected]:
             gradients = Collected(gradients.group, indices, whole, [local_tensor(g) for g in whole])
         summed.append(gradients)
     return summed
-
-
-def _by_collective(
-    plan: NormPlan, collected: list[Collected]
-) -> Iterable[tuple[dist.ProcessGroup | None, SumPlaces, list[Collected]]]:
-    """Process groups, this rank's places in them, and the gradients to sum over each.
-
-    They come in the same order on every rank, even with no gradients.
-    """
-    if plan.mesh is not None:
-        group = group_of_mesh(plan.mesh)
-        yield group, ALONE if group is None else places_in_mesh(plan), collected
-        return
-    by_ranks: dict[tuple[int, ...], list[Collected]] = {layout.sharding_ranks: [] for layout in plan.layouts}
-    for gradients in collected:
-        by_ranks.setdefault(gradients.group.key.ranks, []).append(gradients)
-    for layout in plan.layouts:
-        ranks = layout.sharding_ranks
-        yield _process_group(layout), places_among(ranks), by_ranks.pop(ranks)
-    yield None, ALONE, by_ranks.pop((), [])
-
-
-def _process_group(layout: Layout) -> dist.ProcessGroup:
-    assert layout.mesh is not None
-    return layout.mesh.get_group(layout.sharded[0]) if len(layout.sharded) == 1 else group_over(layout.sharding_ranks)
-
-
-def _operation(order: float) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM

@@ -284,29 +284,38 @@ def test_auto_says_why_it_keeps_leaf_hooks(ranks3: Ranks) -> None:
     assert "DDP's communication hook reads the gradients from now on" in ranks3(_said, False)[0]
 
 
-def _divisions() -> list[str]:
-    """What DDP shows for several dtypes, without a bucket view and with one; and that nothing random was drawn."""
+def _divisions(n_ranks: int) -> list[str] | None:
+    """What DDP shows on the first ranks for several dtypes, without a bucket view and with one; and no random draw."""
+    group = dist.new_group(range(n_ranks))
+    if dist.get_rank() >= n_ranks:
+        return None
     model = small_model()
     parameters = [torch.zeros(1, dtype=d) for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)]
     before = torch.get_rng_state()
     found = [
-        why_division_differs(DistributedDataParallel(model, gradient_as_bucket_view=view), parameters)
+        why_division_differs(
+            DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=view), parameters
+        )
         for view in (False, True)
     ]
     assert torch.equal(torch.get_rng_state(), before)
     return found
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3])
-def test_ddp_shows_how_it_divides(request: pytest.FixtureRequest, n_ranks: int) -> None:
-    ranks: Ranks = request.getfixturevalue(f"ranks{n_ranks}")
-    for alone, in_view in ranks(_divisions):
+@pytest.mark.parametrize(("n_ranks", "of"), [(2, 2), (3, 3), (4, 8), (5, 8), (6, 8), (7, 8)])
+def test_ddp_shows_how_it_divides(request: pytest.FixtureRequest, n_ranks: int, of: int) -> None:
+    """Any power of two divides exactly; else a bucket view divides where a copy multiplies."""
+    ranks: Ranks = request.getfixturevalue(f"ranks{of}")
+    for found in ranks(_divisions, n_ranks)[:n_ranks]:
+        assert found is not None
+        alone, in_view = found
         assert alone == ""
+        exact = n_ranks in (2, 4)
         expected = (
-            "" if n_ranks == 2 else "on 3 ranks DDP rounds the average of gradients that lie in its buckets already"
+            "" if exact else f"on {n_ranks} ranks DDP rounds the average of gradients that lie in its buckets already"
         )
         assert in_view.startswith(expected)
-        assert bool(in_view) == (n_ranks == 3)
+        assert bool(in_view) != exact
 
 
 def _auto_beside(rival: str) -> tuple[str, int]:

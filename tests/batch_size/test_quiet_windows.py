@@ -1,0 +1,112 @@
+"""Windows that end without a look at what was measured: as many are counted, and mistakes are still named."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from sonde.batch_size.budget import REVIEW, Pace
+from sonde.batch_size.measuring_cost import WindowCosts
+from tests.batch_size.loops import attached, batch, mean_loss, small_model
+from tests.batch_size.paces import timed
+
+
+def _chosen(pace: Pace, n_windows: int) -> list[tuple[bool, int]]:
+    """Whether each window is measured, and N, while costs arrive some windows late."""
+    rng = random.Random(1)
+    chosen, late = [], []
+    for window in range(n_windows):
+        chosen.append((pace.is_measured, pace.every))
+        was_measured, number = pace.is_measured, pace.windows + 1
+        pace.window_ends()
+        if was_measured:
+            scale = 1e-2 * (1 + window / 1000)
+            costs = timed(measured=scale * 0.1, idle=scale * 1e-4, window=scale, every=pace.every, rng=rng)
+            late.append((window + rng.randint(0, 9), number, WindowCosts(**costs, has_verdict=1)))
+        while late and late[0][0] <= window:
+            _, arrived, costs_of = late.pop(0)
+            pace.take(arrived, costs_of)
+    return chosen
+
+
+@pytest.mark.parametrize("options", [{"every": 2}, {"every": 16}, {"every": 1000}, {"budget": 0.01}, {"budget": 0.04}])
+def test_quiet_windows_change_no_choice(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = _chosen(Pace(**options), 6000)
+    monkeypatch.setattr(Pace, "_count_quiet", lambda _: 0)
+    assert chosen == _chosen(Pace(**options), 6000)
+    assert len({every for _, every in chosen}) > 1 or "every" in options
+
+
+def test_nothing_is_measured_or_decided_at_the_end_of_a_quiet_window() -> None:
+    pace, n_quiet = Pace(every=100), 0
+    for number in range(1, 5001):
+        was_measured, is_quiet = pace.is_measured, pace.is_quiet
+        pace.window_ends()
+        n_quiet += is_quiet
+        assert not (is_quiet and (was_measured or pace.is_measured or number % REVIEW == 0))
+    assert n_quiet > 0.9 * 5000
+
+
+def test_mistakes_are_named_in_quiet_windows_too() -> None:
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, every=10**6, units_per_piece=None) as probe:
+        for _ in range(4):
+            with probe.piece(units=4):
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+        assert probe._pacing.is_quiet
+        for units, weight in ((0, 1.0), (-1, 1.0), (True, 1.0), (4, 0.0), (4, math.nan), ("4", 1.0), (4, math.inf)):
+            with pytest.raises((ValueError, TypeError)), probe.piece(units=units, weight=weight):  # type: ignore[arg-type]
+                pass
+        with pytest.raises(RuntimeError, match="units"), probe.piece():
+            pass
+        with pytest.raises(RuntimeError, match="inside another piece"), probe.piece(units=4), probe.piece(units=4):
+            pass
+        with pytest.raises(RuntimeError, match="inside a piece"), probe.piece(units=4):
+            probe.step()
+        with pytest.raises(KeyError), probe.piece(units=4):
+            raise KeyError
+        with probe.piece(units=4):  # the piece that failed is over
+            pass
+        probe.step()
+        assert probe._n_windows == 5
+
+
+def test_a_count_in_one_of_several_units_is_refused_in_quiet_windows_too() -> None:
+    model = small_model()
+    with attached(model, every=10**6, unit=("rows", "values"), units_per_piece={"rows": 4, "values": 12}) as probe:
+        for _ in range(4):
+            with probe.piece():
+                mean_loss(model, *batch(4, torch.Generator().manual_seed(0))).backward()
+            probe.step()
+        assert probe._pacing.is_quiet
+        with pytest.raises(ValueError, match="rows, values"), probe.piece(units=4):
+            pass
+
+
+def test_quiet_windows_are_clipped_counted_and_timed() -> None:
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    parameters = list(model.parameters())
+    with attached(model, every=8) as probe:
+        for _ in range(160):
+            for _ in range(2):
+                with probe.piece(units=4):
+                    mean_loss(model, *batch(4, generator)).backward()
+            expected = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            torch.testing.assert_close(probe.clip_grad_norm_(1e-3), expected)
+            clipped = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            torch.testing.assert_close(clipped, torch.tensor(1e-3), rtol=1e-3, atol=0)
+            model.zero_grad()
+        rows = probe._pacing.pace._rows
+        assert probe.state_dict()
+        assert sum(row.costs.n_idle for row in rows) + sum(row.costs.n_measured for row in rows) > 100
+        assert all(row.costs.idle_seconds > 0 for row in list(rows)[2:])
+        cost = probe.cost()
+        assert cost.share is not None
+        assert 0 < cost.share < 1
