@@ -282,6 +282,19 @@ def test_a_restart_within_a_pair_drops_its_two_windows() -> None:
     assert reading.windows == 2 + 2  # the fifth window's half is lost, and the tenth one waits
 
 
+def test_a_short_epoch_after_a_restart_does_not_end_the_pairs() -> None:
+    model = small_model()
+    with attached(model, allow_biased=True) as probe:
+        run(model, probe, range(6))
+        state = probe.state_dict()
+    with attached(model, allow_biased=True) as probe:
+        probe.load_state_dict(state)
+        run(model, probe, range(6, 7), (3, 3))
+        run(model, probe, range(7, 11))
+        reading = probe.reading()
+    assert (reading.windows, reading.is_biased) == (3 + 2, True)
+
+
 def test_a_skipped_step_drops_the_pair() -> None:
     model = small_model()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=LR), torch.amp.GradScaler("cpu", init_scale=2.0**40)
