@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -291,25 +292,47 @@ def test_pairs_of_neighbours_take_the_place_of_windows(every: int) -> None:
     assert len(firsts) - 200 in (0, 1)  # the first pair is measured besides
 
 
-def test_a_budget_holds_for_pairs_and_no_change_of_pace_parts_them() -> None:
-    rng, pace = random.Random(3), Pace(budget=0.01)
-    spent = passed = 0.0
+def pairs_at(pace: Pace, n_windows: int, cost: float, rng: random.Random) -> list[int]:
+    """The windows that a pace measures where each costs so many seconds, and a window takes 10 ms."""
     measured = []
-    for number in range(1, 60_001):
-        if number == 6:  # the first windows have come, and show that pairs are needed: within what would be a pair
-            pace.measure_in_pairs(True)
-        was_measured, every = pace.is_measured, pace.every
+    for _ in range(n_windows):
+        number, every, was_measured = pace.windows + 1, pace.every, pace.is_measured
         pace.window_ends()
-        passed += 1e-2
         if was_measured:
             measured.append(number)
-            costs = timed(measured=1e-3, idle=1e-6, window=1e-2, every=every, rng=rng)
-            spent += 1e-3 * (number > 10_000)
+            costs = timed(measured=cost, idle=1e-6, window=1e-2, every=every, rng=rng)
             pace.take(number, WindowCosts(**costs, has_verdict=1))
-    assert 0.006 < spent / (passed * 5 / 6) < 0.011
-    later = [number for number in measured if number > 500]
-    later = later if later[1] == later[0] + 1 else later[1:]
-    assert all(b == a + 1 for a, b in zip(later[::2], later[1::2], strict=False))
+    return measured
+
+
+def test_a_budget_holds_for_pairs() -> None:
+    pace = Pace(budget=0.01)
+    pairs_at(pace, 5, 2e-3, rng := random.Random(3))
+    pace.measure_in_pairs(True)
+    pairs_at(pace, 2_000, 2e-3, rng)
+    n_measured = len(pairs_at(pace, 20_000, 2e-3, rng))
+    assert 0.006 < 2e-3 * n_measured / (20_000 * 1e-2) < 0.011
+
+
+def test_no_change_of_pace_parts_a_pair() -> None:
+    """Restarts at 64 windows in a row put the next decision at every place of a pair and of a stretch."""
+    first, rng = Pace(budget=0.01), random.Random(3)
+    first.measure_in_pairs(True)
+    pairs_at(first, 1_000, 1.8e-4, rng)
+    changes = 0
+    for _ in range(64):
+        pairs_at(first, 1, 1.8e-4, rng)
+        pace = Pace(budget=0.01)
+        pace.load_state_dict(first.state_dict())
+        before = pace.every
+        measured = pairs_at(pace, 100, 9e-4, rng)
+        changes += pace.every > before
+        # Windows in a row: one pair, or two of them at the border of two stretches. The first two of all are measured
+        # besides, and may stand before half of a pair; the last pair may be cut by the end.
+        starts = [k for k, number in enumerate(measured) if k == 0 or measured[k - 1] != number - 1]
+        lengths = [b - a for a, b in itertools.pairwise(starts)]
+        assert all(length % 2 == 0 for length in lengths[1:]), measured
+    assert changes > 50
 
 
 def test_pairs_go_on_after_a_restart() -> None:

@@ -134,7 +134,7 @@ def test_a_loop_of_sgd_has_the_bias_that_the_closed_form_predicts() -> None:
     model, solved = Quadratic(case), []
     optimizer = torch.optim.SGD(model.parameters(), lr=case.rate)
     with attached(model, optimizer, allow_biased=True) as probe:
-        for window in range(800):
+        for window in range(400):
             if window % 2 == 0:  # each pair begins at the same weights
                 with torch.no_grad():
                     model.weights.copy_(case.weights)
@@ -149,12 +149,12 @@ def test_a_loop_of_sgd_has_the_bias_that_the_closed_form_predicts() -> None:
     values = torch.tensor(solved, dtype=torch.float64)
     means, errors = values.mean(0), values.std(0) / math.sqrt(len(values))
     expected, truth = case.expected, case.truth
-    assert len(values) == 400
+    assert len(values) == 200
     for mean, error, predicted, exact in zip(
         means, errors, (expected.trace_cov, expected.grad_sq), (truth.trace_cov, truth.grad_sq), strict=True
     ):
         assert abs(float(mean) - predicted) < 3 * float(error)
-        assert abs(float(mean) - exact) > 10 * float(error)
+        assert abs(float(mean) - exact) > 8 * float(error)
     assert float(means[0] / means[1]) > 1.5 * truth.b_simple
 
 
