@@ -144,7 +144,7 @@ def consecutive_steps(options: NoiseScaleOptions, found: FoundModel) -> Consecut
         staging_bytes=int(options.staging_mib * 2**20),
         device=wrapper.leaves[0].device,
     )
-    error = "exactly" if sketch.is_exact else f"with an error of {percent(sketch.error)} of |G₁||G₂|"
+    error = "exactly" if sketch.is_exact else f"with an error of about {percent(sketch.error)} in tr Σ of a pair"
     return ConsecutiveSteps(
         StepSketches(sketch),
         f"consecutive steps are compared, {error}, if a window is a single piece whose examples cannot be read",

@@ -67,7 +67,7 @@ class GradientSketch:
 
     @property
     def error(self) -> float:
-        """Standard error of ⟨a, b⟩ over |a||b|, about: √Σ 2/m with the groups' shares of the model, 0 if exact."""
+        """Standard error of |s(a)|² over |a|², about: √Σ 2p²/m with each group's part p of the elements."""
         parts = zip(self.sizes, self._group_numels, strict=True)
         whole = sum(self._group_numels)
         return math.sqrt(sum(2 / size * (numel / whole) ** 2 for size, numel in parts if size < numel))
