@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +172,14 @@ def sizes_and_report(folder: Path, write: Callable[[Path], None]) -> dict[str, f
     return {"log_bytes": float((folder / "records.jsonl").stat().st_size), **report(folder)}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)  # the tensors are small: more threads would only wait for each other
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--readings", type=int, default=100_000)
     parser.add_argument("--again", type=int, default=10, help="the second log has this many times the readings")
     parser.add_argument("--logs", type=Path, help="keep the logs here; logs that are here are not written again")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with contextlib.ExitStack() as stack:
         folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         found = measure(folder, options.readings, options.again)

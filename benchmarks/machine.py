@@ -37,15 +37,17 @@ def describe(device: str, compared: Sequence[str] = ("adaptdl", "fairscale", "k-
 def import_seconds(n_repeats: int) -> float:
     """Seconds that `import sonde` takes beyond `import torch`: medians of new processes, which alternate.
 
-    Of both, Python finds the compiled files, as in an installation by pip.
+    Of both, Python finds the compiled files, as in an installation by pip: a run that may compile them comes first. A
+    single repeat does without.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     took: dict[str, list[float]] = {"torch": [], "sonde": []}
-    for k in range(n_repeats + 1):
+    n_compiling = 1 if n_repeats > 1 else 0
+    for k in range(n_compiling + n_repeats):
         for name, seconds in took.items():
             start = time.perf_counter()
             subprocess.run([sys.executable, "-c", f"import {name}"], check=True, env=environment)
-            if k:  # the first run compiles
+            if k >= n_compiling:
                 seconds.append(time.perf_counter() - start)
     return statistics.median(took["sonde"]) - statistics.median(took["torch"])
 

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sonde
+from benchmarks import at_scale
 from benchmarks.device import add_option, count, seconds_of, stem
 from benchmarks.gpt import TINY
 from benchmarks.launch import on_ranks
@@ -30,7 +30,6 @@ from benchmarks.machine import describe
 from benchmarks.training import Setup, device_of
 
 MAX_NORM, NEVER_CLIPS = 1.0, 1e30
-AT_SCALE = [sys.executable, "-m", "benchmarks.at_scale"]
 SMALL, LARGE = (32, 16), (2048, 2048)
 UNEVEN, CONVOLUTION = (2048, 2000), (512, 256, 3, 3)
 Clip = Callable[[], Tensor]
@@ -225,6 +224,10 @@ def folded_steps(setup: Setup, case: Case, rounds: int) -> dict[str, list[float]
     return took
 
 
+def _at_scale(setup: Setup) -> dict[str, float]:
+    return at_scale.measure()
+
+
 def measure(device: str, *, quick: bool) -> dict[str, Any]:
     """All measurements, case by case."""
     start = time.monotonic()
@@ -247,13 +250,14 @@ def measure(device: str, *, quick: bool) -> dict[str, Any]:
         results.append(result)
     large = cases[-1] if quick else next(c for c in cases if c.shape == LARGE and c.ranks == 1)
     _say(start, f"folded into a fused step: {large}")
+    alone = Setup(ranks=1, threads=1, micro_batches=1, sequences=1, shape=TINY)
     folded = on_ranks(large.setup(device), folded_steps, large, 3 if quick else 15, start=start_method)[0]
     return {
         "machine": describe(device, compared=("torchtitan",)),
         "quick": quick,
         "results": [dataclasses.asdict(r) for r in results],
         "folded": {"case": str(large), **folded},
-        "at_scale": json.loads(subprocess.run(AT_SCALE, capture_output=True, text=True, check=True).stdout),
+        "at_scale": on_ranks(alone, _at_scale, start=start_method)[0],
     }
 
 
@@ -302,14 +306,14 @@ def markdown(measured: dict[str, Any], command: str) -> str:
         f"neighbouring steps, the median saving is {100 * saved:.0f} %.",
         "",
     ]
-    at_scale = measured["at_scale"]
+    planned = measured["at_scale"]
     lines += [
         "## One of 4,096 ranks",
         "",
         f"A plan for 6,000 DTensors on pp 8 × dp 64 × tp 8, with a fake process group: "
-        f"{at_scale['planning_seconds']:.2f} s (goal ≤ 2 s). A call sends {at_scale['bytes']} bytes "
-        f"(goal ≤ 64 kB) in {at_scale['collectives']} collective, and takes "
-        f"{1e3 * at_scale['later_call_seconds']:.0f} ms here.",
+        f"{planned['planning_seconds']:.2f} s (goal ≤ 2 s). A call sends {planned['bytes']} bytes "
+        f"(goal ≤ 64 kB) in {planned['collectives']} collective, and takes "
+        f"{1e3 * planned['later_call_seconds']:.0f} ms here.",
         "",
     ]
     return "\n".join(lines)

@@ -120,36 +120,19 @@ def simulate(
     first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
     found: list[Tensor] = []
     for step in range(1, n_windows + 1):
-        grads = per_example_gradients(weights, inputs, targets)
-        flat = torch.cat([grad.flatten(2) for grad in grads], 2)  # [runs, examples, parameters]
         chosen = torch.randint(N_EXAMPLES, (n_runs, N_PIECES, UNITS_PER_PIECE), generator=generator)
         counts = torch.zeros(n_runs, N_PIECES, N_EXAMPLES, dtype=torch.float64)
         counts.scatter_add_(2, chosen, torch.ones_like(chosen, dtype=torch.float64))
-        pieces = counts @ flat / UNITS_PER_PIECE
-        big, mean = pieces.mean(1), flat.mean(1)
-        n_first = N_INPUTS * N_HIDDEN + N_HIDDEN
-        row = []
-        for part in (slice(0, n_first), slice(n_first, None)):
-            small_sq, big_sq = pieces[..., part].square().sum(2).mean(1), big[:, part].square().sum(1)
-            u, v = 1 / UNITS_PER_PIECE, 1 / BATCH
-            exact = mean[:, part].square().sum(1)
-            row.append(
-                torch.stack(
-                    [
-                        (small_sq - big_sq) / (u - v),
-                        (u * big_sq - v * small_sq) / (u - v),
-                        flat[..., part].square().sum(2).mean(1) - exact,
-                        exact,
-                    ],
-                    -1,
-                )
-            )
+        row, grads = [], []
+        for x, error in layers(weights, inputs, targets):
+            pieces = piece_gradients(x, error, counts)
+            row.append(estimated_and_exact(pieces, x, error))
+            n_biases = error.shape[2]
+            grads += pieces.mean(1).split([pieces.shape[2] - n_biases, n_biases], 1)
         found.append(torch.stack(row, 1))
-        offset = 0
-        for weight, m, v2 in zip(weights, first, second, strict=True):
-            grad = big[:, offset : offset + weight[0].numel()].reshape(weight.shape)
-            offset += weight[0].numel()
-            move(optimizer, lr / 10 if fall_after and step > fall_after else lr, step, weight, grad, m, v2)
+        for weight, grad, m, v2 in zip(weights, grads, first, second, strict=True):
+            rate = lr / 10 if fall_after and step > fall_after else lr
+            move(optimizer, rate, step, weight, grad.reshape(weight.shape), m, v2)
     table = torch.stack(found, 1)  # [runs, windows, layers, 4]
     return Windows(*table.unbind(-1))
 
@@ -173,13 +156,53 @@ def heavy_tailed(dof: int, *, n_runs: int, n_windows: int, seed: int = 1, n_elem
     return Windows(trace_cov[..., None], grad_sq[..., None], exact, exact / BATCH)
 
 
-def per_example_gradients(weights: list[Tensor], inputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """Of the cross entropy of a network with one tanh layer; [runs, examples, …] for each parameter."""
+def layers(weights: list[Tensor], inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Of the cross entropy of a network with one tanh layer: each layer's inputs, and the gradient of its outputs.
+
+    The gradient of an example is their outer product. The last input is 1, and has the bias.
+
+    Returns:
+        For each layer, [examples, inputs + 1] or [runs, examples, inputs + 1], and [runs, examples, outputs].
+    """
     w1, b1, w2, b2 = weights
     hidden = torch.tanh(inputs @ w1 + b1[:, None])
     error = (hidden @ w2 + b2[:, None]).softmax(-1) - targets
-    back = (error @ w2.transpose(1, 2)) * (1 - hidden.square())
-    return [inputs[None, :, :, None] * back[..., None, :], back, hidden[..., :, None] * error[..., None, :], error]
+    back = (error @ w2.mT) * (1 - hidden.square())
+    return [(with_one(inputs), back), (with_one(hidden), error)]
+
+
+def with_one(x: Tensor) -> Tensor:
+    """Inputs and a 1 beside them."""
+    return torch.cat([x, torch.ones_like(x[..., :1])], -1)
+
+
+def piece_gradients(x: Tensor, error: Tensor, counts: Tensor) -> Tensor:
+    """The mean gradient of each piece: [runs, pieces, parameters], weights before biases.
+
+    Args:
+        x: a layer's inputs, [examples, inputs] or [runs, examples, inputs].
+        error: the gradient of its outputs, [runs, examples, outputs].
+        counts: how often each example is in each piece, [runs, pieces, examples].
+    """
+    weighted = counts.mT[..., None] * error[:, :, None]  # [runs, examples, pieces, outputs]
+    sums = x.mT @ weighted.flatten(2)
+    return sums.unflatten(2, (N_PIECES, -1)).transpose(1, 2).flatten(2) / UNITS_PER_PIECE
+
+
+def estimated_and_exact(pieces: Tensor, x: Tensor, error: Tensor) -> Tensor:
+    """tr Σ and |G|² of a layer: both estimated from its pieces, then both exact; [runs, 4].
+
+    Args:
+        pieces: mean gradients, [runs, pieces, parameters].
+        x: the layer's inputs, as `layers` gives them.
+        error: the gradient of its outputs.
+    """
+    small_sq, big_sq = pieces.square().sum(2).mean(1), pieces.mean(1).square().sum(1)
+    u, v = 1 / UNITS_PER_PIECE, 1 / BATCH
+    grad_sq = (x.mT @ error / error.shape[1]).square().sum((1, 2))
+    sq_norms = x.square().sum(-1) * error.square().sum(-1)  # of outer products; [runs, examples]
+    estimates = [(small_sq - big_sq) / (u - v), (u * big_sq - v * small_sq) / (u - v)]
+    return torch.stack([*estimates, sq_norms.mean(1) - grad_sq, grad_sq], -1)
 
 
 def move(optimizer: str, lr: float, step: int, weight: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> None:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.new_process import forkserver
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,9 +90,7 @@ class Ranks:
         )
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        # Import once what each rank would import for seconds: torch imports its compiler at the first optimizer.
-        context.set_forkserver_preload(["torch.nn.parallel", "torch.distributed.fsdp", "torch._dynamo", "sonde"])
+        context = forkserver()
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.world):

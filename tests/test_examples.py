@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import sonde
+from tests.new_process import Python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-COMMANDS = {
-    "plain_loop.py": [sys.executable],
-    "single_gpu.py": [sys.executable],
-    "ddp_torchrun.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "accelerate_ddp.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "fsdp2.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "pipeline.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "fsdp2_clip.py": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-}
-COMMANDS["trl_grpo.py"] = [sys.executable]
-MEASURES_NOISE = sorted(COMMANDS.keys() - {"fsdp2_clip.py", "trl_grpo.py"})
+NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+MEASURES_NOISE = sorted(set(NAMES) - {"fsdp2_clip.py", "trl_grpo.py"})
 
 
-def test_every_example_is_run() -> None:
-    assert {p.name for p in EXAMPLES.glob("*.py")} == set(COMMANDS)
+def n_ranks(name: str) -> int:
+    """The number of processes that its first lines start."""
+    first_lines = (EXAMPLES / name).read_text().split('"""')[1]
+    if f"\ntorchrun --nproc-per-node 2 examples/{name}\n" in first_lines:
+        return 2
+    assert f"\npython examples/{name}\n" in first_lines
+    return 1
 
 
-def run_example(name: str, folder: Path) -> str:
-    """What it prints."""
+def run_as_written(name: str, folder: Path) -> str:
+    """What it prints, started by a new Python or by torchrun."""
     done = subprocess.run(
-        [*COMMANDS[name], str(EXAMPLES / name)],
+        [sys.executable, *(TORCHRUN if n_ranks(name) == 2 else []), str(EXAMPLES / name)],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -43,6 +43,30 @@ def run_example(name: str, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_example(name: str, folder: Path) -> str:
+    """What rank 0 prints. Its processes have the environment that torchrun gives them, and imported torch before."""
+    n = n_ranks(name)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun has the store, not rank 0
+    shared = {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n)]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(Python(str(EXAMPLES / name), folder=folder, environment=shared | rank if n > 1 else {}))
+            for rank in ranks
+        ]
+        ended = [python.wait() for python in started]
+    assert all(end.status == 0 for end in ended), "\n".join(end.err for end in ended)
+    return ended[0].out
 
 
 @pytest.mark.slow
@@ -55,9 +79,16 @@ def test_sharded_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_reinforcement_learning_example(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # other packages cause various warnings
+def test_reinforcement_learning_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which may have imported TRL already."""
     pytest.importorskip("trl", reason="the example of TRL needs trl")
-    said = run_example("trl_grpo.py", tmp_path)
+    assert n_ranks("trl_grpo.py") == 1
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "trl_grpo.py"), run_name="__main__")
+    said = capsys.readouterr().out
     found = re.findall(
         r"step (\d+): entropy ([\d.]+) nats a token; forecast ([-+.e\d]+) ± ([.e\d-]+) nats a token", said
     )
@@ -71,9 +102,11 @@ def test_reinforcement_learning_example(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURES_NOISE)
 def test_example(name: str, tmp_path: Path) -> None:
+    """A plain loop is started by Python, and DDP by torchrun, as their first lines say."""
     if name == "accelerate_ddp.py":
         pytest.importorskip("accelerate", reason="the example of Accelerate needs accelerate")
-    said = run_example(name, tmp_path)
+    run_it = run_as_written if name in ("plain_loop.py", "ddp_torchrun.py") else run_example
+    said = run_it(name, tmp_path)
     (log,) = tmp_path.glob("runs/*/records.jsonl")
     run = sonde.read_run(log)
     last = run.readings[-1]
@@ -83,7 +116,7 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert last.status == "resolved"
     # A small byte model on English: between a handful and a few thousand contexts, wherever the seed leads.
     assert 5 < (last.metrics["gns/b_simple"] or 0) < 5000
-    ranks = 1 if name in ("plain_loop.py", "single_gpu.py", "pipeline.py") else 2
+    ranks = 1 if name == "pipeline.py" else n_ranks(name)
     assert run.header.setup["ranks"] == ranks
     assert last.pieces["per_window"] == {"pipeline.py": 8, "single_gpu.py": 1}.get(name, 4 * ranks)
     assert last.metrics["gns/covered"] == 1.0

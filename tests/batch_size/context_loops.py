@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde.parallel.wrappers import block_of
+from tests.batch_size.cut_models import Values, last_window, local_weights, n_collectives, whole_parameters, with_total
 from tests.oracles import window_by_hand
 from tests.ranks import mesh_of
 
@@ -176,14 +176,13 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
         optimizer.step()
         optimizer.zero_grad()
         if values and probe:
-            solved = probe.window()
-            result["windows"].append(solved and [(e.trace_cov, e.grad_sq) for e in (solved.total, *solved.per_group)])
+            result["windows"].append(last_window(probe))
             result["by hand"].append(by_hand(whole, loop, window))
     result["collectives"] = n_collectives() - before
     if probe:
         result |= {"reading": probe.reading(), "alerts": dict(probe.alerts), "setup": probe._setup()}
         probe.close()
-    result["weights"] = [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+    result["weights"] = local_weights(model)
     return result
 
 
@@ -195,22 +194,7 @@ def _end(probe: Any, model: nn.Module, loop: Loop) -> float:
     return float(sonde.clip_grad_norm_(list(model.parameters()), 0.5, mesh=whole_mesh(loop)))
 
 
-def n_collectives() -> int:
-    """How many collectives all groups of this process have issued, whichever they are."""
-    groups = dist.distributed_c10d._world.pg_map
-    return sum(group._get_sequence_number_for_group() for group in groups)
-
-
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole, by name. (All ranks take part.)"""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    named = ((n.removeprefix("module."), p) for n, p in model.named_parameters())
-    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
-
-
-def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[float, float]]:
+def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> Values:
     """(tr Σ, |G|²) of the total and of each group, from the gradients of whole sequences in float64."""
     model = copy.deepcopy(build(loop)).double()
     for name, p in model.named_parameters():
@@ -231,4 +215,4 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
         gradients = [torch.cat([piece[n] for n in names if block_of(n) == group]) for piece in pieces]
         final = torch.stack(gradients).sum(0) / n_data
         solved.append((0.0, 0.0) if group == "unused" else window_by_hand(gradients, weights, units, final))
-    return [(sum(t for t, _ in solved), sum(g for _, g in solved)), *solved]
+    return with_total(solved)

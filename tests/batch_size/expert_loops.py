@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import sonde
+from tests.batch_size.cut_models import Values, last_window, local_weights, n_collectives, whole_parameters, with_total
 from tests.gradient_norm.routed_experts import LENGTH, VOCABULARY, Mixture, build
 from tests.oracles import window_by_hand
 from tests.ranks import mesh_of
@@ -153,14 +154,13 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
         optimizer.step()
         optimizer.zero_grad()
         if values and probe is not None:
-            solved = probe.window()
-            result["windows"].append(solved and [(e.trace_cov, e.grad_sq) for e in (solved.total, *solved.per_group)])
+            result["windows"].append(last_window(probe))
             result["by hand"].append(by_hand(whole, loop, window))
     result["collectives"] = n_collectives() - before
     if probe is not None:
         result |= {"reading": probe.reading(), "alerts": dict(probe.alerts), "setup": probe._setup()}
         probe.close()
-    result["weights"] = [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+    result["weights"] = local_weights(model)
     return result
 
 
@@ -173,22 +173,7 @@ def _end(probe: Any, model: nn.Module, arguments: dict[str, Any], loop: Loop) ->
     return float(sonde.clip_grad_norm_(list(model.parameters()), 0.5, mesh=mesh))
 
 
-def n_collectives() -> int:
-    """How many collectives all groups of this process have issued, whichever they are."""
-    groups = dist.distributed_c10d._world.pg_map
-    return sum(group._get_sequence_number_for_group() for group in groups)
-
-
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole, by name. (All ranks take part.)"""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    named = model.named_parameters()
-    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
-
-
-def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[float, float]]:
+def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> Values:
     """(tr Σ, |G|²) of the total and of each group, from every rank's whole gradients in float64.
 
     An expert's piece is the sum of what the ranks that feed it have sent in one backward, with their joint weight and
@@ -227,4 +212,4 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
             t, g = window_by_hand(gradients, weights, units, sum(gradients) / divisor)  # type: ignore[arg-type]
             trace_cov, grad_sq = trace_cov + t, grad_sq + g
         solved.append((trace_cov, grad_sq))
-    return [(sum(t for t, _ in solved), sum(g for _, g in solved)), *solved]
+    return with_total(solved)

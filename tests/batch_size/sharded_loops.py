@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sonde
 from sonde.parallel.wrappers import block_of
+from tests.batch_size.cut_models import Values, last_window, local_weights, n_collectives, whole_parameters, with_total
 from tests.oracles import window_by_hand
 from tests.ranks import mesh_of
 
@@ -229,8 +230,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
         optimizer.step()
         optimizer.zero_grad()
         if values and probe and window >= 0:
-            solved = probe.window()
-            result["windows"].append(solved and [(e.trace_cov, e.grad_sq) for e in (solved.total, *solved.per_group)])
+            result["windows"].append(last_window(probe))
             result["by hand"].append(by_hand(whole, loop, window))
     result["collectives"] = n_collectives() - (before or 0)
     if probe:
@@ -238,7 +238,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
         result["setup"] = probe._setup()
         probe.close()
     result["hooks"] = sum(len(p._backward_hooks or ()) for p in gathered(model))
-    result["weights"] = [_local(p).detach().clone() for p in model.parameters()]
+    result["weights"] = local_weights(model)
     return result
 
 
@@ -258,12 +258,6 @@ def clip_alone(model: nn.Module) -> Callable[..., Tensor]:
     return lambda max_norm: sonde.clip_grad_norm_(parameters, max_norm, mesh=mesh)
 
 
-def n_collectives() -> int:
-    """How many collectives all groups of this process have issued, whichever they are."""
-    groups = dist.distributed_c10d._world.pg_map
-    return sum(group._get_sequence_number_for_group() for group in groups)
-
-
 def gathered(model: nn.Module) -> list[nn.Parameter]:
     """The whole parameters that FSDP2 has gathered."""
     found = []
@@ -275,20 +269,7 @@ def gathered(model: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def _local(p: Tensor) -> Tensor:
-    return p.to_local() if isinstance(p, DTensor) else p
-
-
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole, by name. (All ranks take part.)"""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    named = model.named_parameters()
-    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
-
-
-def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[float, float]]:
+def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> Values:
     """(tr Σ, |G|²) of the total and of each group, from the whole gradient of every piece of every rank in float64.
 
     With per_example="always", every example is a piece. In bf16, a piece's gradient is that of a bf16 model, and only
@@ -319,4 +300,4 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> list[tuple[flo
         gradients = [torch.cat([piece[n] for n in names if group_of(n) == group]) for piece in pieces]
         final = torch.stack(gradients).sum(0) / n_data_ranks(loop)
         solved.append(window_by_hand(gradients, weights, units, final))
-    return [(sum(t for t, _ in solved), sum(g for _, g in solved)), *solved]
+    return with_total(solved)

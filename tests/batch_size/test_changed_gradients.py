@@ -22,6 +22,7 @@ from tests.batch_size.loops import (
     train,
 )
 from tests.oracles import window_by_hand
+from tests.pretend_device import DEVICE, PretendDevice
 
 
 def b_simple_of(**options: Any) -> float:
@@ -155,16 +156,16 @@ def test_a_gradient_that_is_not_finite_says_what_is_known(factor: float, name: s
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
-def test_bad_counts_on_the_device_drop_the_window(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sonde.batch_size.taps.window_sums.at_hand", lambda value: False)  # as if they were on a GPU
-    model = small_model()
-    losses = piece_losses(model, [4, 4])
-    with attached(model) as probe:
-        for loss in losses:
-            with probe.piece(units=4, weight=torch.tensor(bad)):
-                loss().backward()
-        probe.step()
-        reading = probe.reading()
+def test_bad_counts_on_the_device_drop_the_window(bad: float) -> None:
+    with PretendDevice() as device:
+        model = small_model().to(DEVICE)
+        with attached(model) as probe:
+            with device.no_reads():
+                for _ in range(2):
+                    with probe.piece(units=4, weight=torch.tensor(bad, device="cpu").to(DEVICE)):
+                        model(torch.randn(4, 12, device=DEVICE)).square().mean().backward()
+                probe.step()
+            reading = probe.reading()
     assert reading.windows == 0
     assert "not finite and positive" in reading.reason
 

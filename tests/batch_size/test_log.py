@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +159,26 @@ def test_a_sink_that_fails_at_the_start_is_raised_and_the_others_are_closed() ->
     assert sound.closed == 1
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_refused_at_attach(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
+@contextlib.contextmanager
+def without_the_rights_of_root() -> Iterator[None]:
+    """Root may write anywhere. Inside, root is nobody."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_attach() -> None:
     model = small_model()
-    with pytest.raises(PermissionError):
-        attached(model, sinks=[sonde.JsonlSink(tmp_path / "run")])
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders cannot even be entered by nobody
+        attached(model, sinks=[sonde.JsonlSink(Path(folder) / "before")]).close()
+        Path(folder).chmod(0o555)
+        with without_the_rights_of_root(), pytest.raises(PermissionError, match=f"{folder}/run"):
+            attached(model, sinks=[sonde.JsonlSink(Path(folder) / "run")])
+        Path(folder).chmod(0o755)
     assert not any(p._backward_hooks for p in model.parameters())
 
 

@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
+from tests.batch_size.cut_models import n_collectives
 from tests.batch_size.norms_by_hand import adam_weights
-from tests.batch_size.sharded_loops import Block, n_collectives
+from tests.batch_size.sharded_loops import Block
 from tests.oracles import window_by_hand
 from tests.ranks import Ranks, mesh_of
 

@@ -15,6 +15,7 @@ from tests.batch_size.loops import (
     piece_losses,
     small_model,
 )
+from tests.pretend_device import DEVICE, PretendDevice
 
 
 def test_refuses_lazy_parameters_until_they_have_a_shape() -> None:
@@ -160,12 +161,16 @@ def test_log_refuses(scalars: dict[str, Any], message: str) -> None:
         probe.log(**scalars)
 
 
-def test_negative_unit_weights_on_the_device_drop_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sonde.batch_size.taps.window_sums.at_hand", lambda value: False)  # as if it were on a GPU
-    model = small_model()
-    with attached(model) as probe:
-        for loss in piece_losses(model, [4, 4]):
-            with probe.piece(unit_weights=torch.tensor([3.0, -1.0, 2.0, -2.0])):
-                loss().backward()
-        probe.step()
-        assert "not finite and positive" in probe.reading().reason
+def test_negative_unit_weights_on_the_device_drop_the_window() -> None:
+    with PretendDevice() as device:
+        model = small_model().to(DEVICE)
+        weights = torch.tensor([3.0, -1.0, 2.0, -2.0], device="cpu").to(DEVICE)
+        with attached(model) as probe:
+            with device.no_reads():
+                for _ in range(2):
+                    with probe.piece(unit_weights=weights):
+                        model(torch.randn(4, 12, device=DEVICE)).square().mean().backward()
+                probe.step()
+            reading = probe.reading()
+    assert reading.windows == 0
+    assert "not finite and positive" in reading.reason

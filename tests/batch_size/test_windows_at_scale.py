@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from benchmarks.windows_at_scale import KINDS, RANKS, measure
 
-from benchmarks.windows_at_scale import KINDS, RANKS
+from tests.new_process import in_new_process
 
 BYTES_PER_MARK = 16
 """Two fp64 numbers by which ranks with the same data are recognised, for each rank with data of its own."""
@@ -15,21 +12,12 @@ MOST_MARKED = 256
 
 
 def test_collectives_and_bytes_of_a_window_do_not_grow_with_ranks() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.windows_at_scale"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert [(sent["kind"], sent["n_ranks"]) for sent in found] == [(kind, n) for kind in KINDS for n in RANKS]
+    found = in_new_process(measure)
+    assert [(sent.kind, sent.n_ranks) for sent in found] == [(kind, n) for kind in KINDS for n in RANKS]
     for sent in found:
-        assert (sent["in_pieces"], sent["collectives"], sent["with_clip"]) == (0, 1, 1)
+        assert (sent.in_pieces, sent.collectives, sent.with_clip) == (0, 1, 1)
     for kind in KINDS:
-        n_bytes = {sent["n_ranks"]: sent["n_bytes"] for sent in found if sent["kind"] == kind}
+        n_bytes = {sent.n_ranks: sent.n_bytes for sent in found if sent.kind == kind}
         n_sharing = 4 if "tensor" in kind else 1
         without_marks = {n - BYTES_PER_MARK * min(ranks // n_sharing, MOST_MARKED) for ranks, n in n_bytes.items()}
         assert len(without_marks) == 1, n_bytes

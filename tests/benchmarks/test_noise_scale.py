@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from benchmarks.accuracy import accuracy, estimates, exact_moments, population, 
 from benchmarks.contestants import ENTRIES
 from benchmarks.gpt import TINY, build
 from benchmarks.launch import on_ranks
+from benchmarks.noise_scale import main
 from benchmarks.timing import cost
 from benchmarks.training import Setup
 
@@ -68,9 +67,7 @@ def test_one_slow_block_does_not_move_the_cost() -> None:
 
 @pytest.mark.slow
 def test_the_quick_benchmark_runs_end_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.noise_scale", "--quick", "--only", "sonde", "--out", str(tmp_path)]
-    root = Path(__file__).parents[2]
-    subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=280)
+    main(["--quick", "--only", "sonde", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "noise_scale_cpu.json").read_text())
     assert results["quick"]
     alone, ddp, accumulating = (row for row in results["rows"] if row["title"] == "sonde")

@@ -7,7 +7,21 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.present_noise_scale import as_table, cells, simulate, summary
+import pytest
+import torch
+from benchmarks.present_noise_scale import (
+    N_PIECES,
+    UNITS_PER_PIECE,
+    as_table,
+    cells,
+    estimated_and_exact,
+    layers,
+    piece_gradients,
+    simulate,
+    summary,
+)
+
+from tests.oracles import population, window_by_hand
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +58,35 @@ def test_the_pages_have_the_numbers_after_a_fall_and_of_heavy_tails() -> None:
     for dof, words in ((3, "of runs where Student's t of 3 degrees of freedom"), (5, "with 5 degrees")):
         covered = [cell["covered"] for cell in tails if cell["optimizer"] == f"t, {dof} degrees of freedom"]
         assert f"in {percent(min(covered), 0)} to {percent(max(covered), 0)} % {words}" in page("limits.md")
+
+
+def test_the_simulated_gradients_are_those_of_autograd() -> None:
+    """Of every example apart, for both layers and two runs; and the same pieces made of them."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(20, n, generator=draw, dtype=torch.float64) for n in (4, 3))
+    y = y.softmax(-1)
+    shapes = ((4, 6), (6,), (6, 3), (3,))
+    weights = [torch.randn(2, *shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    counts = torch.randint(3, (2, N_PIECES, 20), generator=draw).double()
+
+    def gradients(k: int, run: int) -> torch.Tensor:
+        """Of layer k: [examples, parameters]."""
+        w1, b1, w2, b2 = (weight[run] for weight in weights)
+        losses = torch.nn.functional.cross_entropy(torch.tanh(x @ w1 + b1) @ w2 + b2, y, reduction="none")
+        pairs = [torch.autograd.grad(loss, weights[2 * k : 2 * k + 2], retain_graph=True) for loss in losses]
+        return torch.stack([torch.cat([grad[run].flatten() for grad in pair]) for pair in pairs])
+
+    detached = [weight.detach() for weight in weights]
+    for k, (inputs, error) in enumerate(layers(detached, x, y)):
+        pieces = piece_gradients(inputs, error, counts)
+        found = estimated_and_exact(pieces, inputs, error)
+        for run in range(2):
+            each = gradients(k, run)
+            torch.testing.assert_close(pieces[run], counts[run] @ each / UNITS_PER_PIECE)
+            exact = population(each)
+            units = [float(UNITS_PER_PIECE)] * N_PIECES
+            by_hand = window_by_hand(list(pieces[run]), [1.0] * N_PIECES, units, pieces[run].mean(0))
+            assert found[run].tolist() == pytest.approx([*by_hand, exact.trace_cov, exact.grad_sq], rel=1e-10)
 
 
 def test_a_small_run_makes_the_table() -> None:

@@ -22,6 +22,7 @@ from rich.console import Console
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
 from sonde.demos.byte_lm.run import conclude
 from sonde.runs.reader import Run, read_run
+from tests.new_process import Ended, Python
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,7 +30,7 @@ pytestmark = [
 ]
 
 DEADLINE = 120.0  # seconds; a run here takes about 8 on 2 idle cores
-DEMO = [sys.executable, "-m", "sonde", "demo", "--device", "cpu"]
+DEMO = ["-m", "sonde", "demo", "--device", "cpu"]
 
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -37,12 +38,12 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a demo in its own process group, as a shell does. All of its processes end with the test."""
+    """Starts a demo with pipes or a terminal, by a new Python. All of its processes end with the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start_demo(*options: str, **where: Any) -> subprocess.Popen[str]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
-        started.append(subprocess.Popen([*DEMO, *options], text=True, **(where or pipes)))
+        started.append(subprocess.Popen([sys.executable, *DEMO, *options], text=True, **(where or pipes)))
         return started[-1]
 
     yield start_demo
@@ -74,22 +75,21 @@ def _has_reading(folder: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
     """A run of 12 steps. Some options come from a file, and a flag overrides one of them."""
     folder = tmp_path_factory.mktemp("demo")
     config = folder / "demo.yaml"
     config.write_text("steps: 500\nlog-every: 4\nlearning_rate: 3e-3\n")
-    arguments = [*DEMO, "--config", str(config), "--steps", "12", "--out", str(folder / "run")]
-    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=DEADLINE)
-    return folder / "run", ended
+    with Python(*DEMO, "--config", str(config), "--steps", "12", "--out", str(folder / "run"), folder=folder) as demo:
+        return folder / "run", demo.wait(DEADLINE)
 
 
-def _run_of(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> Run:
-    assert finished[1].returncode == 0, finished[1].stderr
+def _run_of(finished: tuple[Path, Ended]) -> Run:
+    assert finished[1].status == 0, finished[1].err
     return read_run(finished[0])
 
 
-def test_demo_learns_and_its_log_reads_back(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_demo_learns_and_its_log_reads_back(finished: tuple[Path, Ended]) -> None:
     run = _run_of(finished)
     assert (run.ended, run.torn, run.alerts) == ("finished", None, ())
     assert [reading.window for reading in run.readings] == [4, 8, 12]
@@ -101,7 +101,7 @@ def test_demo_learns_and_its_log_reads_back(finished: tuple[Path, subprocess.Com
     assert run.header.metadata["n_steps"] == 12
 
 
-def test_demo_trains_two_ranks_on_different_data(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_demo_trains_two_ranks_on_different_data(finished: tuple[Path, Ended]) -> None:
     run = _run_of(finished)
     assert run.header.setup["wrapper"] == "DistributedDataParallel"
     assert run.header.setup["ranks"] == 2
@@ -114,21 +114,21 @@ def test_demo_trains_two_ranks_on_different_data(finished: tuple[Path, subproces
     assert 0.3 < consistency < 3
 
 
-def test_demo_says_what_it_does_and_leaves_a_report(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_demo_says_what_it_does_and_leaves_a_report(finished: tuple[Path, Ended]) -> None:
     folder, ended = finished
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
-    assert "\x1b" not in ended.stdout + ended.stderr
+    assert "\x1b" not in ended.out + ended.err
     for text in ("2 processes on the CPU", "step 12/12, loss ", "─ verdict ─", "The batch of 32 sequences"):
-        assert text in ended.stdout
-    assert f"log     {folder}/records.jsonl\nreport  {folder}/report.html" in ended.stdout
+        assert text in ended.out
+    assert f"log     {folder}/records.jsonl\nreport  {folder}/report.html" in ended.out
     # Messages of torch and its launcher are hidden. The message of attaching is shown.
-    lines = ended.stderr.splitlines()
+    lines = ended.err.splitlines()
     assert lines[0] == "sonde: noise scale attached"
-    assert all(line.startswith(("sonde: ", "  ")) for line in lines), ended.stderr
+    assert all(line.startswith(("sonde: ", "  ")) for line in lines), ended.err
 
 
 def test_without_bokeh_the_end_says_how_to_get_the_report(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+    finished: tuple[Path, Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = finished
     setup: Setup = decide(DemoOptions(), folder, n_gpus=0, n_cores=2)
@@ -189,15 +189,15 @@ def test_ctrl_c_in_a_terminal_stops_all_ranks_at_the_same_step(tmp_path: Path, s
     assert (folder / "report.html").exists()
 
 
-def test_ctrl_c_while_ranks_start_is_not_lost(tmp_path: Path, start: Start) -> None:
-    demo = start("--steps", "5000", "--out", str(tmp_path / "run"))
-    _wait_for(lambda: len(_ranks_of(demo.pid)) == 2)
-    os.killpg(demo.pid, signal.SIGINT)
-    out, err = demo.communicate(timeout=DEADLINE)
-    assert demo.returncode == 130, err
-    assert "no step was finished" in out
-    assert "Nothing was measured." in out
-    assert "Traceback" not in out + err
+def test_ctrl_c_while_ranks_start_is_not_lost(tmp_path: Path) -> None:
+    with Python(*DEMO, "--steps", "5000", "--out", str(tmp_path / "run"), folder=tmp_path) as demo:
+        _wait_for(lambda: len(_ranks_of(demo.pid)) == 2)
+        os.killpg(demo.pid, signal.SIGINT)
+        ended = demo.wait(DEADLINE)
+    assert ended.status == 130, ended.err
+    assert "no step was finished" in ended.out
+    assert "Nothing was measured." in ended.out
+    assert "Traceback" not in ended.out + ended.err
     assert read_run(tmp_path / "run").ended == "interrupted"
 
 
@@ -217,16 +217,16 @@ def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path, start: St
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_demo_with_one_sentence(tmp_path: Path, start: Start, rank: int) -> None:
+def test_a_killed_rank_ends_the_demo_with_one_sentence(tmp_path: Path, rank: int) -> None:
     folder = tmp_path / "run"
-    demo = start("--steps", "5000", "--log-every", "2", "--out", str(folder))
-    _wait_for(lambda: _has_reading(folder))
-    ranks = sorted(_ranks_of(demo.pid))  # in the order in which they were started
-    os.kill(ranks[rank], signal.SIGKILL)
-    _, err = demo.communicate(timeout=DEADLINE)
-    assert demo.returncode == 1, err
-    lines = err.splitlines()
-    assert all(line.startswith(("sonde: ", "  ")) for line in lines), err
+    with Python(*DEMO, "--steps", "5000", "--log-every", "2", "--out", str(folder), folder=tmp_path) as demo:
+        _wait_for(lambda: _has_reading(folder))
+        ranks = sorted(_ranks_of(demo.pid))  # in the order in which they were started
+        os.kill(ranks[rank], signal.SIGKILL)
+        ended = demo.wait(DEADLINE)
+    assert ended.status == 1, ended.err
+    lines = ended.err.splitlines()
+    assert all(line.startswith(("sonde: ", "  ")) for line in lines), ended.err
     assert [line for line in lines if "error" in line] == [
         f"sonde: error: rank {rank} was killed by SIGKILL; the system kills a process when memory runs out; "
         f"the log so far: {folder}/records.jsonl"
@@ -238,14 +238,14 @@ def test_a_killed_rank_ends_the_demo_with_one_sentence(tmp_path: Path, start: St
     assert run.ended in (None, "stopped by RuntimeError", "the process was told to end (SIGTERM)")
 
 
-def test_the_error_of_a_rank_is_shown_in_full(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent")
-    demo = start("--out", str(tmp_path / "run"))
-    _, err = demo.communicate(timeout=DEADLINE)
-    assert demo.returncode == 1
-    assert err.count("Traceback") == 1
-    assert "dist.init_process_group(" in err
-    last = err.splitlines()[-1]
+def test_the_error_of_a_rank_is_shown_in_full(tmp_path: Path) -> None:
+    absent = {"GLOO_SOCKET_IFNAME": "absent"}
+    with Python(*DEMO, "--out", str(tmp_path / "run"), folder=tmp_path, environment=absent) as demo:
+        ended = demo.wait(DEADLINE)
+    assert ended.status == 1
+    assert ended.err.count("Traceback") == 1
+    assert "dist.init_process_group(" in ended.err
+    last = ended.err.splitlines()[-1]
     assert last.startswith("sonde: error: rank ")
     assert "failed: RuntimeError" in last
     assert "Unable to find address for: absent" in last

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from benchmarks.at_scale import N_PARAMETERS
+from benchmarks.at_scale import N_PARAMETERS, measure
+
+from tests.new_process import in_new_process
 
 
 def test_a_plan_for_4096_ranks_and_6000_parameters() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.at_scale"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    measured = json.loads(done.stdout.strip().splitlines()[-1])
+    measured = in_new_process(measure)
     assert measured["collectives"] == 1
     assert measured["bytes"] <= 64_000
     assert measured["groups"] == 3  # sharded over dp, and sharded over dp and replicated over tp, are one group

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sonde
 from tests.batch_size.checkpoint.regression import Batch, batches, by_hand, loss, model_of
-from tests.batch_size.sharded_loops import n_collectives
+from tests.batch_size.cut_models import n_collectives
 from tests.ranks import Ranks, mesh_of
 
 GROUPS = (slice(0, 144), slice(144, None))

@@ -1,0 +1,44 @@
+"""What loops on models that are cut over ranks have in common: what they count, and what they compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+Values = list[tuple[float, float]]
+"""(tr Σ, |G|²) of the total and of each group."""
+
+
+def n_collectives() -> int:
+    """How many collectives all groups of this process have issued, whichever they are."""
+    groups = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, whole, by its name in the plain model. (All ranks take part.)"""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named}
+
+
+def local_weights(model: nn.Module) -> list[Tensor]:
+    """A copy of this rank's part of every parameter."""
+    return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+
+
+def last_window(probe: Any) -> Values | None:
+    """What the probe solved of its last window; None if it dropped it."""
+    solved = probe.window()
+    return solved and [(e.trace_cov, e.grad_sq) for e in (solved.total, *solved.per_group)]
+
+
+def with_total(of_groups: Values) -> Values:
+    """The values of groups, after their total."""
+    return [(sum(trace_cov for trace_cov, _ in of_groups), sum(grad_sq for _, grad_sq in of_groups)), *of_groups]
