@@ -34,6 +34,8 @@ SETUPS: dict[str, dict[str, Any]] = {
     "the largest element": {"clip": 0.1, "norm_type": float("inf")},
     "scalars of the user": {"logs": True},
     "an overflow": {"overflows": True},
+    "consecutive steps": {"sizes": (6,), "allow_biased": True},
+    "consecutive steps, folded": {"sizes": (6,), "allow_biased": True, "staging_mib": 0.0, "clip": 1.0},
 }
 
 
@@ -50,6 +52,7 @@ def train(
     norm_type: float = 2.0,
     logs: bool = False,
     overflows: bool = False,
+    sizes: tuple[int, ...] = (4, 2, 6),
     **options: Any,
 ) -> tuple[sonde.NoiseScaleReading | None, list[torch.Tensor]]:
     """A reading of some windows, and the weights after them; on a pretended device, every read of sonde's raises."""
@@ -64,7 +67,7 @@ def train(
             if freezes and window == 3:
                 model[0].bias.requires_grad_(False)  # type: ignore[union-attr]
                 model[0].bias.grad = None  # type: ignore[union-attr]
-            for n in (4, 2, 6):
+            for n in sizes:
                 x, y = (t.to(device, non_blocking=True) for t in batch(n, generator))
                 units: Any = torch.tensor(float(n), device="cpu").to(device) if weighted else n
                 weights = torch.linspace(0.5, 1.0, n, device=device) if weighted else None
@@ -97,7 +100,7 @@ def train(
     return reading, [on_host(p.detach()).clone() for p in model.parameters()]
 
 
-WITHOUT_FP64 = ("weights on the device", "a clip", "an overflow")
+WITHOUT_FP64 = ("weights on the device", "a clip", "an overflow", "consecutive steps, folded")
 """Set-ups that are tried on a device without fp64 too. (A GradScaler itself needs fp64, except on MPS.)"""
 
 

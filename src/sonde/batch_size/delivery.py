@@ -13,6 +13,7 @@ from torch import Tensor
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
 from sonde.batch_size.per_example.window import read_examples
 from sonde.batch_size.readback import Read, Readback
+from sonde.batch_size.stats.step_pairs import StepProducts
 from sonde.batch_size.taps.expert_pieces import with_experts
 from sonde.batch_size.taps.further_metrics import Adds
 from sonde.batch_size.taps.further_sums import read_further
@@ -107,9 +108,11 @@ class Delivery:
         names, sizes, adds = tuple(scalars), window.witness_sizes, self._adds
         n_further_units = window.n_further_units
         has_examples, has_experts = window.examples is not None, window.experts is not None
+        is_second = None if window.step is None else window.step.is_second
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
             packed, sq_norm_big, witness_final, values, *more = vectors
+            step = None if is_second is None else _products(more.pop(), is_second=is_second)
             row = read_row(packed, sq_norm_big, witness_final, sizes, n_further_units)
             costs = read_costs(packed, len(sq_norm_big))
             further = read_further(more[0], more[1], adds) if adds else ()
@@ -122,7 +125,7 @@ class Delivery:
             elif has_experts:
                 row = with_experts(row, ExpertsOfWindow(*of_part))
             by_name = dict(zip(names, values.tolist(), strict=True))
-            return MeasuredWindow(row, known, by_name, costs, example_row, further)
+            return MeasuredWindow(row, known, by_name, costs, example_row, further, step)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
         vectors += [as_vector(list(scalars.values()), self._device), *(window.further or ())]
@@ -132,6 +135,8 @@ class Delivery:
                 vectors.append(window.examples.sq_norm_big)
         elif window.experts is not None:
             vectors += [window.experts.vector, window.experts.sq_norm_big, window.experts.witness_final]
+        if window.step is not None:
+            vectors.append(window.step.products)
         self.put(vectors, read, window.work)
 
     def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:
@@ -158,3 +163,9 @@ class Delivery:
         with self.alone():
             self.send()
             self.receive(wait=True)
+
+
+def _products(vector: Tensor, *, is_second: bool) -> StepProducts:
+    """The products of a window's sketch, as `StepOfWindow` holds them."""
+    own, with_first = vector.chunk(2)
+    return StepProducts(own.tolist(), with_first.tolist() if is_second else None)

@@ -13,6 +13,7 @@ from sonde.batch_size.measuring_cost import Cost, WindowCosts
 from sonde.batch_size.per_example.window import ExampleRow
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, find_alerts, set_aside_alerts
 from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.step_pairs import StepProducts
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_entry import SetAside, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow
@@ -43,6 +44,9 @@ METRICS: dict[str, Metric] = {
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
     "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain"),
     "gns/covered": Metric("fraction", "part of |F|² of the parameters that the noise scale speaks of; 1 for all"),
+    "gns/biased": Metric(
+        "0 or 1", "1 where the noise scale is read from consecutive steps, and probably smaller; else 0"
+    ),
     "grad/norm": Metric(
         "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
     ),
@@ -101,6 +105,7 @@ class MeasuredWindow:
         costs: what ranks have spent since the measured window before, summed over ranks.
         examples: what its single examples gave; None where the probe does not read them.
         further: the numbers in each further metric that is measured.
+        step: products of its gradient's sketch, where consecutive steps may be compared; None otherwise.
     """
 
     row: WindowRow
@@ -109,6 +114,7 @@ class MeasuredWindow:
     costs: WindowCosts = field(default_factory=WindowCosts)
     examples: ExampleRow | None = None
     further: tuple[FurtherRow, ...] = ()
+    step: StepProducts | None = None
 
 
 @dataclass
@@ -207,7 +213,8 @@ class NoiseScaleLog:
         if drop is None and self._log.log_windows and self._tracker.last is not None:
             further = of_windows({name: tracker.last for name, tracker in self._further.items()})
             groups = self._tracker.groups if self._has_groups else ()
-            self._write("window", **_window_record(window, self._tracker.last, groups, further))
+            record = _window_record(window, self._tracker.last, groups, further, is_biased=self._tracker.is_biased)
+            self._write("window", **record)
         self._n_same_drops = self._n_same_drops + 1 if drop and drop.kind == self._last_drop else 1
         self._last_drop = drop.kind if drop else ""
         self._alert_set_asides(self._tracker.set_asides)
@@ -364,9 +371,14 @@ def _over_budget(cost: Cost) -> tuple[str, str]:
 
 
 def _window_record(
-    window: MeasuredWindow, solved: SolvedWindow, groups: Sequence[str], further: Mapping[str, float | None]
+    window: MeasuredWindow,
+    solved: SolvedWindow,
+    groups: Sequence[str],
+    further: Mapping[str, float | None],
+    *,
+    is_biased: bool,
 ) -> dict[str, object]:
-    """A window on its own, from which readings can be computed again."""
+    """A window on its own, or a pair with the number of its second window, from which readings can be made again."""
     total = solved.total
     return {
         "window": window.known.number,
@@ -376,6 +388,7 @@ def _window_record(
             "gns/grad_sq": json_number(total.grad_sq),
             "gns/effective_units": json_number(solved.effective_units),
             "cost/every": window.known.every,
+            "gns/biased": float(is_biased),
             **further,
         },
         "groups": {

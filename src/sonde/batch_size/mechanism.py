@@ -1,4 +1,4 @@
-"""Chooses what a window is solved from: its pieces, or its single examples."""
+"""Chooses what a window is solved from: its pieces, its single examples, or, if allowed, the step before."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sonde.batch_size.consecutive_steps import ConsecutiveSteps
 from sonde.batch_size.log import MeasuredWindow
 from sonde.batch_size.per_example.window import NOTHING_COVERED, ExampleTimes, ExampleWindow
 from sonde.batch_size.setup import NoiseScaleOptions
@@ -47,12 +48,14 @@ class Mechanism:
         model: as the user calls it.
         wrapper: of the model.
         options: of the probe.
+        steps: compares consecutive steps where windows show no noise otherwise.
 
     Raises:
         ValueError: if examples are asked for and cannot be read.
     """
 
-    def __init__(self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> None:
+    def __init__(self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions, steps: ConsecutiveSteps) -> None:
+        self._steps = steps
         self._names, self._n_ranks = list(wrapper.parameters), wrapper.n_ranks
         self._is_on_host = wrapper.leaves[0].device.type == "cpu"
         self._is_asked = options.per_example == "always"
@@ -91,7 +94,21 @@ class Mechanism:
     def take_news(self) -> list[tuple[str, str]]:
         """What has changed since the last call: the name of an alert, or nothing, and a message."""
         news, self._news = self._news, []
-        return news
+        return news + self._steps.take_news()
+
+    @property
+    def _may_read_examples(self) -> bool:
+        """Whether single examples are read where a window is a single piece, or may yet be."""
+        return self.examples is not None and not self.why_not
+
+    @property
+    def measures_pairs(self) -> bool:
+        """Whether windows should be measured in pairs of neighbours."""
+        return self._steps.measures_pairs(may_read_examples=self._may_read_examples)
+
+    def resume_pairs(self) -> None:
+        """Go on in pairs of consecutive steps, as the run that saved a state did, if they are allowed here too."""
+        self._steps.resume(may_read_examples=self._may_read_examples)
 
     # While windows are trained.
 
@@ -140,6 +157,9 @@ class Mechanism:
     def row_of(self, window: MeasuredWindow) -> WindowRow:
         """The row of a window, with its examples if it is to be solved from them."""
         row, found = window.row, window.examples
+        self._steps.note(row, window.step, may_read_examples=self._may_read_examples, why_not=self.why_not)
+        if self._steps.is_on:
+            return self._steps.explained(row) if window.step is None else replace(row, step=window.step)
         if found is None or self.examples is None:
             return _explained(row, self.why_not)
         self._note_pieces(row, has_examples=found.sums is not None)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.budget import RANKS_DISAGREE, Pace
+from sonde.batch_size.consecutive_steps import consecutive_steps
 from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.found_model import RanksOfModel, find_model
 from sonde.batch_size.frozen_watch import TrainedChange
@@ -148,7 +149,8 @@ class NoiseScaleProbe:
         self._rounding = RoundingWatch(wrapper, hook_name)
         self._metrics = MetricTrackers(found.metrics, functools.partial(self._new_tracker, fixed_weights))
         self._tracker = self._metrics.headline
-        self._mechanism = Mechanism(model, wrapper, options)
+        self._steps = consecutive_steps(options, found)
+        self._mechanism = Mechanism(model, wrapper, options, self._steps)
         # The taps install hooks, so they come after everything that may refuse the model.
         whole, metrics = found.whole, found.metrics
         witness = Witness(whole.shapes, whole.first, len(found.parameters), apart=found.experts)
@@ -174,6 +176,7 @@ class NoiseScaleProbe:
             further=metrics.further,
             n_further_units=len(found.units) - 1,
             examples=self._mechanism.examples,
+            steps=self._steps.sketches,
         )
         self._delivery = Delivery(self._take, self._reader.device, list(metrics.adds.values()))
         n_summed_ranks = n_summed(wrapper.group)
@@ -416,6 +419,7 @@ class NoiseScaleProbe:
                     "run": self._log.state_dict(),
                     "windows": self._n_windows,
                     "covered": self._n_covered,
+                    "biased": self._tracker.is_biased,
                     "pace": self._pacing.pace.state_dict(),
                 }
             )
@@ -442,6 +446,9 @@ class NoiseScaleProbe:
             # States from before windows were left out lack these two.
             self._n_windows = state.get("windows", state["run"]["window"])
             self._n_covered = state.get("covered")
+            self._tracker.is_biased = state.get("biased", False)
+            if self._tracker.is_biased:
+                self._mechanism.resume_pairs()
             if "pace" in state:
                 self._pacing.pace.load_state_dict(state["pace"])
 
@@ -533,7 +540,7 @@ class NoiseScaleProbe:
         self._pacing.window_ended()
         if not (self._pacing.is_measured or self._has_paused):
             self._has_paused = True
-            self._say(describe_pace(self._pacing.pace.cost))
+            self._say(describe_pace(self._pacing.pace.cost, in_pairs=self._mechanism.measures_pairs))
         self._loop.begin_window(is_measured=self._pacing.is_measured)
         if failure is not None:
             raise failure
@@ -563,7 +570,10 @@ class NoiseScaleProbe:
         problems = notes.problems + ((Problem.REPLACED,) if self._unmeasured.have_replaced_measured() else ())
         self._pacing.spent(start)
         window, measured = self._reader.end_window(
-            reads_grad=clip is not None, problems=problems, costs=self._pacing.take_costs()
+            reads_grad=clip is not None,
+            problems=problems,
+            costs=self._pacing.take_costs(),
+            number=self._n_windows + 1,
         )
         norm, failure = None, None
         clip_scalars: dict[str, float | Tensor] = {}
@@ -630,7 +640,7 @@ class NoiseScaleProbe:
         if self._rounding.has_changed():
             self._metrics.set_rounding(self._rounding.now())
         row = self._mechanism.row_of(window)
-        self._begin_anew_if_other_parameters_count(row, window.known.number)
+        self._begin_anew_if_it_speaks_of_something_else(row, window.known.number)
         drop = self._metrics.update(row, window)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
         if drop is None:
@@ -655,15 +665,18 @@ class NoiseScaleProbe:
         norm = plain.last.norm if plain is not None and plain.last is not None else None
         self._log.window(window, drop, norm)
 
-    def _begin_anew_if_other_parameters_count(self, row: WindowRow, number: int) -> None:
-        """Forget windows that speak of other parameters, if examples cover only some of them, or no longer do."""
+    def _begin_anew_if_it_speaks_of_something_else(self, row: WindowRow, number: int) -> None:
+        """Forget windows of other parameters, if examples cover only some, and windows with a bias or without it."""
         n_covered = row.examples.n_covered if row.examples is not None else len(self._wrapper.parameters)
-        if row.problems or n_covered == self._n_covered:
+        is_biased = row.step is not None
+        if row.problems or (n_covered, is_biased) == (self._n_covered, self._tracker.is_biased):
             return
         if self._n_covered is not None and self._tracker.windows:
             self._tracker.parameters_changed(self._tracker.groups, gone=(), first=number)
-            self._say(f"the noise scale speaks of {n_covered} parameters from window {number} on, and begins anew")
-        self._n_covered = n_covered
+            how = "with a bias" if is_biased else "without bias"
+            what = f"is measured {how}" if is_biased != self._tracker.is_biased else f"speaks of {n_covered} parameters"
+            self._say(f"the noise scale {what} from window {number} on, and begins anew")
+        self._n_covered, self._tracker.is_biased = n_covered, is_biased
 
     def _alert(self, name: str, message: str) -> None:
         self._log.alert(name, message)
@@ -674,6 +687,7 @@ class NoiseScaleProbe:
             self._options, self._wrapper, self._found.whole, self._reader.tap_name, self._reader.groups
         )
         setup["fixed_weights"] = self._tracker.at_fixed_weights
+        setup["biased_fallback"] = self._steps.in_words
         has_scaler, level = self._grad_scaler is not None, self._tracker.level
         return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found.facts
 

@@ -79,7 +79,7 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, str], parameters: Co
             value that cannot be what its name says.
     """
     # States from before "frozen" was saved are still read, and those from before windows were left out.
-    later = {"frozen": [], "windows": 0, "pace": {}, "metrics": {}, "covered": None}
+    later = {"frozen": [], "windows": 0, "pace": {}, "metrics": {}, "covered": None, "biased": False}
     check_keys("noise-scale probe state", {**later, **state}, {"what", "averages", "run", *later})
     check_keys("noise-scale probe state", state["what"], set(own))
     for name, value in own.items():
@@ -100,6 +100,8 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, str], parameters: Co
     check_keys("run of the probe state", run, {"window", "units_seen"})
     check_count("run of the probe state", run, "window")
     check_number("run of the probe state", run, "units_seen", low=0)
+    if not isinstance(biased := state.get("biased", False), bool):
+        raise ValueError(f"noise-scale probe state: biased must be true or false, got {biased!r:.60}: is it damaged?")
     if "windows" in state:
         check_count("noise-scale probe state", state, "windows")
     if "pace" in state:

@@ -82,7 +82,7 @@ class WindowHistory:
             number: of the window in the run; it sets the ages, so that dropped windows count.
         """
         self.windows += 1
-        self._recent.append(WindowEntry(float(number), 1, window.norm**2, estimates_table(window.per_group)))
+        self._recent.append(WindowEntry(float(number), 1, window.sq_norm, estimates_table(window.per_group)))
         if len(self._recent) > _NEIGHBOURS:
             self._settle(len(self._recent) - 1 - _NEIGHBOURS)
         if len(self._recent) > 2 * _NEIGHBOURS:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.example_sums import Coverage
+from sonde.batch_size.stats.step_pairs import IN_WORDS as BIASED
 from sonde.batch_size.stats.window_entry import SetAside
 from sonde.stats.intervals import Status
 from sonde.wording import number
@@ -134,6 +135,8 @@ class NoiseScaleReading:
         every: one window of training in so many is measured, on average over the horizon.
         further_units: how many of each further unit one unit is, on average; None before the first window.
         coverage: the part of the model that the numbers speak of; None if it is the whole model.
+        is_biased: whether the numbers come from pairs of consecutive steps. B_simple is then probably smaller than
+            `b_simple` and `low`. `windows`, `windows_needed` and the horizon count pairs.
     """
 
     b_simple: float | None
@@ -166,6 +169,7 @@ class NoiseScaleReading:
     every: float = 1.0
     coverage: Coverage | None = None
     further_units: Mapping[str, float | None] = field(default_factory=dict)
+    is_biased: bool = False
 
     def in_unit(self, name: str) -> ConvertedReading:
         """The batch size and the noise scale in a further unit. This is a conversion, no estimate of its own.
@@ -207,6 +211,7 @@ class NoiseScaleReading:
             "gns/scale": self.scale,
             "gns/scale_residual": self.scale_residual,
             "gns/covered": self.coverage.part if self.coverage else 1.0,
+            "gns/biased": float(self.is_biased),
         }
         for converted in map(self.in_unit, self.further_units):
             numbers |= converted.metrics()
@@ -219,10 +224,14 @@ class NoiseScaleReading:
 
     def __str__(self) -> str:
         batch = f"batch {number(self.units_per_window, 4)}, " if self.units_per_window is not None else ""
-        of_these = f" measured, one in {number(self.every)}" if self.every > 1 else ""
+        # Of pairs, `every` counts two windows for each one that is measured.
+        every = self.every / 2 if self.is_biased else self.every
+        of_these = f" measured, one in {number(every)}" if every > 1 else ""
         dropped = f", {sum(self.dropped.values())} dropped" if self.dropped else ""
-        seen = f"{batch}{self.windows} windows{of_these}{dropped}"
+        counted = "pairs of windows" if self.is_biased else "windows"
+        seen = f"{batch}{self.windows} {counted}{of_these}{dropped}"
         seen += f" ({self.coverage})" if self.coverage is not None else ""
+        seen += f" ({BIASED})" if self.is_biased else ""
         if self.status == "resolved":
             moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
             known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"
@@ -265,10 +274,11 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
         reading: any reading.
 
     Returns:
-        Messages by name: those of the doubts, "not_covered", "outweighs", "group_outweighs"; empty when nothing looks
-        wrong.
+        Messages by name: those of the doubts, "not_covered", "biased", "outweighs", "group_outweighs"; empty when
+        nothing looks wrong.
     """
     partial = {"not_covered": f"the noise scale is {reading.coverage}"} if reading.coverage is not None else {}
+    partial |= {"biased": f"the noise scale is {BIASED}"} if reading.is_biased else {}
     return dict(reading.doubts) | partial | set_aside_alerts(reading.last_set_aside, reading.last_group_set_asides)
 
 

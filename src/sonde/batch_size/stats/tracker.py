@@ -12,8 +12,9 @@ from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.expert_sums import joint_scale
 from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
-from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
+from sonde.batch_size.stats.scale_witness import RoundingTolerance, ScaleReading, read_scale, rounding_of_sums
 from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
+from sonde.batch_size.stats.steps_in_turn import StepsInTurn, is_first
 from sonde.batch_size.stats.summary import summarise
 from sonde.batch_size.stats.window_entry import NONE_SET_ASIDE, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow, why_unusable
@@ -65,6 +66,9 @@ class NoiseScaleTracker:
         """The last window; None if it was dropped."""
         self.coverage: Coverage | None = None
         """The part of the model that readings speak of; None if it is the whole model."""
+        self.is_biased = False
+        """Whether readings are of pairs of consecutive steps."""
+        self._steps = StepsInTurn()
 
     def update(self, row: WindowRow, *, number: int | None = None, every: float = 1.0) -> Drop | None:
         """Take one measured window.
@@ -72,15 +76,21 @@ class NoiseScaleTracker:
         Args:
             row: its numbers.
             number: of the window in training, which sets ages; by default it follows the last one.
-            every: one window in so many is measured at that time, on average.
+            every: one window in so many is measured at that time, on average; of consecutive steps, one pair in so
+                many.
 
         Returns:
-            Why the window was dropped; None when it was averaged.
+            Why the window was dropped; None when it was averaged, or waits as the first of a pair.
         """
         self.last = None
         number = self._averages.n_seen + 1 if number is None else number
-        for averages in self._all_averages:
-            averages.see(number, every)
+        every = every if row.step is None else 2 * every
+        self._drop_lone_step(row, number)
+        if not is_first(row.step):
+            # A pair is averaged at its second window, under the number of its first: if parameters change in between,
+            # the pair is forgotten with the windows before the change.
+            for averages in self._all_averages:
+                averages.see(number if row.step is None else number - 1, every)
         # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
         # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
@@ -107,6 +117,11 @@ class NoiseScaleTracker:
             expert_scale=experts,
         )
         scale = scale if experts is None else joint_scale(scale, experts)
+        if is_first(row.step):
+            self._steps.wait(row, number, every, scale, drop)
+            return None
+        if row.step is not None:
+            row, drop = self._paired(row, scale, drop)
         if drop is not None:
             for averages in self._all_averages:
                 averages.drop(drop, scale)
@@ -125,6 +140,21 @@ class NoiseScaleTracker:
             averages.repeats.update(row.repeats)
         self.last = solved
         return None
+
+    def _drop_lone_step(self, row: WindowRow, number: int) -> None:
+        """Count the first window of a pair as dropped, if this one is not its second."""
+        if (lone := self._steps.take_lone(row, number)) is not None:
+            for averages in self._all_averages:
+                averages.see(lone.number, lone.every)
+                averages.drop(lone.why_dropped, lone.scale)
+
+    def _paired(self, row: WindowRow, scale: ScaleReading, drop: Drop | None) -> tuple[WindowRow, Drop | None]:
+        """The row of a second window with its pair; or why it is dropped, with its first one."""
+        if drop is not None:
+            self._steps.forget()
+            return row, drop
+        joined = self._steps.join(row, scale)
+        return (row, joined) if isinstance(joined, Drop) else (joined, None)
 
     def parameters_changed(self, groups: Sequence[str], *, gone: Sequence[str], first: int) -> None:
         """Forget the windows in which other parameters of these groups were trained than are trained now.
@@ -154,7 +184,7 @@ class NoiseScaleTracker:
             reading = self._fixed_weights.reading(
                 self._averages, unit=self.unit, level=self.level, with_groups=with_groups
             )
-            return replace(reading, coverage=self.coverage)
+            return replace(reading, coverage=self.coverage)  # never biased: no step is taken
         summaries = [
             summarise(
                 averages, unit=self.unit, level=self.level, with_groups=with_groups, as_if_last=as_if_last, now=now
@@ -164,7 +194,10 @@ class NoiseScaleTracker:
         groups = summaries[-1].groups
         if self.coverage is not None:
             groups = {name: _known(group) for name, group in groups.items()}
-        return replace(summaries[0], groups=groups, coverage=self.coverage)
+        reading = replace(summaries[0], groups=groups, coverage=self.coverage, is_biased=self.is_biased)
+        if not self.is_biased or reading.effective_units is None:
+            return reading
+        return replace(reading, effective_units=reading.effective_units / 2)  # of one of the two windows of a pair
 
     @property
     def _all_averages(self) -> list[NoiseScaleAverages]:

@@ -23,6 +23,10 @@ _SETUP_SHOWN = (
 
 _PIECE = "A piece is one micro-batch on one rank."
 _SEPARATED = "Noise is separated from signal by comparing the gradients of the pieces with the gradient of the window."
+_BY_STEPS = (
+    "Noise is separated from signal by comparing the gradients of two consecutive steps. The step in between biases "
+    "the noise scale, which is probably smaller."
+)
 _BY_EXAMPLES = "Noise is separated from signal by comparing the gradients of single examples with that of the window."
 
 
@@ -102,6 +106,7 @@ def _window_rows(run: Run) -> list[Row]:
     if setup.get("fixed_weights"):
         return [*_fixed_weights_rows(n_pieces, units, unit, intervals), Row("Readings", (readings,))]
     separated = _BY_EXAMPLES if per_window == 1 else _SEPARATED
+    separated = _BY_STEPS if last.metrics.get("gns/biased") else separated
     window = f"{_PIECE} A window is all pieces of one optimizer step. {separated}"
     rows = [
         Row("Pieces", (n_pieces if per_window is None else f"{n_pieces} per window.", window)),

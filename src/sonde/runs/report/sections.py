@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sonde.batch_size.stats.step_pairs import IN_WORDS as BIASED
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.reader import MetricsReading, Reading, Run
 from sonde.runs.report.curve_style import time_axis
@@ -65,7 +66,7 @@ def noise_scale_sections(run: Run) -> list[Section]:
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
             "The curves cross at B = B_crit, where both costs are 2×. The figure takes the noise scale of the last "
             "reading as B_crit. The noise scale is a proxy for B_crit: in published runs B_crit was 0.1 to 20 times "
-            "B_simple.",
+            "B_simple." + (f" This noise scale is {BIASED}." if last.metrics.get("gns/biased") else ""),
             (tradeoff_plot(last, unit),),
         ),
     ]
@@ -89,6 +90,8 @@ def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
             f"is its {percent(float(level))} confidence interval. The dotted curve is the average over the run so far, "
             "which a comparison of whole runs at several batch sizes would show."
         )
+    if any(reading.metrics.get("gns/biased") for reading in run.readings):
+        text += f" Values with gns/biased = 1 in the log are {BIASED}."
     if any(reading.status == "unresolved" for reading in run.readings):
         text += " A gap means that the noise scale was not known yet."
     if run.totals.n_readings > PIXELS:
