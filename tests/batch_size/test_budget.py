@@ -140,6 +140,36 @@ def test_a_window_that_evaluates_or_compiles_does_not_move_the_pace() -> None:
     assert 9 <= pace.every <= 14
 
 
+def test_windows_that_are_dearer_in_turn_do_not_hide_how_long_a_window_is() -> None:
+    """Two mechanisms are compared in every other window. A length is known one window after its cost."""
+    pace, spent = Pace(budget=0.01), 0.0
+    for i in range(33):
+        seconds = 0.06 if i % 2 else 0.005
+        before, spent = spent, seconds
+        pace.window_ends()
+        n = int(i > 1)  # an odd number of lengths is known then
+        costs = WindowCosts(seconds=seconds, measured_time=n * (0.03 + before), n_measured=n, has_verdict=1)
+        pace.take(pace.windows, costs)
+    expected = 0.0325 / (0.03 * 0.009)
+    assert 0.8 * expected < pace.every < 1.25 * expected
+
+
+def test_costs_of_a_comparison_that_has_ended_are_forgotten() -> None:
+    pace = Pace(budget=0.01)
+    for i in range(60):
+        seconds = 0.06 if i < 18 and i % 2 else 0.005
+        pace.window_ends()
+        costs = WindowCosts(seconds=seconds, measured_time=0.03 + seconds, n_measured=1, has_verdict=float(i > 30))
+        if i == 18:
+            pace.costs_change_after(pace.windows)
+        pace.take(pace.windows, costs)
+        if pace.every > 1:
+            break
+    assert pace.every == math.ceil(0.005 / (0.03 * 0.009 / 0.991))
+    pace.costs_change_after(pace.windows - 3)
+    assert [row[0] for row in pace.state_dict()["costs"]] == [pace.windows - 2, pace.windows - 1, pace.windows]
+
+
 def feed(pace: Pace, costs: dict[str, float]) -> None:
     """Let windows end until one was measured, and give its costs."""
     while not pace.is_measured:

@@ -173,7 +173,7 @@ READS = [
     ),
     Mutant(
         "shards",
-        "sonde.batch_size.taps.window_reader:WindowReader._read_witness_of_shards",
+        "sonde.batch_size.taps.final_gradient:FinalGradient.witness_of_shards",
         "elements = {}",
         "elements = {}; [bool(g.to_local().any()) for g in grads if g is not None]",
     ),

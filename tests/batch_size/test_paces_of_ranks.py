@@ -15,20 +15,34 @@ from tests.mutants import Mutant
 
 
 def windows_of_ranks(
-    delays: Sequence[Any], n_windows: int, options: Sequence[dict[str, Any]], verdict_at: int = 0
+    delays: Sequence[Any],
+    n_windows: int,
+    options: Sequence[dict[str, Any]],
+    verdict_at: int = 0,
+    cheaper_from: int = 0,
 ) -> tuple[list[list[int]], list[Pace]]:
     """The windows that each of several ranks measures, if numbers take a while to arrive, on each rank another.
 
-    A rank that awaits a window gets it: its probe waits for it.
+    A rank that awaits a window gets it: its probe waits for it. From the first measured window after `cheaper_from` on,
+    windows cost a fifth, and each rank notices that when that window's numbers arrive.
     """
     n, rng = len(delays), random.Random(4)
     paces = [Pace(**own, n_ranks=n) for own in options]
     measured: list[list[int]] = [[] for _ in paces]
+    first_cheap = 0
+
+    def arrived(pace: Pace, number: int, costs: WindowCosts) -> None:
+        if number == first_cheap:
+            pace.costs_change_after(number)
+        pace.take(number, costs)
+
     under_way: list[list[tuple[int, int, WindowCosts]]] = [[] for _ in paces]
     for window in range(1, n_windows + 1):
-        sums = [0.0] * N_COSTS
+        if cheaper_from and not first_cheap and window > cheaper_from and paces[0].is_measured:
+            first_cheap = paces[0].windows + 1
+        dear, sums = 0.01 if not cheaper_from or first_cheap else 0.05, [0.0] * N_COSTS
         for pace in paces:
-            own = timed(measured=0.01, idle=1e-6, window=0.05, every=pace.every, rng=rng)
+            own = timed(measured=dear, idle=1e-6, window=0.05, every=pace.every, rng=rng)
             start = pace.start
             numbers = WindowCosts(
                 **own, has_verdict=float(window > verdict_at), start=start, sq_start=float(start * start)
@@ -39,14 +53,14 @@ def windows_of_ranks(
             while (awaited := pace.awaits) is not None:
                 _, first, costs = under_way[rank].pop(0)
                 assert first == awaited
-                pace.take(first, costs)
+                arrived(pace, first, costs)
             if pace.is_measured:
                 measured[rank].append(window)
                 under_way[rank].append((window + delays[rank](rng), number, WindowCosts(*sums)))
             pace.window_ends()
             while under_way[rank] and under_way[rank][0][0] <= window:
                 _, first, costs = under_way[rank].pop(0)
-                pace.take(first, costs)
+                arrived(pace, first, costs)
     return measured, paces
 
 
@@ -60,6 +74,24 @@ def test_ranks_measure_the_same_windows_whenever_their_numbers_arrive() -> None:
         assert len({pace.every for pace in paces}) == 1
         assert paces[0].every > 10
         assert 250 > len(measured[0]) > 30
+
+
+def test_ranks_forget_old_costs_at_the_same_window() -> None:
+    for cheaper_from in (20, 100, 333, 600):
+        measured, paces = windows_of_ranks(DELAYS, 1500, [{"budget": 0.02}] * 3, cheaper_from=cheaper_from)
+        assert measured[0] == measured[1] == measured[2]
+        assert len({pace.every for pace in paces}) == 1
+
+
+def test_costs_that_are_forgotten_on_arrival_are_noticed() -> None:
+    mutant = Mutant(
+        "forgets on arrival",
+        "sonde.batch_size.budget:Pace._decide",
+        "while self._changes and self._changes[0] <= up_to:",
+        "while self._changes:",
+    )
+    with mutant.applied(), pytest.raises(AssertionError):
+        test_ranks_forget_old_costs_at_the_same_window()
 
 
 def test_a_choice_that_depends_on_arrival_is_noticed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -119,7 +120,12 @@ def test_pieces_stay_where_they_are_as_good_as_examples(capsys: pytest.CaptureFi
     with attached(model, per_example="auto", verbose=True, log_every=1) as probe:
         run(model, probe, 24, (1,) * 8)
         reading = probe.reading()
+        run(model, probe, 40, (1,) * 8)
+        costs = json.loads(probe.state_dict()["json"])["pace"]["costs"]
     assert "pieces are read from now on" in capsys.readouterr().err
+    # Eight of the first windows were read by examples too, in turns: their costs are not those of later ones.
+    assert min(row[0] for row in costs) > 8
+    assert len(costs) > 20
     assert reading.windows == 24
     assert not any(m._forward_hooks for m in model.modules())
 

@@ -82,6 +82,7 @@ class Pace:
         self._has_verdict = False
         self._rows: deque[CostRow] = deque(maxlen=_REMEMBERED)
         self._arrived: deque[CostRow] = deque()
+        self._changes: deque[int] = deque()
         self._awaited: deque[tuple[int, int]] = deque()
         """Measured windows whose costs have not been taken: their number, and N at that time."""
         self._agrees = n_ranks == 1
@@ -119,6 +120,14 @@ class Pace:
             rows = [row for row in self._rows if (row.every > 1) == (self.every > 1)]
         share, error = measured_share(rows)
         return Cost(self.every, share, error, self.budget)
+
+    def costs_change_after(self, number: int) -> None:
+        """Note that windows are measured in another way from now on: costs up to a window say nothing of later ones.
+
+        Args:
+            number: what `windows` was when the last window had ended whose numbers have shown the change.
+        """
+        self._changes.append(number)
 
     def take(self, number: int, costs: WindowCosts) -> None:
         """Take the costs of a measured window, summed over ranks, once they are on the host; in order.
@@ -204,6 +213,9 @@ class Pace:
             # All ranks have the same sums, so all count the same opinions.
             self._has_verdict |= round(row.costs.has_verdict) == self._n_ranks
             self._rows.append(CostRow(row.number, row.every, per_rank(row.costs, self._n_ranks)))
+        while self._changes and self._changes[0] <= up_to:  # later ones may not have come to all ranks yet
+            last = self._changes.popleft()
+            self._rows = deque((row for row in self._rows if row.number > last), maxlen=_REMEMBERED)
         if self.budget is None or not self._agrees or self.is_undecided:
             return
         # What a measured window costs depends on whether others were left out before it, not on how many.
@@ -225,6 +237,8 @@ class Pace:
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs; numbers and lists of them."""
         rows = [*self._rows, *(CostRow(r.number, r.every, per_rank(r.costs, self._n_ranks)) for r in self._arrived)]
+        changed = self._changes[-1] if self._changes else 0
+        rows = [row for row in rows if row.number > changed]
         return {
             "windows": self.windows,
             "every": self._every,

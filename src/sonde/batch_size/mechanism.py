@@ -102,6 +102,13 @@ class Mechanism:
         return self.examples is not None and not self.why_not
 
     @property
+    def reads(self) -> str:
+        """What is read in measured windows besides pieces: windows that read alike cost alike."""
+        if self._steps.is_on:
+            return "consecutive steps"
+        return {"pieces": "", "trial": "some examples"}.get(self._state, "examples")
+
+    @property
     def measures_pairs(self) -> bool:
         """Whether windows should be measured in pairs of neighbours."""
         return self._steps.measures_pairs(may_read_examples=self._may_read_examples)

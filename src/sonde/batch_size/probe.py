@@ -1,8 +1,8 @@
 """Is my batch size right? The gradient noise scale of a run, while it runs.
 
 The story of a measured window, from top to bottom: `piece` counts a micro-batch; `step` or `clip_grad_norm_` ends the
-window and puts its numbers on their way; `_take` gets them some windows later, and gives them to the tracker and the
-log. `_pass_window` ends a window that is not measured.
+window and puts its numbers on their way; `Arrivals` gets them some windows later, and gives them to the tracker and
+the log. `_pass_window` ends a window that is not measured.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.batch_size.budget import RANKS_DISAGREE, Pace
+from sonde.batch_size.arrivals import Arrivals
+from sonde.batch_size.budget import Pace
 from sonde.batch_size.consecutive_steps import consecutive_steps
 from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.found_model import RanksOfModel, find_model
 from sonde.batch_size.frozen_watch import TrainedChange
 from sonde.batch_size.log import METRICS as LOG_METRICS
-from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
+from sonde.batch_size.log import KnownOfWindow, NoiseScaleLog
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
@@ -43,14 +44,12 @@ from sonde.batch_size.setup import (
     describe,
     describe_context_axis,
     describe_pace,
-    describe_window,
     setup_record,
 )
 from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
-from sonde.batch_size.stats.window_row import WindowRow
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
 from sonde.batch_size.taps.second_moments import GatherAfterSteps
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
@@ -73,8 +72,6 @@ if TYPE_CHECKING:
 
 _WINDOWS_HELD = 8
 """Most windows that wait on the device, however rarely a reading is written. `Pace` needs their costs soon."""
-_JUDGED_EVERY = 16
-"""Windows between two looks at whether a verdict is possible, while all windows are measured."""
 
 
 class NoiseScaleProbe:
@@ -178,7 +175,9 @@ class NoiseScaleProbe:
             examples=self._mechanism.examples,
             steps=self._steps.sketches,
         )
-        self._delivery = Delivery(self._take, self._reader.device, list(metrics.adds.values()))
+        self._delivery = Delivery(
+            lambda window: self._arrivals.take(window), self._reader.device, list(metrics.adds.values())
+        )
         n_summed_ranks = n_summed(wrapper.group)
         pace = Pace(
             every=options.every,
@@ -195,9 +194,6 @@ class NoiseScaleProbe:
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
         self._n_checked = 0
-        self._n_arrived = 0
-        self._n_covered: int | None = None
-        """Parameters that the averages speak of; None before the first window."""
         self._has_paused = False
         self._seconds_put = 0.0
         self._changes: list[TrainedChange] = []
@@ -221,6 +217,16 @@ class NoiseScaleProbe:
         except BaseException:  # the log could not be begun: leave no hook behind
             self._remove_hooks()
             raise
+        self._arrivals = Arrivals(
+            self._metrics,
+            self._log,
+            self._rounding,
+            mechanism=self._mechanism,
+            pacing=self._pacing,
+            taps=self._taps,
+            wrapper=wrapper,
+            say=self._say,
+        )
         self._mechanism.begin_window(is_measured=True)
         self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
         if found.sequences_axis is not None:
@@ -418,7 +424,7 @@ class NoiseScaleProbe:
                     "frozen": self._loop.frozen,
                     "run": self._log.state_dict(),
                     "windows": self._n_windows,
-                    "covered": self._n_covered,
+                    "covered": self._arrivals.n_covered,
                     "biased": self._tracker.is_biased,
                     "pace": self._pacing.pace.state_dict(),
                 }
@@ -445,7 +451,7 @@ class NoiseScaleProbe:
             self._log.load_state_dict(state["run"])
             # States from before windows were left out lack these two.
             self._n_windows = state.get("windows", state["run"]["window"])
-            self._n_covered = state.get("covered")
+            self._arrivals.n_covered = state.get("covered")
             self._tracker.is_biased = state.get("biased", False)
             if self._tracker.is_biased:
                 self._mechanism.resume_pairs()
@@ -532,7 +538,7 @@ class NoiseScaleProbe:
         self._pacing.spent_in_all_windows(self._loop.seconds)
         self._deliver()
         if clip is not None:
-            self._reader.clip_also(self._unmeasured.now())
+            self._reader.final.clip_also(self._unmeasured.now())
         if self._pacing.is_measured:
             norm, failure = self._measure_window(clip)
         else:
@@ -579,7 +585,7 @@ class NoiseScaleProbe:
         clip_scalars: dict[str, float | Tensor] = {}
         if clip is not None:
             try:
-                norm = clip.apply(self._reader.plan, measured)
+                norm = clip.apply(self._reader.final.plan, measured)
                 clip_scalars = clip.scalars(norm)
             except RuntimeError as error:
                 failure = error
@@ -600,7 +606,7 @@ class NoiseScaleProbe:
             self._changes.append(change)
         self._pacing.spent_idle(start)
         try:
-            return (clip.apply(self._reader.plan) if clip is not None else None), None
+            return (clip.apply(self._reader.final.plan) if clip is not None else None), None
         except RuntimeError as error:
             return None, error
 
@@ -635,49 +641,6 @@ class NoiseScaleProbe:
         waited = self._delivery.seconds_waited - waited
         self._pacing.spent(start, waited=waited)
 
-    def _take(self, window: MeasuredWindow) -> None:
-        """Take in a window that has arrived: the tracker averages it, the tap may change, the log writes."""
-        if self._rounding.has_changed():
-            self._metrics.set_rounding(self._rounding.now())
-        row = self._mechanism.row_of(window)
-        self._begin_anew_if_it_speaks_of_something_else(row, window.known.number)
-        drop = self._metrics.update(row, window)
-        self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
-        if drop is None:
-            self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
-        for alert, message in self._mechanism.take_news():
-            if alert:
-                self._alert(alert, message)
-            else:
-                self._say(message)
-        for change in window.known.changes:
-            self._metrics.parameters_changed(change)
-            self._alert(change.alert, change.message)
-        pace = self._pacing.pace
-        pace.take(window.known.n_ended, window.costs)
-        if pace.disagrees:
-            self._alert("ranks_disagree", RANKS_DISAGREE)
-        if pace.is_undecided and window.known.number % _JUDGED_EVERY == 0:
-            self._pacing.judge(self._tracker.reading(with_groups=False, as_if_last=False))
-        self._taps.saw_row(window.row, is_sound=drop is None)
-        self._say_first(window)
-        plain = self._metrics.plain
-        norm = plain.last.norm if plain is not None and plain.last is not None else None
-        self._log.window(window, drop, norm)
-
-    def _begin_anew_if_it_speaks_of_something_else(self, row: WindowRow, number: int) -> None:
-        """Forget windows of other parameters, if examples cover only some, and windows with a bias or without it."""
-        n_covered = row.examples.n_covered if row.examples is not None else len(self._wrapper.parameters)
-        is_biased = row.step is not None
-        if row.problems or (n_covered, is_biased) == (self._n_covered, self._tracker.is_biased):
-            return
-        if self._n_covered is not None and self._tracker.windows:
-            self._tracker.parameters_changed(self._tracker.groups, gone=(), first=number)
-            how = "with a bias" if is_biased else "without bias"
-            what = f"is measured {how}" if is_biased != self._tracker.is_biased else f"speaks of {n_covered} parameters"
-            self._say(f"the noise scale {what} from window {number} on, and begins anew")
-        self._n_covered, self._tracker.is_biased = n_covered, is_biased
-
     def _alert(self, name: str, message: str) -> None:
         self._log.alert(name, message)
 
@@ -690,13 +653,6 @@ class NoiseScaleProbe:
         setup["biased_fallback"] = self._steps.in_words
         has_scaler, level = self._grad_scaler is not None, self._tracker.level
         return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found.facts
-
-    def _say_first(self, window: MeasuredWindow) -> None:
-        self._n_arrived += 1
-        if self._n_arrived == 1:
-            row, names = window.row, [self._tracker.unit, *self._tracker.further_units]
-            counts = dict(zip(names, [row.n_units, *row.further_units], strict=True))
-            self._say(describe_window(row.n_pieces, counts, self._wrapper.n_ranks))
 
     def _say(self, text: str) -> None:
         if self._verbose:

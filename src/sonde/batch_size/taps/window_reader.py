@@ -13,20 +13,17 @@ from torch import Tensor
 
 from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.taps.expert_pieces import ExpertPieces
+from sonde.batch_size.taps.final_gradient import FinalGradient
 from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.further_sums import FurtherSums
 from sonde.batch_size.taps.metric import GradientMetric
-from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.step_sketches import StepSketches
 from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
-from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
-from sonde.gradient_norm.partial_gradients import reduce_partial
-from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.devices import is_capturing, runs_beside_host, to_device, widened
-from sonde.parallel.placements import counted_part, holds_first_copy, layout_of, local_tensor, spec_of
+from sonde.gradient_norm.global_norm import GlobalNorm
+from sonde.parallel.devices import is_capturing, runs_beside_host, widened
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
@@ -121,10 +118,10 @@ class WindowReader:
                 counts_pieces=wrapper.data.counts_pieces,
                 device=self.device,
             )
-        self._unmeasured: list[int] | None = None
         self._may_be_recorded = runs_beside_host(self.device)
         self._saw_recording = self._lost_in_graph = False
-        self.clip_also({})
+        self.final = FinalGradient(wrapper, self.groups, self._group_index, metric, witness, self._sums, further)
+        """Reads the gradient at the end of a window."""
 
     @property
     def n_pieces(self) -> int:
@@ -137,7 +134,7 @@ class WindowReader:
         of_examples = self._examples.seconds if self._examples is not None else 0.0
         of_further = self._further.seconds if self._further is not None else 0.0
         of_steps = self._steps.seconds if self._steps is not None else 0.0
-        return self._seconds + self._taps.seconds + of_examples + of_further + of_steps
+        return self._seconds - self.final.seconds_of_clip + self._taps.seconds + of_examples + of_further + of_steps
 
     @property
     def tap_name(self) -> str:
@@ -266,18 +263,18 @@ class WindowReader:
         reads_grad: bool,
     ) -> tuple[Window, GlobalNorm | None]:
         """Every rank holds the whole gradient: only the pieces are summed over ranks."""
-        witness = self._read_witness(grads)
+        witness = self.final.witness(grads)
         # |F|² comes from the cheapest source: DDP's buckets, the norm that a clip needs anyway, or a read of `.grad`.
-        norm = self._norm_of_clip() if reads_grad else None
-        sq_norms = self._sq_norms(grads) if self._reads_examples else None
+        norm = self.final.norm_of_clip() if reads_grad else None
+        sq_norms = self.final.sq_norms(grads) if self._reads_examples else None
         if sq_norms is None and rank_gradient is not None and norm is None:
-            sq_norm_big = self._scaled_since_reduction(rank_gradient, witness)
+            sq_norm_big = self.final.scaled_since_reduction(rank_gradient, witness)
         elif norm is not None and self._metric.is_plain:
-            sq_norm_big = self._squared(norm)
+            sq_norm_big = self.final.squared(norm)
         else:
-            sq_norm_big = self._sums.per_group(self._sq_norms(grads) if sq_norms is None else sq_norms)
+            sq_norm_big = self._sums.per_group(self.final.sq_norms(grads) if sq_norms is None else sq_norms)
         examples = self._examples.end_window(self._sums, sq_norms) if self._examples is not None else None
-        big = self._further_big(grads, rank_gradient, witness)
+        big = self.final.further(grads, rank_gradient, witness)
         packed, sizes = self._pack(problems), dict(self._witness.sizes)
         riding = [] if examples is None else [examples.vector]
         riding += [] if self._sums.further is None else [self._sums.further.pack()]
@@ -294,10 +291,10 @@ class WindowReader:
 
         One collective does it all. A clip waits for that collective, as it has to.
         """
-        witness = self._read_witness_of_shards(grads)
-        shares = self._sq_norms(self._counted_shards(grads)) if self._reads_examples else None
+        witness = self.final.witness_of_shards(grads)
+        shares = self.final.sq_norms(self.final.counted_shards(grads)) if self._reads_examples else None
         examples = self._examples.end_window(self._sums, shares) if self._examples is not None else None
-        further = self._further_of_shards(grads)
+        further = self.final.further_of_shards(grads)
         if self._experts is not None:
             own = witness * self._experts.own_elements
             of_experts, differ = self._experts.pack()
@@ -307,11 +304,11 @@ class WindowReader:
         lengths = list(map(len, parts))
         if reads_grad:
             vector = torch.cat(parts)
-            norm = self._norm_of_clip(riding=vector)
-            squares, work = self._squared(norm), None
+            norm = self.final.norm_of_clip(riding=vector)
+            squares, work = self.final.squared(norm), None
         else:
             norm = None
-            squares = widened(to_device(own_square_sums(self.plan)[: self._n_squares], self.device))
+            squares = self.final.own_squares()
             vector = torch.cat([*parts, squares])
             work = start_reduce(vector, self._wrapper.group)
             squares = vector[-len(squares) :]
@@ -338,61 +335,6 @@ class WindowReader:
         of_groups = squares[: len(self.groups)]
         return Window(packed, of_groups, witness, sizes, work, _summed(examples, more), experts, further)
 
-    @property
-    def _n_squares(self) -> int:
-        """Parts of the model whose |F|² is measured: the groups and, if there are any, the experts of each group."""
-        return len(self.groups) * (1 if self._experts is None else 2)
-
-    def _further_big(
-        self, grads: Sequence[Tensor | None], rank_gradient: RankGradient | None, witness: Tensor
-    ) -> Tensor | None:
-        """The final gradient in further metrics, where every rank holds all of it; flat. None without such metrics."""
-        if self._further is None or self._sums.further is None:
-            return None
-        if rank_gradient is not None and rank_gradient.reduced.further is not None:
-            factor = self._scaling_since_reduction(rank_gradient, witness).sqrt()
-            norms = rank_gradient.reduced.further * factor
-        else:
-            present = {i: g for i, g in enumerate(grads) if g is not None}
-            by_device: dict[torch.device, list[int]] = {}
-            for i, grad in present.items():
-                by_device.setdefault(grad.device, []).append(i)
-            parts = [self._further.norms(own, [present[i] for i in own]) for own in by_device.values()]
-            norms = self._further.join(parts, len(grads), self.device)
-        return self._sums.further.per_group(norms).view(-1)
-
-    def _further_of_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """The pieces in further metrics, and this rank's part of the final gradient; empty without such metrics."""
-        if self._further is None or self._sums.further is None:
-            return []
-        shards = self._counted_shards(grads)
-        norms = [self._further.norms_of_shard(i, shard) for i, shard in enumerate(shards) if shard is not None]
-        big = self._sums.further.per_group(self._further.join(norms, len(grads), self.device))
-        return [self._sums.further.pack(), big.view(-1)]
-
-    def _counted_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What this rank counts of each gradient, so that every element of it counts once; [parameters]."""
-        first = min(self.plan.in_stage)
-        present = [(i, g) for i, g in enumerate(grads) if g is not None]
-        shards: list[Tensor | None] = [None] * len(grads)
-        for (i, _), grad in zip(present, reduce_partial([g for _, g in present]), strict=True):
-            part = counted_part(spec_of(grad), first, like=spec_of(self.parameters[i]))
-            if part is not None:
-                shards[i] = part.of(local_tensor(grad))
-        return shards
-
-    def _norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
-        start = time.perf_counter()
-        norm = global_norm(self.plan, 2.0, riding=riding)
-        self._seconds -= (
-            time.perf_counter() - start
-        )  # a clip needs its norm in any window: that is no cost of measuring
-        return norm
-
-    def _squared(self, norm: GlobalNorm) -> Tensor:
-        """|F|² per group from a measured norm; [groups]."""
-        return widened(to_device(norm.by_part[: self._n_squares], self.device)).square()
-
     def _pack(self, problems: Collection[Problem], more: Mapping[Problem, Number] | None = None) -> Tensor:
         """This rank's sums. They are packed after all reading, since the metric may have met problems too."""
         counts = self._take_problems()
@@ -418,27 +360,6 @@ class WindowReader:
             self._sums.further.pack()
         self._taps.tap.end_window()
 
-    def clip_also(self, unmeasured: Mapping[str, Tensor]) -> None:
-        """Include parameters that are not measured, by name, in the plain norm."""
-        ids = [id(p) for p in unmeasured.values()]
-        if self._unmeasured == ids:
-            return
-        self._unmeasured = ids
-        measured, parts, names = self._wrapper.parameters, self._group_index, list(self.groups)
-        if self._wrapper.experts is not None:
-            are_experts = self._wrapper.experts.indices
-            parts = [group + len(self.groups) * (i in are_experts) for i, group in enumerate(parts)]
-            names += [f"experts of {group}" for group in self.groups]
-        self.plan = NormPlan(
-            [*measured.values(), *unmeasured.values()],
-            [*measured, *unmeasured],
-            parts=[*parts, *[len(names)] * len(unmeasured)],
-            part_names=[*names, "not measured"],
-            mesh=self._wrapper.mesh,
-            pp_mesh=self._wrapper.pp_mesh,
-            allow_sparse=True,
-        )
-
     def _take_problems(self) -> list[Number]:
         problems = self._taps.tap.take_problems()
         self._saw_recording |= bool(problems[Problem.IN_CUDA_GRAPH])  # a number of the host
@@ -448,49 +369,6 @@ class WindowReader:
         for problem in self._metric.take_problems():
             problems[problem] += 1
         return problems
-
-    def _read_witness(self, grads: Sequence[Tensor | None]) -> Tensor:
-        elements = {i: self._witness.read(i, g) for i in self._witness.indices if (g := grads[i]) is not None}
-        return self._witness.join(elements, self.device)
-
-    def _read_witness_of_shards(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The elements that this rank is the first to hold; 0 for the others."""
-        assert self._wrapper.mesh is not None
-        first = min(self.plan.in_stage)
-        elements = {}
-        for i in self._witness.indices:
-            if (grad := grads[i]) is not None and holds_first_copy(layout_of(grad), first):
-                elements[i] = self._witness.read_shard(i, local_tensor(grad), spec_of(grad))
-        return self._witness.join(elements, self.device)
-
-    def _scaled_since_reduction(self, rank_gradient: RankGradient, witness: Tensor) -> Tensor:
-        """|F|² per group from DDP's buckets, without another read of `.grad`.
-
-        The buckets show the gradient as the reduction left it. A later scaling (a clip, a GradScaler) has scaled the
-        witness by the same factor, so the witness gives the factor. Any other change shows in the witness and drops the
-        window later.
-        """
-        return self._sums.per_group(rank_gradient.reduced.sq_norms) * self._scaling_since_reduction(
-            rank_gradient, witness
-        )
-
-    @staticmethod
-    def _scaling_since_reduction(rank_gradient: RankGradient, witness: Tensor) -> Tensor:
-        """The square of what the gradient was scaled by since the reduction; 0-dim."""
-        before, now = rank_gradient.reduced.witness.square().sum(), witness.square().sum()
-        return torch.where(before > 0, now / before, 1.0)
-
-    def _sq_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """|F|² per parameter in the metric, [parameters].
-
-        In fp32, at half the cost of a clip's norm: |F|² is only compared with the pieces, which are squared alike.
-        """
-        present = [(i, g) for i, g in enumerate(grads) if g is not None]
-        parts: list[Part] = []
-        for device in dict.fromkeys(g.device for _, g in present):
-            on_device = [(i, g) for i, g in present if g.device == device]
-            parts += self._metric.parts([i for i, _ in on_device], [g for _, g in on_device])
-        return add_squares(len(grads), parts, self.device)
 
 
 def _summed(examples: ExamplesOfWindow | None, vectors: Sequence[Tensor]) -> ExamplesOfWindow | None:

@@ -1,0 +1,110 @@
+"""What a window changes once its numbers are on the host: averages, mechanism, tap, pace and log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sonde.batch_size.budget import RANKS_DISAGREE
+from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
+from sonde.batch_size.mechanism import Mechanism
+from sonde.batch_size.metric_trackers import MetricTrackers
+from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.rounding import RoundingWatch
+from sonde.batch_size.setup import describe_window
+from sonde.batch_size.stats.window_row import WindowRow
+from sonde.batch_size.taps.tap_choice import TapChoice
+from sonde.parallel.wrappers import Wrapper
+
+_JUDGED_EVERY = 16
+"""Windows between two looks at whether a verdict is possible, while all windows are measured."""
+
+
+class Arrivals:
+    """Takes in the windows that have arrived, in order.
+
+    Args:
+        metrics: average the windows.
+        log: writes them.
+        rounding: how gradients are rounded now.
+        mechanism: solves windows from their pieces, from single examples or from consecutive steps.
+        pacing: of the measured windows.
+        taps: the choice of the tap, which depends on what the windows showed.
+        wrapper: of the model.
+        say: prints a sentence for people.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricTrackers,
+        log: NoiseScaleLog,
+        rounding: RoundingWatch,
+        *,
+        mechanism: Mechanism,
+        pacing: Pacing,
+        taps: TapChoice,
+        wrapper: Wrapper,
+        say: Callable[[str], None],
+    ) -> None:
+        self._metrics, self._tracker, self._log = metrics, metrics.headline, log
+        self._rounding, self._mechanism, self._pacing, self._taps = rounding, mechanism, pacing, taps
+        self._wrapper, self._say = wrapper, say
+        self._has_seen_one = False
+        self.n_covered: int | None = None
+        """Parameters that the averages speak of; None before the first window."""
+
+    def take(self, window: MeasuredWindow) -> None:
+        """Take in a window: the tracker averages it, the tap may change, the log writes."""
+        if self._rounding.has_changed():
+            self._metrics.set_rounding(self._rounding.now())
+        reads = self._mechanism.reads
+        row = self._mechanism.row_of(window)
+        self._begin_anew_if_it_speaks_of_something_else(row, window.known.number)
+        drop = self._metrics.update(row, window)
+        self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
+        if drop is None:
+            self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
+        for alert, message in self._mechanism.take_news():
+            if alert:
+                self._log.alert(alert, message)
+            else:
+                self._say(message)
+        for change in window.known.changes:
+            self._metrics.parameters_changed(change)
+            self._log.alert(change.alert, change.message)
+        if self._mechanism.reads != reads:
+            self._pacing.pace.costs_change_after(window.known.n_ended)
+        self._pace(window)
+        self._taps.saw_row(window.row, is_sound=drop is None)
+        self._say_first(window.row)
+        plain = self._metrics.plain
+        norm = plain.last.norm if plain is not None and plain.last is not None else None
+        self._log.window(window, drop, norm)
+
+    def _pace(self, window: MeasuredWindow) -> None:
+        pace = self._pacing.pace
+        pace.take(window.known.n_ended, window.costs)
+        if pace.disagrees:
+            self._log.alert("ranks_disagree", RANKS_DISAGREE)
+        if pace.is_undecided and window.known.number % _JUDGED_EVERY == 0:
+            self._pacing.judge(self._tracker.reading(with_groups=False, as_if_last=False))
+
+    def _begin_anew_if_it_speaks_of_something_else(self, row: WindowRow, number: int) -> None:
+        """Forget windows of other parameters, if examples cover only some, and windows with a bias or without it."""
+        n_covered = row.examples.n_covered if row.examples is not None else len(self._wrapper.parameters)
+        is_biased = row.step is not None
+        if row.problems or (n_covered, is_biased) == (self.n_covered, self._tracker.is_biased):
+            return
+        if self.n_covered is not None and self._tracker.windows:
+            self._tracker.parameters_changed(self._tracker.groups, gone=(), first=number)
+            how = "with a bias" if is_biased else "without bias"
+            what = f"is measured {how}" if is_biased != self._tracker.is_biased else f"speaks of {n_covered} parameters"
+            self._say(f"the noise scale {what} from window {number} on, and begins anew")
+        self.n_covered, self._tracker.is_biased = n_covered, is_biased
+
+    def _say_first(self, row: WindowRow) -> None:
+        if self._has_seen_one:
+            return
+        self._has_seen_one = True
+        names = [self._tracker.unit, *self._tracker.further_units]
+        counts = dict(zip(names, [row.n_units, *row.further_units], strict=True))
+        self._say(describe_window(row.n_pieces, counts, self._wrapper.n_ranks))
