@@ -1,11 +1,11 @@
 """What a budget of 1 % costs, and what sparse windows do to the noise scale's interval.
 
-    python -m benchmarks.budget [--blocks 10] [--runs 60] [--out benchmarks/results]
+    python -m benchmarks.budget [--windows 600] [--runs 60] [--out benchmarks/results]
 
 **Cost.** A GPT of about 75, 750 or 7,500 parameter tensors trains beside itself without a probe, window by window in
 turn, once with a probe that measures no window and once with a probe at its defaults. Once the pace has settled, the
 table has the share that the probe says it costs, and how much longer the windows with both probes took: the median over
-blocks of windows in six processes, with its bootstrap 95 % interval.
+blocks of windows in three processes, with its bootstrap 95 % interval.
 
 **Interval.** The runs of `benchmarks.present_noise_scale`, of which one window in 1, 4 or 16 is measured: how often the
 interval holds the present value, with a horizon of 50 measured windows, and with one of 50 windows of training.
@@ -18,6 +18,7 @@ import gc
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -38,12 +39,12 @@ from sonde.batch_size.stats.history import WindowHistory
 from sonde.batch_size.stats.trend import TrendFit, fit_trends
 
 SHAPES = (
-    GptShape(width=64, depth=6, heads=4, context=64),
-    GptShape(width=16, depth=62, heads=4, context=32),
-    GptShape(width=8, depth=625, heads=4, context=16),
+    (GptShape(width=64, depth=6, heads=4, context=64), 1.0),
+    (GptShape(width=16, depth=62, heads=4, context=32), 0.5),
+    (GptShape(width=8, depth=625, heads=4, context=16), 0.25),
 )
-"""Models with short windows, of about 75, 750 and 7,500 parameter tensors."""
-ORDERS = tuple(itertools.permutations(("plain", "idle", "at budget")))
+"""Models with short windows, of about 75, 750 and 7,500 parameter tensors, and the part of the windows to time."""
+ORDERS = (("plain", "idle", "at budget"), ("idle", "at budget", "plain"), ("at budget", "plain", "idle"))
 STAYS = 200
 """A pace has settled when it has stayed for so many windows."""
 MOST_SETTLING = 1000
@@ -75,17 +76,18 @@ class CostOfSize:
     at_budget: Cost
 
 
-def cost_of(setup: Setup, n_blocks: int, orders: Sequence[tuple[str, ...]] = ORDERS) -> CostOfSize:
+def cost_of(setup: Setup, n_windows: int, orders: Sequence[tuple[str, ...]] = ORDERS) -> CostOfSize:
     """Settle the pace once; then time it beside training without a probe, in a new process for each order of building.
 
     Where the allocator puts a model makes 1 % of a window of 30 ms, and stays for a process's life.
 
     Args:
         setup: model and windows.
-        n_blocks: blocks in each process. A block has a stretch of windows, one of them measured.
+        n_windows: windows in each process, about. They are timed in blocks: a stretch with one measured window each.
         orders: of building the three models; one process each.
     """
     (state, pace), *_ = on_ranks(setup, settle, start="spawn")
+    n_blocks = max(round(n_windows / pace.every), 1)
     rounds = [
         on_ranks(setup, seconds_of_blocks, order, state, pace.every, n_blocks, start="spawn")[0] for order in orders
     ]
@@ -271,15 +273,18 @@ def share_in_words(cost: CostOfSize) -> str:
 def main() -> None:
     """Measure, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--blocks", type=int, default=10, help="blocks in each of six processes")
+    parser.add_argument("--windows", type=int, default=600, help="to time in each of three processes")
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    costs = [cost_of(Setup(1, 1, micro_batches=4, sequences=2, shape=shape), options.blocks) for shape in SHAPES]
+    costs = []
+    for shape, part in SHAPES:
+        sys.stderr.write(f"{shape}\n")
+        costs.append(cost_of(Setup(1, 1, micro_batches=4, sequences=2, shape=shape), round(part * options.windows)))
     covered = list(coverage(options.runs))
     machine = ", ".join(f"{name}: {value}" for name, value in describe("cpu", ()).items())
-    command = f"`python -m benchmarks.budget --blocks {options.blocks} --runs {options.runs}`"
+    command = f"`python -m benchmarks.budget --windows {options.windows} --runs {options.runs}`"
     text = f"# Windows within a budget\n\n{command}, {machine}.\n\n{as_tables(costs, covered)}\n"
     print(text)
     options.out.mkdir(parents=True, exist_ok=True)

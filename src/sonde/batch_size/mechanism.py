@@ -72,6 +72,9 @@ class Mechanism:
         if self._is_asked and self.examples is None:
             raise ValueError(f"per_example='always' needs the gradients of single examples, but {self.why_not}")
         self._state: _State = "pieces" if self.examples is None else "examples" if self._is_asked else "first"
+        self.choice: tuple[str, int] | None = None
+        """"pieces" or "examples", and the pieces of the windows that it was chosen for; None while it is open."""
+        self._resumed_for: int | None = None
         self._trial = MechanismTrial(options.budget if options.every is None else None, options.every or 1)
         self._covered = CoveredPart(len(self._names))
         self._new_clock = functools.partial(WindowClock, marks_of(wrapper.leaves[0].device))
@@ -116,6 +119,15 @@ class Mechanism:
     def resume_pairs(self) -> None:
         """Go on in pairs of consecutive steps, as the run that saved a state did, if they are allowed here too."""
         self._steps.resume(may_read_examples=self._may_read_examples)
+
+    def resume(self, choice: tuple[str, int]) -> None:
+        """Go on with what a run has chosen that saved a state, if windows turn out to have as many pieces again."""
+        if self.examples is None or self._state != "first":
+            return
+        self.choice, (reads, self._resumed_for) = choice, choice
+        self._state = "examples" if reads == "examples" else "pieces"
+        if self._state == "pieces":
+            self.close()
 
     # While windows are trained.
 
@@ -213,18 +225,22 @@ class Mechanism:
             examples = solve_window(replace(row, examples=found.sums), scale=scale, n_ranks=self._n_ranks).total
             self._trial.of_pieces.append(of_pieces)
             self._trial.of_examples.append(examples)
-            self._choose()
+            self._choose(row.n_pieces)
 
     def _note_pieces(self, row: WindowRow, *, has_examples: bool) -> None:
         """Begin the trial where windows have several pieces, and go back to examples where they no longer do."""
+        if self._resumed_for is not None and row.n_pieces:
+            if row.n_pieces != self._resumed_for:
+                self._state, self.choice = "first", None
+            self._resumed_for = None
         self._n_single = self._n_single + 1 if row.n_pieces == 1 else 0
         if self._state == "first" and row.n_pieces == 1 and has_examples:
-            self._state = "examples"
+            self._state, self.choice = "examples", ("examples", 1)
             self._tell("a window is a single piece, so the gradient of each of its examples is read")
         elif self._state == "first" and row.n_pieces >= 2:
             self._state = "trial"
         elif self._state in ("trial", "pieces") and self._n_single >= _IN_A_ROW and not self.why_not:
-            self._state = "examples"
+            self._state, self.choice = "examples", ("examples", 1)
             self._tell("windows are single pieces now, so the gradient of each of their examples is read")
 
     def _note_costs(self, window: MeasuredWindow) -> None:
@@ -240,7 +256,7 @@ class Mechanism:
         if times.n_without:
             self._trial.durations.append(times.without / times.n_without * self._n_ranks)
 
-    def _choose(self) -> None:
+    def _choose(self, n_pieces: int) -> None:
         if self._covered.coverage is not None:
             self._give_up("they do not cover all parameters, and pieces do")
             return
@@ -248,19 +264,19 @@ class Mechanism:
             return
         factor = self._trial.narrower_by()
         if factor > _WORTH_IT:
-            self._state = "examples"
+            self._state, self.choice = "examples", ("examples", n_pieces)
             self._tell(
                 f"single examples are read from now on: the pieces' interval is {factor:.2g} times as wide for the "
                 "same time"
             )
         else:
-            self._state = "pieces"
+            self._state, self.choice = "pieces", ("pieces", n_pieces)
             wide = f"{1 / factor:.2g} times as wide" if 0 < factor < 1 / _WORTH_IT else "no narrower"
             self._tell(f"pieces are read from now on: the interval of single examples is {wide} for the same time")
 
     def _give_up(self, reason: str) -> None:
         # The hooks stay until the window ends: another thread may take in windows while backward runs.
-        self._state, self.why_not = "pieces", reason
+        self._state, self.why_not, self.choice = "pieces", reason, None
         self._tell(f"single examples are not read: {reason}")
 
     def _tell(self, message: str) -> None:

@@ -425,6 +425,7 @@ class NoiseScaleProbe:
                     "run": self._log.state_dict(),
                     "windows": self._n_windows,
                     "covered": self._arrivals.n_covered,
+                    "mechanism": self._mechanism.choice,
                     "biased": self._tracker.is_biased,
                     "pace": self._pacing.pace.state_dict(),
                 }
@@ -452,6 +453,8 @@ class NoiseScaleProbe:
             # States from before windows were left out lack these two.
             self._n_windows = state.get("windows", state["run"]["window"])
             self._arrivals.n_covered = state.get("covered")
+            if (choice := state.get("mechanism")) is not None:
+                self._mechanism.resume(tuple(choice))
             self._tracker.is_biased = state.get("biased", False)
             if self._tracker.is_biased:
                 self._mechanism.resume_pairs()
