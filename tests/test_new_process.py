@@ -20,7 +20,7 @@ SCRIPTS = {
     "ends with a status": "import sys; sys.exit(3)",
     "ends with a message": "import sys; sys.exit('told')",
     "runs its exit handlers": "import atexit; atexit.register(print, 'at the end')",
-    "is interrupted": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+    "is interrupted": "from signal import *; signal(SIGINT, default_int_handler); raise_signal(SIGINT)",
 }
 
 

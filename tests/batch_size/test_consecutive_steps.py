@@ -166,7 +166,7 @@ def test_every_number_says_that_it_is_biased(capsys: pytest.CaptureFixture[str])
         assert "biased    consecutive steps are compared, exactly, if a window is a single" in capsys.readouterr().err
         run(model, probe, range(40))
         reading, state = probe.reading(), probe.state_dict()
-    text = "biased: read from consecutive steps, so B_simple is probably smaller"
+    text = "biased: read from consecutive steps, so the true B_simple is probably smaller"
     assert text in str(reading)
     assert "20 pairs of windows" in str(reading)
     assert reading.metrics()["gns/biased"] == 1.0

@@ -32,6 +32,11 @@ def _on_the_meta_device() -> None:
     attached(fully_shard(model, mesh=mesh_of((2,))))
 
 
+def _inside_first_version() -> None:
+    wrapped = FullyShardedDataParallel(small_model(), device_id=torch.device("cpu"))
+    attached(wrapped.module)
+
+
 def _inside_ddp() -> None:
     wrapped = DistributedDataParallel(small_model())
     attached(wrapped.module)
@@ -48,6 +53,10 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "no mesh": (lambda: _sharded(mesh=2), "mesh must be a DeviceMesh, got 2"),
     "FSDP's first version": (_first_version, "FSDP's first version does not show the gradients.*fully_shard"),
     "the meta device": (_on_the_meta_device, "is on the meta device, which holds no values: attach after to_empty"),
+    "a module inside FSDP's first version": (
+        _inside_first_version,
+        "inside a module of FSDP's first version",
+    ),
     "a module inside DDP": (_inside_ddp, "pass that module, as trainer.model_wrapped"),
     "a module inside a compiled DDP": (_in_a_compiled_ddp, "pass that module, as trainer.model_wrapped"),
 }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
+import time
 
 import torch
 
+import sonde
 from tests.batch_size.loops import attached, small_model, train
 
 
@@ -35,3 +39,43 @@ def test_a_thread_may_read_while_another_trains() -> None:
                 reader.join(timeout=60)
         assert failures == []
         assert probe.reading().windows == 60  # none twice, none lost
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def _enter_and_leave(probe: sonde.NoiseScaleProbe, end: float) -> None:
+    while time.monotonic() < end:
+        with probe._delivery.alone():
+            pass
+
+
+def test_an_interrupt_on_the_way_in_or_out_leaves_no_lock_held() -> None:
+    def interrupt(*_: object) -> None:
+        raise _Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with attached(small_model()) as probe:
+            for _ in range(500):
+                with contextlib.suppress(_Interrupted):
+                    signal.setitimer(signal.ITIMER_REAL, 2e-4)
+                    _enter_and_leave(probe, time.monotonic() + 1)
+                assert not probe._delivery._lock._is_owned()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_guard_a_lock_says_whether_this_thread_holds_it() -> None:
+    lock = threading.RLock()
+    assert not lock._is_owned()  # type: ignore[attr-defined]
+    with lock, lock:
+        assert lock._is_owned()  # type: ignore[attr-defined]
+        seen: list[bool] = []
+        thread = threading.Thread(target=lambda: seen.append(lock._is_owned()))  # type: ignore[attr-defined]
+        thread.start()
+        thread.join()
+    assert seen == [False]
+    assert not lock._is_owned()  # type: ignore[attr-defined]

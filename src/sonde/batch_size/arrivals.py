@@ -11,6 +11,7 @@ from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.setup import describe_window
+from sonde.batch_size.stats.steps_in_turn import is_first
 from sonde.batch_size.stats.window_row import WindowRow
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.parallel.wrappers import Wrapper
@@ -58,8 +59,9 @@ class Arrivals:
             self._metrics.set_rounding(self._rounding.now())
         reads = self._mechanism.reads
         row = self._mechanism.row_of(window)
-        self._begin_anew_if_it_speaks_of_something_else(row, window.known.number)
         drop = self._metrics.update(row, window)
+        if drop is None and not is_first(row.step):
+            self._begin_anew_if_it_speaks_of_something_else(row, window.known.number)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
         if drop is None:
             self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
@@ -77,8 +79,7 @@ class Arrivals:
         self._taps.saw_row(window.row, is_sound=drop is None)
         self._say_first(window.row)
         plain = self._metrics.plain
-        norm = plain.last.norm if plain is not None and plain.last is not None else None
-        self._log.window(window, drop, norm)
+        self._log.window(window, drop, plain.last_norm if plain is not None else None)
 
     def _pace(self, window: MeasuredWindow) -> None:
         pace = self._pacing.pace
@@ -89,13 +90,19 @@ class Arrivals:
             self._pacing.judge(self._tracker.reading(with_groups=False, as_if_last=False))
 
     def _begin_anew_if_it_speaks_of_something_else(self, row: WindowRow, number: int) -> None:
-        """Forget windows of other parameters, if examples cover only some, and windows with a bias or without it."""
+        """Forget windows of other parameters, if examples cover only some, and windows with a bias or without it.
+
+        Args:
+            row: of a window that was averaged.
+            number: of the window.
+        """
         n_covered = row.examples.n_covered if row.examples is not None else len(self._wrapper.parameters)
         is_biased = row.step is not None
-        if row.problems or (n_covered, is_biased) == (self.n_covered, self._tracker.is_biased):
+        if (n_covered, is_biased) == (self.n_covered, self._tracker.is_biased):
             return
-        if self.n_covered is not None and self._tracker.windows:
-            self._tracker.parameters_changed(self._tracker.groups, gone=(), first=number)
+        if self.n_covered is not None and self._tracker.windows > 1:
+            first = number - is_biased  # a pair has the number of its first window
+            self._tracker.begin_anew(first, every=self._pacing.pace.every * (1 + is_biased))
             how = "with a bias" if is_biased else "without bias"
             what = f"is measured {how}" if is_biased != self._tracker.is_biased else f"speaks of {n_covered} parameters"
             self._say(f"the noise scale {what} from window {number} on, and begins anew")

@@ -88,7 +88,7 @@ class ConsecutiveSteps:
         self.sketches.is_wanted = self.is_on or self._is_undecided
 
     def _begin(self, why_not: str) -> None:
-        self.is_on = True
+        self.is_on, self._n_several = True, 0
         why = f"its examples cannot be told apart: {why_not}" if why_not else "single examples are not read"
         self._tell(
             "biased",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,22 +23,6 @@ from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, rea
 from sonde.parallel.devices import is_capturing
 
 
-class _Alone:
-    """A lock that knows how often it was entered. No generator: every window enters it."""
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self._lock = lock
-        self.depth = 0
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-        self._lock.release()
-
-
 class Delivery:
     """Hands over windows whose numbers have arrived on the host.
 
@@ -53,8 +38,7 @@ class Delivery:
     def __init__(self, take: Callable[[MeasuredWindow], None], device: torch.device, adds: Sequence[Adds] = ()) -> None:
         self._take, self._device, self._adds = take, device, tuple(adds)
         self._readback: Readback[MeasuredWindow] = Readback()
-        self._lock = threading.RLock()
-        self._alone = _Alone(self._lock)
+        self._lock: Any = threading.RLock()  # typed without `_is_owned`
         self._training_thread: int | None = None
         self.n_put = 0
         """Windows put in."""
@@ -69,9 +53,13 @@ class Delivery:
         """Host time in which this waited for a device or for other ranks."""
         return self._readback.seconds_waited
 
-    def alone(self) -> _Alone:
-        """A context in which other threads wait. A thread that is inside may enter again."""
-        return self._alone
+    def alone(self) -> AbstractContextManager[object]:
+        """A context in which other threads wait. A thread that is inside may enter again.
+
+        The lock itself: a KeyboardInterrupt on the way in or out of a context of our own could leave it held.
+        """
+        lock: AbstractContextManager[object] = self._lock
+        return lock
 
     @contextmanager
     def interrupting(self) -> Iterator[bool]:
@@ -81,7 +69,8 @@ class Delivery:
             Whether the handler may go on. It may not if the signal has interrupted the probe itself, or while another
             thread trains or reads.
         """
-        is_free = self._alone.depth == 0 and self._training_thread == threading.get_ident()
+        # Private, as in threading.Condition: whether the code that the signal has interrupted is inside.
+        is_free = not self._lock._is_owned() and self._training_thread == threading.get_ident()
         if not (is_free and self._lock.acquire(blocking=False)):
             yield False
             return

@@ -379,7 +379,9 @@ class NoiseScaleProbe:
             return self._metrics.of(metric).reading(now=self._n_windows)
 
     def window(self, metric: str | None = None) -> SolvedWindow | None:
-        """The last measured window's own tr Σ and |G|², unbiased and noisy; None if it was dropped. Waits.
+        """The last measured window's own tr Σ and |G|², unbiased and noisy. Waits for the device.
+
+        None if it was dropped, or is the first of two consecutive steps that are compared.
 
         Args:
             metric: as for `reading`.

@@ -256,9 +256,6 @@ def describe_context_axis(axis: str, *, trains: bool) -> str:
     )
 
 
-"""The alert of a probe without `cp_mesh`."""
-
-
 def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
     """The message that attach prints."""
     shown = ", ".join(groups[:4]) + (f", … {groups[-1]}" if len(groups) > 5 else "".join(f", {g}" for g in groups[4:]))

@@ -13,6 +13,12 @@ from sonde.parallel.placements import is_dtensor, is_fully_sharded
 _INSTEAD = "sonde.attach measures DDP, FSDP2 (fully_shard) and DTensors"
 
 
+_FSDP1 = (
+    f"FSDP's first version does not show the gradients of micro-batches: {_INSTEAD}, and FSDP's own clip_grad_norm_ "
+    "measures the norm"
+)
+
+
 def refuse_hidden_gradients(model: nn.Module) -> None:
     """Refuse wrappers that do not show the gradients of micro-batches.
 
@@ -20,11 +26,8 @@ def refuse_hidden_gradients(model: nn.Module) -> None:
         ValueError: for FSDP's first version, DeepSpeed, and Megatron's own parallelism.
     """
     for module in model.modules():
-        if is_fully_sharded(module) and not hasattr(module, "reshard"):
-            raise ValueError(
-                f"FSDP's first version does not show the gradients of micro-batches: {_INSTEAD}, and FSDP's own "
-                "clip_grad_norm_ measures the norm"
-            )
+        if _is_fsdp1(module):
+            raise ValueError(_FSDP1)
         if _is_of_deepspeed(module):
             raise ValueError(_deepspeed(type(module).__name__))
     for name, parameter in model.named_parameters():
@@ -43,7 +46,7 @@ def refuse_inner_module(model: nn.Module) -> None:
     Trainers hand the inner module to their callbacks.
 
     Raises:
-        ValueError: when a living DDP module or DeepSpeed engine holds the module.
+        ValueError: when a living DDP module, one of FSDP's first version or a DeepSpeed engine holds the module.
     """
     if not dist.is_initialized():  # as both need it
         return
@@ -51,9 +54,12 @@ def refuse_inner_module(model: nn.Module) -> None:
         # By type(), since some objects make up their __class__, or import modules to know it.
         if not issubclass(type(candidate), nn.Module) or candidate is model:
             continue
-        is_ddp = issubclass(type(candidate), DistributedDataParallel)
-        if not (is_ddp or _is_of_deepspeed(candidate)) or all(m is not model for m in candidate.modules()):
+        is_ddp, is_fsdp1 = issubclass(type(candidate), DistributedDataParallel), _is_fsdp1(candidate)
+        wraps = is_ddp or is_fsdp1 or _is_of_deepspeed(candidate)
+        if not wraps or all(m is not model for m in candidate.modules()):
             continue
+        if is_fsdp1:
+            raise ValueError(f"the model is inside a module of FSDP's first version. {_FSDP1}")
         if not is_ddp:
             raise ValueError(_deepspeed(type(candidate).__name__))
         raise ValueError(
@@ -61,6 +67,10 @@ def refuse_inner_module(model: nn.Module) -> None:
             "module, as trainer.model_wrapped or the result of accelerator.prepare (or process_group=, if you reduce "
             "the gradients yourself and that module is no longer used)"
         )
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    return is_fully_sharded(module) and not hasattr(module, "reshard")
 
 
 def _is_of_deepspeed(module: object) -> bool:

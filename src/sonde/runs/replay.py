@@ -79,10 +79,11 @@ def _replayed(windows: Iterable[WindowReading], horizon: float, every: int, leve
         # A pair is two windows of training, under the number of the second in a log, and of the first in a history.
         n_together = 2 if window.metrics.get("gns/biased") else 1
         number = window.window - n_together + 1
+        spacing_now = n_together * (window.metrics.get("cost/every") or 1.0)  # older logs lack it
         if n_together != together:  # never averaged together
-            history.parameters_changed(history.groups, gone=(), number=number)
+            history.begin_anew(number, every=spacing_now)
         together = n_together
-        history.spacing.measured(number, n_together * (window.metrics.get("cost/every") or 1.0))  # older logs lack it
+        history.spacing.measured(number, spacing_now)
         history.add(_solved(window), number)
         if window.window % every:
             continue

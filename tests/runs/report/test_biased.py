@@ -12,7 +12,7 @@ import sonde
 from sonde.runs.report.write import write_report
 from tests.runs.report.visible_text import visible_text
 
-WORDS = "biased: read from consecutive steps, so B_simple is probably smaller"
+WORDS = "biased: read from consecutive steps, so the true B_simple is probably smaller"
 
 
 def write_biased_run(folder: Path, *, n_with_pieces: int = 0) -> sonde.NoiseScaleReading:
@@ -36,7 +36,7 @@ def test_the_report_says_it_wherever_the_number_is(tmp_path: Path) -> None:
     assert (reading.status, reading.is_biased) == ("resolved", True)
     text = visible_text(write_report(tmp_path))
     assert "which is biased." in text  # the verdict's headline
-    assert "Biased: read from consecutive steps, so B simple is probably smaller." in text  # and its detail
+    assert "Biased: read from consecutive steps, so the true B simple is probably smaller." in text  # and its detail
     assert f"The noise scale is {WORDS}. The verdict rests on the upper end" in text
     assert "; biased, probably smaller" in text  # the tile
     assert "All rows of a window have the same weight" in text

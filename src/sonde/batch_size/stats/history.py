@@ -223,6 +223,8 @@ class WindowHistory:
         return now
 
     def _add_to(self, average: RunningNoiseScale, entry: WindowEntry) -> None:
+        if entry.number < max(self._since.values(), default=0):  # it waited for its neighbours when something changed
+            return
         trace_cov, grad_sq = self._of_living(entry)
         average.update(WindowEstimate(trace_cov / entry.size, grad_sq / entry.size))
 
@@ -324,6 +326,20 @@ class WindowHistory:
             self._since[name] = number
             (self._gone.add if name in gone else self._gone.discard)(name)
         self._average = RunningNoiseScale(math.inf)
+
+    def begin_anew(self, number: int, *, every: float) -> None:
+        """Forget all windows before one, since they speak of something else.
+
+        Args:
+            number: of the first window that counts, which may have been added already.
+            every: windows of training for each measured one, from then on.
+        """
+        self.parameters_changed(self.groups, gone=self._gone, number=number)
+        self._recent = [entry for entry in self._recent if entry.number >= number]
+        self._settled = [entry for entry in self._settled if entry.number >= number]
+        self.windows = len(self._recent)
+        self.spacing = Spacing()
+        self.spacing.measured(number, every)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs; numbers, strings and containers of them."""

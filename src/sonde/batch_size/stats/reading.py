@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.step_pairs import IN_WORDS as BIASED
@@ -242,6 +242,34 @@ class NoiseScaleReading:
         if self.status == "upper_bound":
             return f"B_simple < {number(self.high)} {self.unit}, {seen}; {self.advice}"
         return f"B_simple not known yet ({self.reason}), {seen}"
+
+
+def of_pairs(reading: NoiseScaleReading) -> NoiseScaleReading:
+    """A reading of pairs of consecutive steps, without lower bounds.
+
+    The step in between takes from ⟨G₁, G₂⟩, all of it and more where training hovers about a minimum. So |G|² that
+    cannot be told from 0 says nothing of B_simple.
+    """
+    average = reading.average
+    if average is not None and average.status == "lower_bound":
+        average = replace(average, status="unresolved", low=None, high=None)
+    units = reading.effective_units
+    changed = replace(
+        reading,
+        average=average,
+        groups={name: _without_lower_bound(group) for name, group in reading.groups.items()},
+        effective_units=None if units is None else units / 2,  # of one of the two windows of a pair
+    )
+    if reading.status != "lower_bound":
+        return changed
+    reason = "the step between two windows hides |G|²"
+    return replace(changed, status="unresolved", low=None, high=None, b_simple=None, reason=reason, windows_needed=None)
+
+
+def _without_lower_bound(group: GroupReading) -> GroupReading:
+    if group.status != "lower_bound":
+        return group
+    return replace(group, status="unresolved", b_simple=None, low=None, high=None)
 
 
 def doubling_windows(drift: float | None, drift_error: float | None) -> float | None:

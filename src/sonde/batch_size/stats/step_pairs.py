@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sonde.batch_size.stats.noise_scale import PieceSums
 
-IN_WORDS = "biased: read from consecutive steps, so B_simple is probably smaller"
+IN_WORDS = "biased: read from consecutive steps, so the true B_simple is probably smaller"
 """What every reading of such pairs says."""
 
 
@@ -87,11 +87,12 @@ def _same(a: float, b: float) -> bool:
 def common_scales(first: Step, second: Step) -> tuple[float, float] | None:
     """What to divide each F by, so that both are of one size; None if the data do not show it.
 
-    A clip or a loss scale multiplies F by κ and leaves h alone, so F/κ = h has one size in both windows, if losses are
-    means over a window. Losses may also be sums that are divided by the window's weight afterwards. Then κ goes as 1/w,
-    and F/(κw) = h/w has one size. Where weights differ and κ goes neither way, both may be at work.
+    A clip or a loss scale multiplies F by κ and leaves h alone, so F/κ = h has one size in both windows, if their
+    weights are equal. Where weights differ and losses are sums that are divided by the weight afterwards, κ goes as
+    1/w, and F/(κw) = h/w has one size. Where weights differ and κ does not, losses may be means, of which h has one
+    size, or sums, of which h/w has: that cannot be seen.
     """
-    if _same(first.weight, second.weight) or _same(first.scale, second.scale):
+    if _same(first.weight, second.weight):
         return first.scale, second.scale
     scales = first.scale * first.weight, second.scale * second.weight
     return scales if _same(*scales) else None

@@ -11,7 +11,7 @@ from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.expert_sums import joint_scale
 from sonde.batch_size.stats.fixed_weights import FixedWeights
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
+from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, of_pairs
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, ScaleReading, read_scale, rounding_of_sums
 from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.steps_in_turn import StepsInTurn, is_first
@@ -63,7 +63,9 @@ class NoiseScaleTracker:
         self._averages = NoiseScaleAverages(self.groups, horizon, further_units)
         self._fixed_weights = fixed_weights
         self.last: SolvedWindow | None = None
-        """The last window; None if it was dropped."""
+        """The last window; None if it was dropped, or waits as the first of a pair."""
+        self.last_norm: float | None = None
+        """The norm of the last window's gradient, as in `SolvedWindow`; None if it was dropped."""
         self.coverage: Coverage | None = None
         """The part of the model that readings speak of; None if it is the whole model."""
         self.is_biased = False
@@ -82,7 +84,7 @@ class NoiseScaleTracker:
         Returns:
             Why the window was dropped; None when it was averaged, or waits as the first of a pair.
         """
-        self.last = None
+        self.last = self.last_norm = None
         number = self._averages.n_seen + 1 if number is None else number
         every = every if row.step is None else 2 * every
         self._drop_lone_step(row, number)
@@ -119,6 +121,8 @@ class NoiseScaleTracker:
         scale = scale if experts is None else joint_scale(scale, experts)
         if is_first(row.step):
             self._steps.wait(row, number, every, scale, drop)
+            if drop is None and scale.scale is not None:
+                self.last_norm = math.sqrt(math.fsum(row.sq_norm_big)) / (self._n_ranks * abs(scale.scale))
             return None
         if row.step is not None:
             row, drop = self._paired(row, scale, drop)
@@ -138,7 +142,7 @@ class NoiseScaleTracker:
         for averages in self._all_averages:
             averages.neighbours.update(row.neighbours)
             averages.repeats.update(row.repeats)
-        self.last = solved
+        self.last, self.last_norm = solved, solved.norm
         return None
 
     def _drop_lone_step(self, row: WindowRow, number: int) -> None:
@@ -170,6 +174,16 @@ class NoiseScaleTracker:
             groups, gone = _WHOLE, ()
         self._averages.history.parameters_changed(groups, gone=gone, number=number)
 
+    def begin_anew(self, first: int, *, every: float) -> None:
+        """Forget all windows before one: they speak of other parameters, or have a bias that later ones have not.
+
+        Args:
+            first: number of the first window that counts.
+            every: windows of training for each measured one, or pair, from then on.
+        """
+        for averages in self._all_averages:
+            averages.history.begin_anew(max(first, 0), every=every)
+
     def reading(
         self, *, with_groups: bool = True, as_if_last: bool = True, now: int | None = None
     ) -> NoiseScaleReading:
@@ -195,9 +209,7 @@ class NoiseScaleTracker:
         if self.coverage is not None:
             groups = {name: _known(group) for name, group in groups.items()}
         reading = replace(summaries[0], groups=groups, coverage=self.coverage, is_biased=self.is_biased)
-        if not self.is_biased or reading.effective_units is None:
-            return reading
-        return replace(reading, effective_units=reading.effective_units / 2)  # of one of the two windows of a pair
+        return of_pairs(reading) if self.is_biased else reading
 
     @property
     def _all_averages(self) -> list[NoiseScaleAverages]:

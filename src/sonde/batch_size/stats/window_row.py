@@ -24,8 +24,8 @@ _MIN, _MAX = 1e-100, 1e100
 
 
 WITHOUT_EXAMPLES = (
-    "Accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks. In one process, "
-    "allow_biased=True gives a number that is probably too large"
+    "Accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks. For a plain or "
+    "compiled model in one process and the plain metric, allow_biased=True gives a number that is probably too large"
 )
 """What to do about a window of one piece whose examples are not read."""
 

@@ -115,19 +115,20 @@ class GradientSketch:
         assert self._signs is not None
         _, columns, last_signs = self._signs
         n_rows = -(-numel // self._row)
+        row_length = min(self._row, 1 << (numel - 1).bit_length())  # a small group takes a short row
         signs = (torch.randint(2, (n_rows,), generator=shuffles, device="cpu") * 2 - 1).tolist()
-        shifts = torch.randint(self._row, (n_rows,), generator=shuffles, device="cpu").tolist()
-        folded = torch.zeros_like(columns)
+        shifts = torch.randint(row_length, (n_rows,), generator=shuffles, device="cpu").tolist()
+        folded = torch.zeros_like(columns[:row_length])
         for row, sign, shift in zip(rows, signs, shifts, strict=True):
             # A cyclic shift by two slices: the elements that move to the end, and those that go on at the beginning.
-            first = min(len(row), self._row - shift)
+            first = min(len(row), row_length - shift)
             for into, part in ((shift, slice(0, first)), (0, slice(first, len(row)))):
                 n = part.stop - part.start
                 if n:
                     folded[into : into + n].addcmul_(columns[part], row[part], value=sign)
             del row  # before the next one is made
         # Where the group has fewer buckets than a row, the row is folded once more, with a sign for each element.
-        torch.sum((folded * last_signs).view(-1, len(segment)), 0, out=segment)
+        torch.sum((folded * last_signs[:row_length]).view(-1, len(segment)), 0, out=segment)
 
     def _rows(self, grads: Sequence[Tensor | None], members: Sequence[int]) -> Iterator[Tensor]:
         """The elements of a group one after another, cut into rows; the last one may be shorter."""
