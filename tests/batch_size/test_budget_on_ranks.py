@@ -209,3 +209,39 @@ def test_the_log_shows_what_measuring_costs(ranks2: Ranks) -> None:
     assert metrics["cost/every"] == 4
     assert 0 < metrics["cost/share"] < 1
     assert metrics["cost/share_error"] > 0
+
+
+def _one_stops_reading_examples() -> tuple[list[int], list[str]]:
+    """Rank 0 finds that its model has changed, and reads no examples any more; the other gives up later."""
+
+    def refuses() -> None:
+        raise ValueError("a layer was compiled")
+
+    _, model = wrap({})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    measured, states = [], []
+    with attached(model, optimizer, every=None, budget=0.02, per_example="auto") as probe:
+        mechanism = probe._mechanism
+        assert mechanism.examples is not None
+        for window in range(1, 301):
+            if window == 6 and dist.get_rank() == 0:
+                mechanism.examples.open = refuses  # type: ignore[method-assign]
+            if probe._pacing.is_measured:
+                measured.append(window)
+            data = batches(dist.get_rank(), 2, window)
+            for i, (x, y) in enumerate(data):
+                sync = contextlib.nullcontext() if i == len(data) - 1 else model.no_sync()
+                with probe.piece(units=len(x)), sync:
+                    mean_loss(model, x, y).backward()
+            probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append(mechanism.reads)
+    return measured, states
+
+
+def test_a_rank_that_stops_reading_examples_alone_measures_the_same_windows(ranks2: Ranks) -> None:
+    (measured, states), (of_other, other_states) = ranks2(_one_stops_reading_examples)
+    assert measured == of_other
+    assert len(measured) < 300
+    assert states != other_states
