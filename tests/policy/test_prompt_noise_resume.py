@@ -278,6 +278,15 @@ def test_every_damage_is_refused_and_changes_nothing(half: dict[str, Any]) -> No
     assert taken == MEASURED
 
 
+def test_averages_that_do_not_fit_each_other_are_refused(half: dict[str, Any]) -> None:
+    """In one of the windows, no prompt had two completions."""
+    changed = json.loads(half["json"])
+    averages = changed["averages"]
+    averages["noise"], averages["completions"] = averages["completions"], averages["noise"]
+    with pytest.raises(ValueError, match="3 of 2 windows cannot have had a prompt with two completions"):
+        probe_of(policy()).load_state_dict(with_contents(half, changed))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

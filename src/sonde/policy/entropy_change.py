@@ -91,6 +91,9 @@ class EntropyChangeProbe:
     responses. Nothing of the training changes, whatever fails: afterwards parameters have the same bits, and `.grad`,
     the optimizer, modes and random numbers are as before.
 
+    Each forecast stands alone, so the probe has no state to save for a restart. Only `step` counts windows: after a
+    restart, it forecasts its first one.
+
     Args:
         model: the policy: plain, compiled, in DDP or FSDP2.
         optimizer: its optimizer. The steps of torch's SGD, Adam and AdamW are forecast; `around_step` measures others.
