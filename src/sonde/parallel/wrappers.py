@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
 from sonde.parallel.expert_ranks import ExpertRanks, find_experts
 from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
-from sonde.parallel.placements import check_mesh, is_dtensor, ranks_of
+from sonde.parallel.meshes import check_mesh, ranks_of
+from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import group_of_mesh
 from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
 
