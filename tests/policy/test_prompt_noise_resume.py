@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sonde
 from sonde import PromptNoiseProbe, PromptNoiseReading
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from tests.policy.sharded_policy import block_policy, cut, own_responses
 from tests.ranks import Ranks, mesh_of
 from tests.small_policy import drawn, policy
 
@@ -34,8 +35,6 @@ def wrapped(wrapper: str) -> nn.Module:
     model = policy()
     if wrapper == "DDP":
         return DistributedDataParallel(model)
-    if wrapper == "compiled":
-        return torch.compile(model, backend="eager")  # type: ignore[return-value]
     if wrapper == "FSDP2":
         mesh = mesh_of((dist.get_world_size(),))
         fully_shard(model.hidden, mesh=mesh)
@@ -60,14 +59,14 @@ def probe_of(model: nn.Module, **options: Any) -> PromptNoiseProbe:
     return PromptNoiseProbe(model, **({"horizon": 4.0} | options))
 
 
-def by_torch(state: Any, folder: Path) -> Any:
+def by_torch(state: Any) -> Any:
     file = io.BytesIO()
     torch.save({"probe": state}, file)
     file.seek(0)
     return torch.load(file, weights_only=True)["probe"]
 
 
-def by_json(state: Any, folder: Path) -> Any:
+def by_json(state: Any) -> Any:
     return json.loads(json.dumps(state, allow_nan=False))
 
 
@@ -98,11 +97,10 @@ def half() -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", [by_torch, by_json])
 def test_a_resumed_probe_is_the_uninterrupted_one_bit_for_bit(
-    tmp_path: Path, uninterrupted: PromptNoiseProbe, half: dict[str, Any], form: Callable[[Any, Path], Any]
+    uninterrupted: PromptNoiseProbe, half: dict[str, Any], form: Callable[[Any], Any]
 ) -> None:
-    model = policy()
-    probe = probe_of(model)
-    probe.load_state_dict(form(half, tmp_path))
+    probe = probe_of(policy())
+    probe.load_state_dict(form(half))
     assert probe.state_dict() == half
     assert probe.reading().windows == FIRST_PART
     assert probe.reading().prompts_per_window == N_PROMPTS
@@ -162,11 +160,31 @@ def test_saved_on_two_ranks_and_resumed_on_three_and_on_one(
             assert before == saved
             assert_same(after, expected)
     for folder, saved in ((ddp, of_ddp), (fsdp, of_fsdp)):
-        probe = probe_of(wrapped("compiled"))
+        probe = probe_of(wrapped("plain"))
         dcp.load({"probe": probe}, checkpoint_id=folder, no_dist=True)
         assert probe.reading() == saved
         measured(probe, range(FIRST_PART, WINDOWS))
         assert_same(probe.reading(), expected)
+
+
+def states_of(kinds: list[str]) -> list[dict[str, Any]]:
+    """The state of a probe of each model, made before a forward, and after one that left parameters gathered."""
+    states = []
+    for kind in kinds:
+        model, mesh, data_rank, n_data = cut(kind)
+        states.append(PromptNoiseProbe(model, mesh=mesh).state_dict())
+        with torch.no_grad():
+            model(own_responses(data_rank, n_data).inputs["input_ids"])
+        states.append(PromptNoiseProbe(model, mesh=mesh).state_dict())
+    return states
+
+
+def test_a_model_is_the_same_however_it_is_cut(ranks4: Ranks) -> None:
+    kinds = ["hsdp", "fsdp over tp", "fsdp over sp", "tp beside data parallelism"]
+    for states in ranks4(states_of, kinds):
+        for i, state in enumerate(states):
+            kind = kinds[i // 2]
+            assert state == PromptNoiseProbe(block_policy(scaled="sp" not in kind)).state_dict(), kind
 
 
 def test_a_probe_whose_parameters_are_frozen_later_resumes(half: dict[str, Any]) -> None:
