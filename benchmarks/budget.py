@@ -246,11 +246,7 @@ def as_tables(costs: Sequence[CostOfSize], covered: Sequence[Coverage]) -> str:
     lines = [
         "| parameter tensors | measured | cost, as the probe says | time added, no window measured | time added |",
         "|---|---|---|---|---|",
-        *(
-            f"| {c.n_tensors:,} | one in {c.every} | {share_in_words(c)} | "
-            f"{in_words(c.idle)} | {in_words(c.at_budget)} |"
-            for c in costs
-        ),
+        *map(line, costs),
         "",
         "| one window in | horizon of 50 | all measured at first | coverage, mean | lowest cell | two-sided | width |",
         "|---|---|---|---|---|---|---|",
@@ -261,6 +257,12 @@ def as_tables(costs: Sequence[CostOfSize], covered: Sequence[Coverage]) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def line(cost: CostOfSize) -> str:
+    """A row of the table of costs."""
+    added = f"{in_words(cost.idle)} | {in_words(cost.at_budget)}"
+    return f"| {cost.n_tensors:,} | one in {cost.every} | {share_in_words(cost)} | {added} |"
 
 
 def share_in_words(cost: CostOfSize) -> str:
@@ -282,6 +284,7 @@ def main() -> None:
     for shape, part in SHAPES:
         sys.stderr.write(f"{shape}\n")
         costs.append(cost_of(Setup(1, 1, micro_batches=4, sequences=2, shape=shape), round(part * options.windows)))
+        sys.stderr.write(f"{line(costs[-1])}\n")
     covered = list(coverage(options.runs))
     machine = ", ".join(f"{name}: {value}" for name, value in describe("cpu", ()).items())
     command = f"`python -m benchmarks.budget --windows {options.windows} --runs {options.runs}`"

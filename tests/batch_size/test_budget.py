@@ -159,15 +159,11 @@ def test_costs_of_a_comparison_that_has_ended_are_forgotten() -> None:
     for i in range(60):
         seconds = 0.06 if i < 18 and i % 2 else 0.005
         pace.window_ends()
-        costs = WindowCosts(seconds=seconds, measured_time=0.03 + seconds, n_measured=1, has_verdict=float(i > 30))
-        if i == 18:
-            pace.costs_change_after(pace.windows)
-        pace.take(pace.windows, costs)
+        times = {"seconds": seconds, "measured_time": 0.03 + seconds, "n_measured": 1.0}
+        pace.take(pace.windows, WindowCosts(**times, has_verdict=float(i > 30), changed=float(i == 18)))
         if pace.every > 1:
             break
     assert pace.every == math.ceil(0.005 / (0.03 * 0.009 / 0.991))
-    pace.costs_change_after(pace.windows - 3)
-    assert [row[0] for row in pace.state_dict()["costs"]] == [pace.windows - 2, pace.windows - 1, pace.windows]
 
 
 def feed(pace: Pace, costs: dict[str, float]) -> None:

@@ -60,7 +60,16 @@ def test_mistakes_are_named_in_quiet_windows_too() -> None:
                 mean_loss(model, *batch(4, generator)).backward()
             probe.step()
         assert probe._pacing.is_quiet
-        for units, weight in ((0, 1.0), (-1, 1.0), (True, 1.0), (4, 0.0), (4, math.nan), ("4", 1.0), (4, math.inf)):
+        for units, weight in (
+            (0, 1.0),
+            (-1, 1.0),
+            (True, 1.0),
+            (4, 0.0),
+            (4, math.nan),
+            ("4", 1.0),
+            (4, math.inf),
+            (10**400, 1),
+        ):
             with pytest.raises((ValueError, TypeError)), probe.piece(units=units, weight=weight):  # type: ignore[arg-type]
                 pass
         with pytest.raises(RuntimeError, match="units"), probe.piece():

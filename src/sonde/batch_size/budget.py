@@ -23,6 +23,7 @@ from sonde.batch_size.measuring_cost import (
     affordable_every,
     measured_share,
     per_rank,
+    since_change,
 )
 from sonde.stats.state import check_count, check_keys, check_number
 
@@ -82,7 +83,6 @@ class Pace:
         self._has_verdict = False
         self._rows: deque[CostRow] = deque(maxlen=_REMEMBERED)
         self._arrived: deque[CostRow] = deque()
-        self._changes: deque[int] = deque()
         self._awaited: deque[tuple[int, int]] = deque()
         """Measured windows whose costs have not been taken: their number, and N at that time."""
         self._agrees = n_ranks == 1
@@ -121,16 +121,10 @@ class Pace:
         share, error = measured_share(rows)
         return Cost(self.every, share, error, self.budget)
 
-    def costs_change_after(self, number: int) -> None:
-        """Note that windows are measured in another way from now on: costs up to a window say nothing of later ones.
-
-        Args:
-            number: what `windows` was when the last window had ended whose numbers have shown the change.
-        """
-        self._changes.append(number)
-
     def take(self, number: int, costs: WindowCosts) -> None:
         """Take the costs of a measured window, summed over ranks, once they are on the host; in order.
+
+        Once windows are measured in another way, costs of earlier ones say nothing of later ones, and are forgotten.
 
         Args:
             number: what `windows` was when the window had ended.
@@ -213,9 +207,7 @@ class Pace:
             # All ranks have the same sums, so all count the same opinions.
             self._has_verdict |= round(row.costs.has_verdict) == self._n_ranks
             self._rows.append(CostRow(row.number, row.every, per_rank(row.costs, self._n_ranks)))
-        while self._changes and self._changes[0] <= up_to:  # later ones may not have come to all ranks yet
-            last = self._changes.popleft()
-            self._rows = deque((row for row in self._rows if row.number > last), maxlen=_REMEMBERED)
+        self._rows = deque(since_change(self._rows), maxlen=_REMEMBERED)
         if self.budget is None or not self._agrees or self.is_undecided:
             return
         # What a measured window costs depends on whether others were left out before it, not on how many.
@@ -237,15 +229,13 @@ class Pace:
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs; numbers and lists of them."""
         rows = [*self._rows, *(CostRow(r.number, r.every, per_rank(r.costs, self._n_ranks)) for r in self._arrived)]
-        changed = self._changes[-1] if self._changes else 0
-        rows = [row for row in rows if row.number > changed]
         return {
             "windows": self.windows,
             "every": self._every,
             "base": self._base,
             "together": self._together,
             "has_verdict": int(self._has_verdict),
-            "costs": [[row.number, row.every, *row.costs.numbers()] for row in rows],
+            "costs": [[row.number, row.every, *row.costs.numbers()] for row in since_change(rows)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -290,7 +280,8 @@ def check_pace(state: Mapping[str, Any]) -> None:
     if not isinstance(state["costs"], Sequence):
         raise ValueError(f"{label}: 'costs' must be a list of windows, got {state['costs']!r:.60}: is it damaged?")
     for row in state["costs"]:
-        if not isinstance(row, Sequence) or len(row) != 2 + N_COSTS:
+        # States from before ranks told each other of changes lack the last number.
+        if not isinstance(row, Sequence) or len(row) not in (1 + N_COSTS, 2 + N_COSTS):
             raise ValueError(f"{label}: a window must be {2 + N_COSTS} numbers, got {row!r:.60}: is it damaged?")
         numbers = {str(i): value for i, value in enumerate(row)}
         for name in numbers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
@@ -37,6 +39,11 @@ class ForwardWatch:
         return self._forwards.n
 
     @property
+    def seconds(self) -> float:
+        """Host time spent in the hook so far."""
+        return self._forwards.seconds
+
+    @property
     def were_recorded(self) -> bool:
         """Whether forwards with a graph of autograd have ever been recorded into a CUDA graph."""
         return self._forwards.were_recorded
@@ -69,6 +76,7 @@ class _ForwardCounter:
 
     def __init__(self, device: torch.device) -> None:
         self.n = 0
+        self.seconds = 0.0
         self.was_compiled = self.were_recorded = False
         self._device = device
 
@@ -77,5 +85,7 @@ class _ForwardCounter:
             # A count would be guarded by its value, and compiled again at each call. A constant is set without a guard.
             self.was_compiled = True
         else:
+            start = time.perf_counter()
             self.n += torch.is_grad_enabled()
             self.were_recorded |= torch.is_grad_enabled() and is_capturing(self._device)
+            self.seconds += time.perf_counter() - start

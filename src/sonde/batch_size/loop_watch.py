@@ -69,8 +69,8 @@ class LoopWatch:
 
     @property
     def seconds(self) -> float:
-        """Host time spent in hooks of optimizers so far, in all windows."""
-        return self._steps.seconds
+        """Host time spent so far in hooks of optimizers and of the model's forward, in all windows."""
+        return self._steps.seconds + self._forwards.seconds
 
     def begin_window(self, *, is_measured: bool) -> None:
         """Note whether the window that begins is measured."""

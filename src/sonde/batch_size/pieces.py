@@ -19,6 +19,8 @@ Units = float | Tensor | Mapping[str, float | Tensor] | None
 """Of one piece: a number, or one by each unit's name."""
 UnitsOfPieces = float | Sequence[float] | Mapping[str, float | Sequence[float]] | None
 """Of several pieces: likewise, each one number for all or [pieces]."""
+_MANY = 2**53
+"""Numbers of units below it are checked without a float."""
 
 
 class DeclaredPiece:
@@ -84,12 +86,13 @@ class Pieces:
         start = time.perf_counter()
         self._check_closed("piece()")
         if not self._pacing.is_measured or self._reader.is_recorded():
-            is_usual = type(units) is int and units > 0 and type(weight) is float and 0 < weight < math.inf
+            is_usual = type(units) is int and 0 < units < _MANY and type(weight) is float and 0 < weight < math.inf
             if not is_usual or unit_weights is not None or len(self._names) > 1:
                 first, further = self._counted(units, has_weights=unit_weights is not None)
                 check_counts(first, weight, unit_weights, further)
             self._is_open = True
-            self._loop.piece_passed()
+            if not self._pacing.is_measured:
+                self._loop.piece_passed()
             self._pacing.spent_idle(start)
             return None
         first, further = self._counted(units, has_weights=unit_weights is not None)
@@ -129,7 +132,7 @@ class Pieces:
         is_measured = self._pacing.is_measured and not self._reader.is_recorded()
         if is_measured:
             self._reader.begin_pieces(n)
-        else:
+        elif not self._pacing.is_measured:
             self._loop.piece_passed()
         (self._pacing.spent if is_measured else self._pacing.spent_idle)(start)
         try:

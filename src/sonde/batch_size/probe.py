@@ -526,14 +526,16 @@ class NoiseScaleProbe:
     # Windows.
 
     def _end_window(self, clip: WindowClip | None) -> Tensor | None:
+        start = time.perf_counter()
         self._check_open()
         self._pieces.check_ended()
         if self._reader.is_recorded():
             self._refuse_in_graph(clip)
             return None
         if clip is None and self._pacing.is_quiet and self._delivery.is_empty:  # nearly all windows, so this is short
-            self._pass_window(None)
-            self._pacing.window_ended()
+            self._note_passed()
+            self._pacing.quiet_window_ended()
+            self._pacing.spent_idle(start)
             return None
         with torch.no_grad():
             return self._end_other_window(clip)
@@ -606,14 +608,17 @@ class NoiseScaleProbe:
     def _pass_window(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
         """End a window that was not measured: only the clip has work to do."""
         start = time.perf_counter()
-        self._n_windows += 1
-        if (change := self._loop.window_passes(self._n_windows)) is not None:
-            self._changes.append(change)
+        self._note_passed()
         self._pacing.spent_idle(start)
         try:
             return (clip.apply(self._reader.final.plan) if clip is not None else None), None
         except RuntimeError as error:
             return None, error
+
+    def _note_passed(self) -> None:
+        self._n_windows += 1
+        if (change := self._loop.window_passes(self._n_windows)) is not None:
+            self._changes.append(change)
 
     def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
         """Put a window's numbers on their way, with what the host knows of it."""

@@ -76,7 +76,7 @@ class StepWatch:
         self._handles: list[Any] = []
         if self._given is not None:
             # Besides the hook for all optimizers: one of another library may call no hooks but its own.
-            self._handles.append(self._given.register_step_pre_hook(_while_alive(self._before_step)))
+            self._handles.append(self._given.register_step_pre_hook(_while_alive(self._before_given_step)))
         self._handles.append(register_optimizer_step_pre_hook(_while_alive(self._before_any_step)))
         self._handles.append(register_optimizer_step_post_hook(_while_alive(self._after_any_step)))
 
@@ -187,6 +187,11 @@ class StepWatch:
         start = time.perf_counter()
         if self._held_by(optimizer):
             self._enter_step(optimizer, args, kwargs)
+        self.seconds += time.perf_counter() - start
+
+    def _before_given_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        start = time.perf_counter()
+        self._before_step(optimizer, args, kwargs)
         self.seconds += time.perf_counter() - start
 
     def _enter_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
