@@ -39,6 +39,8 @@ _REMEMBERED = 64
 """Measured windows whose cost is remembered."""
 _LEAST_CHANGE = (0.75, 1.1)
 """Factors between which another number of windows is not worth a change."""
+_MOST_SLOWER = 4
+"""The largest factor by which N grows in one decision, once windows are left out."""
 RANKS_DISAGREE = (
     "ranks began with different budget=, every= or saved states, and would choose different windows, so every window "
     "is measured: give all ranks the same options, and load the state on every rank"
@@ -90,9 +92,9 @@ class Pace:
         self._n_quiet = 0
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether neither the present window nor the next is measured, and nothing is decided between them."""
-        return self._n_quiet > 0
+    def n_quiet(self) -> int:
+        """How many windows, from the present one on, are not measured, nor the next, with no decision between them."""
+        return self._n_quiet
 
     @property
     def every(self) -> int:
@@ -116,9 +118,12 @@ class Pace:
     def cost(self) -> Cost:
         """What measuring costs: at the present N, or, so soon after a change of N, since windows are left out."""
         rows = [row for row in self._rows if row.every == self.every]
+        alike = [row for row in self._rows if (row.every > 1) == (self.every > 1)]
         if len(rows) < FEWEST and self.every < MOST_EVERY:
-            rows = [row for row in self._rows if (row.every > 1) == (self.every > 1)]
+            rows = alike
         share, error = measured_share(rows)
+        if share is None:  # at the slowest pace, too few windows so far
+            share, _ = measured_share(alike)
         return Cost(self.every, share, error, self.budget)
 
     def take(self, number: int, costs: WindowCosts) -> None:
@@ -165,12 +170,20 @@ class Pace:
             # The window that is ending may be the first of a pair already: the first pair of all is measured.
             self._together, self._base, self._n_quiet = together, self.windows, 0
 
+    def quiet_windows_end(self, n: int) -> None:
+        """Note the end of quiet windows, the present one included.
+
+        Args:
+            n: how many, at most `n_quiet`.
+        """
+        self._n_quiet -= n
+        self.windows += n
+        self._n_here += n
+
     def window_ends(self) -> None:
         """Note the end of the present window, and choose whether the next one is measured."""
-        if self._n_quiet:  # nearly all windows, so this is short
-            self._n_quiet -= 1
-            self.windows += 1
-            self._n_here += 1
+        if self._n_quiet:
+            self.quiet_windows_end(1)
             return
         up_to, decides = self._decided_up_to, self._decides_next
         self.windows += 1
@@ -214,6 +227,8 @@ class Pace:
         alike = [row for row in self._rows if (row.every > 1) == (self._every > 1)]
         if (wanted := affordable_every(alike if len(alike) >= FEWEST else self._rows, self.budget)) is None:
             return
+        if self._every > 1:  # a few windows may have been dear by accident, and a slow pace learns it late
+            wanted = min(wanted, _MOST_SLOWER * self._every)
         low, high = _LEAST_CHANGE
         if not low * self._every <= wanted <= high * self._every:
             self._every = wanted

@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-from sonde.parallel.devices import is_capturing
+from sonde.parallel.devices import is_capturing, runs_beside_host
 
 
 class ForwardWatch:
@@ -78,7 +78,7 @@ class _ForwardCounter:
         self.n = 0
         self.seconds = 0.0
         self.was_compiled = self.were_recorded = False
-        self._device = device
+        self._device, self._may_be_recorded = device, runs_beside_host(device)
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling():
@@ -86,6 +86,7 @@ class _ForwardCounter:
             self.was_compiled = True
         else:
             start = time.perf_counter()
-            self.n += torch.is_grad_enabled()
-            self.were_recorded |= torch.is_grad_enabled() and is_capturing(self._device)
+            if torch.is_grad_enabled():
+                self.n += 1
+                self.were_recorded |= self._may_be_recorded and is_capturing(self._device)
             self.seconds += time.perf_counter() - start

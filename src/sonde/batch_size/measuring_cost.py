@@ -74,7 +74,8 @@ class Cost:
         every: one window in so many is measured now, on average.
         share: part of the run's time that the probe takes, over the last 64 measured windows at most; None before it
             was timed. Windows before any was left out do not count once some are.
-        error: standard error of `share`, from its scatter over measured windows.
+        error: standard error of `share`, from its scatter over measured windows; None where there were too few since N
+            became the largest there is.
         budget: the share that was allowed; None without a limit.
     """
 

@@ -43,11 +43,6 @@ class Pacing:
         return self.pace.is_measured
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether the present window can end without a look at what has been measured."""
-        return self.pace.is_quiet
-
-    @property
     def seconds(self) -> float:
         """Host time spent so far."""
         return self._spent + self._reader.seconds
@@ -97,16 +92,20 @@ class Pacing:
         self._taken, self._idle_taken = seconds, idle
         return costs
 
-    def quiet_window_ended(self) -> None:
-        """Begin the next window after a quiet one."""
-        self._clock.window_ended_unmarked()
-        self.pace.window_ends()
+    def quiet_windows_ended(self, n: int) -> None:
+        """Begin the window after some quiet ones.
+
+        Args:
+            n: how many; see `Pace.n_quiet`.
+        """
+        self._clock.windows_ended_unmarked(n)
+        self.pace.quiet_windows_end(n)
 
     def window_ended(self) -> None:
         """Begin the next window: switch the tap on or off if that window differs from the one that has ended."""
         start = time.perf_counter()
-        if self.pace.is_quiet:
-            self.quiet_window_ended()
+        if self.pace.n_quiet:
+            self.quiet_windows_ended(1)
             self.spent_idle(start)
             return
         was_measured, before = self.pace.is_measured, self._reader.seconds
