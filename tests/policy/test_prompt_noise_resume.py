@@ -6,7 +6,7 @@ import copy
 import io
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sonde
 from sonde import PromptNoiseProbe, PromptNoiseReading
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from tests.damaged_states import damaged
 from tests.policy.sharded_policy import block_policy, cut, own_responses
 from tests.ranks import Ranks, mesh_of
 from tests.small_policy import drawn, policy
@@ -236,35 +237,6 @@ def test_probes_do_not_take_each_others_states(half: dict[str, Any]) -> None:
             other.load_state_dict(half)
         with pytest.raises(ValueError, match="saved by a NoiseScaleProbe, but this is a PromptNoiseProbe"):
             probe_of(model).load_state_dict(other.state_dict())
-
-
-BAD: list[Any] = [None, True, "1", "", [], {}, [1.0], -1, -0.5, 0, 1, 0.5, 1e300, 10**400, math.nan, math.inf]
-
-
-def places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every entry of nested mappings."""
-    for name, inner in value.items():
-        yield (*path, name)
-        if isinstance(inner, dict):
-            yield from places(inner, (*path, name))
-
-
-def damaged(whole: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every entry exchanged for every bad value, removed, or with a stranger beside it."""
-    for path in places(whole):
-        for bad in [*BAD, "removed", "doubled"]:
-            changed = place = copy.deepcopy(whole)
-            for name in path[:-1]:
-                place = place[name]
-            if place[path[-1]] == bad and type(place[path[-1]]) is type(bad):
-                continue
-            if bad == "removed":
-                del place[path[-1]]
-            elif bad == "doubled":
-                place[f"{path[-1]}s"] = place[path[-1]]
-            else:
-                place[path[-1]] = bad
-            yield "/".join(path), changed
 
 
 MEASURED = {"trace_cov", "grad_sq", "dev_trace_trace", "dev_trace_grad", "dev_grad_grad"}

@@ -64,6 +64,14 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, str], parameters: Co
         raise ValueError(f"{_LABEL}: biased must be true or false, got {biased!r:.60}: is it damaged?")
     if "windows" in state:
         check_count(_LABEL, state, "windows")
+        averages = state["averages"]
+        seen = averages.get("n_seen") if isinstance(averages, Mapping) else None
+        if isinstance(seen, int) and seen > state["windows"]:
+            raise ValueError(
+                f"{_LABEL}: window {seen} was measured, but {state['windows']} windows have ended: is it damaged?"
+            )
+    if state.get("covered") is not None:
+        check_count(_LABEL, state, "covered")
     if "pace" in state:
         check_pace(state["pace"])
 
