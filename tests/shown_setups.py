@@ -33,6 +33,7 @@ SETUPS = (
     "DDP",
     "FSDP2",
     "HSDP",
+    "LoRA below FSDP2",
     "TP",
     "SP",
     "FSDP2 over TP",
