@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import sonde
 from sonde.parallel.wrappers import block_of
@@ -51,6 +53,7 @@ class Loop:
             "loop" before the step.
         head: whether a sharded layer is trained too.
         mesh: shape of the mesh of FSDP2; None for all ranks.
+        tp: pairs of ranks also cut the frozen layers by tensor parallelism; FSDP2 has the others.
         clips: the probe clips, rather than only ending windows.
         weighted: pieces weigh by their units.
         options: of the probe.
@@ -59,6 +62,7 @@ class Loop:
     adapters: str
     head: bool = True
     mesh: tuple[int, ...] | None = None
+    tp: bool = False
     clips: bool = True
     weighted: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +82,11 @@ def sharded(loop: Loop) -> tuple[nn.Sequential, list[nn.Parameter]]:
     model = build(loop)
     plain = [p for n, p in model.named_parameters() if n.endswith((".a", ".b"))] if loop.adapters != "sharded" else []
     shape = loop.mesh or (dist.get_world_size(),)
-    options: dict[str, Any] = {"mesh": mesh_of(shape, ("replicate", "shard")[2 - len(shape) :])}
+    mesh = mesh_of((2, 2), ("dp", "tp")) if loop.tp else mesh_of(shape, ("replicate", "shard")[2 - len(shape) :])
+    if loop.tp:
+        cut = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh["tp"], {"0.base": cut, "2.base": cut})
+    options: dict[str, Any] = {"mesh": mesh["dp"] if loop.tp else mesh}
     options |= {"ignored_params": set(plain)} if plain else {}
     for layer in (model[0], model[2], model):
         fully_shard(layer, **options)
@@ -110,7 +118,7 @@ def train(loop: Loop, probed: bool) -> dict[str, Any]:
     """Train on this rank: its weights, norms and collectives; with a probe also its windows, and the same by hand."""
     model, plain = sharded(loop)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
-    rank, probe, n_issued = dist.get_rank(), None, 0
+    rank, probe, n_issued = dist.get_rank() // (1 + loop.tp), None, 0
     result: dict[str, Any] = {"norms": [], "windows": [], "by hand": []}
     if probed:
         options: dict[str, Any] = {"unit": "rows", "verbose": False, "every": 1, "per_example": "never"} | loop.options
@@ -153,7 +161,7 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> Values:
     model = copy.deepcopy(build(loop)).double()
     model.load_state_dict({name: value.double() for name, value in whole.items()})
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    n_ranks, pieces, units = dist.get_world_size(), [], []
+    n_ranks, pieces, units = dist.get_world_size() // (1 + loop.tp), [], []
     for rank in range(n_ranks):
         for k in range(2):
             x = rows(rank, window, k).double()
@@ -178,6 +186,7 @@ LOOPS = {
     "adapters alone, sharded": (2, Loop("sharded", head=False)),
     "adapters alone, averaged in hooks": (2, Loop("hooks", head=False, weighted=True)),
     "adapters alone, averaged in hooks, no clip": (2, Loop("hooks", head=False, clips=False)),
+    "adapters alone, FSDP2 over TP": (4, Loop("hooks", tp=True, head=False, weighted=True)),
     "adapters alone, HSDP": (4, Loop("hooks", mesh=(2, 2), head=False)),
 }
 
@@ -191,7 +200,7 @@ def test_values_and_training_unchanged(request: pytest.FixtureRequest, name: str
     results = ranks(train, loop, True)
     for result, without in zip(results, ranks(train, loop, False), strict=True):
         assert result["alerts"] == {}
-        assert result["setup"]["ranks"] == n_ranks
+        assert result["setup"]["ranks"] == n_ranks // (1 + loop.tp)
         for window, exact in zip(result["windows"], result["by hand"], strict=True):
             assert window is not None, result["reading"].dropped
             error = torch.tensor(window, dtype=torch.float64).sub(torch.tensor(exact)).abs().max()
