@@ -61,7 +61,10 @@ def shown(kind: str = "shows") -> Iterator[tuple[str, str, str]]:
         ValueError: for a marker of something that is no test, or with a name that is no quantity or set-up.
     """
     for path in sorted(TESTS.rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if f"pytest.mark.{kind}" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
             for call in _marks(node, kind):
                 name = f"{path.relative_to(TESTS.parent)}::{getattr(node, 'name', '')}"
                 values = [ast.literal_eval(argument) for argument in call.args]

@@ -209,3 +209,28 @@ def test_values_and_training_unchanged(request: pytest.FixtureRequest, name: str
         assert result["norms"] == without["norms"]
         assert result["collectives"] - without["collectives"] == (0 if loop.clips else WINDOWS)
     assert len({str(result["windows"]) for result in results}) == 1
+
+
+def measured(model: nn.Module, batches: list[Tensor]) -> tuple[float | None, float | None]:
+    """tr Σ and |G|² at fixed weights, from all batches."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return loss_of(model, x, Loop("sharded"))
+
+    reading = sonde.measure(model, loss, batches, unit="rows", until=0.01, verbose=False).reading
+    return reading.trace_cov, reading.grad_sq
+
+
+def measured_on_rank(loop: Loop) -> tuple[float | None, float | None]:
+    model, _ = sharded(loop)
+    return measured(model, [rows(dist.get_rank(), window, k) for window in range(6) for k in range(2)])
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.shows("measure", "LoRA below FSDP2")
+def test_a_measurement_is_that_of_one_process(ranks2: Ranks, head: bool) -> None:
+    loop = Loop("hooks", head=head)
+    batches = [rows(rank, window, k) for window in range(6) for k in range(2) for rank in range(2)]
+    expected = measured(build(loop), batches)
+    for found in ranks2(measured_on_rank, loop):
+        assert found == pytest.approx(expected, rel=1e-6)  # gradients are of fp32
