@@ -14,7 +14,6 @@ from sonde.call_site import stack_level
 from sonde.parallel.devices import to_device
 from sonde.parallel.placements import local_tensor
 from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.wording import plural
 
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Module-level because a function has nowhere else to note that it has warned about an optimizer already."""
@@ -156,8 +155,7 @@ def _reason_against(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: b
         return "if its first step is skipped, its momentum stays unset"
     clipped_ids, held_ids = {id(p) for p in parameters}, {id(p) for p in held}
     if n_unclipped := sum(p.grad is not None and id(p) not in clipped_ids for p in held):
-        others = plural(n_unclipped, "parameter")
-        return f"it holds {others} besides those that are clipped, and would scale their gradients too"
+        return f"it also holds parameters that are not clipped ({n_unclipped}), and would scale their gradients too"
     if n_foreign := sum(p.grad is not None and id(p) not in held_ids for p in parameters):
         return f"it does not hold {n_foreign} of the clipped parameters"
     return ""

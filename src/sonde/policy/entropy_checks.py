@@ -15,7 +15,6 @@ from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.scoring.checkpointing import can_checkpoint
 from sonde.policy.scoring.rollouts import Rollouts
-from sonde.wording import plural
 
 
 def check_model(model: nn.Module, parameters: Sequence[Tensor], *, has_checkpoints: bool) -> None:
@@ -88,8 +87,8 @@ def check_responses(
     shared = sorted(set(prompts["E"].tolist()) & set(prompts["U"].tolist()))
     if shared:
         message = (
-            f"evaluation and update share {plural(len(shared), 'prompt')}, {shared[:3]} among them. An update changes "
-            "its own prompts more than others, so the forecast is biased: evaluate on other prompts"
+            f"evaluation and update share prompts ({len(shared)}), {shared[:3]} among them. An update changes its own "
+            "prompts more than others, so the forecast is biased: evaluate on other prompts"
         )
         if is_strict:
             raise ValueError(message)
