@@ -107,6 +107,11 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
         ({"zzz": {}}, "the options are gns_probe, entropy_probe, policy_entropy_probe"),
         ({"gns_probe": True}, r"gns_probe in the config must map options to values, got True: write gns_probe: \{"),
         ({"gns_probe": {"horizn": 3}}, "gns_probe of the config holds an unknown option 'horizn': .* 'horizon'"),
+        (
+            {"gns_probe": {"rules": "x"}},
+            "gns_probe of the config holds 'rules', .* functions or objects .* rules= in code",
+        ),
+        ({"entropy_probe": {"buffer-dtype": "x"}}, "holds 'buffer_dtype', .* pass buffer_dtype= in code"),
         ({"gns_probe": {"enabled": "yes"}}, "enabled in gns_probe of the config must be true or false, got 'yes'"),
         ({"gns_probe": {"tap": "hook"}}, "tap in .* must be one of auto, leaf, comm_hook, got 'hook'"),
         ({"entropy_probe": {"every": 1.5}}, "every in entropy_probe of the config must be a whole number, got 1.5"),

@@ -51,11 +51,18 @@ def options_from(kind: type[T], given: Mapping[Any, Any], where: object, *, with
         without: fields that cannot be given here.
 
     Raises:
-        ValueError: for an option that does not exist, naming the nearest one, or a value of another kind.
+        ValueError: for an option that does not exist, naming the nearest one, for one that takes functions or objects,
+            or a value of another kind.
     """
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     known = [name for name in names if name not in without and _plain_kinds(hints[name])]
+    for key in given:
+        if (name := str(key).replace("-", "_")) in set(names).difference(known, without):
+            raise ValueError(
+                f"{where} holds {name!r}, whose values are functions or objects of Python: leave it out there, and "
+                f"pass {name}= in code"
+            )
     values = {known_name(key, known, where): value for key, value in given.items()}
     return kind(**{name: _value(name, hints[name], value, where) for name, value in values.items()})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -122,6 +123,16 @@ def plural(n: int, singular: str) -> str:
         ('1 window', '1,200 windows')
     """
     return f"{n:,} {singular}{'' if n == 1 else 's'}"
+
+
+def some_of(names: Sequence[str], most: int = 1) -> str:
+    """The first of some names, with an ellipsis if there are more.
+
+    Example:
+        >>> some_of(["a", "b", "c"], 2), some_of(["a"])
+        ('a, b, …', 'a')
+    """
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
 def shorten(name: str, longest: int = 28) -> str:

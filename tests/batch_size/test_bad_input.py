@@ -142,28 +142,6 @@ def test_parameters_that_change_in_mid_run(ranks2: Ranks, setup: str, change: An
             assert "replaced" in result["alerts"]
 
 
-def _wrapped_late(setup: str) -> dict[str, Any]:
-    inner: Any = small()
-    with attached(inner, horizon=20.0) as probe:
-        model = inner
-        for window in range(4):
-            if window == 1:
-                model = cut(setup, inner)
-            run_window(probe, model, pieces_of(data_rank(setup), window, 2))
-            clear(inner)
-        return known(probe)
-
-
-@pytest.mark.parametrize(
-    ("setup", "reason"), [("DDP", "not a multiple of the sum of its pieces"), ("FSDP2", REPLACED), ("TP", REPLACED)]
-)
-def test_a_wrapper_that_comes_after_attach(ranks2: Ranks, setup: str, reason: str) -> None:
-    for result in ranks2(_wrapped_late, setup):
-        (dropped,) = result["dropped"]
-        assert reason in dropped
-        assert result["dropped"][dropped] == 3
-
-
 N_PIECES = {"uneven": (1, 3), "none on one rank": (3, 0)}
 
 

@@ -16,7 +16,6 @@ import sonde
 from tests.batch_size.loops import Recording, attached, flat_grad, mean_loss, small_model
 from tests.batch_size.single_examples import pieces_of
 from tests.oracles import StepsOnAQuadratic, window_by_hand
-from tests.ranks import Ranks, mesh_of
 
 LR = 0.002
 
@@ -169,9 +168,15 @@ def test_every_number_says_that_it_is_biased(capsys: pytest.CaptureFixture[str])
     text = "biased: read from consecutive steps, so the true B_simple is probably smaller"
     assert text in str(reading)
     assert "20 pairs of windows" in str(reading)
+    assert "pair" in reading.advice or reading.status == "unresolved"
     assert reading.metrics()["gns/biased"] == 1.0
     assert all(record["metrics"]["gns/biased"] == 1.0 for record in sink.of_kind("reading"))
-    assert [record["name"] for record in sink.of_kind("alert")].count("biased") == 1
+    [alert] = [record for record in sink.of_kind("alert") if record["name"] == "biased"]
+    assert alert["window"] == 1
+    assert (
+        alert["message"]
+        == f"the noise scale is {text}. Accumulate gradients over 2 or more micro-batches to avoid the bias"
+    )
     assert sink.of_kind("reading")[-1]["metrics"]["grad/norm"] > 0
     assert text in probe.alerts["biased"]
     assert json.loads(state["json"])["biased"] is True
@@ -201,9 +206,9 @@ def test_examples_come_first() -> None:
     assert (reading.windows, reading.u, reading.is_biased) == (6, 1.0, False)
 
 
-def test_where_examples_turn_out_unreadable_pairs_begin() -> None:
-    model = small_model()
-    with attached(model, allow_biased=True, per_example="auto", log_every=1) as probe:
+def test_where_examples_turn_out_unreadable_pairs_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    model, sink = small_model(), Recording()
+    with attached(model, allow_biased=True, per_example="auto", log_every=1, sinks=[sink], verbose=True) as probe:
         for window in range(12):
             x, y = pieces_of(6, seed=window)[0]
             with probe.piece(units=3):  # units that are no rows
@@ -213,7 +218,10 @@ def test_where_examples_turn_out_unreadable_pairs_begin() -> None:
         reading = probe.reading()
     assert reading.is_biased
     assert reading.windows == 4  # three failures show it, and the pairs begin with the fifth window
-    assert "its examples cannot be told apart: the first dim" in probe.alerts["biased"]
+    [alert] = [record for record in sink.of_kind("alert") if record["name"] == "biased"]
+    assert alert["window"] == 4
+    since = "consecutive steps are compared, since a window is a single piece, and its examples cannot be told apart: "
+    assert f"sonde: {since}the first dim" in capsys.readouterr().err
 
 
 def test_noise_scales_with_and_without_bias_are_never_averaged_together() -> None:
@@ -362,30 +370,3 @@ def test_sparse_gradients_give_a_reason() -> None:
         reading = probe.reading()
     assert reading.windows == 0
     assert "its gradient is sparse: use Embedding(sparse=False)" in reading.reason
-
-
-def _attach_on_ranks() -> list[str]:
-    """What attach says where a mesh cuts the model, and where each rank has a piece."""
-    from torch.distributed.tensor import distribute_module
-    from torch.nn.parallel import DistributedDataParallel
-
-    said = []
-    try:
-        attached(distribute_module(small_model(), mesh_of((2,))), allow_biased=True)
-    except ValueError as error:
-        said.append(str(error))
-    model = DistributedDataParallel(small_model())
-    with attached(model, allow_biased=True) as probe:
-        run(model, probe, range(4))
-        said.append(str(probe._setup()["biased_fallback"]))
-        reading = probe.reading()
-        said.append(f"{reading.windows} windows, biased: {reading.is_biased}")
-    return said
-
-
-def test_several_ranks_need_no_pairs_and_a_cut_model_is_refused(ranks2: Ranks) -> None:
-    for cut, whole, numbers in ranks2(_attach_on_ranks):
-        assert "allow_biased=True compares whole gradients of one process, got a model of kind tensor parallel" in cut
-        assert "accumulate gradients over 2 or more micro-batches" in cut
-        assert whole == "allow_biased=True has no effect: each of 2 data-parallel ranks has a piece in every window"
-        assert numbers == "4 windows, biased: False"

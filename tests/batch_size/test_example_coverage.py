@@ -141,7 +141,7 @@ def test_more_units_than_could_be_rows_take_no_memory() -> None:
         with probe.piece(units=2_000_000):
             mean_loss(model, *pieces_of(6)[0]).backward()
         probe.step()
-        assert "2000000 examples of 8 parameters are too many numbers" in probe.reading().reason
+        assert "the norms of 2,000,000 examples in 8 parameters take too much memory" in probe.reading().reason
 
 
 @pytest.mark.parametrize("sizes", [(6,), (6, 6)])

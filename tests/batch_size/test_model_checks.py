@@ -25,6 +25,9 @@ def test_batch_normalisation_is_said_at_attach(capsys: pytest.CaptureFixture[str
     model = with_batch_norm()
     with attached(model, verbose=True):
         assert "2 layers: batch normalisation in train mode" in capsys.readouterr().err
+    del model[3]
+    with attached(model, verbose=True):
+        assert " 1 layer: batch normalisation in train mode" in capsys.readouterr().err
     model.eval()  # frozen statistics couple nothing
     with attached(model, verbose=True):
         assert "batch normalisation" not in capsys.readouterr().err
@@ -108,6 +111,6 @@ def _sync_batch_norm() -> tuple[dict[str, object], str]:
 def test_synchronised_batch_normalisation_has_a_sentence_of_its_own(ranks2: Ranks) -> None:
     for setup, text in ranks2(_sync_batch_norm):
         assert (setup["batch_norms"], setup["sync_batch_norms"]) == (1, 1)
-        assert "1 layers share their statistics over ranks, which couples the samples of all pieces" in text
+        assert "synchronised batch normalisation couples the samples of all pieces" in text
     with attached(with_batch_norm()) as probe:
         assert probe._setup()["sync_batch_norms"] == 0

@@ -127,4 +127,4 @@ def _reduced_without_telling() -> str:
 
 def test_a_reduction_without_process_group_is_named(ranks2: Ranks) -> None:
     for reason in ranks2(_reduced_without_telling):
-        assert "pass process_group= if you reduce them yourself" in reason
+        assert "pass process_group= if you average them yourself" in reason

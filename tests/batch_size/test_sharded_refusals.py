@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.batch_size.loops import attached, small_model, windows_of_rows
+from tests.batch_size.loops import attached, small_model
 from tests.batch_size.sharded_loops import Loop, build, shard
 from tests.ranks import Ranks, mesh_of
 
@@ -88,18 +87,3 @@ def test_parameters_that_other_frameworks_have_cut(attribute: str, message: str)
     setattr(model[0].weight, attribute, True)
     with pytest.raises(ValueError, match=message):
         attached(model)
-
-
-def _late() -> dict[str, Any]:
-    """The wrapper comes after attach: the parameters that were attached to get no gradient any more."""
-    model = nn.Linear(3, 2)
-    with attached(model) as probe:
-        windows_of_rows(probe, fully_shard(model, mesh=mesh_of((2,))), 3)
-        return {"dropped": probe.reading().dropped, "windows": probe.reading().windows, "alerts": set(probe.alerts)}
-
-
-def test_a_wrapper_that_comes_after_attach(ranks2: Ranks) -> None:
-    for result in ranks2(_late):
-        assert result["windows"] == 0
-        assert "measured parameters are no longer in the model" in next(iter(result["dropped"]))
-        assert "not_watched" in result["alerts"]

@@ -60,7 +60,7 @@ def test_one_window_agrees_with_gradients_of_single_completions() -> None:
     reading = probe.measure(rollouts)
     assert_same(reading, by_hand(model, rollouts), 8)
     assert (reading.status, reading.b_simple) == ("unresolved", None)
-    assert "too few for an interval" in reading.reason
+    assert "too few windows for an interval" in reading.reason
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
     assert all(torch.equal(g, c) for g, c in zip(grads, copies, strict=True))  # type: ignore[arg-type]
     assert model.training

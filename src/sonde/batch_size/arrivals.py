@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sonde.batch_size.budget import RANKS_DISAGREE
+from sonde.batch_size.late_wrapper import LateWrapper
 from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
@@ -15,6 +16,7 @@ from sonde.batch_size.stats.steps_in_turn import is_first
 from sonde.batch_size.stats.window_row import WindowRow
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.parallel.wrappers import Wrapper
+from sonde.wording import plural
 
 _JUDGED_EVERY = 16
 """Windows between two looks at whether a verdict is possible, while all windows are measured."""
@@ -31,6 +33,7 @@ class Arrivals:
         pacing: of the measured windows.
         taps: the choice of the tap, which depends on what the windows showed.
         wrapper: of the model.
+        late_wrapper: looks for one that came after attach.
         say: prints a sentence for people.
     """
 
@@ -44,11 +47,12 @@ class Arrivals:
         pacing: Pacing,
         taps: TapChoice,
         wrapper: Wrapper,
+        late_wrapper: LateWrapper,
         say: Callable[[str], None],
     ) -> None:
         self._metrics, self._tracker, self._log = metrics, metrics.headline, log
         self._rounding, self._mechanism, self._pacing, self._taps = rounding, mechanism, pacing, taps
-        self._wrapper, self._say = wrapper, say
+        self._wrapper, self._late_wrapper, self._say = wrapper, late_wrapper, say
         self._has_seen_one = False
         self.n_covered: int | None = None
         """Parameters that the averages speak of; None before the first window."""
@@ -63,16 +67,19 @@ class Arrivals:
         if drop is None and not is_first(row.step):
             self._begin_anew_if_it_speaks_of_something_else(row, window.known.number)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
+        if drop is not None and drop.kind == "changed":
+            self._late_wrapper.look_again()
         if drop is None:
             self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
+        number = window.known.number
         for alert, message in self._mechanism.take_news():
             if alert:
-                self._log.alert(alert, message)
+                self._log.alert(alert, message, window=number)
             else:
                 self._say(message)
         for change in window.known.changes:
             self._metrics.parameters_changed(change)
-            self._log.alert(change.alert, change.message)
+            self._log.alert(change.alert, change.message, window=number)
         if self._mechanism.reads != reads:
             self._pacing.measures_otherwise()
         self._pace(window)
@@ -85,7 +92,7 @@ class Arrivals:
         pace = self._pacing.pace
         pace.take(window.known.n_ended, window.costs)
         if pace.disagrees:
-            self._log.alert("ranks_disagree", RANKS_DISAGREE)
+            self._log.alert("ranks_disagree", RANKS_DISAGREE, window=window.known.number)
         if pace.is_undecided and window.known.number % _JUDGED_EVERY == 0:
             self._pacing.judge(self._tracker.reading(with_groups=False, as_if_last=False))
 
@@ -104,7 +111,8 @@ class Arrivals:
             first = number - is_biased  # a pair has the number of its first window
             self._tracker.begin_anew(first, every=self._pacing.pace.every * (1 + is_biased))
             how = "with a bias" if is_biased else "without bias"
-            what = f"is measured {how}" if is_biased != self._tracker.is_biased else f"speaks of {n_covered} parameters"
+            parameters = plural(n_covered, "parameter")
+            what = f"is measured {how}" if is_biased != self._tracker.is_biased else f"speaks of {parameters}"
             self._say(f"the noise scale {what} from window {number} on, and begins anew")
         self.n_covered, self._tracker.is_biased = n_covered, is_biased
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sonde.batch_size.found_model import FoundModel
 from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.batch_size.stats.step_pairs import IN_WORDS, StepProducts
+from sonde.batch_size.stats.step_pairs import ALERT, StepProducts
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.gradient_sketch import GradientSketch
 from sonde.batch_size.taps.step_sketches import StepSketches
@@ -90,11 +90,8 @@ class ConsecutiveSteps:
     def _begin(self, why_not: str) -> None:
         self.is_on, self._n_several = True, 0
         why = f"its examples cannot be told apart: {why_not}" if why_not else "single examples are not read"
-        self._tell(
-            "biased",
-            f"a window is a single piece, and {why}. So consecutive steps are compared. The noise scale is {IN_WORDS}. "
-            f"The step in between adds to tr Σ and takes from |G|². {_REMEDY}",
-        )
+        self._tell("", f"consecutive steps are compared, since a window is a single piece, and {why}")
+        self._tell("biased", ALERT)
 
     def _tell(self, alert: str, message: str) -> None:
         self._news.append((alert, message))
@@ -122,7 +119,7 @@ def consecutive_steps(options: NoiseScaleOptions, found: FoundModel) -> Consecut
         found: the model.
 
     Raises:
-        ValueError: for a model that is cut over ranks and has no data-parallel ranks; on all ranks.
+        ValueError: for a model that is cut over several ranks, none of which has data of its own; on all ranks.
     """
     if not options.allow_biased:
         return ConsecutiveSteps(None, None)
@@ -130,11 +127,11 @@ def consecutive_steps(options: NoiseScaleOptions, found: FoundModel) -> Consecut
     if wrapper.n_ranks > 1:
         each = f"each of {wrapper.n_ranks} data-parallel ranks has a piece in every window"
         return ConsecutiveSteps(None, f"allow_biased=True has no effect: {each}")
-    is_cut = wrapper.mesh is not None or wrapper.pp_mesh is not None or wrapper.sequence_group is not None
-    if is_cut or wrapper.experts is not None:
+    # On a mesh of one rank, such as FSDP2's there, this rank's parts are whole gradients.
+    if (wrapper.mesh is not None and wrapper.mesh.size() > 1) or wrapper.experts is not None:
         raise ValueError(
-            f"allow_biased=True compares whole gradients of one process, got a model of kind {wrapper.name} that is "
-            "cut over ranks: leave it out, and accumulate gradients over 2 or more micro-batches"
+            f"allow_biased=True compares whole gradients, and a model of kind {wrapper.name} holds a part of them on "
+            "each rank: leave it out, and accumulate gradients over 2 or more micro-batches"
         )
     place = {name: i for i, name in enumerate(dict.fromkeys(found.group_names))}
     sketch = GradientSketch(

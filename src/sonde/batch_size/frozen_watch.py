@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sonde.wording import plural, some_of
+
 _OFF_FOR = 3
 """Windows in a row after which `requires_grad` counts as changed. A loop that alternates is left alone."""
 _ABSENT_FOR = 20
@@ -119,13 +121,15 @@ class FrozenWatch:
         alive = {name for i, name in enumerate(self._group_names) if i not in self._gone}
         spells = (self._off, self._absent, self._back)
         first = min(of_kind[i].first for of_kind in spells for i in indices if i in of_kind)
-        some = ", ".join(self._names[i] for i in indices[:2]) + (", …" if len(indices) > 2 else "")
+        some = some_of([self._names[i] for i in indices], 2)
         gone = tuple(name for name in groups if name not in alive)
         again = [name for name in groups if name in alive]
-        follows = [f"{_some(gone)} leave the noise scale, of past windows too"] if gone else []
+        leave = "leaves" if len(gone) == 1 else "leave"
+        follows = [f"{some_of(gone, 4)} {leave} the noise scale, of past windows too"] if gone else []
         if again:
-            follows.append(f"the noise scale of the whole model and of {_some(again)} starts again {how}")
-        message = f"{len(indices)} measured parameters are {what} ({some}): {', and '.join(follows)}"
+            follows.append(f"the noise scale of the whole model and of {some_of(again, 4)} starts again {how}")
+        are = "is" if len(indices) == 1 else "are"
+        message = f"{plural(len(indices), 'measured parameter')} {are} {what} ({some}): {', and '.join(follows)}"
         return TrainedChange(groups, gone, first, alert, message)
 
 
@@ -141,7 +145,3 @@ def _extended(spells: Mapping[int, _Spell], indices: Iterable[int], number: int)
     """The spells of some parameters with one more window, and no others."""
     before = {i: spells.get(i, _Spell(number, 0)) for i in indices}
     return {i: _Spell(spell.first, spell.length + 1) for i, spell in before.items()}
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

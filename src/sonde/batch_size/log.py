@@ -38,7 +38,9 @@ METRICS: dict[str, Metric] = {
     "gns/effective_units": Metric("{unit}", "effective number of units in a window (Kish)"),
     "gns/u": Metric("1/{unit}", "mean of one over a piece's units, weighted as the pieces are; gns_mu is tr Σ·u/|G|²"),
     "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
-    "gns/windows_needed": Metric("windows", "windows still needed for ± 20 %; null when not known"),
+    "gns/windows_needed": Metric(
+        "windows", "measured windows, or pairs where gns/biased is 1, still needed for ± 20 %; null when not known"
+    ),
     "gns/set_aside": Metric("windows", "windows left out because each outweighed all others of its horizon together"),
     "gns/influence": Metric("ratio", "largest change of log(noise scale) that a single window makes"),
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
@@ -253,15 +255,21 @@ class NoiseScaleLog:
             self.alerts.pop(name, None)
             self.alert(name, message)
 
-    def alert(self, name: str, message: str) -> None:
-        """Note that something looks wrong: in the next reading, and as an alert the first time that `name` occurs."""
+    def alert(self, name: str, message: str, *, window: int | None = None) -> None:
+        """Note that something looks wrong: in the next reading, and as an alert the first time that `name` occurs.
+
+        Args:
+            name: of the alert.
+            message: what looks wrong, and what to do.
+            window: the one that has shown it; by default the last one that was taken in, 0 before the first.
+        """
         self._interval.alerts[name] = message
         if name in self.alerts:
             return
         self.alerts[name] = message
         if self._log.is_first_rank:
             logger.warning("sonde: %s", message)
-        self._write("alert", window=self._window, name=name, message=message)
+        self._write("alert", window=self._window if window is None else window, name=name, message=message)
 
     def reading(self, now: float, *, is_last: bool = False) -> None:
         """Write the present reading with the means since the last one.
@@ -364,9 +372,8 @@ def _over_budget(cost: Cost) -> tuple[str, str]:
     assert cost.share is not None
     assert cost.budget is not None
     return "over_budget", (
-        f"measuring one window in {cost.every} still takes {percent(cost.share)} of the run's time, more than the "
-        f"budget of {percent(cost.budget)}: windows are so short that even those which are not measured cost more. "
-        "Allow a larger budget, or put more work into each window"
+        f"measuring takes {percent(cost.share)} of the run's time, more than the budget of {percent(cost.budget)}, "
+        f"even at one window in {cost.every}. Windows are too short: raise budget=, or put more work into each window"
     )
 
 

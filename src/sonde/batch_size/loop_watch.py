@@ -15,6 +15,7 @@ from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.parallel.wrappers import Wrapper
+from sonde.wording import plural
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class LoopWatch:
             return
         n_before, self._n_batch_norms = self._n_batch_norms, None
         if (n := n_batch_norms(self._model)) > n_before:
-            self._alert("batch_norm", f"{n} layers, {n_before} of them so at attach: {BATCH_NORM}")
+            self._alert("batch_norm", f"{plural(n, 'layer')}, {n_before} of them so at attach: {BATCH_NORM}")
 
     def _gradients_were_taken(self) -> bool:
         """Whether hooks may have taken the gradients that the window's pieces had."""
@@ -131,8 +132,8 @@ class LoopWatch:
         n_before, self._n_hooks = self._n_hooks, n_post_accumulate_hooks(self._parameters)
         if self._n_hooks <= n_before:
             return ""
-        n_new = self._n_hooks - n_before
-        return f"{n_new} parameters have post-accumulate-grad hooks since attach: {STEPS_IN_BACKWARD}"
+        n_new = plural(self._n_hooks - n_before, "parameter")
+        return f"post-accumulate-grad hooks on {n_new} since attach: {STEPS_IN_BACKWARD}"
 
     @property
     def frozen(self) -> list[str]:

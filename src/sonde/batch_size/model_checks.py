@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.wording import plural, some_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -18,8 +19,8 @@ BATCH_NORM = (
 )
 
 SYNC_BATCH_NORM = (
-    "layers share their statistics over ranks, which couples the samples of all pieces of a window: the noise between "
-    "ranks is no longer that of independent data, however large the pieces are"
+    "synchronised batch normalisation couples the samples of all pieces of a window: the noise between ranks is no "
+    "longer that of independent data, however large the pieces are"
 )
 """What also follows from synchronised batch normalisation."""
 
@@ -46,8 +47,8 @@ def refuse_steps_in_backward(parameters: dict[str, nn.Parameter]) -> None:
     stepped = [name for name, p in parameters.items() if getattr(p, "_in_backward_optimizers", None)]
     if stepped:
         raise ValueError(
-            f"{len(stepped)} parameters ({stepped[0]!r}, …) are stepped inside backward, so a window's gradient is "
-            "gone before its pieces can be compared with it: step after backward while you measure"
+            f"an optimizer steps {plural(len(stepped), 'parameter')} ({some_of(stepped)}) inside backward, so a "
+            "window's gradient is gone before its pieces can be compared with it: step after backward while you measure"
         )
 
 

@@ -27,6 +27,7 @@ from sonde.batch_size.consecutive_steps import consecutive_steps
 from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.found_model import RanksOfModel, find_model
 from sonde.batch_size.frozen_watch import TrainedChange
+from sonde.batch_size.late_wrapper import LateWrapper
 from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import KnownOfWindow, NoiseScaleLog
 from sonde.batch_size.loop_watch import LoopWatch
@@ -142,6 +143,7 @@ class NoiseScaleProbe:
         self._found = found = find_model(model, optimizer, options, ranks)
         self._wrapper, self._options = (wrapper := found.wrapper), options
         self._unmeasured = UnmeasuredParameters(model, found.parameters, wrapper.leaves, wrapper.stand_ins)
+        self._late_wrapper = LateWrapper(model, wrapper, self._unmeasured)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
@@ -229,6 +231,7 @@ class NoiseScaleProbe:
             pacing=self._pacing,
             taps=self._taps,
             wrapper=wrapper,
+            late_wrapper=self._late_wrapper,
             say=self._say,
         )
         self._mechanism.begin_window(is_measured=True)
@@ -594,9 +597,10 @@ class NoiseScaleProbe:
         Returns:
             The norm, if it was asked for; and an error to raise after the window has ended.
         """
+        late = self._late_wrapper.problems()  # not timed: as attach itself, it is rare and no part of a window's cost
         start = time.perf_counter()
         notes = self._loop.window_ends(self._n_windows + 1)
-        problems = notes.problems + ((Problem.REPLACED,) if self._unmeasured.have_replaced_measured() else ())
+        problems = notes.problems + late
         self._pacing.spent(start)
         window, measured = self._reader.end_window(
             reads_grad=clip is not None,

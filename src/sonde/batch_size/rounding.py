@@ -52,8 +52,8 @@ class RoundingWatch:
             return f"DDP's communication hook {self._comm_hook!r} is lossy, noise was added, or another hook changed it"
         if self._wrapper.group is None and dist.is_initialized() and dist.get_world_size() > 1:
             return (
-                "were gradients reduced over ranks? Wrap the model in DDP, "
-                "or pass process_group= if you reduce them yourself"
+                "were gradients averaged over ranks? Wrap the model in DDP before attach and pass the wrapped one, or "
+                "pass process_group= if you average them yourself"
             )
         lost = "16-bit gradients lost small parts while many were added up (accumulate in fp32), or "
         other = "noise was added, a hook changed it, or a backward outside this window wrote to it"

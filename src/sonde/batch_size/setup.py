@@ -27,7 +27,7 @@ from sonde.parallel.stages import ModelParameters
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.parallel.wrappers import Wrapper
 from sonde.records import RunLog
-from sonde.wording import percent
+from sonde.wording import percent, plural
 
 
 @dataclass(frozen=True)
@@ -260,9 +260,10 @@ def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
     """The message that attach prints."""
     shown = ", ".join(groups[:4]) + (f", … {groups[-1]}" if len(groups) > 5 else "".join(f", {g}" for g in groups[4:]))
     hook = f", communication hook {setup['comm_hook']}" if setup["comm_hook"] else ""
+    n_trainable = plural(setup["parameters"], "trainable parameter")
     rows = {
-        "model": f"{setup['wrapper']}, {setup['parameters']:,} trainable parameters on {setup['device']}{hook}",
-        "ranks": f"{setup['ranks']} data-parallel {'rank' if setup['ranks'] == 1 else 'ranks'}",
+        "model": f"{setup['wrapper']}, {n_trainable} on {setup['device']}{hook}",
+        "ranks": plural(setup["ranks"], "data-parallel rank"),
         "pieces": f"read by {setup['tap']}; the first window shows how many there are",
         "unit": unit + (f", also counted in {', '.join(further)}" if (further := setup["further_units"]) else ""),
         "windows": _windows_in_words(setup["budget"], setup["every"]),
@@ -274,12 +275,12 @@ def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
     if setup["allow_biased"]:
         rows["biased"] = setup["biased_fallback"]
     if setup["batch_norms"]:
-        rows["note"] = f"{setup['batch_norms']} layers: {BATCH_NORM}"
+        rows["note"] = f"{plural(setup['batch_norms'], 'layer')}: {BATCH_NORM}"
     if setup["sync_batch_norms"]:
-        rows["ranks"] += f"; {setup['sync_batch_norms']} {SYNC_BATCH_NORM}"
+        rows["ranks"] += f"; {SYNC_BATCH_NORM} ({plural(setup['sync_batch_norms'], 'layer')})"
     if setup["post_accumulate_hooks"]:
-        n_hooks = setup["post_accumulate_hooks"]
-        rows["hooks"] = f"{n_hooks} parameters have post-accumulate-grad hooks: {STEPS_IN_BACKWARD}"
+        n_hooks = plural(setup["post_accumulate_hooks"], "parameter")
+        rows["hooks"] = f"post-accumulate-grad hooks on {n_hooks}: {STEPS_IN_BACKWARD}"
     return "noise scale attached\n" + "\n".join(f"  {name:<10}{text}" for name, text in rows.items())
 
 
@@ -301,6 +302,5 @@ def describe_pace(cost: Cost, *, in_pairs: bool) -> str:
 def describe_window(n_pieces: int, n_units: Mapping[str, float], n_ranks: int) -> str:
     """The message that the first window prints."""
     each = f" ({n_ranks} ranks × {n_pieces / n_ranks:g})" if n_ranks > 1 else ""
-    pieces = "1 piece" if n_pieces == 1 else f"{n_pieces} pieces"
     counts = ", ".join(f"{number:g} {unit}" for unit, number in n_units.items())
-    return f"{pieces} per window{each}, {counts} in all"
+    return f"{plural(n_pieces, 'piece')} per window{each}, {counts} in all"

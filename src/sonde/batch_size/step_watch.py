@@ -163,9 +163,9 @@ class StepWatch:
             if self._given is not None:
                 self._alert(
                     "optimizer_replaced",
-                    f"another optimizer ({', '.join(type(o).__name__ for o in others)}) than the one given to attach "
-                    "steps these parameters, and windows are checked against its steps from now on: attach again with "
-                    "it if metric='adam'",
+                    f"{', '.join(type(o).__name__ for o in others)} steps these parameters, not the optimizer given to "
+                    "attach. Windows are checked against its steps from now on. With metric='adam', attach again with "
+                    "it",
                 )
             self._watched = others
         self._windows_unstepped = 0
@@ -179,8 +179,8 @@ class StepWatch:
     def _say_blind(self, why: str) -> None:
         self._alert(
             "steps_unwatched",
-            f"{why}, so it cannot be checked that each window is ended before its step: "
-            "pass the optimizer that ends a window to attach as optimizer=",
+            f"{why}. So it cannot be checked that each window is ended before its step: pass the optimizer to attach "
+            "as optimizer=",
         )
 
     def _before_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
+from sonde.batch_size.taps.tap import Problem
 from sonde.parallel.inventory import Inventory
+from sonde.parallel.placements import is_dtensor
 from sonde.parallel.wrappers import clean_name
+from sonde.wording import plural, some_of
 
 
 class UnmeasuredParameters:
@@ -26,23 +29,30 @@ class UnmeasuredParameters:
         self._inventory = Inventory(model)
         self._measured = {id(p) for p in (*measured, *stand_ins)}
         self._shown_as = [{id(p), id(leaf)} for p, leaf in zip(measured, leaves, strict=True)]
+        self._was_cut = any(map(is_dtensor, measured))
         self._judged: dict[str, nn.Parameter] | None = None
-        """The parameters of the model when `have_replaced_measured` was last worked out."""
-        self._has_replaced = False
+        """The parameters of the model when `late_change` was last worked out."""
+        self._change: Problem | None = None
 
     def now(self) -> dict[str, nn.Parameter]:
         """Those that the model has now, by name."""
         return {name: p for name, p in self._inventory.parameters().items() if id(p) not in self._measured}
 
-    def have_replaced_measured(self) -> bool:
-        """Whether the model has lost a measured parameter, and has a trainable one that is not measured instead."""
+    def late_change(self) -> Problem | None:
+        """What has become of a model that has lost a measured parameter, and trains one that is not measured instead.
+
+        Returns:
+            None if it has not.
+        """
         named = self._inventory.parameters()
         if named is not self._judged:
             present = {id(p) for p in named.values()}
             has_lost = any(present.isdisjoint(shown) for shown in self._shown_as)
-            self._has_replaced = has_lost and any(p.requires_grad for p in self.now().values())
+            new = [p for p in self.now().values() if p.requires_grad] if has_lost else []
+            is_cut = not self._was_cut and any(map(is_dtensor, new))
+            self._change = (Problem.CUT_LATE if is_cut else Problem.REPLACED) if new else None
             self._judged = named
-        return self._has_replaced
+        return self._change
 
     def alert(self) -> str:
         """What to say if some of them are trainable; empty if none is."""
@@ -50,6 +60,6 @@ class UnmeasuredParameters:
         if not trainable:
             return ""
         return (
-            f"{len(trainable)} parameters became trainable, or replaced others, after the probe was attached, and "
-            f"are not measured ({clean_name(trainable[0])}, …): attach again"
+            f"{plural(len(trainable), 'parameter')} came or became trainable after attach and cannot be measured "
+            f"({some_of([clean_name(name) for name in trainable])}): attach again"
         )

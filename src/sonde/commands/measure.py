@@ -22,7 +22,7 @@ from sonde.commands.text import read_documents, sequences
 from sonde.parallel.devices import default_device
 from sonde.records import RunLog
 from sonde.runs.sinks import JsonlSink
-from sonde.wording import count, estimate, number, percent
+from sonde.wording import count, estimate, number, percent, plural
 
 _UNIT = "sequences"
 _SECONDS_BETWEEN_LINES = 5.0
@@ -145,8 +145,8 @@ def _pieces(documents: Iterable[str], tokenizer: Any, options: MeasureOptions) -
     first = list(itertools.islice(each, options.examples_per_piece + 1))
     if len(first) <= options.examples_per_piece:
         raise ValueError(
-            f"{options.data} has text for {len(first)} sequences of {options.tokens} tokens, and a noise scale "
-            "compares pieces: pass more text, a smaller --tokens or a smaller --examples-per-piece"
+            f"{options.data} has text for {plural(len(first), 'sequence')} of {options.tokens} tokens, and a noise "
+            "scale compares pieces: pass more text, a smaller --tokens or a smaller --examples-per-piece"
         )
     return _batched(itertools.chain(first, each), options.examples_per_piece)
 

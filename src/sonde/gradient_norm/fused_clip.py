@@ -155,7 +155,7 @@ def _reason_against(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: b
         return "if its first step is skipped, its momentum stays unset"
     clipped_ids, held_ids = {id(p) for p in parameters}, {id(p) for p in held}
     if n_unclipped := sum(p.grad is not None and id(p) not in clipped_ids for p in held):
-        return f"it holds {n_unclipped} parameters that are not clipped, and would scale their gradients too"
+        return f"it also holds parameters that are not clipped ({n_unclipped}), and would scale their gradients too"
     if n_foreign := sum(p.grad is not None and id(p) not in held_ids for p in parameters):
         return f"it does not hold {n_foreign} of the clipped parameters"
     return ""

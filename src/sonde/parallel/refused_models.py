@@ -48,25 +48,40 @@ def refuse_inner_module(model: nn.Module) -> None:
     Raises:
         ValueError: when a living DDP module, one of FSDP's first version or a DeepSpeed engine holds the module.
     """
-    if not dist.is_initialized():  # as both need it
+    wrapper = wrapper_around(model)
+    if wrapper is None:
         return
-    for candidate in gc.get_objects():
-        # By type(), since some objects make up their __class__, or import modules to know it.
-        if not issubclass(type(candidate), nn.Module) or candidate is model:
+    if _is_fsdp1(wrapper):
+        raise ValueError(f"the model is inside a module of FSDP's first version. {_FSDP1}")
+    if not isinstance(wrapper, DistributedDataParallel):
+        raise ValueError(_deepspeed(type(wrapper).__name__))
+    raise ValueError(
+        "the model is inside a DistributedDataParallel module, which averages its gradients over ranks: pass that "
+        "module, as trainer.model_wrapped or the result of accelerator.prepare (or process_group=, if you reduce "
+        "the gradients yourself and that module is no longer used)"
+    )
+
+
+def wrapper_around(model: nn.Module) -> nn.Module | None:
+    """The living DDP module, module of FSDP's first version or DeepSpeed engine that holds a module; None without one.
+
+    This looks at every living object, which may take some tenths of a second.
+    """
+    if not dist.is_initialized():  # as all of them need it
+        return None
+    objects = gc.get_objects()
+    # By type(), since some objects make up their __class__, or import modules to know it. Each type is looked at once,
+    # by its id, since a type may have no hash.
+    kinds = {
+        id(kind) for kind in {id(kind): kind for kind in map(type, objects)}.values() if issubclass(kind, nn.Module)
+    }
+    for candidate in objects:
+        if id(type(candidate)) not in kinds or candidate is model:
             continue
-        is_ddp, is_fsdp1 = issubclass(type(candidate), DistributedDataParallel), _is_fsdp1(candidate)
-        wraps = is_ddp or is_fsdp1 or _is_of_deepspeed(candidate)
-        if not wraps or all(m is not model for m in candidate.modules()):
-            continue
-        if is_fsdp1:
-            raise ValueError(f"the model is inside a module of FSDP's first version. {_FSDP1}")
-        if not is_ddp:
-            raise ValueError(_deepspeed(type(candidate).__name__))
-        raise ValueError(
-            "the model is inside a DistributedDataParallel module, which averages its gradients over ranks: pass that "
-            "module, as trainer.model_wrapped or the result of accelerator.prepare (or process_group=, if you reduce "
-            "the gradients yourself and that module is no longer used)"
-        )
+        wraps = issubclass(type(candidate), DistributedDataParallel) or _is_fsdp1(candidate)
+        if (wraps or _is_of_deepspeed(candidate)) and any(m is model for m in candidate.modules()):
+            return candidate  # type: ignore[no-any-return]
+    return None
 
 
 def _is_fsdp1(module: nn.Module) -> bool:

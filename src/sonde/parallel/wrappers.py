@@ -65,6 +65,11 @@ class Wrapper:
     stand_ins: list[Tensor]
 
     @property
+    def has_cut_leaves(self) -> bool:
+        """Whether backward makes gradients that are DTensors, even on a mesh of a single rank."""
+        return any(map(is_dtensor, self.leaves))
+
+    @property
     def n_ranks(self) -> int:
         """Ranks that have data of their own."""
         return self.data.n_ranks

@@ -87,8 +87,8 @@ def check_responses(
     shared = sorted(set(prompts["E"].tolist()) & set(prompts["U"].tolist()))
     if shared:
         message = (
-            f"evaluation and update share {len(shared)} prompts, {shared[:3]} among them. An update changes its "
-            "own prompts more than others, so the forecast is biased: evaluate on other prompts"
+            f"evaluation and update share prompts ({len(shared)}), {shared[:3]} among them. An update changes its own "
+            "prompts more than others, so the forecast is biased: evaluate on other prompts"
         )
         if is_strict:
             raise ValueError(message)

@@ -246,7 +246,7 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     measurement = measure(model, batches([4] * 12), verbose=True)
     said = capsys.readouterr().err
     assert "sonde: measuring 210 trainable parameters on cpu, in rows\n" in said
-    assert "sonde: 1 dropout layers are in train mode and add noise" in said
+    assert "sonde: 1 dropout layer in train mode: this adds noise" in said
     assert "batch normalisation in train mode" in said
     assert said.endswith(f"sonde: {measurement}\n")
     assert "; the data ended before ± 10 %" in str(measurement)

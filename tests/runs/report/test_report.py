@@ -300,7 +300,7 @@ def test_the_report_of_a_long_run_is_small(tmp_path: Path) -> None:
     assert report.stat().st_size < MAX_BYTES
     text = visible_text(report)
     assert "Of 3,000 readings, each pixel shows the lowest and the highest." in text
-    assert "The first 400 are drawn; 200 more are in the log." in text
+    assert "The first 400 are drawn; the log has 200 more groups." in text
     assert "47 more values in the log" in text  # the loss and 3 of 50 are drawn
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sonde.batch_size.model_checks import BATCH_NORM, n_batch_norms
 from sonde.batch_size.stats.reading import NoiseScaleReading
-from sonde.wording import duration, number
+from sonde.wording import duration, number, plural
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -97,16 +97,15 @@ class Progress:
         """Say what is measured."""
         n_parameters = sum(p.numel() for p in self._parameters)
         self._say(
-            f"measuring {n_parameters:,} trainable parameters on {self._parameters[0].device}"
+            f"measuring {plural(n_parameters, 'trainable parameter')} on {self._parameters[0].device}"
             + (f", {self._n_ranks} ranks" if self._n_ranks > 1 else "")
             + f", in {self._unit}"
         )
         if n := sum(m.training and m.p > 0 for m in self._model.modules() if isinstance(m, _DROPOUTS)):
-            self._say(
-                f"{n} dropout layers are in train mode and add noise, as in training: model.eval() turns them off"
-            )
+            layers = plural(n, "dropout layer")
+            self._say(f"{layers} in train mode: this adds noise, as in training. model.eval() turns dropout off")
         if n := n_batch_norms(self._model):
-            self._say(f"{n} layers: {BATCH_NORM}")
+            self._say(f"{plural(n, 'layer')}: {BATCH_NORM}")
 
     def is_due(self) -> bool:
         """Whether the next window is to be printed."""

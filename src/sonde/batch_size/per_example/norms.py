@@ -42,6 +42,7 @@ from sonde.batch_size.taps.autograd_internals import (
 )
 from sonde.parallel.devices import is_capturing
 from sonde.parallel.wrappers import clean_name, find_wrapper
+from sonde.wording import plural, some_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -176,7 +177,7 @@ class PerExampleNorms:
         present = {self._indices[id(p)] for p in self._model.parameters() if id(p) in self._indices}
         if gone := [name for i, name in enumerate(self._unseen) if i not in present]:
             raise ValueError(
-                f"{len(gone)} parameters ({gone[0]!r}, …) are not in the model any more: make a new PerExampleNorms"
+                f"the model has lost {plural(len(gone), 'parameter')} ({some_of(gone)}): make a new PerExampleNorms"
             )
         for name, layer in self._model.named_modules():
             if isinstance(layer, torch.jit.ScriptModule):

@@ -15,6 +15,7 @@ from sonde.batch_size.stats.example_sums import ExampleSums
 from sonde.batch_size.taps.tap import ExamplesOfWindow
 from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
 from sonde.parallel.devices import accumulation_dtype, to_device, widened
+from sonde.wording import plural
 
 _DIGEST_BITS = 10
 """Squares of so many bits add up exactly over thousands of ranks, even in fp32."""
@@ -193,7 +194,8 @@ class ExampleWindow:
             return
         n = int(counts.units)
         if 8 * n * len(self._names) > _MOST_BYTES:
-            self.reasons[""] = f"{n} examples of {len(self._names)} parameters are too many numbers: is the unit a row?"
+            examples, parameters = plural(n, "example"), plural(len(self._names), "parameter")
+            self.reasons[""] = f"the norms of {examples} in {parameters} take too much memory: is the unit a row?"
             self._norms.discard()
             return
         squares = self._norms.take(n)
@@ -302,7 +304,7 @@ def read_examples(
     n_parameters = round(float(counts.n_parameters) / n_reading)
     why_not = ""
     if n_read != n_pieces:
-        why_not = f"examples were read in {n_read} of {n_pieces} pieces only"
+        why_not = f"examples were read in {n_read} of {plural(n_pieces, 'piece')} only"
     elif n_reading * round(float(counts.sq_digest)) != round(float(counts.digest)) ** 2:
         why_not = "other parameters were covered on other ranks"
     elif not n_covered:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from sonde.batch_size.stats.step_pairs import window_noun
 from sonde.batch_size.stats.trend import Misfit
 
 _WELL_KNOWN = 0.2 / 1.96
@@ -58,6 +59,7 @@ def advise(
     n_units: float | None,
     misfit: Misfit = "",
     spacing: float = 1.0,
+    in_pairs: bool = False,
 ) -> str:
     """What to do about a noise scale of which only a bound, or a wide interval, is known.
 
@@ -72,6 +74,7 @@ def advise(
         n_units: effective number of units in a window, 1/v.
         misfit: of the trend.
         spacing: windows of training for each measured one.
+        in_pairs: whether consecutive steps are compared. Then all measured windows are counted in pairs.
 
     Returns:
         One sentence without its full stop; empty where nothing is needed.
@@ -86,16 +89,20 @@ def advise(
     if more is not None and not is_filled:
         n_windows = _rounded(max(more, 5))
         of_training = f" (about {_rounded(n_windows * spacing)} windows of training)" if spacing > 1 else ""
-        return f"measure about {n_windows} more windows{of_training}"
+        return f"measure about {n_windows} more {window_noun(n_windows, in_pairs=in_pairs)}{of_training}"
     if misfit == "jump":
         return "measure more windows; how many cannot be computed so soon after the noise scale has changed"
     if log_error is None or log_error > _GUESSED:
         return _without_numbers(status, is_filled=is_filled)
     # Of variance, once the horizon is filled. Below 1.5, a remedy would change little.
     factor = max(effective / most_effective * (log_error / target) ** 2, 1.5)
+    longer = _longer_horizon(factor, horizon, drift)
+    with_longer = "" if longer is None else f"use a horizon of about {longer} {window_noun(longer, in_pairs=in_pairs)}"
+    if in_pairs:  # there are no pieces of a window, and there is no split of a batch that would leave pairs
+        n_pieces = None
     if status == "upper_bound":
-        return _for_noise(factor, horizon, drift, n_pieces, n_units)
-    return _for_signal(factor, horizon, drift, n_pieces)
+        return _for_noise(factor, with_longer, n_pieces, n_units)
+    return _for_signal(factor, with_longer, n_pieces)
 
 
 def _without_numbers(status: str, *, is_filled: bool) -> str:
@@ -109,10 +116,10 @@ def _without_numbers(status: str, *, is_filled: bool) -> str:
     return "use a longer horizon, or more units in each window; how much cannot be computed before |G|² is known better"
 
 
-def _for_signal(factor: float, horizon: float, drift: float, n_pieces: float | None) -> str:
-    """How the variance of |G|² becomes smaller by a factor."""
-    if longer := _longer_horizon(factor, horizon, drift):
-        return f"use a horizon of about {longer} windows"
+def _for_signal(factor: float, with_longer_horizon: str, n_pieces: float | None) -> str:
+    """How the variance of |G|² becomes smaller by a factor: by a longer horizon, where that helps."""
+    if with_longer_horizon:
+        return with_longer_horizon
     if n_pieces is not None and n_pieces > 1 and (most := n_pieces / (n_pieces - 1)) > 1.05 * factor:
         # The variance of |G|² from m equal pieces of one batch is in proportion to m/(m − 1).
         left = most / factor
@@ -123,15 +130,15 @@ def _for_signal(factor: float, horizon: float, drift: float, n_pieces: float | N
     )
 
 
-def _for_noise(factor: float, horizon: float, drift: float, n_pieces: float | None, n_units: float | None) -> str:
-    """How the variance of tr Σ becomes smaller by a factor."""
+def _for_noise(factor: float, with_longer_horizon: str, n_pieces: float | None, n_units: float | None) -> str:
+    """How the variance of tr Σ becomes smaller by a factor: by more pieces, or a longer horizon where that helps."""
     if n_pieces is not None and n_units is not None and n_pieces > 1:
         # The relative variance of tr Σ from m equal pieces is in proportion to 1/(m − 1).
         pieces = math.ceil(1 + factor * (n_pieces - 1) - 1e-9)
         if pieces <= n_units:
             return f"split each batch into {pieces} or more pieces"
-    if longer := _longer_horizon(factor, horizon, drift):
-        return f"use a horizon of about {longer} windows"
+    if with_longer_horizon:
+        return with_longer_horizon
     return (
         f"use about {factor:.1f} times as many units in each window, in pieces as small as now; the noise scale drifts "
         "too fast for a longer horizon"

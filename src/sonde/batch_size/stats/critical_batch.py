@@ -228,10 +228,10 @@ def _outlook(batch: float, b_simple: float, doubling_windows: float | None) -> s
     doublings = math.log2(limit / b_simple)
     if doublings * doubling_windows <= 0:
         return f"The noise scale {moves}"
-    becomes = "small" if doubling_windows > 0 else "large"
+    becomes, windows = "small" if doubling_windows > 0 else "large", number(doublings * doubling_windows, 2)
     return (
         f"The noise scale {moves}: if this goes on, the batch becomes {becomes} in about "
-        f"{number(doublings * doubling_windows, 2)} windows"
+        f"{windows} {'window' if windows == '1' else 'windows'}"
     )
 
 

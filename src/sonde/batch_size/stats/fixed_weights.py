@@ -221,7 +221,7 @@ def _average(windows: Tensor, weights: Tensor, level: float) -> _Average:
     trace_cov, grad_sq = mean.tolist()
     n_effective = float(1.0 / weights.square().sum())
     if len(weights) < _MIN_WINDOWS or n_effective < 2:
-        few = f"{len(weights)} windows are too few for an interval: measure more data"
+        few = "too few windows for an interval: measure more data"
         return _Average(trace_cov, grad_sq, RatioInterval("unresolved", None, None, few), None, ())
     residuals = windows - mean
     scattered = residuals * (weights.square() / (1.0 - weights))[:, None]

@@ -117,16 +117,13 @@ class NeighbourWatch:
             return None
         if self._score > 0:
             return (
-                "pieces that follow each other are more alike than pieces further apart, so they are not independent "
-                "samples: does one batch have several backwards, or do neighbouring micro-batches share data? Put all "
-                "backwards of one batch into one 'with probe.piece():', and check the sampler. A sampler that sorts by "
-                "length does this too: shuffle its batches"
+                "neighbouring pieces are too alike to be independent. Put all backwards of one batch into one 'with "
+                "probe.piece():', and shuffle micro-batches, also if the sampler sorts by length"
             )
         return (
-            "pieces further apart are more alike than pieces that follow each other, so they are not independent "
-            "samples: do data repeat within a window, do micro-batches alternate between kinds of data, or does one "
-            "batch have several losses, each with its own backward? Check the sampler, or put one micro-batch of each "
-            "kind, or all losses of one batch, into one 'with probe.piece():'"
+            "neighbouring pieces are less alike than others, so pieces are not independent. Check for data that repeat "
+            "within a window. If micro-batches alternate between kinds of data or losses, put one of each into one "
+            "'with probe.piece():'"
         )
 
     def state_dict(self) -> dict[str, float]:

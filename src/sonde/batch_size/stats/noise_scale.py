@@ -251,9 +251,7 @@ class RunningNoiseScale:
             A `RatioInterval`; with fewer than 2 effective windows it is unresolved.
         """
         if self.effective_windows < 2:
-            return RatioInterval(
-                "unresolved", None, None, f"{self.windows} windows are too few for an interval: measure more"
-            )
+            return RatioInterval("unresolved", None, None, "too few windows for an interval: measure more")
         return fieller_interval(**self._moments(), level=level)
 
     def windows_needed(self, precision: float = 0.2, level: float = 0.95) -> int | None:

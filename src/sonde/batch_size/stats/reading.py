@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sonde.batch_size.stats.example_sums import Coverage
+from sonde.batch_size.stats.step_pairs import ALERT as BIASED_ALERT
 from sonde.batch_size.stats.step_pairs import IN_WORDS as BIASED
+from sonde.batch_size.stats.step_pairs import window_noun
 from sonde.batch_size.stats.window_entry import SetAside
 from sonde.stats.intervals import Status
-from sonde.wording import number
+from sonde.wording import number, plural
 
 _QUIET_WINDOWS = 10
 """The first windows may outweigh the rest with no cause for alarm: gradients are large before the first steps."""
@@ -228,7 +230,7 @@ class NoiseScaleReading:
         every = self.every / 2 if self.is_biased else self.every
         of_these = f" measured, one in {number(every)}" if every > 1 else ""
         dropped = f", {sum(self.dropped.values())} dropped" if self.dropped else ""
-        counted = "pairs of windows" if self.is_biased else "windows"
+        counted = window_noun(self.windows, in_pairs=self.is_biased)
         seen = f"{batch}{self.windows} {counted}{of_these}{dropped}"
         seen += f" ({self.coverage})" if self.coverage is not None else ""
         seen += f" ({BIASED})" if self.is_biased else ""
@@ -292,7 +294,8 @@ def drift_in_words(windows: float | None) -> str:
     """
     if windows is None:
         return ""
-    return f"{'doubles' if windows > 0 else 'halves'} every {number(abs(windows), 2)} windows"
+    every = number(abs(windows), 2)
+    return f"{'doubles' if windows > 0 else 'halves'} every {'window' if every == '1' else f'{every} windows'}"
 
 
 def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
@@ -306,7 +309,7 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
         nothing looks wrong.
     """
     partial = {"not_covered": f"the noise scale is {reading.coverage}"} if reading.coverage is not None else {}
-    partial |= {"biased": f"the noise scale is {BIASED}"} if reading.is_biased else {}
+    partial |= {"biased": BIASED_ALERT} if reading.is_biased else {}
     return dict(reading.doubts) | partial | set_aside_alerts(reading.last_set_aside, reading.last_group_set_asides)
 
 
@@ -323,18 +326,15 @@ def set_aside_alerts(aside: SetAside | None, aside_in: Sequence[SetAside]) -> di
     alerts = {}
     if aside is not None and aside.window > _QUIET_WINDOWS:
         alerts["outweighs"] = (
-            f"window {aside.window} had {number(aside.times)} times the squared gradient of its neighbours, more than "
-            "all other windows of the horizon together. The noise scale is given without it. Check the data of that "
-            "window"
+            f"window {aside.window} had {number(aside.times)} times the squared gradient of its neighbours. It is left "
+            "out, since it outweighs all other windows of the horizon. Check its data"
         )
     if aside_in and aside_in[0].window > _QUIET_WINDOWS:
         where = ", ".join(f"{number(each.times)} times in group {each.group!r}" for each in aside_in[:_MOST_NAMED])
-        more = f" and in {len(aside_in) - _MOST_NAMED} more groups" if len(aside_in) > _MOST_NAMED else ""
+        more = f" and in {plural(len(aside_in) - _MOST_NAMED, 'more group')}" if len(aside_in) > _MOST_NAMED else ""
         of_these = "this group" if len(aside_in) == 1 else "these groups"
         alerts["group_outweighs"] = (
-            f"window {aside_in[0].window} had many times the squared gradient of its neighbours: {where}{more}. That "
-            "is more than all other windows of the horizon together. The noise scale of "
-            f"{of_these} is given without it. "
-            "Check the data of that window"
+            f"window {aside_in[0].window} had many times the squared gradient of its neighbours: {where}{more}. It is "
+            f"left out of {of_these}, where it outweighs all other windows. Check its data"
         )
     return alerts

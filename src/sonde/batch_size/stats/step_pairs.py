@@ -21,6 +21,22 @@ from sonde.batch_size.stats.noise_scale import PieceSums
 
 IN_WORDS = "biased: read from consecutive steps, so the true B_simple is probably smaller"
 """What every reading of such pairs says."""
+IN_SHORT = "biased, probably smaller"
+"""The same beside a number in a figure or a tile."""
+ALERT = f"the noise scale is {IN_WORDS}. Accumulate gradients over 2 or more micro-batches to avoid the bias"
+"""The alert about such readings."""
+
+
+def window_noun(n: float, *, in_pairs: bool) -> str:
+    """What n measured windows are called: where consecutive steps are compared, every count is of pairs.
+
+    Example:
+        >>> window_noun(1, in_pairs=False), window_noun(20, in_pairs=True)
+        ('window', 'pairs of windows')
+    """
+    if in_pairs:
+        return "pair of windows" if n == 1 else "pairs of windows"
+    return "window" if n == 1 else "windows"
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from sonde.batch_size.stats.window_row import Drop, WindowRow
 
 _NO_PARTNER = Drop(
     "no_partner",
-    "the window beside it was not measured, or could not be paired with it, so that no consecutive step is there to "
-    "compare with: it was the first window, a window that was ended late or twice, or a restart came in between",
+    "no neighbouring window could be compared with it: a window beside it was ended late or twice or could not be "
+    "used, or a restart came in between",
 )
 _OTHER_SIZES = Drop(
     "other_sizes",
-    "two consecutive windows had pieces of other weights, and gradients that were scaled otherwise, so they cannot be "
-    "brought to one size: make the loss a mean over the window, and leave out weight= where a window is one piece",
+    "two consecutive windows had other weights and other scales, so their gradients cannot be compared: make the loss "
+    "a mean over the window, and leave out weight=",
 )
 
 

@@ -10,6 +10,7 @@ from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.consistency import same_data
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.reading import GroupReading, Influence, NoiseScaleReading, RunAverage
+from sonde.batch_size.stats.step_pairs import window_noun
 from sonde.batch_size.stats.trend import TrendFit, fit_trends
 from sonde.batch_size.stats.window_entry import Series, SetAside
 from sonde.batch_size.stats.window_weights import effective_windows, most_effective_windows
@@ -44,6 +45,7 @@ def summarise(
     with_groups: bool = True,
     as_if_last: bool = True,
     now: int | None = None,
+    in_pairs: bool = False,
 ) -> NoiseScaleReading:
     """Make a reading.
 
@@ -54,16 +56,17 @@ def summarise(
         with_groups: also read each group of parameters.
         as_if_last: count the last windows among those set aside if they would be, should no window follow.
         now: number of the present window, measured or not; by default the last measured one.
+        in_pairs: whether the windows that were averaged are pairs of consecutive steps.
     """
     history = averages.history
     doubts = doubts_of(averages)
-    why = next(iter(doubts.values())) if doubts else _stale(averages)
+    why = next(iter(doubts.values())) if doubts else _stale(averages, in_pairs=in_pairs)
     doubted = RatioInterval("unresolved", None, None, why) if why else None
     asides = history.set_asides_now() if as_if_last else history.set_asides
     total, groups = _fit(averages, level, doubted, with_groups=with_groups, now=averages.n_seen if now is None else now)
     own = _group(total, doubted)
     is_resolved = own.status == "resolved"
-    advice, needed = ("", None) if doubted else _advice(averages, total)
+    advice, needed = ("", None) if doubted else _advice(averages, total, in_pairs=in_pairs)
     return NoiseScaleReading(
         b_simple=own.b_simple,
         low=own.low,
@@ -110,14 +113,14 @@ def _spacing(averages: NoiseScaleAverages) -> float:
     return averages.history.spacing.per_measured(averages.history.horizon)
 
 
-def _stale(averages: NoiseScaleAverages) -> str:
+def _stale(averages: NoiseScaleAverages, *, in_pairs: bool) -> str:
     """Why the last windows say nothing about now; empty where they do."""
     history = averages.history
     missing = round((averages.n_seen - history.last_window) / history.spacing.now)
     if not averages.windows or missing <= max(_MOST_MISSING * min(history.horizon, averages.windows), 5):
         return ""
     last = f": {averages.last_drop}" if averages.last_drop else ""
-    return f"the last {missing} windows could not be used{last}"
+    return f"the last {missing} {window_noun(missing, in_pairs=in_pairs)} could not be used{last}"
 
 
 def _fit(
@@ -145,7 +148,7 @@ def _fit(
     return total, groups
 
 
-def _advice(averages: NoiseScaleAverages, total: _Fitted) -> tuple[str, int | None]:
+def _advice(averages: NoiseScaleAverages, total: _Fitted, *, in_pairs: bool) -> tuple[str, int | None]:
     """What would make the noise scale known better, and the windows that are still needed for ± 20 %."""
     fit, horizon, spacing = total.fit, averages.history.horizon, _spacing(averages)
     used = horizon if fit.horizon is None else fit.horizon / spacing
@@ -161,6 +164,7 @@ def _advice(averages: NoiseScaleAverages, total: _Fitted) -> tuple[str, int | No
         n_units=averages.effective_units,
         misfit=fit.misfit,
         spacing=spacing,
+        in_pairs=in_pairs,
     )
     return advice, windows_needed(fit.log_error, effective=effective, most_effective=most_effective)
 

@@ -201,7 +201,13 @@ class NoiseScaleTracker:
             return replace(reading, coverage=self.coverage)  # never biased: no step is taken
         summaries = [
             summarise(
-                averages, unit=self.unit, level=self.level, with_groups=with_groups, as_if_last=as_if_last, now=now
+                averages,
+                unit=self.unit,
+                level=self.level,
+                with_groups=with_groups,
+                as_if_last=as_if_last,
+                now=now,
+                in_pairs=self.is_biased,
             )
             for averages in (self._all_averages if with_groups else [self._averages])
         ]

@@ -126,7 +126,7 @@ def _fit_measured(
     """`fit_trends` with ages in measured windows, and the largest |c| from one of these to the next."""
     n_series, n_windows = x.shape
     if n_windows < _MIN_WINDOWS:
-        return [TrendFit(_unresolved(f"{n_windows} windows are too few for an interval: measure more"))] * n_series
+        return [TrendFit(_unresolved("too few windows for an interval: measure more"))] * n_series
     if (youngest := float(ages.min())) > REACH * local_horizon(ages, horizon):
         reason = (
             f"the last window is {youngest:.0f} windows old, which says nothing about now: measure more of "

@@ -146,6 +146,8 @@ class Problem(IntEnum):
     reported.
     """
 
+    CUT_LATE = 29
+    WRAPPED_LATE = 30
     REPLACED = 26
     IN_CUDA_GRAPH = 27
     ENDED_LATE = 0
@@ -188,14 +190,21 @@ class Problem(IntEnum):
 
 
 _MESSAGES = {
+    Problem.CUT_LATE: (
+        "the model was cut over ranks after attach, by fully_shard or parallelize_module, and its new parameters are "
+        "not measured: attach after the model is cut"
+    ),
+    Problem.WRAPPED_LATE: (
+        "the model was wrapped after attach, and the wrapper (DistributedDataParallel or the like) averages its "
+        "gradients over ranks: wrap it first, and attach to the wrapped model"
+    ),
     Problem.REPLACED: (
         "measured parameters are no longer in the model, and others that are not measured are in their place: attach "
         "after the model is wrapped, cut or changed"
     ),
     Problem.IN_CUDA_GRAPH: (
-        "backwards ran inside a CUDA graph, and a graph that is replayed runs no hook: capture the model, or parts of "
-        "it, by torch.cuda.make_graphed_callables before attach and run backward outside, compile with "
-        "mode='reduce-overhead', or measure at a checkpoint by sonde.measure"
+        "backwards ran inside a CUDA graph, and a graph that is replayed runs no hook: keep backward outside, by "
+        "torch.cuda.make_graphed_callables before attach or torch.compile(mode='reduce-overhead'), or use sonde.measure"
     ),
     Problem.ENDED_LATE: (
         "the window was ended after optimizer.step(): call probe.step() or probe.clip_grad_norm_() before it"
@@ -249,9 +258,8 @@ _MESSAGES = {
         "a piece had several backwards; from the next window on, their gradients are summed before they are squared"
     ),
     Problem.TOO_LARGE_TO_SUM: (
-        "a piece had several backwards, and their gradients are too large for the staging area in which they would be "
-        "summed: add the losses and call backward once, raise staging_mib, or, under DDP, run all but the last "
-        "backward in model.no_sync()"
+        "a piece had several backwards, and their gradients are too large for the staging area: add the losses and "
+        "call backward once, raise staging_mib, or under DDP run all but the last backward in model.no_sync()"
     ),
     Problem.SPARSE_ON_GPU: (
         "a sparse gradient on a GPU cannot be squared without waiting for the device: use Embedding(sparse=False)"

@@ -165,7 +165,7 @@ class TapChoice:
             parameters=list(self._wrapper.parameters.values()),
             # Adam's second moments are cut as parameters are.
             cut=CutGradients(leaves, data.first_sharing, as_leaves=self._further is not None)
-            if data.n_sharing > 1 or self._wrapper.experts
+            if data.n_sharing > 1 or self._wrapper.experts or self._wrapper.has_cut_leaves
             else None,
             context=self._context_pieces(),
             further=self._further,

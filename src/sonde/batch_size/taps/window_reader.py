@@ -24,6 +24,7 @@ from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.parallel.devices import is_capturing, runs_beside_host, widened
+from sonde.parallel.placements import local_tensor
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
@@ -251,7 +252,9 @@ class WindowReader:
         self._seconds += time.perf_counter() - start
         step = None
         if self._steps is not None:
-            step = self._steps.end_window(grads, number=number, n_pieces=0 if reads_examples else n_pieces)
+            # Of a sharded model there is a single rank, so its parts are the whole.
+            whole = [None if grad is None else local_tensor(grad.detach()) for grad in grads]
+            step = self._steps.end_window(whole, number=number, n_pieces=0 if reads_examples else n_pieces)
         return replace(window, n_further_units=self._sums.n_further_units, step=step), norm
 
     def _end_window_of_whole(

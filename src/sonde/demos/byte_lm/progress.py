@@ -16,7 +16,7 @@ from rich.text import Text
 
 from sonde.demos.byte_lm.options import Setup
 from sonde.demos.console import PANEL_WIDTH
-from sonde.wording import count, number, percent
+from sonde.wording import count, number, percent, plural
 
 _SECONDS_BETWEEN_FRAMES = 0.25
 _SECONDS_BETWEEN_LINES = 5.0
@@ -154,7 +154,7 @@ def trend(values: Sequence[float], width: int = _TREND_WIDTH) -> str:
 
 def _title(setup: Mapping[str, Any]) -> str:
     return (
-        f"sonde demo: {count(setup['parameters'])} parameters, {setup['ranks']} ranks on "
+        f"sonde demo: {count(setup['parameters'])} parameters, {plural(setup['ranks'], 'rank')} on "
         f"{str(setup['device']).partition(':')[0]}"
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sonde.batch_size.stats.step_pairs import window_noun
 from sonde.runs.reader import Run, Totals
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
 from sonde.wording import count, duration, moment, number, percent, plural
@@ -106,7 +107,7 @@ def _window_rows(run: Run) -> list[Row]:
     if setup.get("fixed_weights"):
         return [*_fixed_weights_rows(n_pieces, units, unit, intervals), Row("Readings", (readings,))]
     separated = _BY_EXAMPLES if per_window == 1 else _SEPARATED
-    separated = _BY_STEPS if last.metrics.get("gns/biased") else separated
+    separated = _BY_STEPS if last.is_biased else separated
     window = f"{_PIECE} A window is all pieces of one optimizer step. {separated}"
     rows = [
         Row("Pieces", (n_pieces if per_window is None else f"{n_pieces} per window.", window)),
@@ -118,8 +119,9 @@ def _window_rows(run: Run) -> list[Row]:
         "and no ratio is averaged."
     )
     if horizon := setup.get("horizon"):
-        measured = "measured windows" if (last.metrics.get("cost/every") or 1) > 1 else "windows"
-        averaging += f" A window's weight falls by a factor of e in {number(float(horizon))} {measured}."
+        measured = "measured " if (last.metrics.get("cost/every") or 1) > 1 else ""
+        noun = window_noun(float(horizon), in_pairs=last.is_biased)
+        averaging += f" A window's weight falls by a factor of e in {number(float(horizon))} {measured}{noun}."
     elif "horizon" in setup:
         averaging += (
             " A window's weight falls by a factor of e in 0.8 of the windows so far: the first has 0.29 of the last "
@@ -212,7 +214,9 @@ def _record_rows(run: Run) -> list[Row]:
 
 def cut(text: str, longest: int = MAX_TEXT) -> str:
     """The text. If it is too long to show, it is cut and a note says by how much."""
-    return text if len(text) <= longest else f"{text[:longest]}… ({len(text) - longest:,} more characters in the log)"
+    if (n_left := len(text) - longest) <= 0:
+        return text
+    return f"{text[:longest]}… ({plural(n_left, 'more character')} in the log)"
 
 
 def _value(value: object) -> str:
@@ -233,9 +237,12 @@ def _weights(units: float | None, effective: float | None, unit: str) -> str:
 
 
 def _alerts(run: Run) -> tuple[str, ...]:
-    lines = [f"Window {count(alert.window)}: {cut(alert.message, 500)}" for alert in run.alerts[:_MAX_ITEMS]]
+    lines = []
+    for alert in run.alerts[:_MAX_ITEMS]:
+        when = f"Window {count(alert.window)}" if alert.window else "Before the first window"
+        lines.append(f"{when}: {cut(alert.message, 500)}")
     if len(run.alerts) > _MAX_ITEMS:
-        lines.append(f"{len(run.alerts) - _MAX_ITEMS:,} more are in the log.")
+        lines.append(f"The log has {plural(len(run.alerts) - _MAX_ITEMS, 'more alert')}.")
     return tuple(lines) or ("None.",)
 
 

@@ -146,7 +146,7 @@ def _alert_list(title: str, alerts: list[tuple[str, str]], *, css_class: str) ->
         for message, when in alerts[:_MAX_ALERTS]
     )
     hidden = len(alerts) - _MAX_ALERTS
-    more = f"\n<li>{hidden} more are listed at the end of the page.</li>" if hidden > 0 else ""
+    more = f"\n<li>The end of the page has {plural(hidden, 'more alert')}.</li>" if hidden > 0 else ""
     return f'<section class="{css_class}">\n<h2>{title}</h2>\n<ul>\n{items}{more}\n</ul>\n</section>'
 
 

@@ -20,6 +20,9 @@ from sonde.wording import count, percent, plural, shorten
 MAX_VALUES = 4
 """Largest number of logged values that are drawn. It keeps the page small and readable, whatever a run logs."""
 
+_AT_UPPER_END = "So the figure takes the upper end of its interval as B_crit, and the curves are dashed."
+"""What the figure of the costs does with a biased noise scale."""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -66,7 +69,7 @@ def noise_scale_sections(run: Run) -> list[Section]:
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
             "The curves cross at B = B_crit, where both costs are 2×. The figure takes the noise scale of the last "
             "reading as B_crit. The noise scale is a proxy for B_crit: in published runs B_crit was 0.1 to 20 times "
-            "B_simple." + (f" This noise scale is {BIASED}." if last.metrics.get("gns/biased") else ""),
+            "B_simple." + (f" This noise scale is {BIASED}. {_AT_UPPER_END}" if last.is_biased else ""),
             (tradeoff_plot(last, unit),),
         ),
     ]
@@ -90,8 +93,8 @@ def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
             f"is its {percent(float(level))} confidence interval. The dotted curve is the average over the run so far, "
             "which a comparison of whole runs at several batch sizes would show."
         )
-    if any(reading.metrics.get("gns/biased") for reading in run.readings):
-        text += f" Values with gns/biased = 1 in the log are {BIASED}."
+    if any(reading.is_biased for reading in run.readings):
+        text += f" Values with gns/biased = 1 in the log are {BIASED}. Their curve is dashed."
     if any(reading.status == "unresolved" for reading in run.readings):
         text += " A gap means that the noise scale was not known yet."
     if run.totals.n_readings > PIXELS:
@@ -107,7 +110,9 @@ def _groups_text(run: Run, unit: str) -> str:
         "has a noisier gradient than the rest of the model. A part far to the left has a clearer gradient."
     )
     hidden = len(last.groups) - MAX_GROUPS
-    return text if hidden <= 0 else f"{text} The first {MAX_GROUPS} are drawn; {hidden:,} more are in the log."
+    return (
+        text if hidden <= 0 else f"{text} The first {MAX_GROUPS} are drawn; the log has {plural(hidden, 'more group')}."
+    )
 
 
 def _values_section(run: Run, plots: list[Plot]) -> Section:

@@ -8,6 +8,7 @@ from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
 from sonde.batch_size.stats.critical_batch import steps_and_examples
+from sonde.batch_size.stats.step_pairs import IN_SHORT as BIASED
 from sonde.runs.reader import Reading
 from sonde.runs.report.figures import (
     BLUE,
@@ -35,16 +36,18 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
 
     Returns:
         The figure, or a sentence that says why there is none. Curves are dashed if only a bound of the noise scale is
-        known.
+        known. Of a biased noise scale, that is the upper end of its interval.
     """
     batch, low, high = (
         reading.metrics.get("gns/units_per_window"),
         reading.metrics.get("gns/b_simple_low"),
         reading.high,
     )
-    resolved = reading.status == "resolved"
-    bound = high if reading.status == "upper_bound" else low
-    critical = reading.metrics.get("gns/b_simple") if resolved else bound
+    status = reading.status
+    if reading.is_biased and status == "resolved":  # only the upper end of its interval counts, as in the verdict
+        status, low = "upper_bound", 0.0
+    resolved = status == "resolved"
+    critical = reading.metrics.get("gns/b_simple") if resolved else high if status == "upper_bound" else low
     if not batch or not critical or low is None or high is None:
         return "The trade-off needs a noise scale or a bound of the noise scale. The last reading has neither."
 
@@ -70,7 +73,7 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     fig.scatter([batch] * 2, [cost.steps, cost.examples], size=11, fill_color="white", line_color=INK, line_width=2.5)
     # Put the label on the side away from the line of the noise scale.
     add_label(fig, batch, y.at(0.92), "you are here", INK, align="right" if batch < critical else "left")
-    return Plot((fig,), _legend(batch, critical, unit, reading.status))
+    return Plot((fig,), _legend(batch, critical, unit, status, is_biased=reading.is_biased))
 
 
 def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> None:
@@ -89,7 +92,7 @@ def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> N
     add_hover(fig, columns, [("batch size", "@size"), ("steps", "@steps"), ("units used", "@examples")])
 
 
-def _legend(batch: float, critical: float, unit: str, status: str) -> tuple[LegendEntry, ...]:
+def _legend(batch: float, critical: float, unit: str, status: str, *, is_biased: bool) -> tuple[LegendEntry, ...]:
     if status == "resolved":
         return (
             LegendEntry("line", GREEN, "optimizer steps, S/S_min"),
@@ -100,10 +103,11 @@ def _legend(batch: float, critical: float, unit: str, status: str) -> tuple[Lege
         )
     is_lower = status == "lower_bound"
     which, other = ("lower", "upper") if is_lower else ("upper", "lower")
+    biased = f"; {BIASED}" if is_biased else ""
     return (
         LegendEntry("dashed", GREEN, f"optimizer steps, S/S_min: at {'least' if is_lower else 'most'} this"),
         LegendEntry("dashed", ORANGE, f"{unit} used, E/E_min: at {'most' if is_lower else 'least'} this"),
-        LegendEntry("bar", BLUE, f"{which} bound of the noise scale, {number(critical)} {unit}"),
+        LegendEntry("bar", BLUE, f"{which} bound of the noise scale, {number(critical)} {unit}{biased}"),
         LegendEntry("band", BLUE, f"possible range of the noise scale: no {other} limit known"),
         LegendEntry(
             "dot", INK, f"this run, {number(batch)} {unit} per step, if the noise scale is at its {which} bound"
