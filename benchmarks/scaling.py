@@ -35,7 +35,7 @@ SHAPES = {
     7500: GptShape(width=24, depth=625, heads=4, context=64),
 }
 """Models of about five million parameters each, by their number of tensors, roughly."""
-QUICK_SHAPES = {75: GptShape(width=16, depth=6, heads=4, context=16), 150: GptShape(16, 12, 4, 16)}
+QUICK_SHAPES = {28: GptShape(width=16, depth=2, heads=4, context=16), 52: GptShape(16, 4, 4, 16)}
 RANKS = (1, 2, 4, 8)
 OF_RANKS = GptShape(width=128, depth=4, heads=4, context=64)
 OF_METRICS = GptShape(width=256, depth=4, heads=4, context=128)
@@ -98,7 +98,7 @@ def questions(device: str, *, quick: bool) -> Iterator[tuple[str, Setup, Entry]]
     for shape in (QUICK_SHAPES if quick else SHAPES).values():
         yield from (("tensors", alone(shape, 4, 2), entry) for entry in measured if entry.alone)
     most = count(device) if device != "cpu" else 2 if quick else max(RANKS)
-    shape = QUICK_SHAPES[75] if quick else OF_RANKS
+    shape = QUICK_SHAPES[28] if quick else OF_RANKS
     over = [Setup(n, 1, micro_batches=2, sequences=2, shape=shape, device=device) for n in RANKS if 1 < n <= most]
     for setup in over:
         yield from (("ranks", setup, entry) for entry in measured if entry.ddp)
@@ -108,9 +108,9 @@ def questions(device: str, *, quick: bool) -> Iterator[tuple[str, Setup, Entry]]
             yield from (("cut", dataclasses.replace(setup, cut=cut), entry) for entry in measured[:2])
     for metric in METRICS[-1:] if quick else METRICS:
         entry = Entry(f"metric={', '.join(metric)}", partial(Sonde, metric=metric, staging_mib=64.0))
-        yield "tensors", alone(QUICK_SHAPES[75] if quick else OF_METRICS, 4, 4), entry
+        yield "tensors", alone(QUICK_SHAPES[28] if quick else OF_METRICS, 4, 4), entry
     for context in CONTEXTS[:1] if quick else CONTEXTS:
-        shape = dataclasses.replace(QUICK_SHAPES[75] if quick else OF_METRICS, context=context)
+        shape = dataclasses.replace(QUICK_SHAPES[28] if quick else OF_METRICS, context=context)
         yield "tokens", alone(shape, 1, 8), ENTRIES["sonde-examples"]
 
 
