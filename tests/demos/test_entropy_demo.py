@@ -63,7 +63,7 @@ def test_a_failing_training_is_reported_and_keeps_its_measurements(
 
 def test_ctrl_c_keeps_the_measurements(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    options = ["--steps", "100000", "--out", str(folder)]
+    options = [*SMALL[2:], "--steps", "100000", "--out", str(folder)]
     with Python("-m", "sonde", "demo", "entropy", *options, folder=tmp_path) as demo:
         deadline = time.monotonic() + DEADLINE
         while not (folder / "records.jsonl").exists() or '"policy"' not in (folder / "records.jsonl").read_text():
