@@ -2,10 +2,11 @@
 
     python -m benchmarks.budget [--windows 600] [--runs 60] [--out benchmarks/results]
 
-**Cost.** A GPT of about 75, 750 or 7,500 parameter tensors trains beside itself without a probe, window by window in
-turn, once with a probe that measures no window and once with a probe at its defaults. Once the pace has settled, the
-table has the share that the probe says it costs, and how much longer the windows with both probes took: the median over
-blocks of windows in three processes, with its bootstrap 95 % interval.
+**Cost.** A GPT of about 75, 750 or 7,500 parameter tensors trains in blocks of windows: without a probe, with a probe
+that measures no window, with a probe at its defaults whose pace has settled, and without a probe again (the control).
+It is the same model in the same memory each time, since where the allocator puts a model makes 1 % of a window of 30
+ms. The table has the share that the probe says it costs, and how much longer windows took than without a probe: the
+median over blocks in three processes, with its bootstrap 95 % interval.
 
 **Interval.** The runs of `benchmarks.present_noise_scale`, of which one window in 1, 4 or 16 is measured: how often the
 interval holds the present value, with a horizon of 50 measured windows, and with one of 50 windows of training.
@@ -15,16 +16,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks.contestants import Plain, Sonde
 from benchmarks.gpt import GptShape, build, sequences
@@ -41,14 +42,16 @@ from sonde.batch_size.stats.trend import TrendFit, fit_trends
 SHAPES = (
     (GptShape(width=64, depth=6, heads=4, context=64), 1.0),
     (GptShape(width=16, depth=62, heads=4, context=32), 0.5),
-    (GptShape(width=8, depth=625, heads=4, context=16), 0.25),
+    (GptShape(width=8, depth=625, heads=4, context=16), 0.2),
 )
 """Models with short windows, of about 75, 750 and 7,500 parameter tensors, and the part of the windows to time."""
-ORDERS = (("plain", "idle", "at budget"), ("idle", "at budget", "plain"), ("at budget", "plain", "idle"))
+PROCESSES = 3
 STAYS = 200
 """A pace has settled when it has stayed for so many windows."""
 MOST_SETTLING = 1000
 """Windows after which the cost is measured even if the pace still changes."""
+COMPARED = ("control", "idle", "at budget")
+"""Besides training without a probe."""
 EVERIES = (1, 4, 16)
 SETTINGS = (("sgd", 0.05), ("sgd", 0.2), ("momentum", 0.005), ("momentum", 0.02), ("adamw", 0.001), ("adamw", 0.003))
 N_WINDOWS = 800
@@ -64,6 +67,7 @@ class CostOfSize:
         every: one window in so many was measured.
         share: cost over time, as the probe says; None where too few windows were measured to say it.
         error: its standard error.
+        control: time that windows without a probe take longer than other windows without a probe.
         idle: time that a probe adds to a window, of which no window is measured.
         at_budget: time that a probe at its defaults adds to a window.
     """
@@ -72,30 +76,27 @@ class CostOfSize:
     every: int
     share: float | None
     error: float | None
+    control: Cost
     idle: Cost
     at_budget: Cost
 
 
-def cost_of(setup: Setup, n_windows: int, orders: Sequence[tuple[str, ...]] = ORDERS) -> CostOfSize:
-    """Settle the pace once; then time it beside training without a probe, in a new process for each order of building.
-
-    Where the allocator puts a model makes 1 % of a window of 30 ms, and stays for a process's life.
+def cost_of(setup: Setup, n_windows: int, processes: int = PROCESSES) -> CostOfSize:
+    """Settle the pace once; then time training with a probe beside training without one.
 
     Args:
         setup: model and windows.
         n_windows: windows in each process, about. They are timed in blocks: a stretch with one measured window each.
-        orders: of building the three models; one process each.
+        processes: how many.
     """
     (state, pace), *_ = on_ranks(setup, settle, start="spawn")
-    n_blocks = max(round(n_windows / pace.every), 1)
+    block = min(pace.every, n_windows)
     rounds = [
-        on_ranks(setup, seconds_of_blocks, order, state, pace.every, n_blocks, start="spawn")[0] for order in orders
+        on_ranks(setup, seconds_of_blocks, state, block, max(round(n_windows / block), 1), seed, start="spawn")[0]
+        for seed in range(processes)
     ]
     tensors = sum(1 for _ in build(setup.shape, torch.device("cpu")).parameters())
-    costs = (
-        cost([[(block["plain"], block[name]) for block in blocks] for blocks in rounds])
-        for name in ("idle", "at budget")
-    )
+    costs = (cost([[(block["plain"], block[name]) for block in blocks] for blocks in rounds]) for name in COMPARED)
     return CostOfSize(tensors, pace.every, pace.share, pace.error, *costs)
 
 
@@ -126,41 +127,51 @@ def settle(setup: Setup) -> tuple[dict[str, object], MeasuringCost]:
 
 
 def seconds_of_blocks(
-    setup: Setup, order: tuple[str, ...], state: dict[str, object], block: int, n_blocks: int
+    setup: Setup, state: dict[str, object], block: int, n_blocks: int, seed: int
 ) -> list[dict[str, float]]:
-    """Seconds per window of each contestant in each block; every window goes to all of them, in turns.
+    """Seconds per window of each contestant in each block; every block trains the same model with all of them in turn.
 
     Args:
         setup: model and windows.
-        order: in which the contestants are built: "plain", "idle" and "at budget".
-        state: of a settled probe.
-        block: windows in a block.
+        state: of a settled probe, which goes on from block to block.
+        block: windows in a block of one contestant.
         n_blocks: blocks.
+        seed: of the windows.
     """
-    make: dict[str, Callable[[Run], Plain]] = {"plain": Plain, "idle": idle, "at budget": at_budget}
-    runs = {name: Run(setup) for name in order}
-    trained = {name: make[name](run) for name, run in runs.items()}
-    paced = trained["at budget"]
-    assert isinstance(paced, Sonde)
-    paced.probe.load_state_dict(state)
-    drawn = draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + block * n_blocks, seed=1)
-    for window in drawn[:WARM_UP_WINDOWS]:
-        for name in order:
-            runs[name].train_window(trained[name], window)
-    turns = list(itertools.permutations(order))
+    run = Run(setup)
+    names = ["plain", *COMPARED]
+    drawn = draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + block, seed=seed)
+    for window in drawn:
+        run.train_window(Plain(run), window)
     blocks = []
-    gc.disable()
     for k in range(n_blocks):
-        gc.collect()
-        took = dict.fromkeys(order, 0.0)
-        for i, window in enumerate(drawn[WARM_UP_WINDOWS + k * block :][:block]):
-            for name in turns[i % len(turns)]:
-                start = time.perf_counter()
-                runs[name].train_window(trained[name], window)
-                took[name] += (time.perf_counter() - start) / block
+        took = {}
+        for i in range(len(names)):  # each comes first, last and in between, and after each other
+            name = names[(k + i * (-1) ** (k // len(names))) % len(names)]
+            contestant = {"idle": idle, "at budget": at_budget}.get(name, Plain)(run)
+            if name == "at budget":
+                assert isinstance(contestant, Sonde)
+                contestant.probe.load_state_dict(state)
+            took[name] = _seconds_per_window(run, contestant, drawn)
+            if isinstance(contestant, Sonde):
+                state = contestant.probe.state_dict() if name == "at budget" else state
+                contestant.probe.close()
         blocks.append(took)
-    gc.enable()
     return blocks
+
+
+def _seconds_per_window(run: Run, contestant: Plain, windows: Tensor) -> float:
+    """Of all windows after the first few."""
+    for window in windows[:WARM_UP_WINDOWS]:
+        run.train_window(contestant, window)
+    gc.collect()
+    gc.disable()
+    start = time.perf_counter()
+    for window in windows[WARM_UP_WINDOWS:]:
+        run.train_window(contestant, window)
+    took = time.perf_counter() - start
+    gc.enable()
+    return took / (len(windows) - WARM_UP_WINDOWS)
 
 
 @dataclass(frozen=True)
@@ -244,13 +255,10 @@ def present_fit(history: WindowHistory, now: int) -> TrendFit:
 def as_tables(costs: Sequence[CostOfSize], covered: Sequence[Coverage]) -> str:
     """Both tables."""
     lines = [
-        "| parameter tensors | measured | cost, as the probe says | time added, no window measured | time added |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {c.n_tensors:,} | one in {c.every} | {share_in_words(c)} | "
-            f"{in_words(c.idle)} | {in_words(c.at_budget)} |"
-            for c in costs
-        ),
+        "| parameter tensors | measured | cost, as the probe says | added without a probe (control) "
+        "| added, no window measured | added at the budget |",
+        "|---|---|---|---|---|---|",
+        *map(line, costs),
         "",
         "| one window in | horizon of 50 | all measured at first | coverage, mean | lowest cell | two-sided | width |",
         "|---|---|---|---|---|---|---|",
@@ -261,6 +269,12 @@ def as_tables(costs: Sequence[CostOfSize], covered: Sequence[Coverage]) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def line(cost: CostOfSize) -> str:
+    """A row of the table of costs."""
+    added = " | ".join(map(in_words, (cost.control, cost.idle, cost.at_budget)))
+    return f"| {cost.n_tensors:,} | one in {cost.every} | {share_in_words(cost)} | {added} |"
 
 
 def share_in_words(cost: CostOfSize) -> str:
@@ -282,6 +296,7 @@ def main() -> None:
     for shape, part in SHAPES:
         sys.stderr.write(f"{shape}\n")
         costs.append(cost_of(Setup(1, 1, micro_batches=4, sequences=2, shape=shape), round(part * options.windows)))
+        sys.stderr.write(f"{line(costs[-1])}\n")
     covered = list(coverage(options.runs))
     machine = ", ".join(f"{name}: {value}" for name, value in describe("cpu", ()).items())
     command = f"`python -m benchmarks.budget --windows {options.windows} --runs {options.runs}`"

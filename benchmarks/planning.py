@@ -71,7 +71,7 @@ class Planned:
         tensors: parameter tensors.
         parameters: their elements, of all ranks.
         seconds: of `attach`; under FSDP2 it gathers each block in them.
-        gathering_seconds: in which FSDP2 alone gathered and freed each block once, before; 0 without it.
+        gathering_seconds: in which FSDP2 alone gathered and freed each block, for the second time; 0 without it.
         kept_bytes: that Python objects of the probe take on the host; None under FSDP2, where it would gather again.
         close_seconds: of `close`.
     """
@@ -133,7 +133,10 @@ def plan(name: str, shape: Shape, cut: str) -> Planned:
     with fake_ranks(RANKS) if cut == "FSDP2" else nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model_of(shape, cut)
-        gathering = _seconds_to_gather(model) if cut == "FSDP2" else 0.0
+        gathering = 0.0
+        if cut == "FSDP2":
+            _seconds_to_gather(model)  # the first time, memory is new to the process
+            gathering = _seconds_to_gather(model)
         start = time.perf_counter()
         probe = _attached(model)
         attached = time.perf_counter()

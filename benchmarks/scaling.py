@@ -62,6 +62,7 @@ class Row:
         ranks: processes; 1 trains the plain model.
         tokens: in an example.
         cut: of the model over ranks.
+        metric: of the noise scale, or several; the plain one is "euclidean".
         cost: time added to a window.
         extra_bytes: peak memory added to a process.
     """
@@ -71,6 +72,7 @@ class Row:
     ranks: int
     tokens: int
     cut: str
+    metric: str
     cost: Cost
     extra_bytes: float
 
@@ -81,7 +83,14 @@ def timed(entry: Entry, setup: Setup, *, processes: int, blocks: int, start: Lit
     plain, with_it = (sum(on_ranks(setup, peak_bytes, e, 4)) for e in (PLAIN, entry))
     tensors = sum(1 for _ in build(setup.shape, torch.device("cpu")).parameters())
     added = (with_it - plain) / setup.ranks
-    return Row(entry.title, tensors, setup.ranks, setup.shape.context, setup.cut, cost(rounds), added)
+    metric = _metrics_of(entry)
+    return Row(entry.title, tensors, setup.ranks, setup.shape.context, setup.cut, metric, cost(rounds), added)
+
+
+def _metrics_of(entry: Entry) -> str:
+    return (
+        ", ".join(entry.make.keywords.get("metric", METRICS[0])) if isinstance(entry.make, partial) else METRICS[0][0]
+    )
 
 
 def _time(setup: Setup, entry: Entry, blocks: int, contestant_first: bool) -> list[tuple[float, float]]:
@@ -106,12 +115,13 @@ def questions(device: str, *, quick: bool) -> Iterator[tuple[str, Setup, Entry]]
     for setup in over[:1]:
         for cut in cuts:
             yield from (("cut", dataclasses.replace(setup, cut=cut), entry) for entry in measured[:2])
+    setup = alone(QUICK_SHAPES[28] if quick else OF_METRICS, 4, 4)
+    yield "metric", setup, ENTRIES["control"]
     for metric in METRICS[-1:] if quick else METRICS:
-        entry = Entry(f"metric={', '.join(metric)}", partial(Sonde, metric=metric, staging_mib=64.0))
-        yield "tensors", alone(QUICK_SHAPES[28] if quick else OF_METRICS, 4, 4), entry
+        yield "metric", setup, Entry("sonde", partial(Sonde, metric=metric, staging_mib=64.0))
     for context in CONTEXTS[:1] if quick else CONTEXTS:
         shape = dataclasses.replace(QUICK_SHAPES[28] if quick else OF_METRICS, context=context)
-        yield "tokens", alone(shape, 1, 8), ENTRIES["sonde-examples"]
+        yield from (("tokens", alone(shape, 1, 8), ENTRIES[name]) for name in ("control", "sonde-examples"))
 
 
 def measure(device: str, *, quick: bool) -> dict[str, list[Row]]:

@@ -20,47 +20,53 @@ def windows_of_ranks(
     options: Sequence[dict[str, Any]],
     verdict_at: int = 0,
     cheaper_from: int = 0,
+    noticing: Sequence[int] = (0, 1, 2),
 ) -> tuple[list[list[int]], list[Pace]]:
     """The windows that each of several ranks measures, if numbers take a while to arrive, on each rank another.
 
     A rank that awaits a window gets it: its probe waits for it. From the first measured window after `cheaper_from` on,
-    windows cost a fifth, and each rank notices that when that window's numbers arrive.
+    windows cost a fifth, and a rank notices that when that window's numbers arrive, if it is one of `noticing`.
     """
     n, rng = len(delays), random.Random(4)
+    has_noticed = [False] * n
     paces = [Pace(**own, n_ranks=n) for own in options]
     measured: list[list[int]] = [[] for _ in paces]
     first_cheap = 0
 
-    def arrived(pace: Pace, number: int, costs: WindowCosts) -> None:
-        if number == first_cheap:
-            pace.costs_change_after(number)
-        pace.take(number, costs)
+    def arrived(rank: int, number: int, costs: WindowCosts) -> None:
+        has_noticed[rank] |= number == first_cheap and rank in noticing
+        paces[rank].take(number, costs)
 
     under_way: list[list[tuple[int, int, WindowCosts]]] = [[] for _ in paces]
     for window in range(1, n_windows + 1):
         if cheaper_from and not first_cheap and window > cheaper_from and paces[0].is_measured:
             first_cheap = paces[0].windows + 1
         dear, sums = 0.01 if not cheaper_from or first_cheap else 0.05, [0.0] * N_COSTS
-        for pace in paces:
+        for rank, pace in enumerate(paces):
             own = timed(measured=dear, idle=1e-6, window=0.05, every=pace.every, rng=rng)
             start = pace.start
             numbers = WindowCosts(
-                **own, has_verdict=float(window > verdict_at), start=start, sq_start=float(start * start)
+                **own,
+                has_verdict=float(window > verdict_at),
+                start=start,
+                sq_start=float(start * start),
+                changed=float(has_noticed[rank]),
             )
+            has_noticed[rank] &= not pace.is_measured
             sums = [a + b for a, b in zip(sums, numbers.numbers(), strict=True)]
         for rank, pace in enumerate(paces):
             number = pace.windows + 1
             while (awaited := pace.awaits) is not None:
                 _, first, costs = under_way[rank].pop(0)
                 assert first == awaited
-                arrived(pace, first, costs)
+                arrived(rank, first, costs)
             if pace.is_measured:
                 measured[rank].append(window)
                 under_way[rank].append((window + delays[rank](rng), number, WindowCosts(*sums)))
             pace.window_ends()
             while under_way[rank] and under_way[rank][0][0] <= window:
                 _, first, costs = under_way[rank].pop(0)
-                arrived(pace, first, costs)
+                arrived(rank, first, costs)
     return measured, paces
 
 
@@ -76,22 +82,27 @@ def test_ranks_measure_the_same_windows_whenever_their_numbers_arrive() -> None:
         assert 250 > len(measured[0]) > 30
 
 
-def test_ranks_forget_old_costs_at_the_same_window() -> None:
+@pytest.mark.parametrize("noticing", [(0, 1, 2), (1,)])
+def test_ranks_forget_old_costs_at_the_same_window(noticing: tuple[int, ...]) -> None:
     for cheaper_from in (20, 100, 333, 600):
-        measured, paces = windows_of_ranks(DELAYS, 1500, [{"budget": 0.02}] * 3, cheaper_from=cheaper_from)
+        options = [{"budget": 0.02}] * 3
+        measured, paces = windows_of_ranks(DELAYS, 1500, options, cheaper_from=cheaper_from, noticing=noticing)
         assert measured[0] == measured[1] == measured[2]
         assert len({pace.every for pace in paces}) == 1
+        _, paces = windows_of_ranks(DELAYS, cheaper_from + 300, options, cheaper_from=cheaper_from, noticing=noticing)
+        numbers = [[row[0] for row in pace.state_dict()["costs"]] for pace in paces]
+        assert all(own and min(own) > cheaper_from for own in numbers), numbers
 
 
-def test_costs_that_are_forgotten_on_arrival_are_noticed() -> None:
+def test_costs_that_are_never_forgotten_are_noticed() -> None:
     mutant = Mutant(
-        "forgets on arrival",
-        "sonde.batch_size.budget:Pace._decide",
-        "while self._changes and self._changes[0] <= up_to:",
-        "while self._changes:",
+        "forgets nothing",
+        "sonde.batch_size.budget:since_change",
+        "[] if row.costs.changed else [*kept, row]",
+        "[*kept, row]",
     )
     with mutant.applied(), pytest.raises(AssertionError):
-        test_ranks_forget_old_costs_at_the_same_window()
+        test_ranks_forget_old_costs_at_the_same_window((1,))
 
 
 def test_a_choice_that_depends_on_arrival_is_noticed() -> None:

@@ -48,8 +48,8 @@ def test_the_quick_table_runs_end_to_end(tmp_path: Path) -> None:
     for row in itertools.chain(*found["rows"].values()):
         assert row["cost"]["window_seconds"] > 0
     assert [row["cut"] for row in found["rows"]["cut"]] == ["FSDP2", "FSDP2", "TP", "TP"]
-    assert [row["tokens"] for row in found["rows"]["tokens"]] == [32]
-    assert "metric=euclidean, adam, sign, spectral" in [row["title"] for row in found["rows"]["tensors"]]
+    assert [row["tokens"] for row in found["rows"]["tokens"]] == [32, 32]
+    assert [row["metric"] for row in found["rows"]["metric"]] == ["euclidean", "euclidean, adam, sign, spectral"]
     page = (tmp_path / "scaling_cpu.md").read_text()
     assert "| 2 | sonde, tap=leaf |" in page
     assert "| 2 | sonde, single examples |" in page

@@ -73,10 +73,8 @@ class Arrivals:
         for change in window.known.changes:
             self._metrics.parameters_changed(change)
             self._log.alert(change.alert, change.message)
-        # One rank may have stopped reading examples alone, so ranks do not all see a change, or not at one window. They
-        # go on with the old costs until newer ones take their place.
-        if self._mechanism.reads != reads and self._wrapper.group is None:
-            self._pacing.pace.costs_change_after(window.known.n_ended)
+        if self._mechanism.reads != reads:
+            self._pacing.measures_otherwise()
         self._pace(window)
         self._taps.saw_row(window.row, is_sound=drop is None)
         self._say_first(window.row)

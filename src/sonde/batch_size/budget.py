@@ -23,6 +23,7 @@ from sonde.batch_size.measuring_cost import (
     affordable_every,
     measured_share,
     per_rank,
+    since_change,
 )
 from sonde.stats.state import check_count, check_keys, check_number
 
@@ -38,6 +39,8 @@ _REMEMBERED = 64
 """Measured windows whose cost is remembered."""
 _LEAST_CHANGE = (0.75, 1.1)
 """Factors between which another number of windows is not worth a change."""
+_MOST_SLOWER = 4
+"""The largest factor by which N grows in one decision, once windows are left out."""
 RANKS_DISAGREE = (
     "ranks began with different budget=, every= or saved states, and would choose different windows, so every window "
     "is measured: give all ranks the same options, and load the state on every rank"
@@ -82,7 +85,6 @@ class Pace:
         self._has_verdict = False
         self._rows: deque[CostRow] = deque(maxlen=_REMEMBERED)
         self._arrived: deque[CostRow] = deque()
-        self._changes: deque[int] = deque()
         self._awaited: deque[tuple[int, int]] = deque()
         """Measured windows whose costs have not been taken: their number, and N at that time."""
         self._agrees = n_ranks == 1
@@ -90,9 +92,9 @@ class Pace:
         self._n_quiet = 0
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether neither the present window nor the next is measured, and nothing is decided between them."""
-        return self._n_quiet > 0
+    def n_quiet(self) -> int:
+        """How many windows, from the present one on, are not measured, nor the next, with no decision between them."""
+        return self._n_quiet
 
     @property
     def every(self) -> int:
@@ -116,21 +118,18 @@ class Pace:
     def cost(self) -> Cost:
         """What measuring costs: at the present N, or, so soon after a change of N, since windows are left out."""
         rows = [row for row in self._rows if row.every == self.every]
+        alike = [row for row in self._rows if (row.every > 1) == (self.every > 1)]
         if len(rows) < FEWEST and self.every < MOST_EVERY:
-            rows = [row for row in self._rows if (row.every > 1) == (self.every > 1)]
+            rows = alike
         share, error = measured_share(rows)
+        if share is None:  # at the slowest pace, too few windows so far
+            share, _ = measured_share(alike)
         return Cost(self.every, share, error, self.budget)
-
-    def costs_change_after(self, number: int) -> None:
-        """Note that windows are measured in another way from now on: costs up to a window say nothing of later ones.
-
-        Args:
-            number: what `windows` was when the last window had ended whose numbers have shown the change.
-        """
-        self._changes.append(number)
 
     def take(self, number: int, costs: WindowCosts) -> None:
         """Take the costs of a measured window, summed over ranks, once they are on the host; in order.
+
+        Once windows are measured in another way, costs of earlier ones say nothing of later ones, and are forgotten.
 
         Args:
             number: what `windows` was when the window had ended.
@@ -171,12 +170,20 @@ class Pace:
             # The window that is ending may be the first of a pair already: the first pair of all is measured.
             self._together, self._base, self._n_quiet = together, self.windows, 0
 
+    def quiet_windows_end(self, n: int) -> None:
+        """Note the end of quiet windows, the present one included.
+
+        Args:
+            n: how many, at most `n_quiet`.
+        """
+        self._n_quiet -= n
+        self.windows += n
+        self._n_here += n
+
     def window_ends(self) -> None:
         """Note the end of the present window, and choose whether the next one is measured."""
-        if self._n_quiet:  # nearly all windows, so this is short
-            self._n_quiet -= 1
-            self.windows += 1
-            self._n_here += 1
+        if self._n_quiet:
+            self.quiet_windows_end(1)
             return
         up_to, decides = self._decided_up_to, self._decides_next
         self.windows += 1
@@ -213,15 +220,15 @@ class Pace:
             # All ranks have the same sums, so all count the same opinions.
             self._has_verdict |= round(row.costs.has_verdict) == self._n_ranks
             self._rows.append(CostRow(row.number, row.every, per_rank(row.costs, self._n_ranks)))
-        while self._changes and self._changes[0] <= up_to:  # later ones may not have come to all ranks yet
-            last = self._changes.popleft()
-            self._rows = deque((row for row in self._rows if row.number > last), maxlen=_REMEMBERED)
+        self._rows = deque(since_change(self._rows), maxlen=_REMEMBERED)
         if self.budget is None or not self._agrees or self.is_undecided:
             return
         # What a measured window costs depends on whether others were left out before it, not on how many.
         alike = [row for row in self._rows if (row.every > 1) == (self._every > 1)]
         if (wanted := affordable_every(alike if len(alike) >= FEWEST else self._rows, self.budget)) is None:
             return
+        if self._every > 1:  # a few windows may have been dear by accident, and a slow pace learns it late
+            wanted = min(wanted, _MOST_SLOWER * self._every)
         low, high = _LEAST_CHANGE
         if not low * self._every <= wanted <= high * self._every:
             self._every = wanted
@@ -237,15 +244,13 @@ class Pace:
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs; numbers and lists of them."""
         rows = [*self._rows, *(CostRow(r.number, r.every, per_rank(r.costs, self._n_ranks)) for r in self._arrived)]
-        changed = self._changes[-1] if self._changes else 0
-        rows = [row for row in rows if row.number > changed]
         return {
             "windows": self.windows,
             "every": self._every,
             "base": self._base,
             "together": self._together,
             "has_verdict": int(self._has_verdict),
-            "costs": [[row.number, row.every, *row.costs.numbers()] for row in rows],
+            "costs": [[row.number, row.every, *row.costs.numbers()] for row in since_change(rows)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -290,7 +295,8 @@ def check_pace(state: Mapping[str, Any]) -> None:
     if not isinstance(state["costs"], Sequence):
         raise ValueError(f"{label}: 'costs' must be a list of windows, got {state['costs']!r:.60}: is it damaged?")
     for row in state["costs"]:
-        if not isinstance(row, Sequence) or len(row) != 2 + N_COSTS:
+        # States from before ranks told each other of changes lack the last number.
+        if not isinstance(row, Sequence) or len(row) not in (1 + N_COSTS, 2 + N_COSTS):
             raise ValueError(f"{label}: a window must be {2 + N_COSTS} numbers, got {row!r:.60}: is it damaged?")
         numbers = {str(i): value for i, value in enumerate(row)}
         for name in numbers:

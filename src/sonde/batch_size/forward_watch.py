@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
-from sonde.parallel.devices import is_capturing
+from sonde.parallel.devices import is_capturing, runs_beside_host
 
 
 class ForwardWatch:
@@ -35,6 +37,11 @@ class ForwardWatch:
     def n_forwards(self) -> int:
         """Forward passes of the present window so far."""
         return self._forwards.n
+
+    @property
+    def seconds(self) -> float:
+        """Host time spent in the hook so far."""
+        return self._forwards.seconds
 
     @property
     def were_recorded(self) -> bool:
@@ -69,13 +76,17 @@ class _ForwardCounter:
 
     def __init__(self, device: torch.device) -> None:
         self.n = 0
+        self.seconds = 0.0
         self.was_compiled = self.were_recorded = False
-        self._device = device
+        self._device, self._may_be_recorded = device, runs_beside_host(device)
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling():
             # A count would be guarded by its value, and compiled again at each call. A constant is set without a guard.
             self.was_compiled = True
         else:
-            self.n += torch.is_grad_enabled()
-            self.were_recorded |= torch.is_grad_enabled() and is_capturing(self._device)
+            start = time.perf_counter()
+            if torch.is_grad_enabled():
+                self.n += 1
+                self.were_recorded |= self._may_be_recorded and is_capturing(self._device)
+            self.seconds += time.perf_counter() - start

@@ -54,7 +54,8 @@ class LoopWatch:
     ) -> None:
         parameters = list(wrapper.parameters.values())
         self._forwards = ForwardWatch(model, reader.device)
-        self._n_passed_pieces = 0
+        self.n_passed_pieces = 0
+        """Declared pieces of the present window, if it is not measured."""
         self._steps = StepWatch(optimizer, parameters, reader, n_runs=self._n_runs, alert=alert)
         self._trained = FrozenWatch(parameters, list(wrapper.parameters), group_names)
         self._parameters, self._reader = parameters, reader
@@ -69,19 +70,15 @@ class LoopWatch:
 
     @property
     def seconds(self) -> float:
-        """Host time spent in hooks of optimizers so far, in all windows."""
-        return self._steps.seconds
+        """Host time spent so far in hooks of optimizers and of the model's forward, in all windows."""
+        return self._steps.seconds + self._forwards.seconds
 
     def begin_window(self, *, is_measured: bool) -> None:
         """Note whether the window that begins is measured."""
         self._steps.is_measured = is_measured
 
-    def piece_passed(self) -> None:
-        """Count a declared piece of a window that is not measured."""
-        self._n_passed_pieces += 1
-
     def _n_runs(self) -> int:
-        return self._forwards.n_forwards + self._n_passed_pieces
+        return self._forwards.n_forwards + self.n_passed_pieces
 
     def window_passes(self, number: int) -> TrainedChange | None:
         """Note that a window is being ended that was not measured.
@@ -92,7 +89,7 @@ class LoopWatch:
         Returns:
             Parameters that have stopped or started to be trained; None without a change.
         """
-        self._n_passed_pieces = 0
+        self.n_passed_pieces = 0
         self._steps.window_passes()
         self._forwards.window_passes()
         return self._trained.window_ends(number) if self._trained.is_undecided else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 
 MOST_EVERY = 1000
@@ -34,6 +34,7 @@ class WindowCosts:
         has_verdict: 1 if the readings allow a verdict on the batch size, else 0.
         start: digest of the options and of the state that a rank began with.
         sq_start: its square.
+        changed: 1 if this rank has begun to measure windows in another way, else 0.
     """
 
     seconds: float = 0.0
@@ -45,6 +46,7 @@ class WindowCosts:
     has_verdict: float = 0.0
     start: float = 0.0
     sq_start: float = 0.0
+    changed: float = 0.0
 
     def numbers(self) -> list[float]:
         """All of it, in the order of the attributes."""
@@ -72,7 +74,8 @@ class Cost:
         every: one window in so many is measured now, on average.
         share: part of the run's time that the probe takes, over the last 64 measured windows at most; None before it
             was timed. Windows before any was left out do not count once some are.
-        error: standard error of `share`, from its scatter over measured windows.
+        error: standard error of `share`, from its scatter over measured windows; None where there were too few since N
+            became the largest there is.
         budget: the share that was allowed; None without a limit.
     """
 
@@ -92,6 +95,14 @@ class Cost:
 def per_rank(costs: WindowCosts, n_ranks: int) -> WindowCosts:
     """The mean over ranks of costs that were summed over them."""
     return WindowCosts(*(value / n_ranks for value in costs.numbers()))
+
+
+def since_change(rows: Iterable[CostRow]) -> list[CostRow]:
+    """The rows after the last one in which a rank told of another way of measuring."""
+    kept: list[CostRow] = []
+    for row in rows:
+        kept = [] if row.costs.changed else [*kept, row]
+    return kept
 
 
 @dataclass(frozen=True)

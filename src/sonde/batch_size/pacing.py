@@ -33,6 +33,7 @@ class Pacing:
         self._taps, self._mechanism, self._reader = taps, mechanism, reader
         self._clock = WindowClock(marks_of(reader.device))
         self._has_verdict = False
+        self._has_changed = False
         self._spent = self._idle = self._in_all = 0.0
         self._taken = self._idle_taken = 0.0
 
@@ -40,11 +41,6 @@ class Pacing:
     def is_measured(self) -> bool:
         """Whether the present window is measured."""
         return self.pace.is_measured
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the present window can end without a look at what has been measured."""
-        return self.pace.is_quiet
 
     @property
     def seconds(self) -> float:
@@ -90,16 +86,26 @@ class Pacing:
             has_verdict=float(self._has_verdict),
             start=start,
             sq_start=float(start * start),
+            changed=float(self._has_changed),
         )
+        self._has_changed = False
         self._taken, self._idle_taken = seconds, idle
         return costs
+
+    def quiet_windows_ended(self, n: int) -> None:
+        """Begin the window after some quiet ones.
+
+        Args:
+            n: how many; see `Pace.n_quiet`.
+        """
+        self._clock.windows_ended_unmarked(n)
+        self.pace.quiet_windows_end(n)
 
     def window_ended(self) -> None:
         """Begin the next window: switch the tap on or off if that window differs from the one that has ended."""
         start = time.perf_counter()
-        if self.pace.is_quiet:
-            self._clock.window_ended_unmarked()
-            self.pace.window_ends()
+        if self.pace.n_quiet:
+            self.quiet_windows_ended(1)
             self.spent_idle(start)
             return
         was_measured, before = self.pace.is_measured, self._reader.seconds
@@ -117,6 +123,10 @@ class Pacing:
         if was_measured and not is_measured:
             self._taps.pause()
         self.spent(start, waited=self._reader.seconds - before)  # the reader counts its own time
+
+    def measures_otherwise(self) -> None:
+        """Note that windows are measured in another way from now on. All ranks hear of it with the next costs."""
+        self._has_changed = True
 
     def judge(self, reading: NoiseScaleReading) -> None:
         """Note whether a reading allows a verdict on the batch size."""

@@ -19,6 +19,10 @@ Units = float | Tensor | Mapping[str, float | Tensor] | None
 """Of one piece: a number, or one by each unit's name."""
 UnitsOfPieces = float | Sequence[float] | Mapping[str, float | Sequence[float]] | None
 """Of several pieces: likewise, each one number for all or [pieces]."""
+_MANY = 2**53
+"""Whole numbers of units below it are floats without rounding."""
+_LONGEST = 1e-3
+"""Seconds that a piece of a window that is not measured can take to begin, at most."""
 
 
 class DeclaredPiece:
@@ -31,18 +35,30 @@ class DeclaredPiece:
         unit_weights: within the piece.
     """
 
-    __slots__ = ("_counts", "_given", "_pieces")
+    __slots__ = ("_counts", "_given", "_is_usual", "_made", "_pieces")
 
     def __init__(
         self, pieces: Pieces, units: Units, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
     ) -> None:
+        self._made = time.perf_counter()
         self._pieces, self._given = pieces, (units, weight, unit_weights)
+        has_units = pieces.knows_units if units is None else type(units) is int and 0 < units < _MANY
+        self._is_usual = has_units and unit_weights is None and type(weight) is float and 0 < weight < math.inf
 
     def __enter__(self) -> None:
-        self._counts = self._pieces.begin(*self._given)
+        pieces = self._pieces
+        if self._is_usual and pieces.is_quiet and not pieces.is_open:  # nearly all pieces, so this is short
+            pieces.is_open, self._counts = True, None
+            pieces.loop.n_passed_pieces += 1
+            pieces.seconds += min(time.perf_counter() - self._made, _LONGEST)  # it may have been made long before
+        else:
+            self._counts = pieces.begin(*self._given)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._pieces.end(self._counts, failed=kind is not None)
+        if self._counts is None:
+            self._pieces.is_open = False
+        else:
+            self._pieces.end(self._counts, failed=kind is not None)
 
 
 class Pieces:
@@ -68,8 +84,15 @@ class Pieces:
         in_pipeline: bool = False,
     ) -> None:
         self._names, self._units_per_piece = tuple(names), units_per_piece
-        self._reader, self._loop, self._pacing = reader, loop, pacing
-        self._is_open = False
+        self._reader, self.loop, self._pacing = reader, loop, pacing
+        self.is_open = False
+        """Whether a declared piece has begun, and not ended."""
+        self.is_quiet = False
+        """Whether the present window is not measured, and a piece's number of units alone says its size."""
+        self.knows_units = units_per_piece is not None
+        """Whether the number of units need not be given for each piece."""
+        self.seconds = 0.0
+        """Host time spent so far in declared pieces of such windows."""
         self._units_unknown = False
         self._in_pipeline, self._ran_outside = in_pipeline, False
 
@@ -84,31 +107,31 @@ class Pieces:
         start = time.perf_counter()
         self._check_closed("piece()")
         if not self._pacing.is_measured or self._reader.is_recorded():
-            is_usual = type(units) is int and units > 0 and type(weight) is float and 0 < weight < math.inf
-            if not is_usual or unit_weights is not None or len(self._names) > 1:
-                first, further = self._counted(units, has_weights=unit_weights is not None)
-                check_counts(first, weight, unit_weights, further)
-            self._is_open = True
-            self._loop.piece_passed()
+            first, further = self._counted(units, has_weights=unit_weights is not None)
+            check_counts(first, weight, unit_weights, further)
+            self.is_open = True
+            self.loop.n_passed_pieces += not self._pacing.is_measured
             self._pacing.spent_idle(start)
             return None
         first, further = self._counted(units, has_weights=unit_weights is not None)
         counts = piece_counts(first, weight, unit_weights, further)
-        self._is_open, self._units_unknown = True, False
+        self.is_open, self._units_unknown = True, False
         self._reader.begin_piece()
         self._pacing.spent(start)
         return counts
 
-    def end(self, counts: PieceCounts | None, *, failed: bool) -> None:
-        """End a declared piece.
+    def begin_window(self, *, is_measured: bool) -> None:
+        """Note whether the window that begins is measured."""
+        self.is_quiet = not is_measured and len(self._names) == 1
+
+    def end(self, counts: PieceCounts, *, failed: bool) -> None:
+        """End a declared piece of a measured window.
 
         Args:
             counts: what `begin` has returned.
             failed: whether an exception ended it.
         """
-        self._is_open = False
-        if counts is None:
-            return
+        self.is_open = False
         if failed or self._reader.is_recorded():
             self._reader.discard_piece()
         else:
@@ -125,12 +148,12 @@ class Pieces:
         start = time.perf_counter()
         counts = self._counts_of(n, units, weights)
         self._check_closed("pieces()")
-        self._is_open, self._units_unknown = True, False
+        self.is_open, self._units_unknown = True, False
         is_measured = self._pacing.is_measured and not self._reader.is_recorded()
         if is_measured:
             self._reader.begin_pieces(n)
         else:
-            self._loop.piece_passed()
+            self.loop.n_passed_pieces += not self._pacing.is_measured
         (self._pacing.spent if is_measured else self._pacing.spent_idle)(start)
         try:
             yield
@@ -139,7 +162,7 @@ class Pieces:
                 self._reader.discard_piece()
             raise
         finally:
-            self._is_open = False
+            self.is_open = False
         if is_measured and self._reader.is_recorded():
             self._reader.discard_piece()
         elif is_measured:
@@ -167,7 +190,7 @@ class Pieces:
         return first, further
 
     def _check_closed(self, called: str) -> None:
-        if self._is_open:
+        if self.is_open:
             raise RuntimeError(
                 f"{called} was entered inside another piece: open one 'with probe.piece():' per micro-batch, or one "
                 "'with probe.pieces(n):' per step of a pipeline schedule"
@@ -175,7 +198,7 @@ class Pieces:
 
     def backward_ended(self) -> None:
         """End the piece that was a backward outside `piece()`."""
-        self._loop.backward_ended()
+        self.loop.backward_ended()
         if self._in_pipeline:
             self._reader.discard_piece()
             self._ran_outside = True
@@ -192,7 +215,7 @@ class Pieces:
         Raises:
             RuntimeError: inside a piece, or when the number of units is not known.
         """
-        if self._is_open:
+        if self.is_open:
             raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
         if self._ran_outside:
             self._ran_outside = False

@@ -178,6 +178,7 @@ class NoiseScaleProbe:
         self._delivery = Delivery(
             lambda window: self._arrivals.take(window), self._reader.device, list(metrics.adds.values())
         )
+        self._alone = self._delivery.alone()
         n_summed_ranks = n_summed(wrapper.group)
         pace = Pace(
             every=options.every,
@@ -194,8 +195,10 @@ class NoiseScaleProbe:
         self._n_windows = 0
         """Windows ended so far, those before a restart included."""
         self._n_checked = 0
+        self._n_quiet = self._n_quiet_begun = 0
+        """Quiet windows that are left, of those that were left when the last other window had ended."""
         self._has_paused = False
-        self._seconds_put = 0.0
+        self._seconds_put = self._quiet_seconds = 0.0
         self._changes: list[TrainedChange] = []
         """Those that windows which were not measured have shown."""
         self._scalars = Scalars(log)
@@ -314,8 +317,14 @@ class NoiseScaleProbe:
 
         While a CUDA graph is recorded, it does nothing but say so, since a graph that is replayed calls nothing.
         """
-        with self._delivery.alone():
-            self._end_window(None)
+        start = time.perf_counter()
+        with self._alone:
+            if self._n_quiet and not self._pieces.is_open and not self._reader.is_recorded():
+                self._n_quiet -= 1  # nearly all windows, so this is short
+                self._note_passed()
+                self._quiet_seconds += time.perf_counter() - start
+            else:
+                self._end_window(None)
 
     def clip_grad_norm_(
         self, max_norm: float | None, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -417,6 +426,7 @@ class NoiseScaleProbe:
         probe itself as one of its entries.
         """
         with self._delivery.alone():
+            self._catch_up()
             self._delivery.receive_all()
             return sealed(
                 {
@@ -448,6 +458,7 @@ class NoiseScaleProbe:
         # States from before there were further metrics lack them.
         self._metrics.check_further(further := state.get("metrics", {}))
         with self._delivery.alone():
+            self._catch_up()
             self._delivery.receive_all()  # windows still on their way belong to the time before
             self._metrics.load_state_dict(state["averages"], further)
             self._loop.restore(self._tracker.gone_groups, state.get("frozen", ()))
@@ -488,6 +499,7 @@ class NoiseScaleProbe:
         with self._delivery.alone():
             if not self._closed:
                 self._closed = True
+                self._catch_up()
                 self._end(reason, abandon_unfinished=abandon_unfinished)
 
     def _end(self, reason: str, *, abandon_unfinished: bool) -> None:
@@ -531,16 +543,12 @@ class NoiseScaleProbe:
         if self._reader.is_recorded():
             self._refuse_in_graph(clip)
             return None
-        if clip is None and self._pacing.is_quiet and self._delivery.is_empty:  # nearly all windows, so this is short
-            self._pass_window(None)
-            self._pacing.window_ended()
-            return None
         with torch.no_grad():
-            return self._end_other_window(clip)
+            return self._end_checked_window(clip)
 
-    def _end_other_window(self, clip: WindowClip | None) -> Tensor | None:
-        """End a window that was measured or is clipped, or after which there is something else to do."""
-        self._pacing.spent_in_all_windows(self._loop.seconds)
+    def _end_checked_window(self, clip: WindowClip | None) -> Tensor | None:
+        self._catch_up()
+        self._pacing.spent_in_all_windows(self._loop.seconds + self._pieces.seconds + self._quiet_seconds)
         self._deliver()
         if clip is not None:
             self._reader.final.clip_also(self._unmeasured.now())
@@ -553,9 +561,18 @@ class NoiseScaleProbe:
             self._has_paused = True
             self._say(describe_pace(self._pacing.pace.cost, in_pairs=self._mechanism.measures_pairs))
         self._loop.begin_window(is_measured=self._pacing.is_measured)
+        self._pieces.begin_window(is_measured=self._pacing.is_measured)
+        if self._delivery.is_empty:
+            self._n_quiet = self._n_quiet_begun = self._pacing.pace.n_quiet
         if failure is not None:
             raise failure
         return norm
+
+    def _catch_up(self) -> None:
+        """Tell the pace and the clock of the quiet windows that have ended since the last call."""
+        if n := self._n_quiet_begun - self._n_quiet:
+            self._pacing.quiet_windows_ended(n)
+        self._n_quiet = self._n_quiet_begun = 0
 
     def _refuse_in_graph(self, clip: WindowClip | None) -> None:
         """Do nothing while a CUDA graph is recorded, since no step is taken then; a clip cannot be left out, so raise.
@@ -606,14 +623,17 @@ class NoiseScaleProbe:
     def _pass_window(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
         """End a window that was not measured: only the clip has work to do."""
         start = time.perf_counter()
-        self._n_windows += 1
-        if (change := self._loop.window_passes(self._n_windows)) is not None:
-            self._changes.append(change)
+        self._note_passed()
         self._pacing.spent_idle(start)
         try:
             return (clip.apply(self._reader.final.plan) if clip is not None else None), None
         except RuntimeError as error:
             return None, error
+
+    def _note_passed(self) -> None:
+        self._n_windows += 1
+        if (change := self._loop.window_passes(self._n_windows)) is not None:
+            self._changes.append(change)
 
     def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
         """Put a window's numbers on their way, with what the host knows of it."""

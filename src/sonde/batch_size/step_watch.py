@@ -72,13 +72,13 @@ class StepWatch:
         """Windows in which parameters changed, while no optimizer is watched."""
         self._stepped_unended = self._ended_since_step = self._stepped_in_backward = False
         self._stepping: list[Any] = []
-        """Optimizers of these parameters inside whose step we are, the outermost first."""
+        """Optimizers inside whose step we are, the outermost first."""
         self._handles: list[Any] = []
         if self._given is not None:
             # Besides the hook for all optimizers: one of another library may call no hooks but its own.
-            self._handles.append(self._given.register_step_pre_hook(_while_alive(self._before_step)))
-        self._handles.append(register_optimizer_step_pre_hook(_while_alive(self._before_any_step)))
-        self._handles.append(register_optimizer_step_post_hook(_while_alive(self._after_any_step)))
+            self._handles.append(self._given.register_step_pre_hook(self._while_alive(StepWatch._before_given_step)))
+        self._handles.append(register_optimizer_step_pre_hook(self._while_alive(StepWatch._before_any_step)))
+        self._handles.append(register_optimizer_step_post_hook(self._while_alive(StepWatch._after_any_step)))
 
     def window_ends(self) -> bool:
         """Note that a measured window is being ended.
@@ -184,17 +184,24 @@ class StepWatch:
         )
 
     def _before_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._stepping.append(optimizer)
+        if optimizer is self._given:  # it has a hook of its own
+            return
         start = time.perf_counter()
-        if self._held_by(optimizer):
-            self._enter_step(optimizer, args, kwargs)
+        # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
+        is_inner = any(map(self._held_by, self._stepping[:-1]))
+        if self._held_by(optimizer) and not is_inner:
+            self._before_step(optimizer, args, kwargs)
         self.seconds += time.perf_counter() - start
 
-    def _enter_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
-        is_inner = bool(self._stepping)
-        self._stepping.append(optimizer)
-        if optimizer is not self._given and not is_inner:
+    def _before_given_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        start = time.perf_counter()
+        is_usual = self._ended_since_step and not self._others and self._watched == [optimizer]
+        if is_usual and not in_backward():  # nearly all steps, so this is short
+            self._windows_unstepped, self._ended_since_step = 0, False
+        else:
             self._before_step(optimizer, args, kwargs)
+        self.seconds += time.perf_counter() - start
 
     def _after_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self._stepping and self._stepping[-1] is optimizer:
@@ -225,6 +232,16 @@ class StepWatch:
                 self._step_was_not_announced()
             self._ended_since_step = False
 
+    def _while_alive(self, method: Callable[..., None]) -> Callable[..., None]:
+        """A method as a hook that does not keep its object alive: a hook for all optimizers outlives every model."""
+        reference = weakref.ref(self)
+
+        def hook(*args: Any) -> None:
+            if (alive := reference()) is not None:
+                method(alive, *args)
+
+        return hook
+
     def _step_was_not_announced(self) -> None:
         """Note a step without the end of a window since the step before."""
         if self._reader.n_pieces:
@@ -235,14 +252,3 @@ class StepWatch:
             self._n_runs_stepped, self._n_unended = n, self._n_unended + 1
             if self._n_unended >= _UNENDED_AFTER:
                 self._alert_never_called()
-
-
-def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """The method as a hook that does not keep its object alive: a hook for all optimizers outlives every model."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(*args: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*args)
-
-    return hook

@@ -91,9 +91,13 @@ class WindowClock:
         self._marks: deque[tuple[Mark, int, bool]] = deque()
         """The end of a stretch of windows, how many they are, and whether the last was measured."""
 
-    def window_ended_unmarked(self) -> None:
-        """Note the end of a window that was not measured, and is followed by another such window."""
-        self._n_unmarked += 1
+    def windows_ended_unmarked(self, n: int) -> None:
+        """Note the end of windows that were not measured, the last of which is followed by another such window.
+
+        Args:
+            n: how many.
+        """
+        self._n_unmarked += n
 
     def window_ended(self, *, was_measured: bool) -> None:
         """Mark the end of a window. Marks of a device are read when it has passed them; nothing waits for it."""

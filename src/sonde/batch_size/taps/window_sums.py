@@ -6,6 +6,7 @@ The device keeps a window as `WindowSums`, then as `Window`. The host gets it ba
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -109,7 +110,7 @@ def _positive(name: str, value: Number) -> Number:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number or a 0-dim tensor, got {value!r}")
-    value = float(value)
+    value = math.inf if value > sys.float_info.max else float(value)
     if not 0 < value < math.inf:
         raise ValueError(
             f"{name} must be positive and finite, got {value}: leave out a micro-batch that does not count"
