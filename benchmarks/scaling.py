@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -80,7 +81,7 @@ class Row:
 def timed(entry: Entry, setup: Setup, *, processes: int, blocks: int, start: Literal["spawn", "forkserver"]) -> Row:
     """One row: `processes` fresh ones, each with its own memory layout if it is spawned."""
     rounds = [on_ranks(setup, _time, entry, blocks, k % 2 == 1, start=start)[0] for k in range(processes)]
-    plain, with_it = (sum(on_ranks(setup, peak_bytes, e, 4)) for e in (PLAIN, entry))
+    plain, with_it = (_peak_bytes(setup, e) for e in (PLAIN, entry))
     tensors = sum(1 for _ in build(setup.shape, torch.device("cpu")).parameters())
     added = (with_it - plain) / setup.ranks
     metric = _metrics_of(entry)
@@ -91,6 +92,12 @@ def _metrics_of(entry: Entry) -> str:
     return (
         ", ".join(entry.make.keywords.get("metric", METRICS[0])) if isinstance(entry.make, partial) else METRICS[0][0]
     )
+
+
+@functools.cache
+def _peak_bytes(setup: Setup, entry: Entry) -> int:
+    """Of all ranks together. Without a probe it is measured once for each set-up: such peaks repeat to 0.1 MiB."""
+    return sum(on_ranks(setup, peak_bytes, entry, 4))
 
 
 def _time(setup: Setup, entry: Entry, blocks: int, contestant_first: bool) -> list[tuple[float, float]]:
