@@ -88,9 +88,10 @@ check: $(VENV)/.dev
 	@$(TESTS)
 
 bench: $(VENV)/.bench
-	@echo "==> benchmarks (about 45 minutes on 2 cores; leave the machine alone meanwhile)"
+	@echo "==> benchmarks (more than an hour on 2 cores; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.noise_scale --device $(DEVICE)
 	@$(BIN)/python -m benchmarks.scaling --device $(DEVICE)
+	@$(BIN)/python -m benchmarks.budget --device $(DEVICE)
 
 bench-present: $(VENV)/.dev
 	@echo "==> benchmarks of the present noise scale, and of a measurement's windows (more than an hour on 1 core)"
@@ -99,8 +100,8 @@ bench-present: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks.checkpoint
 
 bench-budget: $(VENV)/.dev
-	@echo "==> benchmark of the budget (leave the machine alone meanwhile)"
-	@$(BIN)/python -m benchmarks.budget
+	@echo "==> benchmark of the budget (about 30 minutes on 1 core; leave the machine alone meanwhile)"
+	@$(BIN)/python -m benchmarks.budget --device $(DEVICE)
 
 bench-norm: $(VENV)/.bench
 	@echo "==> benchmarks of the norm (about 10 minutes on 2 cores; leave the machine alone meanwhile)"

@@ -1,6 +1,6 @@
 """What a budget of 1 % costs, and what sparse windows do to the noise scale's interval.
 
-    python -m benchmarks.budget [--windows 600] [--runs 60] [--out benchmarks/results]
+    python -m benchmarks.budget [--device cuda] [--windows 600] [--runs 60] [--out benchmarks/results]
 
 **Cost.** A GPT of about 75, 750 or 7,500 parameter tensors trains in blocks of windows: without a probe, with a probe
 that measures no window, with a probe at its defaults whose pace has settled, and without a probe again (the control).
@@ -19,7 +19,6 @@ import gc
 import json
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.contestants import Plain, Sonde
+from benchmarks.device import add_option, seconds_of, stem
 from benchmarks.gpt import GptShape, build, sequences
 from benchmarks.launch import on_ranks
 from benchmarks.machine import describe
@@ -166,10 +166,7 @@ def _seconds_per_window(run: Run, contestant: Plain, windows: Tensor) -> float:
         run.train_window(contestant, window)
     gc.collect()
     gc.disable()
-    start = time.perf_counter()
-    for window in windows[WARM_UP_WINDOWS:]:
-        run.train_window(contestant, window)
-    took = time.perf_counter() - start
+    took = seconds_of(lambda: [run.train_window(contestant, w) for w in windows[WARM_UP_WINDOWS:]], run.setup.device)
     gc.enable()
     return took / (len(windows) - WARM_UP_WINDOWS)
 
@@ -284,28 +281,32 @@ def share_in_words(cost: CostOfSize) -> str:
     return f"{100 * cost.share:.2f} % ± {200 * cost.error:.2f}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add_option(parser)
     parser.add_argument("--windows", type=int, default=600, help="to time in each of three processes")
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     costs = []
     for shape, part in SHAPES:
         sys.stderr.write(f"{shape}\n")
-        costs.append(cost_of(Setup(1, 1, micro_batches=4, sequences=2, shape=shape), round(part * options.windows)))
+        setup = Setup(1, 1, micro_batches=4, sequences=2, shape=shape, device=options.device)
+        costs.append(cost_of(setup, round(part * options.windows)))
         sys.stderr.write(f"{line(costs[-1])}\n")
     covered = list(coverage(options.runs))
-    machine = ", ".join(f"{name}: {value}" for name, value in describe("cpu", ()).items())
-    command = f"`python -m benchmarks.budget --windows {options.windows} --runs {options.runs}`"
+    machine = ", ".join(f"{name}: {value}" for name, value in describe(options.device, ()).items())
+    asked = f"--device {options.device} --windows {options.windows} --runs {options.runs}"
+    command = f"`python -m benchmarks.budget {asked}`"
     text = f"# Windows within a budget\n\n{command}, {machine}.\n\n{as_tables(costs, covered)}\n"
     print(text)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "budget.md").write_text(text)
+    path = options.out / stem("budget", options.device)
+    path.with_suffix(".md").write_text(text)
     found = {"cost": [asdict(c) for c in costs], "coverage": [asdict(c) for c in covered]}
-    (options.out / "budget.json").write_text(json.dumps(found, indent=1))
+    path.with_suffix(".json").write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import pytest
 from benchmarks.gpt import build
 from benchmarks.noise_scale import main as noise_scale
 
-from benchmarks import device, norm, scaling
+from benchmarks import budget, device, norm, scaling
 
 
-@pytest.mark.parametrize("main", [noise_scale, norm.main, scaling.main])
+@pytest.mark.parametrize("main", [noise_scale, norm.main, scaling.main, budget.main])
 def test_a_device_that_is_not_there_is_refused(main, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(SystemExit):
         main(["--device", "hpu"])

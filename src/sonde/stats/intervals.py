@@ -177,17 +177,15 @@ def student_t_quantile(probability: float, dof: float) -> float:
     if dof > 1e7:  # the difference from the normal is below 1e-7 there
         return NormalDist().inv_cdf(probability)
 
-    # P(T > t) = I_x(dof/2, 1/2) / 2 with x = dof/(dof + t²); bisect in t, which is monotone and cannot fail.
-    def upper_tail(t: float) -> float:
-        return 0.5 * _regularized_beta(dof / 2, 0.5, dof / (dof + t * t))
-
-    low, high = 0.0, 1.0
-    while upper_tail(high) > 1 - probability:
-        low, high = high, 2 * high
-    while high - low > 1e-12 * high:
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if upper_tail(middle) > 1 - probability else (low, middle)
-    return 0.5 * (low + high)
+    # P(T > t) = I_x(dof/2, 1/2) / 2 with x = dof/(dof + t²). It is convex, so Newton's steps from 0 never go too far.
+    log_scale = math.lgamma((dof + 1) / 2) - math.lgamma(dof / 2) - 0.5 * math.log(dof * math.pi)
+    t, step = 0.0, 1.0
+    while step > 1e-13 * t:
+        tail = 0.5 * _regularized_beta(dof / 2, 0.5, dof / (dof + t * t))
+        density = math.exp(log_scale - (dof + 1) / 2 * math.log1p(t * t / dof))
+        step = (tail - (1 - probability)) / density
+        t += step
+    return t
 
 
 def _regularized_beta(a: float, b: float, x: float) -> float:
