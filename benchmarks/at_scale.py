@@ -45,12 +45,12 @@ def shards(mesh: DeviceMesh) -> list[tuple[DeviceMesh, list[Placement]]]:
     ]
 
 
-def measure() -> dict[str, float]:
+def measure(n_parameters: int = N_PARAMETERS) -> dict[str, float]:
     """Seconds to plan and of a later call; collectives and bytes of the first call; groups; the squared norm."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PP * DP * TP)
     mesh = init_device_mesh("cpu", (PP, DP, TP), mesh_dim_names=("pp", "dp", "tp"))
     kinds, parameters = shards(mesh), []
-    for k in range(N_PARAMETERS):
+    for k in range(n_parameters):
         on, placements = kinds[k % len(kinds)]
         p = nn.Parameter(DTensor.from_local(torch.zeros(2, 3), on, placements, run_check=False))
         p.grad = DTensor.from_local(torch.ones(2, 3), on, placements, run_check=False)

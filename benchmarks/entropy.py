@@ -30,7 +30,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     _say(start, "cost")
     cost = costs(size, 1 if quick else 5)
     _say(start, "memory")
-    memory = peaks(size, [OURS]) if quick else peaks(size)
+    memory = peaks(size, [OURS], apart=False) if quick else peaks(size)
     return {
         "machine": describe("cpu", compared=("trl", "transformers")),
         "quick": quick,

@@ -236,10 +236,10 @@ def _memory(name: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def peaks(size: Size, names: Sequence[str] = tuple(CONTESTANTS)) -> dict[str, int]:
-    """Peak memory of contestants and of a training micro-batch, each in a separate process."""
+def peaks(size: Size, names: Sequence[str] = tuple(CONTESTANTS), *, apart: bool = True) -> dict[str, int]:
+    """Peak memory of contestants and of a training micro-batch, each in a separate process unless `apart` is False."""
     context = multiprocessing.get_context("forkserver")  # it has imported everything already
     context.set_forkserver_preload(["benchmarks.entropy_cost", "transformers.models.qwen2"])
     everything = ("training micro-batch", *names)
-    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as processes:
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1 if apart else None) as processes:
         return {what: processes.submit(peak_bytes, what, size).result() for what in everything}

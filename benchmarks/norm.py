@@ -224,8 +224,8 @@ def folded_steps(setup: Setup, case: Case, rounds: int) -> dict[str, list[float]
     return took
 
 
-def _at_scale(setup: Setup) -> dict[str, float]:
-    return at_scale.measure()
+def _at_scale(setup: Setup, n_parameters: int) -> dict[str, float]:
+    return at_scale.measure(n_parameters)
 
 
 def measure(device: str, *, quick: bool) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def measure(device: str, *, quick: bool) -> dict[str, Any]:
         "quick": quick,
         "results": [dataclasses.asdict(r) for r in results],
         "folded": {"case": str(large), **folded},
-        "at_scale": on_ranks(alone, _at_scale, start=start_method)[0],
+        "at_scale": on_ranks(alone, _at_scale, 100 if quick else at_scale.N_PARAMETERS, start=start_method)[0],
     }
 
 

@@ -10,15 +10,25 @@ import runpy
 import signal
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
-# What most processes would import for seconds: torch imports its compiler at the first optimizer.
-_IMPORTED = ["torch.nn.parallel", "torch.distributed.fsdp", "torch._dynamo", "sonde"]
+# What most processes would import for seconds: torch imports its compiler at the first optimizer, and the parts of it
+# that every backend uses at the first compilation.
+_IMPORTED = [
+    "torch.nn.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.compile_fx",
+    "sonde",
+]
 
 
 def forkserver() -> ForkServerContext:
@@ -26,6 +36,12 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
+
+
+def start_forkserver() -> None:
+    """Start the server now, before code that would start one with other imports."""
+    forkserver()
+    ensure_running()
 
 
 def in_new_process(function: Callable[..., Any], *args: Any) -> Any:
@@ -44,7 +60,7 @@ class Ended:
 
 
 class Python:
-    """`python` with these arguments, a script or `-m` and a module, in a session of its own, as from a shell.
+    """`python` with these arguments, a script, `-m` and a module or `-c` and code, in a session of its own.
 
     On exit, it and all processes that it has started are killed.
 
@@ -63,11 +79,20 @@ class Python:
         assert self._process.pid is not None
         self.pid = self._process.pid
 
+    def out(self) -> str:
+        """What it has printed so far."""
+        path = Path(self._outputs.name) / "out"
+        return path.read_text() if path.exists() else ""
+
+    def kill(self) -> None:
+        """End it at once, but none of the processes that it has started."""
+        os.kill(self.pid, signal.SIGKILL)
+
     def wait(self, seconds: float = 120.0) -> Ended:
         """Its end, which must come in this time."""
         self._process.join(seconds)
-        out, err = ((Path(self._outputs.name) / name).read_text() for name in ("out", "err"))
         status = self._process.exitcode
+        out, err = ((Path(self._outputs.name) / name).read_text() for name in ("out", "err"))
         assert status is not None, f"it did not end within {seconds:g} s\n{out}\n{err}"
         return Ended(status, out, err)
 
@@ -96,6 +121,10 @@ def _run(arguments: Sequence[str], folder: str, variables: Mapping[str, str], ou
         if first == "-m":
             sys.argv = others
             runpy.run_module(others[0], run_name="__main__", alter_sys=True)
+        elif first == "-c":
+            code, *others = others
+            sys.argv, sys.modules["__main__"] = ["-c", *others], types.ModuleType("__main__")
+            exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
         else:
             sys.argv = [first, *others]
             sys.path.insert(0, str(Path(first).parent))

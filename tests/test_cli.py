@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import sonde
 from sonde.cli import main
+from tests.new_process import Python
 from tests.runs.report.plausible_run import write_run
 
 
@@ -38,16 +37,6 @@ def test_help_lists_commands_and_options(capsys: pytest.CaptureFixture[str]) -> 
         assert option in demo
     assert "--out FILE" in report
     assert "{None}" not in demo + report
-
-
-def test_help_starts_no_training_code() -> None:
-    heavy = ("torch.distributed.elastic", "sonde.demos.byte_lm.train", "bokeh")
-    code = (
-        "import sys; from sonde.cli import main; main(['--help']); "
-        f"print([m for m in sys.modules if m.startswith({heavy})])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.splitlines()[-1] == "[]"
 
 
 def test_a_wrong_option_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,8 +103,6 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "demo" in out + err
 
 
-def test_python_dash_m() -> None:
-    out = subprocess.run(
-        [sys.executable, "-m", "sonde", "--version"], capture_output=True, text=True, check=True
-    ).stdout
-    assert out == f"sonde {sonde.__version__}\n"
+def test_python_dash_m(tmp_path: Path) -> None:
+    with Python("-m", "sonde", "--version", folder=tmp_path) as python:
+        assert python.wait().out == f"sonde {sonde.__version__}\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -106,35 +105,6 @@ def test_the_checks_see_imports_anywhere(tmp_path: Path) -> None:
     )
     assert _imports(bad) == {"runs", "stats", "__init__"}
     assert _names(bad) == {"sonde", "sonde.runs.report", "sonde.stats.intervals._x"}
-
-
-def test_import_pulls_in_no_extra() -> None:
-    extras = [
-        "bokeh",
-        "tensorboard",
-        "accelerate",
-        "transformers",
-        "lightning",
-        "wandb",
-        "numpy.testing",
-        "rich",
-        "tyro",
-    ]
-    code = f"import sys, sonde; print([m for m in {extras} if m in sys.modules])"
-    # -W error: an import must not warn either. rich is a dependency, but only the command line needs it.
-    out = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
-
-
-def test_import_takes_little_more_than_torchs() -> None:
-    """No time is taken here (benchmarks/ does that); these are torch's parts that cost half a second to import."""
-    slow = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "sympy"]
-    code = (
-        "import torch, sys; had = set(sys.modules); import sonde; "
-        f"print([m for m in sys.modules.keys() - had if m in {slow}])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
 
 
 def test_public_names_are_there_and_documented() -> None:

@@ -38,6 +38,16 @@ def test_a_script_ends_as_in_a_new_python(tmp_path: Path, code: str) -> None:
     assert forked.status == (1 if "SIGINT" in code else new.returncode)
 
 
+def test_code_of_the_command_line_runs(tmp_path: Path) -> None:
+    code = "import os, sys; print(sys.argv, os.getcwd(), __name__); time = 3; print(len((lambda: time * 'x')()))"
+    command = [sys.executable, "-S", "-c", code, "a"]
+    new = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    with Python(*command[2:], folder=tmp_path) as python:
+        ended = python.wait()
+        assert python.out() == ended.out == new.stdout
+    assert ended.status == 0
+
+
 def test_a_module_runs_under_its_name(tmp_path: Path) -> None:
     with Python("-m", "sonde", "--version", folder=tmp_path) as python:
         assert python.wait().out.startswith("sonde ")

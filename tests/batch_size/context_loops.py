@@ -106,7 +106,7 @@ class Loop:
     in_order: bool = True
     twice: bool = False
     declared: bool = True
-    windows: int = 3
+    windows: int = 2
     options: dict[str, Any] = field(default_factory=lambda: {"staging_mib": 0.0})
 
 

@@ -52,7 +52,7 @@ class Loop:
     merges: bool = False
     says_so: bool = True
     declared: bool = True
-    windows: int = 3
+    windows: int = 2
 
     @property
     def n_data(self) -> int:

@@ -110,7 +110,7 @@ class Loop:
     clips: bool = True
     dropout: bool = False
     weighted: bool = False
-    windows: int = 3
+    windows: int = 2
     covered: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from tests.batch_size.loops import (
     small_model,
     train,
 )
+from tests.new_process import Python
 
 
 def test_the_records_that_sinks_receive() -> None:
@@ -212,7 +211,8 @@ for _ in range(8):
 
 
 def test_a_script_that_ends_without_close_leaves_a_whole_log(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", NEVER_CLOSED, str(tmp_path / "run")], check=True, timeout=120)
+    with Python("-c", NEVER_CLOSED, str(tmp_path / "run"), folder=tmp_path) as python:
+        assert python.wait().status == 0
     run = sonde.read_run(tmp_path / "run")
     assert run.readings[-1].window == 8
     assert run.ended == "the process ended without probe.close()"

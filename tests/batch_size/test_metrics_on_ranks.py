@@ -251,11 +251,11 @@ def _unchanged(loop: Loop, probed: bool) -> dict[str, Any]:
 
 
 def test_moments_are_gathered_before_measured_windows_alone(ranks2: Ranks) -> None:
-    loop = Loop(dropout=True, windows=60, options={"every": 3, "metric": "adam"})  # all, until the ranks have agreed
+    loop = Loop(dropout=True, windows=40, options={"every": 3, "metric": "adam"})  # the first 16, and every third
     for with_probe, without in zip(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), strict=True):
         assert all(map(torch.equal, with_probe["weights"], without["weights"]))
         n_measured = with_probe["reading"].windows + 1  # the first has no moments
-        assert 20 <= n_measured <= 45
+        assert 20 <= n_measured <= 30
         # The window after the last one may be a measured one too.
         assert with_probe["collectives"] - without["collectives"] - (n_measured - 1) in (0, 1)
 

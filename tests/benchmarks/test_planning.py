@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from benchmarks.planning import CUTS, QUICK_SHAPES, SHAPES, model_of
+
+from tests.new_process import Python
 
 
 def test_the_shapes_have_as_many_tensors_as_the_page_says() -> None:
@@ -21,16 +21,10 @@ def test_the_shapes_have_as_many_tensors_as_the_page_says() -> None:
 
 
 def test_every_row_is_measured() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.planning", "--quick"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    *shown, numbers = done.stdout.strip().splitlines()
+    with Python("-m", "benchmarks.planning", "--quick", folder=Path(__file__).parents[2]) as python:
+        done = python.wait()
+    assert done.status == 0, done.err[-3000:]
+    *shown, numbers = done.out.strip().splitlines()
     rows = json.loads(numbers)
     assert [(row["shape"], row["cut"]) for row in rows] == [(name, cut) for name in QUICK_SHAPES for cut in CUTS]
     assert len(shown) == 2 + len(rows)

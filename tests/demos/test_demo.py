@@ -7,14 +7,11 @@ import io
 import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -31,26 +28,13 @@ pytestmark = [
 
 DEADLINE = 120.0  # seconds; a run here takes about 8 on 2 idle cores
 DEMO = ["-m", "sonde", "demo", "--device", "cpu"]
+SMALL = [*DEMO, "--context", "16", "--batch", "8", "--log-every", "2"]
+"""Where it does not matter what is trained: most of such a run is the ranks' imports."""
 
 
-Start = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts a demo with pipes or a terminal, by a new Python. All of its processes end with the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start_demo(*options: str, **where: Any) -> subprocess.Popen[str]:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
-        started.append(subprocess.Popen([sys.executable, *DEMO, *options], text=True, **(where or pipes)))
-        return started[-1]
-
-    yield start_demo
-    for demo in started:
-        if demo.poll() is None:
-            os.killpg(demo.pid, signal.SIGKILL)
-            demo.communicate()
+RUN = "import os, runpy, sys\n{}\nrunpy.run_module('sonde', run_name='__main__', alter_sys=True)"
+IN_A_TERMINAL = RUN.format("os.login_tty(os.open(sys.argv.pop(1), os.O_RDWR))")
+INTO_A_PIPE = RUN.format("os.dup2(os.open(sys.argv.pop(1), os.O_WRONLY), 1)")
 
 
 def _ranks_of(launcher: int) -> list[int]:
@@ -167,17 +151,17 @@ class Terminal:
         return b"".join(self._parts).decode()
 
 
-def test_ctrl_c_in_a_terminal_stops_all_ranks_at_the_same_step(tmp_path: Path, start: Start) -> None:
+def test_ctrl_c_in_a_terminal_stops_all_ranks_at_the_same_step(tmp_path: Path) -> None:
     terminal, folder = Terminal(), tmp_path / "run"
-    demo = start(
-        *("--steps", "5000", "--log-every", "2", "--out", str(folder)),
-        preexec_fn=partial(os.login_tty, terminal.theirs),
-        env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"},
-    )
-    os.close(terminal.theirs)
-    _wait_for(lambda: _has_reading(folder))
-    terminal.press_ctrl_c()
-    status, screen = demo.wait(DEADLINE), terminal.screen()
+    options = [*SMALL[2:], "--steps", "5000", "--out", str(folder)]
+    like_a_terminal = {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
+    with Python(
+        *("-c", IN_A_TERMINAL, os.ttyname(terminal.theirs), *options), folder=tmp_path, environment=like_a_terminal
+    ) as demo:
+        _wait_for(lambda: _has_reading(folder))
+        os.close(terminal.theirs)
+        terminal.press_ctrl_c()
+        status, screen = demo.wait(DEADLINE).status, terminal.screen()
     assert status == 130, screen
     run = read_run(folder)
     assert (run.ended, run.torn) == ("interrupted", None)
@@ -201,17 +185,17 @@ def test_ctrl_c_while_ranks_start_is_not_lost(tmp_path: Path) -> None:
     assert read_run(tmp_path / "run").ended == "interrupted"
 
 
-def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path, start: Start) -> None:
+def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
     """As with `sonde demo | head -1`."""
-    folder = tmp_path / "run"
-    demo = start("--steps", "8", "--log-every", "2", "--out", str(folder))
-    assert demo.stdout is not None
-    demo.stdout.readline()
-    demo.stdout.close()
-    assert demo.wait(DEADLINE) == 0
-    assert demo.stderr is not None
-    with demo.stderr as errors:
-        assert "Traceback" not in errors.read()
+    folder, pipe = tmp_path / "run", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    options = [*SMALL[2:], "--steps", "4", "--out", str(folder)]
+    with Python("-c", INTO_A_PIPE, str(pipe), *options, folder=tmp_path) as demo:
+        with pipe.open() as head:
+            assert head.readline()
+        ended = demo.wait(DEADLINE)
+    assert ended.status == 0, ended.err
+    assert "Traceback" not in ended.err
     assert read_run(folder).ended == "finished"
     assert (folder / "report.html").exists()
 
@@ -219,7 +203,7 @@ def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path, start: St
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_demo_with_one_sentence(tmp_path: Path, rank: int) -> None:
     folder = tmp_path / "run"
-    with Python(*DEMO, "--steps", "5000", "--log-every", "2", "--out", str(folder), folder=tmp_path) as demo:
+    with Python(*SMALL, "--steps", "5000", "--out", str(folder), folder=tmp_path) as demo:
         _wait_for(lambda: _has_reading(folder))
         ranks = sorted(_ranks_of(demo.pid))  # in the order in which they were started
         os.kill(ranks[rank], signal.SIGKILL)

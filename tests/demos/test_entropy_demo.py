@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from sonde.cli import main
 from sonde.demos.arithmetic.options import EntropyDemoOptions
 from sonde.runs.reader import read_run
+from tests.new_process import Python
 
 pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 pytestmark = pytest.mark.slow
@@ -64,25 +63,19 @@ def test_a_failing_training_is_reported_and_keeps_its_measurements(
 
 def test_ctrl_c_keeps_the_measurements(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "sonde", "demo", "entropy", "--steps", "100000", "--out", str(folder)]
-    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
+    options = [*SMALL[2:], "--steps", "100000", "--out", str(folder)]
+    with Python("-m", "sonde", "demo", "entropy", *options, folder=tmp_path) as demo:
         deadline = time.monotonic() + DEADLINE
         while not (folder / "records.jsonl").exists() or '"policy"' not in (folder / "records.jsonl").read_text():
-            assert demo.poll() is None, demo.communicate()
-            assert time.monotonic() < deadline, "nothing was measured"
+            assert time.monotonic() < deadline, f"nothing was measured\n{demo.out()}"
             time.sleep(0.1)
         os.killpg(demo.pid, signal.SIGINT)
-        out, err = demo.communicate(timeout=DEADLINE)
-    finally:
-        if demo.poll() is None:
-            os.killpg(demo.pid, signal.SIGKILL)
-            demo.communicate()
-    assert demo.returncode == 130, (out, err)
-    assert "Stopped at step" in out
+        ended = demo.wait(DEADLINE)
+    assert ended.status == 130, ended
+    assert "Stopped at step" in ended.out
     assert str(read_run(folder).ended).startswith("stopped at step ")
     assert (folder / "report.html").exists()
-    assert "Traceback" not in err
+    assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(

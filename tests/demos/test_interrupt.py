@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from sonde.demos.byte_lm.interrupt import INTERRUPTED, interrupts_left_to_ranks
+from tests.new_process import Ended, Python
 
 PRINTS_WHETHER_BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
 
@@ -22,7 +24,7 @@ def test_ctrl_c_is_blocked_in_new_processes_and_ignored_by_the_launcher() -> Non
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_a_second_ctrl_c_ends_a_rank_at_once() -> None:
+def test_a_second_ctrl_c_ends_a_rank_at_once(tmp_path: Path) -> None:
     code = (
         "import os, signal\n"
         "from sonde.demos.byte_lm.interrupt import StopRequest\n"
@@ -32,5 +34,5 @@ def test_a_second_ctrl_c_ends_a_rank_at_once() -> None:
         "os.kill(os.getpid(), signal.SIGINT)\n"
         "print('never printed')\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (INTERRUPTED, "goes on\n", "")
+    with Python("-c", code, folder=tmp_path) as python:
+        assert python.wait() == Ended(INTERRUPTED, "goes on\n", "")

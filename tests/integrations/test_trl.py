@@ -26,10 +26,10 @@ from tests.integrations.grpo_trainer import trainer_of, weights  # noqa: E402
 
 
 @pytest.mark.parametrize("loss_type", ["dr_grpo", "grpo", "dapo"])
-def test_twenty_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) -> None:
-    plain = trainer_of(tmp_path / "plain", loss_type=loss_type)
+def test_twelve_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) -> None:
+    plain = trainer_of(tmp_path / "plain", steps=12, loss_type=loss_type)
     plain.train()
-    watched = trainer_of(tmp_path / "watched", loss_type=loss_type)
+    watched = trainer_of(tmp_path / "watched", steps=12, loss_type=loss_type)
     config = {
         "gns_probe": {"enabled": True, "log_every": 2},
         "entropy_probe": {"enabled": True, "every": 5},
@@ -38,7 +38,7 @@ def test_twenty_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) ->
     probes = integration.attach(watched, config, causes=True)
     watched.train()
     assert torch.equal(weights(plain), weights(watched))
-    assert [step for step, _ in probes.forecasts] == [1, 6, 11, 16]
+    assert [step for step, _ in probes.forecasts] == [1, 6, 11]
     logged = {name for entry in watched.state.log_history for name in entry}
     assert {"entropy/delta_forecast", "entropy/delta_importance", "entropy/token_weighted"} <= logged
     assert {"gns_prompts/trace_cov", "gns_prompts/completions_share"} <= logged

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from sonde.runs import locked_file
 from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
 from tests.batch_size.loops import windows_of_rows
+from tests.new_process import Ended, Python
 from tests.runs.report.plausible_policy import policy_header, policy_record
 from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run
 
@@ -40,29 +40,23 @@ time.sleep(60)
 """
 
 
-@pytest.fixture
-def writers() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate(timeout=10)
-
-
-def _start(writers: list[subprocess.Popen[str]], folder: Path, more: str = "") -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def _writer(folder: Path, more: str = "") -> Iterator[Python]:
     """A process that has written to the log in `folder` and holds it open."""
-    code = WRITER.replace("{more}", more)
-    writer = subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    writers.append(writer)
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == "ready\n"
-    return writer
+    with Python("-c", WRITER.replace("{more}", more), str(folder), folder=folder) as writer:
+        give_up = time.monotonic() + 60
+        while not writer.out().endswith("ready\n"):
+            assert time.monotonic() < give_up, "the writer did not get ready"
+            time.sleep(0.01)
+        yield writer
 
 
-def _run(code: str) -> subprocess.CompletedProcess[str]:
+def _run(code: str, folder: Path) -> Ended:
     """A script that ends well."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    with Python("-c", code, folder=folder) as python:
+        ended = python.wait()
+    assert ended.status == 0, ended.err
+    return ended
 
 
 @pytest.fixture
@@ -71,13 +65,13 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_patience")
-def test_a_second_process_is_refused_and_changes_nothing(tmp_path: Path, writers: list[subprocess.Popen[str]]) -> None:
-    _start(writers, tmp_path)
-    before = (tmp_path / "records.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"records\.jsonl is open in another run, .* log to another folder, or close"):
-        sonde.attach(nn.Linear(3, 1), unit="sequences", log=sonde.RunLog(JsonlSink(tmp_path)), verbose=False)
-    assert (tmp_path / "records.jsonl").read_bytes() == before
-    assert len(read_run(tmp_path).readings) == 1  # reading is never refused
+def test_a_second_process_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    with _writer(tmp_path):
+        before = (tmp_path / "records.jsonl").read_bytes()
+        with pytest.raises(ValueError, match=r"records\.jsonl is open in another run, .* to another folder, or close"):
+            sonde.attach(nn.Linear(3, 1), unit="sequences", log=sonde.RunLog(JsonlSink(tmp_path)), verbose=False)
+        assert (tmp_path / "records.jsonl").read_bytes() == before
+        assert len(read_run(tmp_path).readings) == 1  # reading is never refused
 
 
 @pytest.mark.usefixtures("_no_patience")
@@ -93,39 +87,32 @@ def test_a_second_sink_of_the_same_process_is_refused_until_the_first_is_closed(
 
 
 @pytest.mark.usefixtures("_no_patience")
-def test_a_restart_after_a_crash_goes_on_at_once(tmp_path: Path, writers: list[subprocess.Popen[str]]) -> None:
-    writer = _start(writers, tmp_path)
-    writer.kill()
-    writer.wait(10)
+def test_a_restart_after_a_crash_goes_on_at_once(tmp_path: Path) -> None:
+    with _writer(tmp_path) as writer:
+        writer.kill()
+        writer.wait(10)
     write_run(tmp_path, 2)
     assert [reading.segment for reading in read_run(tmp_path).readings] == [0, 1, 1]
 
 
 @pytest.mark.usefixtures("_no_patience")
-def test_a_child_that_outlives_a_crash_does_not_keep_the_restart_out(
-    tmp_path: Path, writers: list[subprocess.Popen[str]]
-) -> None:
+def test_a_child_that_outlives_a_crash_does_not_keep_the_restart_out(tmp_path: Path) -> None:
     """As a worker of a data loader does, for some seconds."""
     more = "child = os.fork()\nif child == 0:\n    time.sleep(60)\n    os._exit(0)\nprint(child, flush=True)"
-    code = WRITER.replace("{more}", more)
-    writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    writers.append(writer)
-    assert writer.stdout is not None
-    child = int(writer.stdout.readline())
-    try:
+    with _writer(tmp_path, more) as writer:
+        child = int(writer.out().splitlines()[0])
         writer.kill()
         writer.wait(10)
         os.kill(child, 0)  # it lives
         write_run(tmp_path, 1)
-    finally:
-        os.kill(child, signal.SIGKILL)
+        os.kill(child, 0)
     assert len(read_run(tmp_path).headers) == 2
 
 
-def test_a_successor_waits_for_a_writer_that_is_ending(tmp_path: Path, writers: list[subprocess.Popen[str]]) -> None:
-    writer = _start(writers, tmp_path, more="import threading; threading.Timer(0.7, lambda: os._exit(0)).start()")
-    write_run(tmp_path, 1)
-    assert writer.wait(10) == 0
+def test_a_successor_waits_for_a_writer_that_is_ending(tmp_path: Path) -> None:
+    with _writer(tmp_path, "import threading; threading.Timer(0.7, lambda: os._exit(0)).start()") as writer:
+        write_run(tmp_path, 1)
+        assert writer.wait(10).status == 0
     assert len(read_run(tmp_path).headers) == 2
 
 
@@ -172,12 +159,12 @@ for what in ("exit", "train", "close", "write"):
 window()
 print(os.getpid())
 """
-    done = _run(code)
+    done = _run(code, tmp_path)
     run = read_run(tmp_path)
     assert [reading.window for reading in run.readings] == [1, 2, 3]
     assert (run.ended, run.alerts, len(run.headers)) == ("the process ended without probe.close()", (), 1)
     writers_of_other_sinks = {line.split()[0] for line in (tmp_path / "other").read_text().splitlines()}
-    assert writers_of_other_sinks == {done.stdout.strip()}
+    assert writers_of_other_sinks == {done.out.strip()}
 
 
 # A full disk.
@@ -204,11 +191,11 @@ for _ in range(40):
 print(probe.reading().windows, dict(probe.alerts))
 probe.close()
 """
-    done = _run(code)
-    assert done.stdout.startswith("40 {'log_stopped_JsonlSink': ")
-    assert "JsonlSink writes no more: [Errno 27] File too large: " in done.stdout
-    assert "Training goes on without that log." in done.stdout
-    assert done.stderr.count("JsonlSink writes no more") == 1
+    done = _run(code, tmp_path)
+    assert done.out.startswith("40 {'log_stopped_JsonlSink': ")
+    assert "JsonlSink writes no more: [Errno 27] File too large: " in done.out
+    assert "Training goes on without that log." in done.out
+    assert done.err.count("JsonlSink writes no more") == 1
     run = read_run(tmp_path)
     windows = [reading.window for reading in run.readings]
     assert windows == list(range(1, len(windows) + 1))

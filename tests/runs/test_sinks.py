@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
+from tests.new_process import Python
 from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run
 
 
@@ -81,10 +80,10 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
         "    sink.write(record | {'window': window})\n"
     )
     for life in range(2):
-        writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2])
-        _wait_for_bytes(tmp_path / "records.jsonl", beyond=2_000_000 * (life + 1))
-        writer.send_signal(signal.SIGKILL)
-        assert writer.wait(10) == -signal.SIGKILL
+        with Python("-c", code, str(tmp_path), folder=tmp_path) as writer:
+            _wait_for_bytes(tmp_path / "records.jsonl", beyond=2_000_000 * (life + 1))
+            writer.kill()
+            assert writer.wait(10).status == -signal.SIGKILL
         run = read_run(tmp_path)
         assert len(run.headers) == life + 1
         windows = [reading.window for reading in run.readings if reading.segment == life]

@@ -153,8 +153,8 @@ class WindowHistory:
             columns: groups, and −1 for all together; None for each group and, last, all together.
         """
         columns_of = slice(None) if columns is None else columns
-        near = [other.noises_and_squares[:, columns_of] for other in self._neighbours(index)]
-        ordered = torch.stack(near).sort(dim=0).values
+        near = [other.noises_and_squares for other in self._neighbours(index)]
+        ordered = torch.stack(near)[:, :, columns_of].sort(dim=0).values
         usual = (ordered[(len(near) - 1) // 2] + ordered[len(near) // 2]) / 2
         own = self._recent[index].noises_and_squares[:, columns_of]
         return torch.where(usual > 0, own / usual, 0.0).amax(0)
