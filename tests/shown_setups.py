@@ -3,7 +3,7 @@
     python -m tests.shown_setups
 
 A test says so by `@pytest.mark.shows("noise scale", "FSDP2", "HSDP")`: it compares that quantity with one process, or
-with a definition, under each of these set-ups.
+with a definition, under each of these set-ups. `@pytest.mark.refuses(...)` says likewise that the quantity is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ QUANTITIES = {
     "noise scale": "noise scale",
     "adam metric": "noise scale in Adam's metric",
     "sign metric": "noise scale in the sign metric",
+    "spectral metric": "noise scale in the spectral metric",
     "single examples": "noise scale from single examples",
     "prompts": "noise scale in prompts",
     "measure": "`sonde.measure`",
@@ -33,6 +34,7 @@ SETUPS = (
     "DDP",
     "FSDP2",
     "HSDP",
+    "LoRA below FSDP2",
     "TP",
     "SP",
     "FSDP2 over TP",
@@ -47,18 +49,23 @@ SETUPS = (
     "EP",
 )
 """The rows. TP, SP, CP, PP and EP are tensor, sequence, context, pipeline and expert parallelism."""
+REFUSED, NOT_TRIED = "✗", "·"
+"""Signs of a cell: before the tests that show a refusal, and where no test says anything."""
 _HEAD = "| set-up | " + " | ".join(QUANTITIES.values()) + " |\n"
 
 
-def shown() -> Iterator[tuple[str, str, str]]:
-    """Each marker: the test as `path::name`, the quantity, and a set-up.
+def shown(kind: str = "shows") -> Iterator[tuple[str, str, str]]:
+    """Each marker of a kind, "shows" or "refuses": the test as `path::name`, the quantity, and a set-up.
 
     Raises:
         ValueError: for a marker of something that is no test, or with a name that is no quantity or set-up.
     """
     for path in sorted(TESTS.rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            for call in _marks(node):
+        text = path.read_text()
+        if f"pytest.mark.{kind}" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            for call in _marks(node, kind):
                 name = f"{path.relative_to(TESTS.parent)}::{getattr(node, 'name', '')}"
                 values = [ast.literal_eval(argument) for argument in call.args]
                 if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
@@ -69,23 +76,36 @@ def shown() -> Iterator[tuple[str, str, str]]:
                     yield name, values[0], setup
 
 
-def _marks(node: ast.AST) -> list[ast.Call]:
+def _marks(node: ast.AST, kind: str) -> list[ast.Call]:
     decorators = getattr(node, "decorator_list", [])
     calls = [decorator for decorator in decorators if isinstance(decorator, ast.Call)]
-    return [call for call in calls if ast.unparse(call.func) == "pytest.mark.shows"]
+    return [call for call in calls if ast.unparse(call.func) == f"pytest.mark.{kind}"]
 
 
 def table() -> str:
-    """The table: in each cell the tests that show it, or nothing."""
-    cells: dict[tuple[str, str], list[str]] = {}
-    for name, quantity, setup in shown():
-        path, _, test = name.partition("::")
-        cells.setdefault((setup, quantity), []).append(f"[`{test}`](../{path})")
+    """The table: in each cell the tests that show it or that show that it is refused, or that it was not tried.
+
+    Raises:
+        ValueError: when tests show a quantity in a set-up, and show that it is refused there.
+    """
+    cells, refused = _tests_by_cell("shows"), _tests_by_cell("refuses")
+    if both := sorted(cells.keys() & refused.keys()):
+        raise ValueError(f"{both[0]} is shown by {cells[both[0]]} and refused by {refused[both[0]]}: one must be wrong")
+    cells |= {cell: f"{REFUSED} {tests}" for cell, tests in refused.items()}
     rows = [
-        f"| {setup} | {' | '.join(' '.join(cells.get((setup, quantity), ['–'])) for quantity in QUANTITIES)} |\n"
+        f"| {setup} | {' | '.join(cells.get((setup, quantity), NOT_TRIED) for quantity in QUANTITIES)} |\n"
         for setup in SETUPS
     ]
     return _HEAD + "|---" * (1 + len(QUANTITIES)) + "|\n" + "".join(rows)
+
+
+def _tests_by_cell(kind: str) -> dict[tuple[str, str], str]:
+    """Links to tests, by set-up and quantity."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for name, quantity, setup in shown(kind):
+        path, _, test = name.partition("::")
+        cells.setdefault((setup, quantity), []).append(f"[`{test}`](../{path})")
+    return {cell: " ".join(tests) for cell, tests in cells.items()}
 
 
 def with_table(page: str) -> str:

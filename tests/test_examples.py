@@ -18,7 +18,9 @@ from tests.new_process import Python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+AS_WRITTEN = ("plain_loop.py", "ddp_torchrun.py", "fsdp2.py", "pipeline.py")
+"""Started by Python or torchrun, for a plain loop and each kind of wrapper. The others need no new interpreter."""
 MEASURES_NOISE = sorted(set(NAMES) - {"fsdp2_clip.py", "trl_grpo.py"})
 
 
@@ -32,14 +34,20 @@ def n_ranks(name: str) -> int:
 
 
 def run_as_written(name: str, folder: Path) -> str:
-    """What it prints, started by a new Python or by torchrun."""
+    """What it prints, started by a new Python, or by torchrun, which starts one for each rank."""
+    environment = {"OMP_NUM_THREADS": "1"}
+    if n_ranks(name) == 2:
+        with Python(*TORCHRUN, str(EXAMPLES / name), folder=folder, environment=environment) as torchrun:
+            ended = torchrun.wait()
+        assert ended.status == 0, ended.err
+        return ended.out
     done = subprocess.run(
-        [sys.executable, *(TORCHRUN if n_ranks(name) == 2 else []), str(EXAMPLES / name)],
+        [sys.executable, str(EXAMPLES / name)],
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -102,10 +110,10 @@ def test_reinforcement_learning_example(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURES_NOISE)
 def test_example(name: str, tmp_path: Path) -> None:
-    """A plain loop is started by Python, and DDP by torchrun, as their first lines say."""
+    """Some of them are started by Python and by torchrun, as their first lines say."""
     if name == "accelerate_ddp.py":
         pytest.importorskip("accelerate", reason="the example of Accelerate needs accelerate")
-    run_it = run_as_written if name in ("plain_loop.py", "ddp_torchrun.py") else run_example
+    run_it = run_as_written if name in AS_WRITTEN else run_example
     said = run_it(name, tmp_path)
     (log,) = tmp_path.glob("runs/*/records.jsonl")
     run = sonde.read_run(log)

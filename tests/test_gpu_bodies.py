@@ -18,8 +18,10 @@ CPU = torch.device("cpu")
 def test_one_process(name: str) -> None:
     reading, is_untouched = compared(CPU, SETUPS[name])
     assert is_untouched
-    least = {"one window in three": 2, "Adam's metric": WINDOWS - 1}.get(name, WINDOWS)
+    of_pairs = SETUPS[name].get("allow_biased", False)
+    least = {"one window in three": 2, "Adam's metric": WINDOWS - 1}.get(name, WINDOWS // 2 if of_pairs else WINDOWS)
     assert reading.windows >= least
+    assert reading.is_biased == of_pairs
     assert reading.grad_sq > 0
 
 
@@ -32,6 +34,7 @@ def test_ranks(ranks2: Ranks) -> None:
         for name, (reading, is_untouched) in of_rank.items():
             assert is_untouched, name
             assert reading.windows == WINDOWS, name
+            assert reading.grad_sq > 0, name
 
 
 def test_entropy() -> None:

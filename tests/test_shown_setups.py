@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import shown_setups
-from tests.shown_setups import PAGE, SETUPS, TESTS, shown, table, with_table
+from tests.shown_setups import NOT_TRIED, PAGE, REFUSED, SETUPS, TESTS, shown, table, with_table
 
 
 def test_the_page_has_the_table_that_the_tests_make() -> None:
@@ -16,7 +16,7 @@ def test_the_page_has_the_table_that_the_tests_make() -> None:
 def test_every_set_up_is_shown_by_a_test_that_runs() -> None:
     found = list(shown())
     assert {setup for _, _, setup in found} == set(SETUPS)
-    for name, _, _ in found:
+    for name, _, _ in [*found, *shown("refuses")]:
         path, _, test = name.partition("::")
         source = (TESTS.parent / path).read_text()
         before = source[: source.index(f"def {test}(")].rpartition("\n\n\n")[2]
@@ -37,6 +37,29 @@ def test_a_marker_with_an_unknown_name_is_refused(
         file.write_text(source)
         with pytest.raises(ValueError, match=r"test_it.py::(test_it is marked with|helper is no test)"):
             list(shown())
+
+
+def test_what_is_shown_and_refused_is_a_contradiction(
+    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shown_setups, "TESTS", tmp_path)
+    file = tmp_path / "test_it.py"  # type: ignore[operator]
+    test = "def test_{}(): pass\n"
+    says = "@pytest.mark.shows('prompts', 'EP')\n" + test.format("a")
+    refuses = "@pytest.mark.refuses('prompts', 'EP', 'PP')\n" + test.format("b")
+    file.write_text(says)
+    assert "| EP | · | · | · | · | · | [`test_a`]" in table()
+    file.write_text(refuses)
+    assert "| EP | · | · | · | · | · | ✗ [`test_b`]" in table()
+    file.write_text(says + refuses)
+    with pytest.raises(ValueError, match=r"is shown by .*test_a.* and refused by .*test_b"):
+        table()
+
+
+def test_the_page_explains_the_signs() -> None:
+    page = PAGE.read_text()
+    assert f"{REFUSED} before a test" in page
+    assert f"{NOT_TRIED} means that no test" in page
 
 
 def test_a_page_without_the_table_is_refused() -> None:

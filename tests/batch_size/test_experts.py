@@ -120,6 +120,8 @@ def _refused() -> list[str]:
     return messages
 
 
+@pytest.mark.refuses("prompts", "EP")
+@pytest.mark.refuses("measure", "EP")
 def test_refusals(ranks4: Ranks) -> None:
     expected = [
         "expert_mesh= is for experts that are DTensors",

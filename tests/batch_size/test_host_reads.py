@@ -24,6 +24,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "a GradScaler": {"scaled": True},
     "a GradScaler and a clip": {"scaled": True, "clip": 1.0},
     "Adam's metric": {"metric": "adam"},
+    "further metrics": {"metric": ("euclidean", "adam", "sign", "spectral")},
     "one window in three": {"every": 3, "clip": 1.0},
     "a budget": {"budget": 0.5},
     "a clip": {"clip": 0.1},

@@ -7,20 +7,24 @@ of a value is noted with the function of sonde that made it, over the set-ups th
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sonde
+from tests.batch_size import context_loops, expert_loops
 from tests.batch_size.ddp_loops import in_bf16
 from tests.batch_size.loops import batch, mean_loss, small_model
-from tests.batch_size.sharded_loops import Loop, shard, tokens
+from tests.batch_size.sharded_loops import Loop, data_rank, shard, tokens
 from tests.batch_size.sharded_loops import build as build_sharded
 from tests.batch_size.sharded_loops import loss_of as loss_of_sharded
 from tests.mutants import Mutant
@@ -33,16 +37,23 @@ AT_HAND = {
     "gradient_norm/scaling.py:_coefficient",
     "gradient_norm/scaling.py:is_one",
     "gradient_norm/fused_clip.py:fold",
+    "gradient_norm/summed_vector.py:parts_to_read_again",
+    "gradient_norm/disagreement.py:disagreement",
     # torch works out a shard's place with tensors of its own, on the CPU, once for each placement.
     "parallel/placements.py:shard_of",
     # A mesh's ranks are a tensor on the CPU.
     "parallel/placements.py:axes_over",
+    "parallel/placements.py:sharding_ranks",
 }
 """Functions that read. Those of the norm look at the device first, and read nothing of a GPU."""
+
+ONCE = {"batch_size/taps/context_pieces.py:learn"}
+"""Waits for a GPU once: ranks that share sequences agree on the order of gradients in the first piece."""
 
 ARRIVED = "batch_size/delivery.py:receive"
 """Takes in copies that have arrived: what is read inside is on the host on any device."""
 WINDOWS = 6
+METRICS = ("euclidean", "adam", "sign")  # "spectral" needs whole matrices
 
 
 class HostReads(TorchDispatchMode):
@@ -50,14 +61,47 @@ class HostReads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: set[str] = set()
+        self.n_reads: Counter[str] = Counter()
+        self._lists = ListReads(self)
+
+    @property
+    def places(self) -> set[str]:
+        """Functions of sonde that read."""
+        assert all(self.n_reads[place] <= 1 for place in ONCE)
+        return set(self.n_reads)
+
+    def note(self) -> None:
+        """Note a read, if sonde makes it."""
+        if (functions := sonde_functions()) and ARRIVED not in functions:
+            self.n_reads[functions[0]] += 1
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_read = reads_host(function, args, kwargs, lambda x: isinstance(x, torch.Tensor))
-        if is_read and (functions := sonde_functions()) and ARRIVED not in functions:
-            self.places.add(functions[0])
+        if reads_host(function, args, kwargs, lambda x: isinstance(x, torch.Tensor)):
+            self.note()
         return function(*args, **kwargs)
+
+    def __enter__(self) -> HostReads:
+        self._lists.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._lists.__exit__(*error)
+
+
+class ListReads(TorchFunctionMode):
+    """Notes reads of a whole tensor, which call no operator if it is on the CPU."""
+
+    def __init__(self, reads: HostReads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.tolist, Tensor.numpy):
+            self._reads.note()
+        return function(*args, **(kwargs or {}))
 
 
 SETUPS: dict[str, dict[str, Any]] = {
@@ -66,7 +110,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "DDP, a hook of the user's": {"tap": "comm_hook", "comm_hook": in_bf16, "clips": False},
     "DDP, auto": {},
     "DDP, a GradScaler": {"scaled": True},
-    "DDP, Adam's metric": {"metric": "adam", "tap": "leaf"},
+    "DDP, further metrics": {"metric": (*METRICS, "spectral"), "tap": "leaf"},
     "DDP, one window in three": {"every": 3},
     "DDP, a budget": {"every": None, "budget": 0.5},
     "DDP, single examples": {"per_example": "always"},
@@ -110,24 +154,77 @@ SHARDED = {
     "FSDP2": Loop(),
     "FSDP2, only windows": Loop(clips=False),
     "FSDP2, mixed precision": Loop(mixed=True),
+    "FSDP2, offloaded": Loop(offload=True),
+    "FSDP2, further metrics": Loop(options={"metric": METRICS}),
+    "FSDP2, single examples": Loop(covered=True, options={"per_example": "always"}),
     "tensor parallelism": Loop(cut="tp"),
     "sequence parallelism": Loop(cut="sp", clips=False),
+}
+ON_FOUR_RANKS = {
+    "HSDP": Loop(mesh=(2, 2)),
+    "HSDP, further metrics": Loop(mesh=(2, 2), clips=False, options={"metric": METRICS}),
+    "FSDP2 over tensor parallelism": Loop(cut="fsdp over tp"),
+    "FSDP2 over sequence parallelism": Loop(cut="fsdp over sp", clips=False),
 }
 
 
 def of_shards(loop: Loop) -> set[str]:
     model = shard(build_sharded(loop), loop)
+    options = {"per_example": "never"} | loop.options
+    return of_windows(
+        model, lambda window, k: tokens(data_rank(loop), window, k), loss_of_sharded, loop, clips=loop.clips, **options
+    )
+
+
+def of_windows(
+    model: nn.Module, ids_of: Callable[[int, int], Tensor], loss_of: Any, loop: Any, *, clips: bool, **options: Any
+) -> set[str]:
+    """Reads in a few windows of two pieces."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with sonde.attach(model, optimizer, unit="rows", verbose=False, every=1) as probe, HostReads() as reads:
+    with sonde.attach(model, optimizer, unit="rows", verbose=False, every=1, **options) as probe, HostReads() as reads:
         for window in range(3):
             for k in range(2):
-                ids = tokens(dist.get_rank() if "fsdp" in loop.cut else 0, window, k)
+                ids = ids_of(window, k)
                 with probe.piece(units=len(ids)):
-                    loss_of_sharded(model, ids, loop).backward()
-            probe.clip_grad_norm_(0.1) if loop.clips else probe.step()
+                    loss_of(model, ids, loop).backward()
+            probe.clip_grad_norm_(0.1) if clips else probe.step()
             optimizer.step()
             optimizer.zero_grad()
     return reads.places
+
+
+def of_shared_sequences(loop: context_loops.Loop) -> set[str]:
+    """Under context parallelism."""
+    model, arguments = context_loops.cut(loop)
+    rank, part = divmod(dist.get_rank(), loop.n_sharing)
+
+    def loss_of_part(model: nn.Module, ids: Tensor, loop: context_loops.Loop) -> Tensor:
+        return context_loops.loss_of(model, ids, loop, part, loop.n_sharing)
+
+    options = arguments | loop.options
+    return of_windows(
+        model,
+        lambda window, k: context_loops.tokens(rank, window, k),
+        loss_of_part,
+        loop,
+        clips=loop.clips,
+        per_example="never",
+        **options,
+    )
+
+
+def of_experts(loop: expert_loops.Loop) -> set[str]:
+    """Under expert parallelism, where FSDP2 reduces all gradients."""
+    model, arguments = expert_loops.cut(loop)
+    rank = dist.get_rank()
+    return of_windows(
+        model,
+        lambda window, k: expert_loops.tokens(rank, window, k),
+        expert_loops.loss_of,
+        loop,
+        clips=loop.clips,
+        **arguments,
+    )
 
 
 def in_pipeline() -> set[str]:
@@ -151,17 +248,24 @@ def everything() -> dict[str, set[str]]:
     """Reads of every set-up on this rank."""
     found = {name: under_ddp(**setup) for name, setup in SETUPS.items()}
     found |= {name: of_shards(loop) for name, loop in SHARDED.items()}
+    found["context parallelism under DDP"] = of_shared_sequences(context_loops.Loop(cut="ddp", clips=False))
     # torch 2.9 itself fails in a pipeline's first exchange over gloo.
     return found | ({"a pipeline": in_pipeline()} if torch.__version__ >= "2.11" else {})
 
 
-def test_only_what_a_cpu_has_at_hand_is_read(ranks2: Ranks) -> None:
-    seen: set[str] = set()
-    for of_rank in ranks2(everything):
-        for name, places in of_rank.items():
-            assert places <= AT_HAND, name
-            seen |= places
-    assert sorted(AT_HAND - seen) == []  # no place is allowed that is not needed
+def everything_on_four_ranks() -> dict[str, set[str]]:
+    found = {name: of_shards(loop) for name, loop in ON_FOUR_RANKS.items()}
+    found["FSDP2 over context parallelism"] = of_shared_sequences(context_loops.Loop())
+    found["expert parallelism"] = of_experts(expert_loops.Loop())
+    return found
+
+
+def test_only_what_a_cpu_has_at_hand_is_read(ranks2: Ranks, ranks4: Ranks) -> None:
+    seen: dict[str, str] = {}
+    for of_rank in [*ranks2(everything), *ranks4(everything_on_four_ranks)]:
+        seen |= {place: name for name, places in of_rank.items() for place in places}
+    assert {place: name for place, name in seen.items() if place not in AT_HAND | ONCE} == {}
+    assert sorted((AT_HAND | ONCE) - set(seen)) == []  # no place is allowed that is not needed
 
 
 READS = [
@@ -177,15 +281,45 @@ READS = [
         "elements = {}",
         "elements = {}; [bool(g.to_local().any()) for g in grads if g is not None]",
     ),
+    Mutant(
+        "single examples",
+        "sonde.batch_size.per_example.window:ExampleWindow._add_piece",
+        "self._n_pieces += 1",
+        "self._n_pieces += 1; float(self._sq_weight)",
+    ),
+    Mutant(
+        "shared sequences",
+        "sonde.batch_size.taps.context_pieces:ContextPiece._sum_next",
+        "self._next += 1",
+        "self._next += 1; float(buffer.sum())",
+    ),
+    Mutant(
+        "experts",
+        "sonde.batch_size.taps.expert_pieces:ExpertPieces.take_from",
+        "self._sum += of_experts",
+        "self._sum += of_experts; bool(of_experts.any())",
+    ),
 ]
+BROKEN: dict[str, Callable[[], set[str]]] = {
+    "buckets": lambda: under_ddp(tap="comm_hook"),
+    "shards": lambda: of_shards(Loop()),
+    "single examples": lambda: of_shards(SHARDED["FSDP2, single examples"]),
+    "shared sequences": lambda: of_shared_sequences(context_loops.Loop(cut="ddp", clips=False)),
+    "experts": lambda: of_experts(expert_loops.Loop()),
+}
 
 
-def mutated(mutant: Mutant) -> set[str]:
-    with mutant.applied():
-        return under_ddp(tap="comm_hook") if mutant.name == "buckets" else of_shards(Loop())
+def mutated(mutants: list[Mutant]) -> dict[str, set[str]]:
+    found = {}
+    for mutant in mutants:
+        with mutant.applied():
+            found[mutant.name] = BROKEN[mutant.name]()
+    return found
 
 
-@pytest.mark.parametrize("mutant", READS, ids=lambda mutant: mutant.name)
-def test_a_read_is_noticed(ranks2: Ranks, mutant: Mutant) -> None:
-    for places in ranks2(mutated, mutant):
-        assert not places <= AT_HAND
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_a_read_is_noticed(request: pytest.FixtureRequest, n_ranks: int) -> None:
+    ranks: Ranks = request.getfixturevalue(f"ranks{n_ranks}")
+    for of_rank in ranks(mutated, [mutant for mutant in READS if (mutant.name == "experts") == (n_ranks == 4)]):
+        for name, places in of_rank.items():
+            assert not places <= AT_HAND | ONCE, name

@@ -228,6 +228,7 @@ def _check(ranks: Ranks, case: Case) -> None:
 
 @pytest.mark.shows("adam metric", "DDP", "FSDP2", "TP", "SP")
 @pytest.mark.shows("sign metric", "DDP", "FSDP2")
+@pytest.mark.shows("spectral metric", "DDP")
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(ranks2: Ranks, name: str) -> None:
     _check(ranks2, TWO_RANKS[name])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.batch_size.loops import attached, batch, flat_grad, mean_loss, small_model
+from tests.batch_size.single_examples import Scaled
 from tests.oracles import window_by_hand
-from tests.ranks import Ranks
+from tests.ranks import Ranks, mesh_of
 
 SIZES = (5, 2, 4)
 """Rows of the micro-batches of ranks 0, 1 and 2."""
@@ -189,3 +192,46 @@ def test_a_metric_that_one_rank_refuses_is_refused_on_all(ranks2: Ranks) -> None
     first, second = ranks2(with_another_optimizer)
     assert "accepted" in first or "ranks" in first
     assert "metric='adam'" in second
+
+
+class Partly(Scaled):
+    """A parameter that no rule covers, and a layer that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Identity()
+
+
+def one_rank_stops_reading(wrapper: str) -> tuple[int, bool, list[str]]:
+    """After the first window, rank 0 has the only piece, and soon rank 1 cannot read examples at all.
+
+    Returns:
+        Windows that were averaged, whether rank 1 has stopped reading, and the reasons of dropped windows.
+    """
+    torch.manual_seed(2)
+    inner = Partly()
+    rank, model = dist.get_rank(), inner if wrapper == "FSDP2" else DistributedDataParallel(inner)
+    if wrapper == "FSDP2":
+        fully_shard(inner, mesh=mesh_of((2,)))
+    with attached(model, per_example="always", every=2, log_every=1) as probe:
+        for window in range(24):
+            has_piece = rank == 0 or window == 0
+            x, y = data(rank, window)
+            with probe.piece(units=len(x)) if has_piece else contextlib.nullcontext():
+                (mean_loss(model, x, y) * has_piece).backward()
+            probe.step()
+            model.zero_grad()
+            if (rank, window) == (1, 0):
+                inner.idle.compile(backend="eager")  # models with compiled parts are refused
+        reading = probe.reading()
+        return reading.windows, bool(probe._mechanism.why_not), list(reading.dropped)
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_rank_that_reads_no_examples_does_not_know_which_parameters_are_covered(ranks2: Ranks, wrapper: str) -> None:
+    """Its part of the covered parameters' |F|² is missing, so a number would be wrong."""
+    for rank, (windows, has_stopped, reasons) in enumerate(ranks2(one_rank_stops_reading, wrapper)):
+        assert has_stopped == (rank == 1)
+        assert windows == 1
+        assert all("does not know which parameters are covered" in reason for reason in reasons), reasons
+        assert reasons

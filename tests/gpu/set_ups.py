@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
@@ -54,22 +56,29 @@ def rows_on(device: torch.device, seed: int) -> Tensor:
 
 
 def wrapped(model: nn.Module, how: str, device: torch.device) -> nn.Module:
-    """The model as it is, or in DDP or FSDP2 over all ranks of the default group."""
+    """The model as it is, or in DDP, FSDP2, HSDP or tensor parallelism over all ranks of the default group."""
     if how == "ddp":
         return DistributedDataParallel(model)
-    if how == "fsdp2":
+    if how in ("fsdp2", "hsdp"):
         for layer in (model[0], model[3]):  # type: ignore[index]
-            fully_shard(layer, mesh=mesh_on(device))
-        return fully_shard(model, mesh=mesh_on(device))
+            fully_shard(layer, mesh=mesh_on(device, how))
+        return fully_shard(model, mesh=mesh_on(device, how))
+    if how == "tp":
+        cut = {"0": ColwiseParallel(output_layouts=Replicate()), "3": ColwiseParallel(), "4": RowwiseParallel()}
+        return parallelize_module(model, mesh_on(device, how), cut)  # type: ignore[arg-type]
     return model
 
 
-_meshes: dict[str, Any] = {}
+_meshes: dict[tuple[str, bool], Any] = {}
 
 
-def mesh_on(device: torch.device) -> Any:
-    """One mesh of all ranks: a new one would make new groups."""
-    return _meshes.setdefault(device.type, init_device_mesh(device.type, (dist.get_world_size(),)))
+def mesh_on(device: torch.device, how: str) -> Any:
+    """One mesh of all ranks, for HSDP of two axes; a new mesh would make new groups."""
+    key, n_ranks = (device.type, how == "hsdp"), dist.get_world_size()
+    if key not in _meshes:
+        shape, names = ((n_ranks, 1), ("replicate", "shard")) if how == "hsdp" else ((n_ranks,), None)
+        _meshes[key] = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return _meshes[key]
 
 
 def train(
@@ -81,6 +90,7 @@ def train(
     beside: bool = False,
     every: int | None = 1,
     fused: bool = False,
+    n_pieces: int = PIECES,
     **options: Any,
 ) -> tuple[sonde.NoiseScaleReading | None, list[Tensor]]:
     """A reading, and the weights after some windows.
@@ -88,19 +98,20 @@ def train(
     Args:
         device: to train on.
         probed: with a probe.
-        how: "plain", "ddp" or "fsdp2".
+        how: "plain", "ddp", "fsdp2", "hsdp" or "tp".
         end: of a window: "step", "clip", or "fold" for a clip inside the fused optimizer.
         beside: run every second backward on a stream of its own.
         every: as `attach`.
         fused: the optimizer's.
+        n_pieces: of a window.
         **options: of `attach`.
     """
     model = wrapped(model_on(device), how, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or end == "fold")
-    rank = dist.get_rank() if how != "plain" else 0
-    data = rows_on(device, rank)
+    rank = dist.get_rank() if how not in ("plain", "tp") else 0  # ranks of tensor parallelism share a micro-batch
+    data = rows_on(device, rank)[:, :n_pieces]
     parameters = list(model.parameters())
-    mesh = mesh_on(device) if how == "fsdp2" else None
+    mesh = mesh_on(device, how) if how in ("fsdp2", "hsdp", "tp") else None
     plan = sonde.group_parameters_for_norm(parameters, mesh=mesh) if end != "step" else None
     probe = None
     if probed:
@@ -166,6 +177,17 @@ SETUPS: dict[str, dict[str, Any]] = {
     "gradients that wait": {"staging_mib": 1e-3},
     "backwards on two streams": {"beside": True},
     "Adam's metric": {"metric": "adam"},
+    "the sign metric": {"metric": "sign"},
+    "the spectral metric": {"metric": "spectral"},
+    "metrics together": {"metric": ("euclidean", "adam", "sign", "spectral"), "end": "clip"},
+    "consecutive steps": {"n_pieces": 1, "allow_biased": True, "per_example": "never"},
+    "consecutive steps, folded": {
+        "n_pieces": 1,
+        "allow_biased": True,
+        "per_example": "never",
+        "staging_mib": 0.0,
+        "end": "clip",
+    },
     "one window in three": {"every": 3},
     "a clip": {"end": "clip"},
     "a clip folded into the optimizer": {"end": "fold"},
@@ -178,12 +200,17 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "DDP, a clip": {"how": "ddp", "end": "clip"},
     "FSDP2": {"how": "fsdp2"},
     "FSDP2, a clip": {"how": "fsdp2", "end": "clip"},
+    "FSDP2, metrics together": {"how": "fsdp2", "metric": ("sign", "adam", "euclidean")},
+    "HSDP": {"how": "hsdp"},
+    "HSDP, a clip": {"how": "hsdp", "end": "clip"},
+    "tensor parallelism": {"how": "tp"},
+    "tensor parallelism, a clip": {"how": "tp", "end": "clip"},
 }
 
 
 def compared(device: torch.device, setup: dict[str, Any]) -> tuple[Any, bool]:
     """A set-up's reading on a device, and whether its weights are bit for bit those without a probe."""
-    options = ("metric", "staging_mib", "tap", "per_example")
+    options = ("metric", "staging_mib", "tap", "per_example", "allow_biased")
     reading, weights = train(device, probed=True, **setup)
     _, plain = train(device, probed=False, **{k: v for k, v in setup.items() if k not in options})
     return reading, all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.parallel.devices import KEPT_IN_PAIRS, start_copy_to_host, widened, zero_sums
-from sonde.parallel.float_pairs import FloatPairs, exact_bits
+from sonde.parallel.float_pairs import FloatPairs
+from sonde.parallel.pairs_over_ranks import exact_bits
 from sonde.parallel.process_groups import start_reduce
 from tests.ranks import Ranks
 

@@ -14,7 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from sonde.parallel.placements import Layout, check_layout, layout_of, local_tensor, ranks_of, share
+from sonde.gradient_norm.refused_gradients import check_layout
+from sonde.parallel.meshes import ranks_of
+from sonde.parallel.placements import Layout, layout_of, local_tensor, share
 from tests.ranks import Ranks, mesh_of
 
 

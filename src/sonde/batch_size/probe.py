@@ -37,7 +37,7 @@ from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
-from sonde.batch_size.saved_state import check_state, identity, sealed, unsealed
+from sonde.batch_size.saved_state import check_state, identity, unsealed
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
@@ -67,6 +67,7 @@ from sonde.parallel.process_groups import n_summed
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric
 from sonde.records import RunLog, log_of
+from sonde.stats.sealed_state import sealed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

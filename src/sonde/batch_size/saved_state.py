@@ -1,32 +1,19 @@
-"""A probe's saved state: its form in a checkpoint, its identity, and the refusal of a state with another identity.
-
-In a checkpoint the state is a version and one text. Distributed checkpoints take a state apart by its keys, and read
-only the keys that the loading probe's own state has, so the keys must not depend on what was measured.
-"""
+"""The noise-scale probe's saved state: its identity, and the refusal of a state with another identity."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sonde.batch_size.budget import check_pace
 from sonde.parallel.stages import ModelParameters
+from sonde.stats import sealed_state
+from sonde.stats.sealed_state import check_identity, parameters_digest
 from sonde.stats.state import check_count, check_keys, check_number
 
-VERSION = 5
+_LABEL = "noise-scale probe state"
 _NESTED_VERSION = 4
 """Of states that were nested mappings themselves."""
-
-
-def sealed(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as it goes into a checkpoint.
-
-    Args:
-        contents: JSON values.
-    """
-    return {"version": VERSION, "json": json.dumps(contents)}
 
 
 def unsealed(state: Any) -> dict[str, Any]:
@@ -35,34 +22,17 @@ def unsealed(state: Any) -> dict[str, Any]:
     Raises:
         ValueError: when it is of another version, has unknown or missing keys, or its text is damaged.
     """
-    version = state.get("version") if isinstance(state, Mapping) else state
-    if version == _NESTED_VERSION and isinstance(state, Mapping):
+    if isinstance(state, Mapping) and state.get("version") == _NESTED_VERSION:
         return {name: value for name, value in state.items() if name != "version"}
-    if version != VERSION or not isinstance(state, Mapping):
-        raise ValueError(
-            f"probe state has version {version!r:.60}, but this sonde reads versions {_NESTED_VERSION} and {VERSION}: "
-            "start without the state"
-        )
-    check_keys("noise-scale probe state", state, {"version", "json"})
-    try:
-        contents = json.loads(state["json"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"the text of the probe state is no JSON, got {state['json']!r:.60}: is it damaged?"
-        ) from error
-    if not isinstance(contents, dict):
-        raise ValueError(f"the text of the probe state must be a mapping, got {contents!r:.60}: is it damaged?")
-    return contents
+    return sealed_state.unsealed(_LABEL, state, older=[_NESTED_VERSION])
 
 
 def identity(unit: str, metric: str, parameters: ModelParameters) -> dict[str, str]:
     """The unit, metric and parameters that are measured. Averages of others must not be continued."""
-    # In order: the state refers to parameters by index.
-    shapes = list(zip(parameters.names, parameters.shapes, strict=True))
     return {
         "unit": unit,
         "metric": metric,
-        "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+        "parameters": parameters_digest(parameters.names, parameters.shapes),
     }
 
 
@@ -80,19 +50,8 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, str], parameters: Co
     """
     # States from before "frozen" was saved are still read, and those from before windows were left out.
     later = {"frozen": [], "windows": 0, "pace": {}, "metrics": {}, "covered": None, "biased": False, "mechanism": None}
-    check_keys("noise-scale probe state", {**later, **state}, {"what", "averages", "run", *later})
-    check_keys("noise-scale probe state", state["what"], set(own))
-    for name, value in own.items():
-        if state["what"][name] != value and name == "parameters":
-            raise ValueError(
-                "the state was saved by a probe that measured other parameters (names, shapes or order differ): attach "
-                "before any parameter is frozen or released, as in the run that saved it, or start without the state"
-            )
-        if state["what"][name] != value:
-            raise ValueError(
-                f"the state was saved with {name} {state['what'][name]!r:.60}, but this probe has {name} {value!r}: "
-                "load the state into a probe of the same unit, metric and parameters"
-            )
+    check_identity(_LABEL, state.get("what"), own)
+    check_keys(_LABEL, {**later, **state}, {"what", "averages", "run", *later})
     frozen = state.get("frozen", [])
     if not isinstance(frozen, list) or not all(isinstance(name, str) and name in parameters for name in frozen):
         raise ValueError(f"frozen must be names of measured parameters, got {frozen!r:.60}: is the state damaged?")
@@ -102,9 +61,17 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, str], parameters: Co
     check_number("run of the probe state", run, "units_seen", low=0)
     _check_mechanism(state.get("mechanism"))
     if not isinstance(biased := state.get("biased", False), bool):
-        raise ValueError(f"noise-scale probe state: biased must be true or false, got {biased!r:.60}: is it damaged?")
+        raise ValueError(f"{_LABEL}: biased must be true or false, got {biased!r:.60}: is it damaged?")
     if "windows" in state:
-        check_count("noise-scale probe state", state, "windows")
+        check_count(_LABEL, state, "windows")
+        averages = state["averages"]
+        seen = averages.get("n_seen") if isinstance(averages, Mapping) else None
+        if isinstance(seen, int) and seen > state["windows"]:
+            raise ValueError(
+                f"{_LABEL}: window {seen} was measured, but {state['windows']} windows have ended: is it damaged?"
+            )
+    if state.get("covered") is not None:
+        check_count(_LABEL, state, "covered")
     if "pace" in state:
         check_pace(state["pace"])
 
@@ -115,6 +82,6 @@ def _check_mechanism(choice: object) -> None:
     is_pair = isinstance(choice, Sequence) and len(choice) == 2 and choice[0] in ("pieces", "examples")
     if not is_pair or type(choice[1]) is not int or choice[1] < 1:  # type: ignore[index]
         raise ValueError(
-            "noise-scale probe state: mechanism must be 'pieces' or 'examples' and a number of pieces, got "
+            f"{_LABEL}: mechanism must be 'pieces' or 'examples' and a number of pieces, got "
             f"{choice!r:.60}: is it damaged?"
         )

@@ -16,7 +16,7 @@ from sonde.gradient_norm.gradient_groups import Key
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
 from sonde.gradient_norm.ties import Candidate, tie_candidates
-from sonde.parallel.placements import axes_over, place_along, ranks_of
+from sonde.parallel.meshes import axes_over, place_along, ranks_of
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.power_sums import is_read_in_blocks
-from sonde.parallel.placements import (
-    WHOLE,
-    Layout,
-    check_elements,
-    check_layout,
-    check_stages,
-    layout_of_spec,
-    local_tensor,
-)
+from sonde.gradient_norm.refused_gradients import check_elements, check_layout, check_stages
+from sonde.parallel.placements import WHOLE, Layout, layout_of_spec, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -24,7 +24,8 @@ from sonde.gradient_norm.gradient_groups import (
 )
 from sonde.gradient_norm.held_error import HeldError, unexpected
 from sonde.parallel.inventory import Inventory
-from sonde.parallel.placements import Layout, check_mesh, from_local, local_tensor, ranks_of, shard_of, stage_ranks
+from sonde.parallel.meshes import check_mesh, ranks_of, stage_ranks
+from sonde.parallel.placements import Layout, from_local, local_tensor, shard_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

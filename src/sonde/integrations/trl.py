@@ -40,6 +40,9 @@ DEFAULT = {name: {"enabled": True} for name in ("entropy_probe", "policy_entropy
 """The probes of `attach` without a config."""
 DIVIDED_BY_TOKENS = ("bnpo", "dapo", "cispo", "vespo")
 """Losses that TRL divides by the number of all tokens."""
+SAVED_AS = "sonde"
+"""The entry of `TrainerState.stateful_callbacks` with the state of the noise scale in prompts. transformers saves that
+mapping with a checkpoint. No callback has this name, so transformers restores no callback from the entry."""
 _PROMPTS_EACH = 8
 """Prompts scored at a time."""
 _SCALARS = ("reward", "reward_std", "kl", "clip_ratio/region_mean")
@@ -63,7 +66,8 @@ def attach(
     completions over micro-batches, so these are not independent samples; `PromptNoiseProbe` runs its own backwards.
     Every `entropy_probe.every` optimizer steps, the change of entropy along the step is forecast before the step and
     measured after it. The trainer's own sampler draws the responses, with separate random numbers. Metrics go to the
-    trainer's logs under sonde's names.
+    trainer's logs under sonde's names. A training that resumes from a checkpoint goes on with the averages of the noise
+    scale: they are in the checkpoint's `trainer_state.json`.
 
     Args:
         trainer: the trainer, with any of its losses.
@@ -139,6 +143,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._entropy: EntropyChangeProbe | None = None
         self._policy: PolicyEntropyProbe | None = None
         self._noise: PromptNoiseProbe | None = None
+        self._saved_noise: Mapping[str, Any] | None = None
         self._has_probes = False
         self._policy_log: PolicyLog | None = None
         self._rollouts = TrlRollouts(trainer, n_prompts)
@@ -193,6 +198,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the header. Only the first training is logged: its end ends the log."""
+        self._saved_noise = state.stateful_callbacks.get(SAVED_AS)
         if self._policy_log is None:
             self._policy_log = PolicyLog(self._run_log, setup=self._setup())
         elif self._has_log:
@@ -214,8 +220,10 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         if update is None:  # TRL has emptied all masks
             return
         if measures_noise and self._noise is not None:
+            self._resume_noise(self._noise)
             self._noise.measure(update)
             self._log(self._noise.metrics())
+            state.stateful_callbacks[SAVED_AS] = self._noise.state_dict()
         if not forecasts:
             return
         if self._policy is not None:
@@ -282,6 +290,16 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._noise = PromptNoiseProbe(
                 model, token_statistics=statistics, weighs=weighs, horizon=config.gns_probe.horizon
             )
+
+    def _resume_noise(self, noise: PromptNoiseProbe) -> None:
+        """Go on with the averages of the checkpoint that this training began with, if it has any."""
+        saved, self._saved_noise = self._saved_noise, None
+        if saved is None:
+            return
+        try:
+            noise.load_state_dict(saved)
+        except ValueError as error:
+            logger.warning("sonde: the averages of the noise scale in prompts begin anew: %s", error)
 
     def _log(self, metrics: Mapping[str, float | None]) -> None:
         """Add metrics to the record, and to TRL's own logs, which are means since the previous log."""

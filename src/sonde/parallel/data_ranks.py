@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.placements import axes_over, check_mesh, is_dtensor, place_along, ranks_of
+from sonde.parallel.meshes import axes_over, check_mesh, place_along, ranks_of
+from sonde.parallel.placements import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.parallel import float_pairs
+from sonde.parallel import float_pairs, pairs_over_ranks
 from sonde.parallel.float_pairs import FloatPairs
 
 
@@ -188,7 +188,7 @@ def _computes_in_float64(device: torch.device) -> bool:
 
 def exact_bits(device: torch.device, n_ranks: int) -> int:
     """Bits of whole numbers, as large on one rank as on another, whose sum over ranks is exact on a device."""
-    return 53 - math.ceil(math.log2(n_ranks)) if has_float64(device) else float_pairs.exact_bits(n_ranks)
+    return 53 - math.ceil(math.log2(n_ranks)) if has_float64(device) else pairs_over_ranks.exact_bits(n_ranks)
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:

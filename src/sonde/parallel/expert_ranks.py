@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.placements import axes_over, check_mesh, is_dtensor, ranks_of
+from sonde.parallel.meshes import axes_over, check_mesh, ranks_of
+from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import group_over
 
 if TYPE_CHECKING:

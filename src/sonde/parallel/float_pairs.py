@@ -114,58 +114,18 @@ def joined(hi: Tensor, lo: Tensor) -> Tensor:
     return hi.double() + lo.double()
 
 
-def spread_for_sum(pairs: FloatPairs, n_ranks: int) -> Tensor:
-    """Both halves as one plain tensor that ranks can sum, [2, …]; the pairs have its memory.
-
-    A sum of fp32 numbers is exact if the bits that it may reach fit. So the upper halves keep fewer bits here, by as
-    many as the sum can grow and 8 for ranks whose numbers are of different size; the lower halves take the others. If
-    the ranks' numbers are within 256 times of each other, the sum loses about n_ranks · 2⁻³⁹ of itself. Further apart,
-    it loses at most 2⁻²⁴, as fp32 does.
-
-    Args:
-        pairs: this rank's numbers.
-        n_ranks: ranks of the sum; 1 for a maximum over ranks, which compares upper halves alone.
-    """
-    if n_ranks > 1:
-        upper = _upper_bits(pairs.hi, _growth_bits(n_ranks) + 8)
-        lower = _finite((pairs.hi - upper) + pairs.lo)
-    else:
-        upper, lower = pairs.hi, torch.zeros_like(pairs.lo)
-    if pairs.both is None:
-        pairs.both = torch.empty(2, *pairs.shape, dtype=torch.float32, device=pairs.device)
-    both = pairs.both
-    both[0].copy_(upper)
-    both[1].copy_(lower)
-    pairs.hi, pairs.lo = both[0], both[1]
-    return both
-
-
-def exact_bits(n_ranks: int) -> int:
-    """Bits of whole numbers, as large on one rank as on another, whose sum over ranks is exact in pairs."""
-    return 24 - 8 - _growth_bits(n_ranks) + 24 - _growth_bits(n_ranks)
-
-
-def _growth_bits(n_ranks: int) -> int:
-    return math.ceil(math.log2(n_ranks))
-
-
-def _upper_bits(x: Tensor, n_dropped: int) -> Tensor:
-    scaled = x * (2.0**n_dropped + 1)
-    upper = scaled - (scaled - x)
-    return torch.where(torch.isfinite(upper), upper, x)  # near the largest fp32 number, the product overflows
+def finite_or_zero(lo: Tensor) -> Tensor:
+    """The lower halves; 0 where they are infinite or NaN, since the upper halves say so already."""
+    return torch.where(torch.isfinite(lo), lo, 0.0)
 
 
 # Exact sums and products of fp32 numbers. Infinite and NaN results stay in hi, and lo is 0 then.
 
 
-def _finite(lo: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(lo), lo, 0.0)
-
-
 def _two_sum(a: Tensor, b: Tensor) -> FloatPairs:
     total = a + b
     b_seen = total - a
-    return FloatPairs(total, _finite((a - (total - b_seen)) + (b - b_seen)))
+    return FloatPairs(total, finite_or_zero((a - (total - b_seen)) + (b - b_seen)))
 
 
 def _two_product(a: Tensor, b: Tensor) -> FloatPairs:
@@ -173,7 +133,7 @@ def _two_product(a: Tensor, b: Tensor) -> FloatPairs:
     a_upper, b_upper = a * _SPLIT - (a * _SPLIT - a), b * _SPLIT - (b * _SPLIT - b)
     a_lower, b_lower = a - a_upper, b - b_upper
     lost = ((a_upper * b_upper - product) + a_upper * b_lower + a_lower * b_upper) + a_lower * b_lower
-    return FloatPairs(product, _finite(lost))
+    return FloatPairs(product, finite_or_zero(lost))
 
 
 # Arithmetic of pairs.
@@ -199,7 +159,7 @@ def _fp32(x: float) -> float:
 
 def _rest(tensor: Tensor, hi: Tensor) -> Tensor:
     """What rounding to fp32 has lost; 0 where the number has become infinite."""
-    return _finite((tensor - hi.to(tensor.dtype)).to(torch.float32))
+    return finite_or_zero((tensor - hi.to(tensor.dtype)).to(torch.float32))
 
 
 def _both(a: Any, b: Any) -> tuple[FloatPairs, FloatPairs]:
@@ -229,14 +189,14 @@ def _multiply(a: Any, b: Any) -> FloatPairs:
         a = widened(a)
     a, b = _both(a, b)
     product = _two_product(a.hi, b.hi)
-    return _two_sum(product.hi, _finite(product.lo + (a.hi * b.lo + a.lo * b.hi)))
+    return _two_sum(product.hi, finite_or_zero(product.lo + (a.hi * b.lo + a.lo * b.hi)))
 
 
 def _divide(a: Any, b: Any) -> FloatPairs:
     a, b = _both(a, b)
     quotient = a.hi / b.hi
     left = _subtract(a, _multiply(b, FloatPairs(quotient, torch.zeros_like(quotient))))
-    return _two_sum(quotient, _finite(left.hi / b.hi))
+    return _two_sum(quotient, finite_or_zero(left.hi / b.hi))
 
 
 def _square(a: FloatPairs) -> FloatPairs:
@@ -246,7 +206,7 @@ def _square(a: FloatPairs) -> FloatPairs:
 def _root(a: FloatPairs) -> FloatPairs:
     root = a.hi.sqrt()
     left = _subtract(a, _two_product(root, root))
-    return _two_sum(root, _finite(left.hi / (2 * root)))
+    return _two_sum(root, finite_or_zero(left.hi / (2 * root)))
 
 
 def _power(a: FloatPairs, exponent: float) -> FloatPairs:
@@ -297,7 +257,7 @@ def _in_slices(a: FloatPairs, n: int, add_up: Callable[[Tensor], Tensor]) -> Flo
 
 def _slice(x: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
     """The part of x that is a multiple of the anchor's last bit, and the rest."""
-    part = _finite((x + anchor) - anchor)  # an anchor that overflows leaves everything to the rest
+    part = finite_or_zero((x + anchor) - anchor)  # an anchor that overflows leaves everything to the rest
     return part, x - part
 
 
@@ -335,7 +295,7 @@ def _largest(a: FloatPairs, dim: Any = None, keepdim: bool = False) -> FloatPair
     if dim not in (None, []):
         raise NotImplementedError("sums in pairs of fp32 have no maximum along a dim: take it of all of them")
     hi = a.hi.max()
-    return FloatPairs(hi, _finite(torch.where(a.hi == hi, a.lo, -math.inf).max()))
+    return FloatPairs(hi, finite_or_zero(torch.where(a.hi == hi, a.lo, -math.inf).max()))
 
 
 def _copied(a: FloatPairs, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:

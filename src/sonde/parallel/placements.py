@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import math
 import sys
-import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from sonde.parallel.meshes import ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -222,17 +222,6 @@ def holds_first_copy(layout: Layout, first_rank: int) -> bool:
     return all(at == 0 for axis, at in enumerate(coordinate) if axis not in summed)
 
 
-def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
-    """The ranks of a mesh. Two meshes that were made separately are the same if their ranks are."""
-    if (ranks := _ranks.get(mesh)) is None:
-        ranks = _ranks[mesh] = frozenset(mesh.mesh.reshape(-1).tolist())
-    return ranks
-
-
-_ranks: weakref.WeakKeyDictionary[DeviceMesh, frozenset[int]] = weakref.WeakKeyDictionary()
-"""A mesh makes the list of its ranks anew each time, and is asked once for each of thousands of parameters."""
-
-
 @dataclass(frozen=True)
 class CountedPart:
     """The part that a rank counts of a gradient that several ranks hold.
@@ -267,138 +256,6 @@ def counted_part(spec: Any, first_rank: int, *, like: Any = None) -> CountedPart
     return CountedPart(spec) if holds_first_copy(layout, first_rank) else None
 
 
-def check_mesh(name: str, mesh: Any, *, n_axes: int | None = None) -> None:
-    """Refuse a value that is not a mesh, or a mesh that does not contain this rank.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    device_mesh = sys.modules.get("torch.distributed.device_mesh")
-    if device_mesh is None or not isinstance(mesh, device_mesh.DeviceMesh):
-        raise ValueError(f"{name} must be a DeviceMesh, got {mesh!r:.60}: make one by init_device_mesh")
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"{name} has ranks {_list_ranks(ranks_of(mesh))}, and this rank is not among them: call it on those ranks "
-            "only"
-        )
-    if n_axes is not None and mesh.ndim != n_axes:
-        raise ValueError(
-            f"{name} must have {n_axes} axis, got {mesh.ndim}: pass one axis of the mesh, for example mesh['pp']"
-        )
-
-
-def check_layout(
-    layout: Layout, device: torch.device, mesh: DeviceMesh | None, *, n_replicas: int | None = None
-) -> None:
-    """Refuse a gradient that cannot be summed with the others.
-
-    Args:
-        layout: of the gradient.
-        device: of its local part.
-        mesh: all ranks that hold any of the model, if it was given.
-        n_replicas: how many of these ranks hold the same values, if it was declared.
-
-    Raises:
-        ValueError: when the gradient is on ranks outside `mesh`; when this rank is outside the gradient's mesh; when it
-            is on another kind of device than its mesh (the CPU is allowed, since gradients may be offloaded, unless
-            they must still be summed); when its layout contradicts `n_replicas`.
-    """
-    gradient_mesh = layout.mesh if layout.mesh is not None else mesh
-    if gradient_mesh is not None and device.type not in (gradient_mesh.device_type, "cpu"):
-        raise ValueError(
-            f"it is on {device.type} and its mesh on {gradient_mesh.device_type}: move the gradient to the mesh's "
-            "device, or make the mesh on the gradient's"
-        )
-    if layout.mesh is None:
-        return
-    if layout.partial and device.type != layout.mesh.device_type:
-        raise ValueError(
-            f"it must still be summed on {layout.mesh.device_type}, but is on {device.type}: move it to "
-            f"{layout.mesh.device_type}"
-        )
-    if layout.mesh.get_coordinate() is None and n_replicas is None:
-        raise ValueError(
-            f"it is on ranks {_list_ranks(ranks_of(layout.mesh))}, and this rank, which is not among them, cannot know "
-            "how many ranks hold the same values: pass the mesh of all ranks, and replicas= for this parameter"
-        )
-    if mesh is None:
-        return
-    if not ranks_of(layout.mesh) <= ranks_of(mesh):
-        raise ValueError(
-            f"it is on ranks {_list_ranks(ranks_of(layout.mesh))}, which mesh= ({_list_ranks(ranks_of(mesh))}) does "
-            "not contain: pass the mesh of all ranks that hold the model"
-        )
-    # Each shard is on at least as many ranks as its own mesh has copies, and on at most as many as all ranks allow.
-    least, most = layout.mesh.size() // layout.n_shards, mesh.size() // layout.n_shards
-    if n_replicas is not None and (n_replicas % least or n_replicas > most):
-        raise ValueError(
-            f"it is cut into {layout.n_shards} shards over {layout.mesh.size()} of {mesh.size()} ranks, so replicas= "
-            f"must be a multiple of {least}, at most {most}, got {n_replicas}: pass how many ranks hold the same values"
-        )
-
-
-def axes_over(mesh: DeviceMesh, ranks: Collection[int]) -> tuple[int, ...] | None:
-    """The axes of a mesh along which these ranks lie, seen from this rank; None if they are no whole axes of it."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    grid, wanted = mesh.mesh, set(ranks)
-    axes = []
-    for axis, at in enumerate(coordinate):
-        neighbour = [*coordinate]
-        neighbour[axis] = (at + 1) % grid.shape[axis]
-        if grid.shape[axis] > 1 and int(grid[tuple(neighbour)]) in wanted:
-            axes.append(axis)
-    index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
-    along = set(grid[index].reshape(-1).tolist())
-    return tuple(axes) if along == wanted or (len(wanted) < 2 and not axes) else None
-
-
-def place_along(mesh: DeviceMesh, axes: Collection[int]) -> tuple[int, int]:
-    """This rank's position among the ranks along some axes of a mesh, and how many these are."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # check_mesh refused other ranks
-    at, of = 0, 1
-    for axis in axes:
-        size = mesh.size(axis)
-        at, of = at * size + coordinate[axis], of * size
-    return at, of
-
-
-def stage_ranks(mesh: DeviceMesh, pp_mesh: DeviceMesh) -> tuple[int, ...]:
-    """The ranks of a mesh that are in this rank's pipeline stage, in order.
-
-    Args:
-        mesh: all ranks.
-        pp_mesh: the stages of this rank's pipeline, two or more; its ranks are in `mesh`.
-
-    Raises:
-        ValueError: when the meshes do not show which ranks these are.
-    """
-    coordinate, axes = mesh.get_coordinate(), axes_over(mesh, ranks_of(pp_mesh))
-    if coordinate is not None and axes is not None:
-        index = tuple(at if axis in axes else slice(None) for axis, at in enumerate(coordinate))
-        return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
-    # The stages are an axis of another grid of these ranks. In a regular grid, the same number of ranks is between all
-    # neighbouring stages.
-    ranks, pipeline = sorted(ranks_of(mesh)), pp_mesh.mesh.tolist()
-    first, n_stages = ranks.index(pipeline[0]), len(pipeline)
-    apart = ranks.index(pipeline[1]) - first
-    is_regular = apart > 0 and len(ranks) % (apart * n_stages) == 0 and first // apart % n_stages == 0
-    if not is_regular or pipeline != ranks[first : first + apart * n_stages : apart]:
-        raise ValueError(
-            f"pp_mesh= has ranks {', '.join(map(str, pipeline[:8]))}, and mesh= has no such axis: pass a mesh= that "
-            "has the pipeline stages as an axis, and that axis as pp_mesh="
-        )
-    stage = pp_mesh.get_local_rank()
-    return tuple(rank for at, rank in enumerate(ranks) if at // apart % n_stages == stage)
-
-
-def _list_ranks(ranks: frozenset[int]) -> str:
-    first = sorted(ranks)[:8]
-    return ", ".join(map(str, first)) + (f", … {max(ranks)}" if len(ranks) > len(first) else "")
-
-
 def share(layout: Layout, *, n_ranks: int, n_stages: int = 1, n_replicas: int | None = None) -> float:
     """How much of its local sum each rank counts, so that every element counts once in the sum over ranks.
 
@@ -412,48 +269,3 @@ def share(layout: Layout, *, n_ranks: int, n_stages: int = 1, n_replicas: int | 
         One over the number of ranks that hold the same values: by the layout, n_shards over the ranks of a stage.
     """
     return 1.0 / n_replicas if n_replicas is not None else layout.n_shards * n_stages / n_ranks
-
-
-def check_stages(layout: Layout, pp_mesh: DeviceMesh | None, in_stage: Collection[int]) -> None:
-    """Refuse a `pp_mesh` whose ranks are not pipeline stages: stages have parameters of their own.
-
-    Args:
-        layout: of the gradient.
-        pp_mesh: the stages, if they were given.
-        in_stage: the ranks of this rank's stage; empty if they are not known.
-
-    Raises:
-        ValueError: when the gradient is cut over ranks of `pp_mesh`, or over ranks of several stages.
-    """
-    if pp_mesh is None or layout.mesh is None:
-        return
-    if len(shared := ranks_of(pp_mesh) & set(layout.sharding_ranks)) > 1:
-        raise ValueError(
-            f"it is cut over ranks {_list_ranks(shared)} of pp_mesh=, whose ranks are pipeline stages with parameters "
-            "of their own: pass the mesh axis of the stages alone"
-        )
-    if in_stage and (others := set(layout.sharding_ranks).difference(in_stage)):
-        raise ValueError(
-            f"it is cut over ranks {_list_ranks(frozenset(others))} too, which are in other pipeline stages than this "
-            "rank: pass a mesh= that has the pipeline stages as an axis, and that axis as pp_mesh="
-        )
-
-
-_COUNTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def check_elements(gradient: Tensor, *, allow_sparse: bool) -> None:
-    """Refuse a gradient whose elements cannot be squared and added up.
-
-    Raises:
-        ValueError: when it is sparse, complex, on the meta device, or its dtype is not fp16, bf16, fp32 or fp64.
-    """
-    local = local_tensor(gradient)
-    if local.layout is not torch.strided and not (allow_sparse and local.layout is torch.sparse_coo):
-        raise ValueError("it is sparse, and only dense gradients can be counted: use Embedding(sparse=False)")
-    if local.is_complex():
-        raise ValueError("it is complex, and only real gradients can be counted: use torch.view_as_real")
-    if local.dtype not in _COUNTED_DTYPES:
-        raise ValueError(f"its dtype is {local.dtype}, and only fp16, bf16, fp32 and fp64 can be counted: convert it")
-    if local.is_meta:
-        raise ValueError("it is on the meta device, which holds no values: materialise the model first")

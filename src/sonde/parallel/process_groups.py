@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.parallel.float_pairs import FloatPairs, spread_for_sum
-from sonde.parallel.placements import is_dtensor, is_fully_sharded, ranks_of
+from sonde.parallel.float_pairs import FloatPairs
+from sonde.parallel.meshes import ranks_of
+from sonde.parallel.pairs_over_ranks import spread_for_sum
+from sonde.parallel.placements import is_dtensor, is_fully_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.placements import check_mesh
+from sonde.parallel.meshes import check_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
 from sonde.parallel.expert_ranks import ExpertRanks, find_experts
 from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
-from sonde.parallel.placements import check_mesh, is_dtensor, ranks_of
+from sonde.parallel.meshes import check_mesh, ranks_of
+from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import group_of_mesh
 from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
 
@@ -104,7 +105,11 @@ def find_wrapper(
     gathered = gathered_parameters(model)
     parameters = _by_name(model, requires_grad=True)
     _check_parameters(model, parameters)
-    is_cut = pp_mesh is not None or cp_mesh is not None or any(map(is_dtensor, parameters.values()))
+    frozen = _by_name(model, requires_grad=False)
+    held = dict(parameters)
+    if gathered and ddp is None and process_group is None and not any(map(is_dtensor, parameters.values())):
+        held |= frozen  # plain adapters of frozen weights that FSDP2 cuts: these show the ranks
+    is_cut = pp_mesh is not None or cp_mesh is not None or any(map(is_dtensor, held.values()))
     if ddp is None and not is_cut and process_group is None:
         refuse_inner_module(model)
     if ddp is not None and any(map(is_dtensor, parameters.values())):
@@ -114,14 +119,16 @@ def find_wrapper(
     leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
     if is_cut:
         mesh = mesh if mesh is not None else pp_mesh
-        if mesh is None and not any(map(is_dtensor, parameters.values())):
+        if mesh is None and not any(map(is_dtensor, held.values())):
             mesh = cp_mesh
-        experts = find_experts(*_with_frozen(model, parameters, gathered), expert_mesh, n_trainable=len(parameters))
-        mesh = check_whole_mesh(parameters, mesh, experts.indices if experts is not None else ())
+        everything: list[Tensor] = [*parameters.values(), *frozen.values()]
+        used = [gathered.get(id(p), p) for p in everything]
+        experts = find_experts(everything, used, expert_mesh, n_trainable=len(parameters))
+        mesh = check_whole_mesh(held, mesh, experts.indices if experts is not None else ())
         over_ddp = ranks_of(mesh) if ddp is None else set(dist.get_process_group_ranks(ddp.process_group))
         if cp_mesh is not None and over_ddp != ranks_of(mesh):
             raise ValueError("DDP averages over other ranks than those of mesh=: pass mesh=, a mesh of DDP's ranks")
-        fed_by_one = [leaf for i, leaf in enumerate(leaves) if experts is None or i not in experts.indices]
+        fed_by_one = [leaf for i, leaf in enumerate(used[: len(held)]) if experts is None or i not in experts.indices]
         group, data = group_of_mesh(mesh), data_ranks(mesh, fed_by_one, pp_mesh, cp_mesh)
     else:
         if expert_mesh is not None:
@@ -130,7 +137,7 @@ def find_wrapper(
         group, mesh = (ddp.process_group if ddp is not None else process_group), None
         data = DataRanks(*((dist.get_rank(group), group.size()) if group is not None else (0, 1)))
     return Wrapper(
-        name=_wrapper_name(ddp, gathered, parameters)
+        name=_wrapper_name(ddp, gathered, held)
         + (f" with experts over {experts.n_ranks} ranks" if experts is not None else "")
         + (" over context parallelism" if cp_mesh is not None else "")
         + (" in pipeline stages" if pp_mesh is not None else ""),
@@ -144,18 +151,10 @@ def find_wrapper(
         sequence_group=group_of_mesh(cp_mesh) if cp_mesh is not None else None,
         parameters=parameters,
         leaves=leaves,
-        frozen=_by_name(model, requires_grad=False),
+        frozen=frozen,
         reduced_in=reduction_dtypes(model),
         stand_ins=list(gathered.values()),
     )
-
-
-def _with_frozen(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], gathered: Mapping[int, nn.Parameter]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """All parameters, trainable ones first; and the tensor that forward uses for each of them."""
-    everything: list[Tensor] = [*parameters.values(), *_by_name(model, requires_grad=False).values()]
-    return everything, [gathered.get(id(p), p) for p in everything]
 
 
 def _check_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -8,43 +8,32 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.deprecation import with_deprecated
-from sonde.parallel.placements import local_tensor, reshard
-from sonde.parallel.process_groups import data_parallel_group, gather_from_all_ranks
+from sonde.parallel.placements import reshard
+from sonde.parallel.process_groups import data_parallel_group
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.cost import Cost
 from sonde.policy.entropy_checks import check_model, check_optimizer, check_responses
 from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.policy_step import STEP_NOT_FINITE, PolicyStep
 from sonde.policy.scoring.checkpointing import checkpointing, is_checkpointing
-from sonde.policy.scoring.optimizer_step import Direction, StepMeter, StepWitness, forecast_step, taken, why_no_forecast
+from sonde.policy.scoring.optimizer_step import taken, why_no_forecast
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
-from sonde.policy.scoring.scorer import Scored, Scorer
+from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything, set_evaluation_mode
-from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, unknown
+from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
 from sonde.probe import Metric, Partners
 
 Sampler = Callable[[nn.Module], Rollouts]
 """Samples responses of a model, to the same prompts in each call, with the global random numbers of torch, numpy or
 Python."""
 
-_LARGEST_DEPARTURE = 0.01
-"""Relative difference between the step that was taken and its forecast, above which they count as different steps."""
 _SCORES_NOT_FINITE = "the policy's scores are not finite"
-_STEP_NOT_FINITE = "the step is not finite"
-_STEP_SKIPPED = (
-    "no parameter moved in the block of around_step(): the step was skipped, as a GradScaler does after gradients that "
-    "are not finite, or it was not called, or its learning rate is 0"
-)
-_MOVED_OTHERS = (
-    "the forecast leaves out parameters that moved in the block of around_step(), since they are not in the probe's "
-    "optimizer or had no gradient: pass an optimizer that holds all parameters of the model"
-)
 
 
 class AroundStep:
@@ -66,23 +55,6 @@ class AroundStep:
         return self._forecast
 
 
-@dataclass
-class _Before:
-    """The state of `around_step` when its block begins.
-
-    Attributes:
-        measurement: the measurement; None if the policy's scores are not finite.
-        sample: fresh responses, scored; None without a sampler.
-        first_order: the change along the forecast step; None if the step has no forecast, or is not finite.
-        watch: compares the step that is taken with its forecast, or measures this step.
-    """
-
-    measurement: EntropyMeasurement | None
-    sample: Scored | None
-    first_order: FirstOrder | None
-    watch: StepWitness | StepMeter
-
-
 class EntropyChangeProbe:
     """Forecasts what an update does to a policy's entropy, measures what it did, and finds the prompts that cause it.
 
@@ -90,6 +62,9 @@ class EntropyChangeProbe:
     independent of the update. U is the batch that the update learns from. The unit is the prompt with its group of
     responses. Nothing of the training changes, whatever fails: afterwards parameters have the same bits, and `.grad`,
     the optimizer, modes and random numbers are as before.
+
+    Each forecast stands alone, so the probe has no state to save for a restart. Only `step` counts windows: after a
+    restart, it forecasts its first one.
 
     Args:
         model: the policy: plain, compiled, in DDP or FSDP2.
@@ -153,6 +128,7 @@ class EntropyChangeProbe:
         self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._group = data_parallel_group(model) if process_group is None else process_group
         self._scorer = Scorer(model, self._statistics, options.micro_batch_prompts, self._group)
+        self._step = PolicyStep(model, self._parameters, optimizer, self._group)
         self._is_repeatable = False
         self._n_calls = 0
         self._n_steps = 0
@@ -231,10 +207,12 @@ class EntropyChangeProbe:
         around = AroundStep()
         self._check_responses(evaluation, update)
         with self._measuring(evaluation, self._sampler) as measurement:
-            before = self._before_step(measurement, update, causes)
+            before = self._step.before(measurement, update, causes)
         yield around
         with preserve_training_state(self._model):
-            around._forecast = self._after_step(before)
+            around._forecast = (
+                self._unknown(_SCORES_NOT_FINITE) if measurement is None else self._step.after(measurement, before)
+            )
 
     def step(self) -> None:
         """In every `every`-th window, forecast the next optimizer step on fresh responses of the sampler.
@@ -281,14 +259,14 @@ class EntropyChangeProbe:
             if measurement is None:
                 return self._unknown(_SCORES_NOT_FINITE)
             if is_step:
-                step = self._forecast_step(gradient_scale)
-                if not self._is_finite(step):
-                    return measurement.unknown(_STEP_NOT_FINITE)
+                step = self._step.forecast(gradient_scale)
+                if not self._step.is_finite(step):
+                    return measurement.unknown(STEP_NOT_FINITE)
                 first_order = measurement.along_step(step)
                 del step  # each direction has the size of the parameters, and causes need one of their own
                 if causes:
                     first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-                step = self._forecast_step(gradient_scale)  # again: derivatives change the direction by rounding
+                step = self._step.forecast(gradient_scale)  # again: derivatives change the direction by rounding
             else:
                 assert update is not None
                 first_order, step = measurement.along_gradients(update, self._optimizer, self._learning_rate())
@@ -317,59 +295,6 @@ class EntropyChangeProbe:
             sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())
             yield EntropyMeasurement(self._options, self._scorer, self._parameters, base, sample, cost)
 
-    def _before_step(self, measurement: EntropyMeasurement | None, update: Rollouts | None, causes: bool) -> _Before:
-        """The forecast of the step before it is taken, and a watch on this step."""
-        sample = None if measurement is None else measurement.sample()
-        if why_no_forecast(self._optimizer):
-            return _Before(measurement, sample, None, StepMeter(self._parameters))
-        step = self._forecast_step(1.0)
-        witness, first_order = StepWitness(step, self._parameters), None
-        if measurement is not None and self._is_finite(step):
-            first_order = measurement.along_step(step)
-        del step  # each direction has the size of the parameters, and causes need one of their own
-        if causes and measurement is not None and first_order is not None:
-            first_order = measurement.with_causes(first_order, self._optimizer, update, 1.0)
-        return _Before(measurement, sample, first_order, witness)
-
-    def _after_step(self, before: _Before) -> EntropyForecast:
-        """The forecast along the step that was taken, with its truths. Parameters hold θ⁺."""
-        measurement, watch, first_order = before.measurement, before.watch, before.first_order
-        if measurement is None:
-            return self._unknown(_SCORES_NOT_FINITE)
-        if self._on_any_rank(watch.is_to_move) and not self._on_any_rank(watch.has_moved()):
-            return measurement.unknown(_STEP_SKIPPED)
-        problem = ""
-        if isinstance(watch, StepWitness):
-            problem = self._why_another_step(watch)
-        else:
-            first_order = self._along_measured_step(measurement, watch)
-        del watch, before.watch  # a meter holds a copy of the parameters
-        if first_order is None:
-            return measurement.unknown(_STEP_NOT_FINITE)
-        return measurement.forecast(first_order, measurement.truths(before.sample), problem)
-
-    def _why_another_step(self, witness: StepWitness) -> str:
-        """How the step that was taken differs from its forecast; empty if it does not."""
-        if self._on_any_rank(witness.has_moved_others()):
-            return _MOVED_OTHERS
-        departure = max(self._gather_from_ranks(witness.departure()))
-        if departure > _LARGEST_DEPARTURE:
-            return f"the step that was taken differs from the forecast by {departure:.0%}: clip before the block"
-        return ""
-
-    def _along_measured_step(self, measurement: EntropyMeasurement, meter: StepMeter) -> FirstOrder | None:
-        """The change along the step that was taken; None if this step is not finite. Parameters hold θ⁺."""
-        step, after = meter.step(), StepMeter(self._parameters)
-        if not self._is_finite(step):
-            return None
-        # Derivatives are taken at θ. Afterwards parameters have the bits of θ⁺ again, whatever fails.
-        meter.restore()
-        try:
-            return measurement.along_step(step)
-        finally:
-            after.restore()
-            reshard(self._model)
-
     def _sample(self, sampler: Sampler, seed: int) -> Rollouts:
         """This rank's fresh responses, with the random numbers of a seed."""
         seed_everything(seed)
@@ -387,13 +312,6 @@ class EntropyChangeProbe:
         """A different seed in each call and on each rank."""
         return 1_000_003 * self._n_calls + (self._group.rank() if self._group is not None else 0)
 
-    def _forecast_step(self, gradient_scale: float) -> Direction:
-        """The step of the model's parameters; the optimizer may hold others too."""
-        step = forecast_step(self._optimizer, gradient_scale=gradient_scale, of=self._parameters)
-        if not step:
-            raise RuntimeError("no parameter has a gradient: call this after the backward and before zero_grad()")
-        return step
-
     def _check_responses(self, evaluation: Rollouts, update: Rollouts | None) -> None:
         temperature = getattr(self._statistics, "temperature", None)
         check_responses(evaluation, update, temperature, self._group, is_strict=self._options.strict)
@@ -409,17 +327,6 @@ class EntropyChangeProbe:
 
     def _unknown(self, reason: str) -> EntropyForecast:
         return unknown(reason, self._options.objective, self._options.update)
-
-    def _is_finite(self, step: Direction) -> bool:
-        """Whether the step is finite on all ranks."""
-        return not self._on_any_rank(not all(bool(local_tensor(delta).isfinite().all()) for delta in step.values()))
-
-    def _on_any_rank(self, is_so: bool) -> bool:
-        return any(self._gather_from_ranks(float(is_so)))
-
-    def _gather_from_ranks(self, value: float) -> list[float]:
-        values: list[float] = gather_from_all_ranks(self._group, lambda: {"v": torch.tensor([value])})["v"].tolist()
-        return values
 
 
 @dataclass(frozen=True)

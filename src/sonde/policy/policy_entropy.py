@@ -21,6 +21,8 @@ from sonde.probe import Metric, Partners
 class PolicyEntropyProbe:
     """Measures the entropy of a policy on its own responses, by one forward without gradients.
 
+    Each measurement stands alone, so the probe has no state to save for a restart.
+
     Args:
         model: the policy: plain, compiled, in DDP or FSDP2.
         token_statistics: scores responses; by default `CausalLMStatistics`, for a causal language model of

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.refused_models import refuse_hidden_gradients
 from sonde.parallel.unwrap import unwrap_model
+from sonde.parallel.wrappers import clean_name
 from sonde.policy.scoring.prompt_norms import halves, nested_norms
 from sonde.policy.scoring.prompt_ranks import PromptRanks, prompt_ranks
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
@@ -25,9 +28,14 @@ from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
 from sonde.probe import Metric
 from sonde.stats.intervals import Status
+from sonde.stats.sealed_state import check_identity, parameters_digest, sealed, unsealed
+from sonde.stats.state import check_keys
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_STATE = "prompt-noise probe state"
+"""What messages call the saved state."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,8 @@ class PromptNoiseProbe:
         self._process_group, self._mesh = process_group, mesh
         self._ranks: PromptRanks | None = None
         self._is_repeatable = False
-        self._n_prompts = 0
+        # Of the parameters as they are now: they may be frozen later, before the state is saved or after it is loaded.
+        self._identity = _identity(model, self._statistics, weighs)
 
     def measure(self, rollouts: Rollouts) -> PromptNoiseReading:
         """Add one window: the responses that this rank learns from, with advantages.
@@ -163,9 +172,7 @@ class PromptNoiseProbe:
 
             gathered = gather_from_all_ranks(ranks.everyone, work)
             sq_norm_big = norms.sq_norm_of_sum()
-        of_prompts = _prompt_norms(gathered)
-        self._n_prompts = len(of_prompts)
-        self._running.update(solve_prompts(of_prompts, sq_norm_big))
+        self._running.update(solve_prompts(_prompt_norms(gathered), sq_norm_big))
         return self.reading()
 
     def _check_responses(self, rollouts: Rollouts, ranks: PromptRanks) -> None:
@@ -205,7 +212,7 @@ class PromptNoiseProbe:
             trace_cov=trace_cov,
             grad_sq=grad_sq,
             completions_share=self._running.completions_share,
-            prompts_per_window=self._n_prompts,
+            prompts_per_window=self._running.n_prompts,
             windows=noise.windows,
         )
 
@@ -224,6 +231,30 @@ class PromptNoiseProbe:
             "gns_prompts/prompts_per_window": float(reading.prompts_per_window),
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """The averages so far, from which a restart continues: a version and a text.
+
+        The same on every rank. Any checkpoint takes it: `torch.save`, JSON, and `torch.distributed.checkpoint` with the
+        probe itself as one of its entries.
+        """
+        return sealed({"what": self._identity, "averages": self._running.state_dict()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the result of `state_dict`.
+
+        Load it on every rank, before the first `measure`; the run that saved it may have had another number of ranks,
+        or a model that was cut in another way.
+
+        Raises:
+            ValueError: when it is of another version, of other parameters, or of another `weighs`, temperature or
+                horizon, has unknown or missing keys, or a value that cannot be what its name says; nothing is changed
+                then.
+        """
+        contents = unsealed(_STATE, state)
+        check_identity(_STATE, contents.get("what"), self._identity)
+        check_keys(_STATE, contents, {"what", "averages"})
+        self._running.load_state_dict(contents["averages"])
+
     def close(self) -> None:
         """Does nothing: the probe installs no hooks."""
 
@@ -238,6 +269,20 @@ class PromptNoiseProbe:
             return [1.0] * len(rows)
         lengths: list[float] = rollouts.mask[rows].sum(1).double().tolist()
         return lengths
+
+
+def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str) -> dict[str, object]:
+    """What is measured, for the saved state. Averages of something else must not be continued."""
+    trained = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+    temperature = getattr(statistics, "temperature", None)
+    return {
+        "probe": PromptNoiseProbe.__name__,
+        "weighs": weighs,
+        "temperature": float(temperature) if isinstance(temperature, Real) else None,
+        "parameters": parameters_digest(
+            [name for name, _ in trained], [None if is_lazy(p) else tuple(p.shape) for _, p in trained]
+        ),
+    }
 
 
 def _prompt_norms(gathered: Mapping[str, Tensor]) -> list[PromptNorms]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 
 
@@ -26,8 +26,7 @@ def check_number(what: str, got: Mapping[str, object], name: str, *, low: float 
         ValueError: naming it.
     """
     value = got[name]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or (low is not None and value < low):  # type: ignore[operator]
+    if not _is_finite(value) or (low is not None and value < low):  # type: ignore[operator]
         bound = "" if low is None else f" of at least {low:g}"
         raise ValueError(f"{what}: {name!r} must be a finite number{bound}, got {value!r:.60}: is it damaged?")
 
@@ -39,5 +38,10 @@ def check_count(what: str, got: Mapping[str, object], name: str) -> None:
         ValueError: naming it.
     """
     value = got[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not isinstance(value, int) or not _is_finite(value) or value < 0:
         raise ValueError(f"{what}: {name!r} must be a whole number from 0 up, got {value!r:.60}: is it damaged?")
+
+
+def _is_finite(value: object) -> bool:
+    # JSON may hold a whole number that is too large for a float, so the number is compared and not converted.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

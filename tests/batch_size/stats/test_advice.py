@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sonde.batch_size.stats.advice import advise, windows_needed
-from sonde.batch_size.stats.trend import effective_windows
+from sonde.batch_size.stats.window_weights import effective_windows
 
 FULL: dict[str, Any] = {"effective": 100.0, "most_effective": 100.0}
 YOUNG: dict[str, Any] = {"effective": 17.8, "most_effective": 100.0}  # 20 windows

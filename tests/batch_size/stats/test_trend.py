@@ -11,7 +11,8 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.trend import TrendFit, effective_windows, fit_trends, most_effective_windows
+from sonde.batch_size.stats.trend import TrendFit, fit_trends
+from sonde.batch_size.stats.window_weights import effective_windows, most_effective_windows
 
 F64 = torch.float64
 

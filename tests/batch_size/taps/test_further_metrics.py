@@ -56,6 +56,7 @@ def _measured(metric: Any, *, optimizer_options: dict[str, Any] | None = None, c
 
 @pytest.mark.shows("adam metric", "one process")
 @pytest.mark.shows("sign metric", "one process")
+@pytest.mark.shows("spectral metric", "one process")
 @pytest.mark.parametrize(
     "case",
     [

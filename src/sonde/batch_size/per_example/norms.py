@@ -18,23 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sonde.batch_size.per_example import attention, convolution
 from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.checkpoints import Checkpoints, Stage, stage
-from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of, is_graphed
+from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of
 from sonde.batch_size.per_example.piece import PieceSums
+from sonde.batch_size.per_example.refused_models import refuse_cut, refuse_model
 from sonde.batch_size.per_example.result import PerExampleSquares
+from sonde.batch_size.per_example.rule_choice import rule_of, rules_by_type
 from sonde.batch_size.per_example.rules import (
     BATCH_NORMS,
     COUPLES_EXAMPLES,
-    RULES,
     GradientsOf,
     LayerRule,
     NotCoveredError,
     couples_examples,
-    own_rule,
 )
-from sonde.batch_size.per_example.transformers_layers import transformers_rule
 from sonde.batch_size.taps.autograd_internals import (
     accumulates,
     backward_number,
@@ -43,11 +41,8 @@ from sonde.batch_size.taps.autograd_internals import (
     will_accumulate,
 )
 from sonde.parallel.devices import is_capturing
-from sonde.parallel.placements import is_dtensor
 from sonde.parallel.wrappers import clean_name, find_wrapper
 from sonde.wording import plural, some_of
-
-_RULES: Mapping[type[nn.Module], LayerRule] = {**RULES, **convolution.RULES, **attention.RULES}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -131,9 +126,9 @@ class PerExampleNorms:
         if not measured:
             raise ValueError("there are no parameters to measure: give at least one that is trained")
         self._model = model
-        self._rules = {**_RULES, **{kind: own_rule(rule) for kind, rule in (rules or {}).items()}}
+        self._rules = rules_by_type(rules or {})
         self._parameters: list[Tensor] = list(measured.values() if leaves is None else leaves)
-        _refuse_cut(measured, self._parameters)
+        refuse_cut(measured, self._parameters)
         # Between forwards, FSDP2 shows its shards in the layers; in forward, what it has gathered.
         self._indices = {id(p): i for i, p in enumerate(measured.values())}
         self._indices |= {id(p): i for i, p in enumerate(self._parameters)}
@@ -178,7 +173,7 @@ class PerExampleNorms:
         """
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
-        _refuse_model(self._model, batch_norms=not watches_batch_norms)
+        refuse_model(self._model, batch_norms=not watches_batch_norms)
         present = {self._indices[id(p)] for p in self._model.parameters() if id(p) in self._indices}
         if gone := [name for i, name in enumerate(self._unseen) if i not in present]:
             raise ValueError(
@@ -187,7 +182,7 @@ class PerExampleNorms:
         for name, layer in self._model.named_modules():
             if isinstance(layer, torch.jit.ScriptModule):
                 continue
-            rule = self._rule_of(layer)
+            rule = rule_of(layer, self._rules)
             # Only layers with a rule are asked for their parameters: containers would go through all of the model's.
             if rule is not None and (held := self._held_by(layer)):
                 hook = LayerHook(functools.partial(self._called, clean_name(name), rule, held))
@@ -266,13 +261,6 @@ class PerExampleNorms:
     ) -> None:
         self.close()
 
-    def _rule_of(self, layer: nn.Module) -> LayerRule | None:
-        """The rule of a layer's type, or of the type that it has its forward from."""
-        for kind in type(layer).__mro__:
-            if kind in self._rules:
-                return self._rules[kind] if type(layer).forward is kind.forward else None
-        return transformers_rule(layer)
-
     def _held_by(self, layer: nn.Module) -> dict[str, int]:
         return {name: self._indices[id(p)] for name, p in layer.named_parameters() if id(p) in self._indices}
 
@@ -281,7 +269,7 @@ class PerExampleNorms:
         types: dict[int, str] = {}
         has_rule: set[int] = set()
         for layer in self._model.modules():
-            if self._rule_of(layer) is not None:
+            if rule_of(layer, self._rules) is not None:
                 has_rule.update(self._held_by(layer).values())
             for p in layer.parameters(recurse=False):
                 if id(p) in self._indices:
@@ -425,30 +413,3 @@ def _plain_arithmetic(grad: Tensor) -> Iterator[None]:
     )
     with torch.no_grad(), without_autocast:
         yield
-
-
-def _refuse_cut(parameters: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> None:
-    """Refuse parameters of which forward uses a part only."""
-    for name, leaf in zip(parameters, leaves, strict=True):
-        if is_dtensor(leaf):
-            raise ValueError(
-                f"per-example norms need whole parameters in forward, and {name!r} is cut over ranks there: measure "
-                "its pieces, as sonde.attach does"
-            )
-
-
-def _refuse_model(model: nn.Module, *, batch_norms: bool) -> None:
-    for name, layer in model.named_modules():
-        if is_graphed(layer):
-            raise ValueError(
-                "per-example norms need the calls of single layers, and torch.cuda.make_graphed_callables replays "
-                f"{name or 'the model'!r} as a whole: measure its pieces, as sonde.attach does with two or more in a "
-                "window, or measure a model that is not graphed"
-            )
-        if type(layer).__name__ == "OptimizedModule" or getattr(layer, "_compiled_call_impl", None) is not None:
-            raise ValueError(
-                f"per-example norms need the calls of single layers, and {name or 'the model'!r} is compiled: "
-                "measure before torch.compile, or train without it in the measured windows"
-            )
-        if batch_norms and couples_examples(layer):
-            raise ValueError(f"{name!r} ({type(layer).__name__}): {COUPLES_EXAMPLES}")

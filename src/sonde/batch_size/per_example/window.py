@@ -62,6 +62,7 @@ class _Counts:
         n_reading: ranks that read any examples.
         n_parameters: measured parameters of these ranks.
         n_idle: ranks that would have read examples, and had no piece.
+        n_without: ranks that read no examples, whether they would have or not.
     """
 
     sq_weight: float | Tensor
@@ -73,6 +74,7 @@ class _Counts:
     n_reading: float | Tensor
     n_parameters: float | Tensor
     n_idle: float | Tensor
+    n_without: float | Tensor
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,7 @@ class ExampleWindow:
         n_groups = sums.n_groups
         if not (self._n_pieces or self._norms.is_open) and self.times == ExampleTimes():
             nothing = None if self._is_sharded else self._small.new_zeros(n_groups)
-            length = n_numbers(n_groups, is_sharded=self._is_sharded)
-            return ExamplesOfWindow(self._small.new_zeros(length), nothing, self._small.new_zeros(0))
+            return ExamplesOfWindow(self._without_examples(n_groups), nothing, self._small.new_zeros(0))
         has_read = self._n_pieces > 0 and sq_norms_big is not None
         big = self._small if sq_norms_big is None else sq_norms_big
         covered = torch.isfinite(self._small) & has_read
@@ -240,6 +241,7 @@ class ExampleWindow:
             n_reading=float(has_read),
             n_parameters=float(len(self._names)) * has_read,
             n_idle=float(self._norms.is_open and not has_read),
+            n_without=float(not has_read),
         )
         times = replace(self.times, seconds=self.seconds - self._seconds_before)
         numbers = as_vector([*_values(counts), *_values(times)], self._device)
@@ -251,6 +253,12 @@ class ExampleWindow:
         self._sq_weight.zero_()
         self._reset()
         return ExamplesOfWindow(vector, None if self._is_sharded else of_window, mask)
+
+    def _without_examples(self, n_groups: int) -> Tensor:
+        """The vector of a rank that reads no examples in the window: it says so, and the rest is 0."""
+        vector = self._small.new_zeros(n_numbers(n_groups, is_sharded=self._is_sharded))
+        vector[2 * n_groups + [each.name for each in fields(_Counts)].index("n_without")] = 1.0
+        return vector
 
 
 def _weights_of_examples(counts: PieceCounts, n: int, like: Tensor) -> Tensor:
@@ -301,8 +309,9 @@ def read_examples(
         why_not = "other parameters were covered on other ranks"
     elif not n_covered:
         why_not = NOTHING_COVERED
-    elif round(float(counts.n_idle)) and n_covered < n_parameters:
-        why_not = "a rank had no piece, so it does not know which parameters are covered"
+    elif round(float(counts.n_without)) and n_covered < n_parameters:
+        # Its part of |F|², or what it says of the covered parameters, is missing.
+        why_not = "a rank read no examples, so it does not know which parameters are covered"
     if why_not:
         return ExampleRow(None, why_not, n_read, times, covered)
     if examples.sq_norm_big is not None:

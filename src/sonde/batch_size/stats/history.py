@@ -16,7 +16,6 @@ from sonde.batch_size.stats.group_estimates import estimates_table
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.spacing import Spacing
-from sonde.batch_size.stats.trend import REACH
 from sonde.batch_size.stats.window_entry import (
     EntryColumns,
     Series,
@@ -25,6 +24,7 @@ from sonde.batch_size.stats.window_entry import (
     WindowEntry,
     entry_from_list,
 )
+from sonde.batch_size.stats.window_weights import REACH
 from sonde.stats.state import check_count, check_keys, check_number
 
 _NEIGHBOURS = 5

@@ -294,18 +294,32 @@ class RunningNoiseScale:
         for name in state:
             check_number("noise-scale state", state, name, low=None if name in _MAY_BE_NEGATIVE else 0)
         check_count("noise-scale state", state, "windows")
-        seen = bool(state["windows"])
-        if (state["weight"] > 0) != seen or (state["sq_weight"] > 0) != seen:
-            raise ValueError(
-                f"noise-scale state of {state['windows']} windows has weights that do not fit: is it damaged?"
-            )
+        if not math.isfinite(sum(float(state[name]) * float(state[name]) for name in ("trace_cov", "grad_sq"))):
+            raise ValueError("noise-scale state: trace_cov or grad_sq is too large to be squared: is it damaged?")
         horizon = float(state["horizon"]) or math.inf
         if horizon != self.horizon:
             raise ValueError(
                 f"state was averaged over a horizon of {horizon:g} windows, this probe uses {self.horizon:g}"
             )
+        expected = _sum_of_powers(self.decay, state["windows"]), _sum_of_powers(self.decay**2, state["windows"])
+        # They are sums of as many terms, each rounded once; 1e-6 is far above that rounding.
+        if not all(
+            math.isclose(state[name], total, rel_tol=1e-6)
+            for name, total in zip(("weight", "sq_weight"), expected, strict=True)
+        ):
+            raise ValueError(
+                f"noise-scale state of {state['windows']} windows has weights that do not fit: is it damaged?"
+            )
         for name, attribute in _STATE.items():
             setattr(self, attribute, int(state[name]) if name == "windows" else float(state[name]))
+
+
+def _sum_of_powers(ratio: float, n: float) -> float:
+    """Σ ratio^i for i < n."""
+    if ratio == 1.0:
+        return float(n)
+    # As 1 − ratioⁿ, exact also for a ratio so close to 1 that the powers hardly shrink.
+    return math.expm1(n * math.log(ratio)) / (ratio - 1.0)
 
 
 _STATE = {

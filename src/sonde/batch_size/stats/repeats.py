@@ -148,6 +148,10 @@ class _Share:
         check_keys(label, state, {"times", "windows"})
         for name in state:
             check_number(label, state, name, low=0)
+        if state["times"] > state["windows"] * (1.0 + 1e-9):  # both are sums, each rounded on its own
+            raise ValueError(
+                f"{label}: {state['times']!r:.60} of {state['windows']!r:.60} windows cannot repeat: is it damaged?"
+            )
         self._times, self._windows = float(state["times"]), float(state["windows"])
 
 

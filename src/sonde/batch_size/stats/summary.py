@@ -11,8 +11,9 @@ from sonde.batch_size.stats.consistency import same_data
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.reading import GroupReading, Influence, NoiseScaleReading, RunAverage
 from sonde.batch_size.stats.step_pairs import window_noun
-from sonde.batch_size.stats.trend import TrendFit, effective_windows, fit_trends, most_effective_windows
+from sonde.batch_size.stats.trend import TrendFit, fit_trends
 from sonde.batch_size.stats.window_entry import Series, SetAside
+from sonde.batch_size.stats.window_weights import effective_windows, most_effective_windows
 from sonde.stats.intervals import RatioInterval
 
 _MOST_MISSING = 0.25

@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from sonde.batch_size.stats.quartic_sets import HOST, holds, product, refined_end
+from sonde.batch_size.stats.window_weights import REACH, kernel, local_horizon
 from sonde.stats.intervals import RatioInterval, student_t_quantile
 
 _SHAPES = (0.0, 0.5)
@@ -45,16 +47,10 @@ _MISFIT = 3.5
 """Standard errors by which the last windows' residuals must differ from 0 before the horizon is halved."""
 _SHORTEST = 12.0
 """Shortest horizon in windows that is checked, or that a misfit leads to."""
-REACH = 4.0
-"""Horizons within which windows count; older ones would have less than 2 % of the present one's weight."""
 _OLDEST = 2 * REACH
 """Horizons at which a window's age stops growing: its weight is below 0.04 %, and e^(c τ) stays a finite number."""
-_SPAN = 0.8
-"""The horizon is at most this part of the windows seen. Chosen by coverage, as the shapes and the range of c."""
 _N_DRIFTS, _N_DRIFTS_NEAR, _N_RATIOS, _N_RATIOS_NEAR = 33, 17, 65, 9
 """Points of the grids: of drifts over their range and near the root; of log B likewise."""
-_HOST: Any = {"dtype": torch.float64, "device": "cpu"}
-"""Of all tensors made here, whatever default device the user has set."""
 _MIN_WINDOWS = 4
 """A level and a drift take two windows; their errors take two more."""
 
@@ -131,7 +127,7 @@ def _fit_measured(
     n_series, n_windows = x.shape
     if n_windows < _MIN_WINDOWS:
         return [TrendFit(_unresolved("too few windows for an interval: measure more"))] * n_series
-    if (youngest := float(ages.min())) > REACH * _local_horizon(ages, horizon):
+    if (youngest := float(ages.min())) > REACH * local_horizon(ages, horizon):
         reason = (
             f"the last window is {youngest:.0f} windows old, which says nothing about now: measure more of "
             "them, by every= or a larger budget="
@@ -155,43 +151,17 @@ def _fit_measured(
     return fits
 
 
-def effective_windows(ages: Tensor, counts: Tensor, horizon: float) -> float:
-    """How many equally weighted windows the moments are worth: 1/Σω² of the kernel's normalised weights ω.
-
-    Args:
-        ages: of the entries, in windows; [entries].
-        counts: windows in each entry; [entries].
-        horizon: in windows.
-    """
-    weights = _kernel(ages, _local_horizon(ages, horizon))
-    return float(counts.dot(weights) ** 2 / counts.dot(weights.square()))
-
-
-def most_effective_windows(horizon: float) -> float:
-    """The same once the horizon is filled: with q = e^(−1/h), (Σ q^a)² / Σ q^(2a) over ages a below 4 h."""
-    return math.inf if math.isinf(horizon) else math.tanh(REACH / 2) / math.tanh(1 / (2 * horizon))
-
-
-def _local_horizon(ages: Tensor, horizon: float) -> float:
-    return min(horizon, _SPAN * (float(ages.max()) + 1.0))
-
-
-def _kernel(ages: Tensor, horizon: float) -> Tensor:
-    """Weights up to a factor: that of the youngest window is 1, however old it is."""
-    return torch.exp((ages.min() - ages) / horizon)
-
-
 class _Solver:
     """All series at once: the arithmetic is small, and a call for each piece of it would cost more than the piece."""
 
     def __init__(self, x: Tensor, y: Tensor, ages: Tensor, horizon: float, level: float, fastest: float) -> None:
-        self.horizon = _local_horizon(ages, horizon)
+        self.horizon = local_horizon(ages, horizon)
         self.fastest = fastest * self.horizon
-        weights = _kernel(ages, self.horizon)
+        weights = kernel(ages, self.horizon)
         self.weights = weights / weights.sum()
         time = (-ages / self.horizon).clamp(min=-_OLDEST)
         self.time = time
-        self.bends = torch.tensor(_SHAPES, **_HOST)[:, None] * time * time  # s τ², [shapes, windows]
+        self.bends = torch.tensor(_SHAPES, **HOST)[:, None] * time * time  # s τ², [shapes, windows]
         self.powers = torch.stack([torch.ones_like(time), time, time * time])  # 1, τ, τ²
         # In natural sizes the answer is near 1, whatever the units of the gradient.
         size_x = (self.weights * x).sum(1).abs()
@@ -218,11 +188,11 @@ class _Solver:
 
     def fits(self) -> list[TrendFit]:
         slowest, fastest = max(_FASTEST_FALL, -self.fastest), min(_FASTEST_RISE, self.fastest)
-        drifts = torch.linspace(slowest, fastest, _N_DRIFTS, **_HOST)
+        drifts = torch.linspace(slowest, fastest, _N_DRIFTS, **HOST)
         growth = self.growth(drifts.expand(1, len(_SHAPES), -1))
         sums = self._sums(growth)
         roots = _Roots(self, drifts, sums[0])
-        near = torch.linspace(-4.0, 4.0, _N_DRIFTS_NEAR, **_HOST) * roots.drift_error.clamp(max=1.0)[..., None]
+        near = torch.linspace(-4.0, 4.0, _N_DRIFTS_NEAR, **HOST) * roots.drift_error.clamp(max=1.0)[..., None]
         near = (roots.drift[..., None] + near).clamp(slowest, fastest)
         sums_near = self._sums(self.growth(near))
         quartic = self._quartic(*(torch.cat(pair, 1) for pair in zip(sums, sums_near, strict=True)))
@@ -257,21 +227,21 @@ class _Solver:
         # m₀²V₁₁ − 2 m₀m₁V₀₁ + m₁²V₀₀ − q (V₀₀V₁₁ − V₀₁²), V of the powers 1, τ, τ² in v.
         q = self.critical
         return (
-            _times(_times(m[0], m[0]) - q * v[0], v[2])
-            - _times(2 * _times(m[0], m[1]) - q * v[1], v[1])
-            + _times(_times(m[1], m[1]), v[0])
+            product(product(m[0], m[0]) - q * v[0], v[2])
+            - product(2 * product(m[0], m[1]) - q * v[1], v[1])
+            + product(product(m[1], m[1]), v[0])
         )
 
     def _ends(self, quartic: Tensor, roots: _Roots) -> tuple[Tensor, Tensor]:
         """The ends of each series' set, in natural sizes: 0 and infinity where it is open, NaN where it is empty."""
-        grid = torch.linspace(math.log(1e-3), math.log(1e5), _N_RATIOS, **_HOST).expand(len(quartic), -1)
-        near = torch.linspace(-4.0, 4.0, _N_RATIOS_NEAR, **_HOST) * roots.log_error.clamp(max=2.0)[..., None]
+        grid = torch.linspace(math.log(1e-3), math.log(1e5), _N_RATIOS, **HOST).expand(len(quartic), -1)
+        near = torch.linspace(-4.0, 4.0, _N_RATIOS_NEAR, **HOST) * roots.log_error.clamp(max=2.0)[..., None]
         grid = torch.cat([grid, (roots.log_ratio[..., None] + near).flatten(1)], 1).sort(1).values
-        held = _holds(quartic, grid)
+        held = holds(quartic, grid)
         index, n = torch.arange(grid.shape[1], device="cpu"), grid.shape[1]
         first, last = torch.where(held, index, n).amin(1), torch.where(held, index, -1).amax(1)
-        low = _refine(quartic, grid, first, first - 1)
-        high = _refine(quartic, grid, last, last + 1)
+        low = refined_end(quartic, grid, first, first - 1)
+        high = refined_end(quartic, grid, last, last + 1)
         low = torch.where((quartic[..., 0] <= 0).any(1), 0.0, low)
         high = torch.where((quartic[..., 4] <= 0).any(1), math.inf, high)
         return low.where(held.any(1), math.nan), high.where(held.any(1), math.nan)
@@ -337,7 +307,7 @@ class _Roots:
         )
         determinant = jacobian.det()
         self.exists = self.exists & (level > 0) & (determinant.abs() > 1e-12)
-        safe = torch.where(self.exists[..., None, None], jacobian, torch.eye(2, **_HOST))
+        safe = torch.where(self.exists[..., None, None], jacobian, torch.eye(2, **HOST))
         residual = solver.weights * (solver.x[:, None] - self.log_ratio.exp()[..., None] * grown)
         moments = residual[..., None, :] * solver.powers[:2]  # [series, shapes, 2, windows]
         change = torch.linalg.solve(safe, moments)  # what each window adds to (log B, c)
@@ -382,31 +352,3 @@ def _interval(low: float, high: float) -> RatioInterval:
 
 def _unresolved(reason: str) -> RatioInterval:
     return RatioInterval("unresolved", None, None, reason)
-
-
-def _times(p: Tensor, q: Tensor) -> Tensor:
-    """The product of polynomials; coefficients lie along the last dim, lowest power first."""
-    product = p.new_zeros(*p.shape[:-1], p.shape[-1] + q.shape[-1] - 1)
-    for i in range(p.shape[-1]):
-        product[..., i : i + q.shape[-1]] += p[..., i : i + 1] * q
-    return product
-
-
-def _holds(quartic: Tensor, log_ratio: Tensor) -> Tensor:
-    """Whether each ratio is in its series' set, for any of the drifts tried; [series, ratios]."""
-    ratio = log_ratio.exp()[:, None, :]
-    value = quartic[..., 4:5]
-    for i in (3, 2, 1, 0):
-        value = torch.addcmul(quartic[..., i : i + 1], value, ratio)
-    return value.amin(1) <= 0
-
-
-def _refine(quartic: Tensor, grid: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
-    """The end of a set between a point of the grid inside it and the next one outside; [series]."""
-    n = grid.shape[1]
-    inner, outer = (grid.gather(1, i.clamp(0, n - 1)[:, None]) for i in (inside, outside))
-    for _ in range(3):  # each pass cuts the uncertainty to an eighth
-        points = inner + (outer - inner) * torch.linspace(0, 1, 9, **_HOST)
-        step = _holds(quartic, points).long().cumprod(1).sum(1, keepdim=True).clamp(1, 8)
-        inner, outer = points.gather(1, step - 1), points.gather(1, step)
-    return ((inner + outer) / 2)[:, 0].exp()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -198,7 +198,7 @@ def entry_from_list(label: str, row: object, n_groups: int) -> WindowEntry:
     n = 3 + 2 * n_groups  # the groups that are set aside follow
     if not isinstance(row, Sequence) or not n <= len(row) <= n + n_groups:
         raise ValueError(f"{label}: a window must be {n} numbers or more, got {row!r:.60}: is it damaged?")
-    if not all(type(value) in (int, float) and math.isfinite(value) for value in row):
+    if not all(type(value) in (int, float) and abs(value) <= sys.float_info.max for value in row):
         numbers = dict(enumerate(row))
         for i in numbers:
             check_number(label, numbers, i)  # type: ignore[arg-type]

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.parallel.devices import accumulation_dtype, is_capturing
-from sonde.parallel.placements import gathered_axis, is_dtensor, local_tensor, ranks_of, spec_of
+from sonde.parallel.meshes import ranks_of
+from sonde.parallel.placements import gathered_axis, is_dtensor, local_tensor, spec_of
 
 _SMALL = 4096
 """Shards of parameters up to this many elements are gathered whole."""

@@ -14,10 +14,14 @@ too large then, by a fraction of about 1/n.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sonde.batch_size.stats.noise_scale import PieceSums, RunningNoiseScale, WindowEstimate, estimate_window
+from sonde.stats.state import check_count, check_keys
+
+_LABEL = "averages of the prompt-noise probe state"
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,12 @@ class PromptWindow:
         noise: tr Σ per prompt, and |G|².
         from_completions: the part of tr Σ that more completions to the same prompts would reduce; None if no prompt
             has two.
+        n_prompts: number of prompts, on all ranks.
     """
 
     noise: WindowEstimate
     from_completions: float | None
+    n_prompts: int
 
 
 def solve_prompts(prompts: Sequence[PromptNorms], sq_norm_big: float) -> PromptWindow:
@@ -80,7 +86,7 @@ def solve_prompts(prompts: Sequence[PromptNorms], sq_norm_big: float) -> PromptW
     if split:
         split_weight = sum(p.weight for p in split)
         within = sum(p.weight / split_weight * _within(p) * (total / p.weight) ** 2 for p in split)
-    return PromptWindow(estimate_window(pieces, sq_norm_big), within)
+    return PromptWindow(estimate_window(pieces, sq_norm_big), within, len(prompts))
 
 
 def _within(prompt: PromptNorms) -> float:
@@ -102,16 +108,53 @@ class RunningPromptNoise:
 
     def __init__(self, horizon: float = 100.0) -> None:
         self.noise = RunningNoiseScale(horizon)
-        self._within = RunningNoiseScale(horizon)  # a ratio too: the completions' part over tr Σ
+        self.n_prompts = 0
+        """Prompts of the last window."""
+        self.within = RunningNoiseScale(horizon)
+        """The completions' part of tr Σ (as its trace) and tr Σ (as its signal), of windows that have both."""
 
     def update(self, window: PromptWindow) -> None:
         """Add one window."""
         self.noise.update(window.noise)
+        self.n_prompts = window.n_prompts
         if window.from_completions is not None:
-            self._within.update(WindowEstimate(window.from_completions, window.noise.trace_cov))
+            self.within.update(WindowEstimate(window.from_completions, window.noise.trace_cov))
 
     @property
     def completions_share(self) -> float | None:
         """The part of tr Σ from completions; None before it is known. It is not clamped, and may exceed 1."""
-        part, whole = self._within.trace_cov, self._within.grad_sq
+        part, whole = self.within.trace_cov, self.within.grad_sq
         return part / whole if part is not None and whole else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs, as JSON values."""
+        return {
+            "noise": self.noise.state_dict(),
+            "completions": self.within.state_dict(),
+            "prompts": self.n_prompts,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: when keys or the horizon differ, or a value cannot be what its name says; nothing is changed
+                then.
+        """
+        check_keys(_LABEL, state, {"noise", "completions", "prompts"})
+        check_count(_LABEL, state, "prompts")
+        loaded = RunningPromptNoise(self.noise.horizon)
+        loaded.noise.load_state_dict(state["noise"])
+        loaded.within.load_state_dict(state["completions"])
+        loaded.n_prompts = state["prompts"]
+        windows, n_prompts = loaded.noise.windows, loaded.n_prompts
+        if n_prompts < 2 if windows else n_prompts > 0:
+            raise ValueError(
+                f"{_LABEL}: the last of {windows} windows cannot have had {n_prompts} prompts: is it damaged?"
+            )
+        if loaded.within.windows > windows:
+            raise ValueError(
+                f"{_LABEL}: {loaded.within.windows} of {windows} windows cannot have had a prompt with two "
+                "completions: is it damaged?"
+            )
+        vars(self).update(vars(loaded))  # all or nothing

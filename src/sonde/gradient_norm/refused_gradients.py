@@ -1,0 +1,109 @@
+"""Refuses gradients that cannot be counted together with the others: for their elements, or for their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sonde.parallel.meshes import list_ranks, ranks_of
+from sonde.parallel.placements import Layout, local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_COUNTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_elements(gradient: Tensor, *, allow_sparse: bool) -> None:
+    """Refuse a gradient whose elements cannot be squared and added up.
+
+    Raises:
+        ValueError: when it is sparse, complex, on the meta device, or its dtype is not fp16, bf16, fp32 or fp64.
+    """
+    local = local_tensor(gradient)
+    if local.layout is not torch.strided and not (allow_sparse and local.layout is torch.sparse_coo):
+        raise ValueError("it is sparse, and only dense gradients can be counted: use Embedding(sparse=False)")
+    if local.is_complex():
+        raise ValueError("it is complex, and only real gradients can be counted: use torch.view_as_real")
+    if local.dtype not in _COUNTED_DTYPES:
+        raise ValueError(f"its dtype is {local.dtype}, and only fp16, bf16, fp32 and fp64 can be counted: convert it")
+    if local.is_meta:
+        raise ValueError("it is on the meta device, which holds no values: materialise the model first")
+
+
+def check_layout(
+    layout: Layout, device: torch.device, mesh: DeviceMesh | None, *, n_replicas: int | None = None
+) -> None:
+    """Refuse a gradient that cannot be summed with the others.
+
+    Args:
+        layout: of the gradient.
+        device: of its local part.
+        mesh: all ranks that hold any of the model, if it was given.
+        n_replicas: how many of these ranks hold the same values, if it was declared.
+
+    Raises:
+        ValueError: when the gradient is on ranks outside `mesh`; when this rank is outside the gradient's mesh; when it
+            is on another kind of device than its mesh (the CPU is allowed, since gradients may be offloaded, unless
+            they must still be summed); when its layout contradicts `n_replicas`.
+    """
+    gradient_mesh = layout.mesh if layout.mesh is not None else mesh
+    if gradient_mesh is not None and device.type not in (gradient_mesh.device_type, "cpu"):
+        raise ValueError(
+            f"it is on {device.type} and its mesh on {gradient_mesh.device_type}: move the gradient to the mesh's "
+            "device, or make the mesh on the gradient's"
+        )
+    if layout.mesh is None:
+        return
+    if layout.partial and device.type != layout.mesh.device_type:
+        raise ValueError(
+            f"it must still be summed on {layout.mesh.device_type}, but is on {device.type}: move it to "
+            f"{layout.mesh.device_type}"
+        )
+    if layout.mesh.get_coordinate() is None and n_replicas is None:
+        raise ValueError(
+            f"it is on ranks {list_ranks(ranks_of(layout.mesh))}, and this rank, which is not among them, cannot know "
+            "how many ranks hold the same values: pass the mesh of all ranks, and replicas= for this parameter"
+        )
+    if mesh is None:
+        return
+    if not ranks_of(layout.mesh) <= ranks_of(mesh):
+        raise ValueError(
+            f"it is on ranks {list_ranks(ranks_of(layout.mesh))}, which mesh= ({list_ranks(ranks_of(mesh))}) does "
+            "not contain: pass the mesh of all ranks that hold the model"
+        )
+    # Each shard is on at least as many ranks as its own mesh has copies, and on at most as many as all ranks allow.
+    least, most = layout.mesh.size() // layout.n_shards, mesh.size() // layout.n_shards
+    if n_replicas is not None and (n_replicas % least or n_replicas > most):
+        raise ValueError(
+            f"it is cut into {layout.n_shards} shards over {layout.mesh.size()} of {mesh.size()} ranks, so replicas= "
+            f"must be a multiple of {least}, at most {most}, got {n_replicas}: pass how many ranks hold the same values"
+        )
+
+
+def check_stages(layout: Layout, pp_mesh: DeviceMesh | None, in_stage: Collection[int]) -> None:
+    """Refuse a `pp_mesh` whose ranks are not pipeline stages: stages have parameters of their own.
+
+    Args:
+        layout: of the gradient.
+        pp_mesh: the stages, if they were given.
+        in_stage: the ranks of this rank's stage; empty if they are not known.
+
+    Raises:
+        ValueError: when the gradient is cut over ranks of `pp_mesh`, or over ranks of several stages.
+    """
+    if pp_mesh is None or layout.mesh is None:
+        return
+    if len(shared := ranks_of(pp_mesh) & set(layout.sharding_ranks)) > 1:
+        raise ValueError(
+            f"it is cut over ranks {list_ranks(shared)} of pp_mesh=, whose ranks are pipeline stages with parameters "
+            "of their own: pass the mesh axis of the stages alone"
+        )
+    if in_stage and (others := set(layout.sharding_ranks).difference(in_stage)):
+        raise ValueError(
+            f"it is cut over ranks {list_ranks(others)} too, which are in other pipeline stages than this "
+            "rank: pass a mesh= that has the pipeline stages as an axis, and that axis as pp_mesh="
+        )

@@ -1,0 +1,105 @@
+"""Meshes of ranks: which ranks they have, which of their axes some ranks lie along, and where this rank is on them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+    """The ranks of a mesh. Two meshes that were made separately are the same if their ranks are."""
+    if (ranks := _ranks.get(mesh)) is None:
+        ranks = _ranks[mesh] = frozenset(mesh.mesh.reshape(-1).tolist())
+    return ranks
+
+
+_ranks: weakref.WeakKeyDictionary[DeviceMesh, frozenset[int]] = weakref.WeakKeyDictionary()
+"""A mesh makes the list of its ranks anew each time, and is asked once for each of thousands of parameters."""
+
+
+def check_mesh(name: str, mesh: Any, *, n_axes: int | None = None) -> None:
+    """Refuse a value that is not a mesh, or a mesh that does not contain this rank.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    device_mesh = sys.modules.get("torch.distributed.device_mesh")
+    if device_mesh is None or not isinstance(mesh, device_mesh.DeviceMesh):
+        raise ValueError(f"{name} must be a DeviceMesh, got {mesh!r:.60}: make one by init_device_mesh")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{name} has ranks {list_ranks(ranks_of(mesh))}, and this rank is not among them: call it on those ranks "
+            "only"
+        )
+    if n_axes is not None and mesh.ndim != n_axes:
+        raise ValueError(
+            f"{name} must have {n_axes} axis, got {mesh.ndim}: pass one axis of the mesh, for example mesh['pp']"
+        )
+
+
+def axes_over(mesh: DeviceMesh, ranks: Collection[int]) -> tuple[int, ...] | None:
+    """The axes of a mesh along which these ranks lie, seen from this rank; None if they are no whole axes of it."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    grid, wanted = mesh.mesh, set(ranks)
+    axes = []
+    for axis, at in enumerate(coordinate):
+        neighbour = [*coordinate]
+        neighbour[axis] = (at + 1) % grid.shape[axis]
+        if grid.shape[axis] > 1 and int(grid[tuple(neighbour)]) in wanted:
+            axes.append(axis)
+    index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
+    along = set(grid[index].reshape(-1).tolist())
+    return tuple(axes) if along == wanted or (len(wanted) < 2 and not axes) else None
+
+
+def place_along(mesh: DeviceMesh, axes: Collection[int]) -> tuple[int, int]:
+    """This rank's position among the ranks along some axes of a mesh, and how many these are."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # check_mesh refused other ranks
+    at, of = 0, 1
+    for axis in axes:
+        size = mesh.size(axis)
+        at, of = at * size + coordinate[axis], of * size
+    return at, of
+
+
+def stage_ranks(mesh: DeviceMesh, pp_mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of a mesh that are in this rank's pipeline stage, in order.
+
+    Args:
+        mesh: all ranks.
+        pp_mesh: the stages of this rank's pipeline, two or more; its ranks are in `mesh`.
+
+    Raises:
+        ValueError: when the meshes do not show which ranks these are.
+    """
+    coordinate, axes = mesh.get_coordinate(), axes_over(mesh, ranks_of(pp_mesh))
+    if coordinate is not None and axes is not None:
+        index = tuple(at if axis in axes else slice(None) for axis, at in enumerate(coordinate))
+        return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
+    # The stages are an axis of another grid of these ranks. In a regular grid, the same number of ranks is between all
+    # neighbouring stages.
+    ranks, pipeline = sorted(ranks_of(mesh)), pp_mesh.mesh.tolist()
+    first, n_stages = ranks.index(pipeline[0]), len(pipeline)
+    apart = ranks.index(pipeline[1]) - first
+    is_regular = apart > 0 and len(ranks) % (apart * n_stages) == 0 and first // apart % n_stages == 0
+    if not is_regular or pipeline != ranks[first : first + apart * n_stages : apart]:
+        raise ValueError(
+            f"pp_mesh= has ranks {', '.join(map(str, pipeline[:8]))}, and mesh= has no such axis: pass a mesh= that "
+            "has the pipeline stages as an axis, and that axis as pp_mesh="
+        )
+    stage = pp_mesh.get_local_rank()
+    return tuple(rank for at, rank in enumerate(ranks) if at // apart % n_stages == stage)
+
+
+def list_ranks(ranks: Collection[int]) -> str:
+    """Ranks in words, for messages: the first eight, and the last."""
+    first = sorted(ranks)[:8]
+    return ", ".join(map(str, first)) + (f", … {max(ranks)}" if len(ranks) > len(first) else "")

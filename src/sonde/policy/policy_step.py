@@ -1,0 +1,150 @@
+"""The optimizer's real step: forecast before it is taken, and checked or measured after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sonde.parallel.placements import local_tensor, reshard
+from sonde.parallel.process_groups import gather_from_all_ranks
+from sonde.policy.entropy_measurement import EntropyMeasurement
+from sonde.policy.scoring.optimizer_step import Direction, StepMeter, StepWitness, forecast_step, why_no_forecast
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.scorer import Scored
+from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
+
+_LARGEST_DEPARTURE = 0.01
+"""Relative difference between the step that was taken and its forecast, above which they count as different steps."""
+STEP_NOT_FINITE = "the step is not finite"
+_STEP_SKIPPED = (
+    "no parameter moved in the block of around_step(): the step was skipped, as a GradScaler does after gradients that "
+    "are not finite, or it was not called, or its learning rate is 0"
+)
+_MOVED_OTHERS = (
+    "the forecast leaves out parameters that moved in the block of around_step(), since they are not in the probe's "
+    "optimizer or had no gradient: pass an optimizer that holds all parameters of the model"
+)
+
+
+@dataclass
+class BeforeStep:
+    """What is known of a step before it is taken.
+
+    Attributes:
+        sample: fresh responses, scored; None without a sampler.
+        first_order: the change along the forecast step; None if the step has no forecast, or is not finite.
+        watch: compares the step that is taken with its forecast, or measures this step.
+    """
+
+    sample: Scored | None
+    first_order: FirstOrder | None
+    watch: StepWitness | StepMeter
+
+
+class PolicyStep:
+    """The step of a policy's optimizer, judged alike on all ranks.
+
+    Args:
+        model: the policy.
+        parameters: its trainable parameters.
+        optimizer: its optimizer, which may hold other parameters too.
+        group: the ranks that hold different responses; None for this process alone.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], optimizer: Any, group: dist.ProcessGroup | None
+    ) -> None:
+        self._model, self._parameters = model, list(parameters)
+        self._optimizer, self._group = optimizer, group
+
+    def forecast(self, gradient_scale: float) -> Direction:
+        """The next step of the model's parameters.
+
+        Args:
+            gradient_scale: factor that gradients are still multiplied by before the step.
+
+        Raises:
+            RuntimeError: if there is no gradient yet.
+        """
+        step = forecast_step(self._optimizer, gradient_scale=gradient_scale, of=self._parameters)
+        if not step:
+            raise RuntimeError("no parameter has a gradient: call this after the backward and before zero_grad()")
+        return step
+
+    def is_finite(self, step: Direction) -> bool:
+        """Whether the step is finite on all ranks."""
+        return not self._on_any_rank(not all(bool(local_tensor(delta).isfinite().all()) for delta in step.values()))
+
+    def before(self, measurement: EntropyMeasurement | None, update: Rollouts | None, causes: bool) -> BeforeStep:
+        """Forecast the step before it is taken, and put a watch on it.
+
+        Args:
+            measurement: None if the policy's scores are not finite.
+            update: this rank's part of U, for causes by prompt.
+            causes: whether to split the forecast into its causes.
+        """
+        sample = None if measurement is None else measurement.sample()
+        if why_no_forecast(self._optimizer):
+            return BeforeStep(sample, None, StepMeter(self._parameters))
+        step = self.forecast(1.0)
+        witness, first_order = StepWitness(step, self._parameters), None
+        if measurement is not None and self.is_finite(step):
+            first_order = measurement.along_step(step)
+        del step  # each direction has the size of the parameters, and causes need one of their own
+        if causes and measurement is not None and first_order is not None:
+            first_order = measurement.with_causes(first_order, self._optimizer, update, 1.0)
+        return BeforeStep(sample, first_order, witness)
+
+    def after(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
+        """The forecast along the step that was taken, with its truths. Parameters hold θ⁺.
+
+        Args:
+            measurement: that `before` was made with.
+            before: the result of `before`; its watch is given up.
+        """
+        watch, first_order = before.watch, before.first_order
+        if self._on_any_rank(watch.is_to_move) and not self._on_any_rank(watch.has_moved()):
+            return measurement.unknown(_STEP_SKIPPED)
+        problem = ""
+        if isinstance(watch, StepWitness):
+            problem = self._why_another_step(watch)
+        else:
+            first_order = self._along_measured_step(measurement, watch)
+        del watch, before.watch  # a meter holds a copy of the parameters
+        if first_order is None:
+            return measurement.unknown(STEP_NOT_FINITE)
+        return measurement.forecast(first_order, measurement.truths(before.sample), problem)
+
+    def _why_another_step(self, witness: StepWitness) -> str:
+        """How the step that was taken differs from its forecast; empty if it does not."""
+        if self._on_any_rank(witness.has_moved_others()):
+            return _MOVED_OTHERS
+        departure = max(self._gather_from_ranks(witness.departure()))
+        if departure > _LARGEST_DEPARTURE:
+            return f"the step that was taken differs from the forecast by {departure:.0%}: clip before the block"
+        return ""
+
+    def _along_measured_step(self, measurement: EntropyMeasurement, meter: StepMeter) -> FirstOrder | None:
+        """The change along the step that was taken; None if this step is not finite. Parameters hold θ⁺."""
+        step, after = meter.step(), StepMeter(self._parameters)
+        if not self.is_finite(step):
+            return None
+        # Derivatives are taken at θ. Afterwards parameters have the bits of θ⁺ again, whatever fails.
+        meter.restore()
+        try:
+            return measurement.along_step(step)
+        finally:
+            after.restore()
+            reshard(self._model)
+
+    def _on_any_rank(self, is_so: bool) -> bool:
+        return any(self._gather_from_ranks(float(is_so)))
+
+    def _gather_from_ranks(self, value: float) -> list[float]:
+        values: list[float] = gather_from_all_ranks(self._group, lambda: {"v": torch.tensor([value])})["v"].tolist()
+        return values

@@ -1,0 +1,315 @@
+"""A probe of the noise scale in prompts that resumes from a checkpoint reads as the probe that was not interrupted."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import sonde
+from sonde import PromptNoiseProbe, PromptNoiseReading
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from tests.damaged_states import damaged
+from tests.policy.sharded_policy import block_policy, cut, own_responses
+from tests.ranks import Ranks, mesh_of
+from tests.small_policy import drawn, policy
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process saves alone here
+
+FIRST_PART, WINDOWS, N_PROMPTS = 3, 6, 6
+
+
+def wrapped(wrapper: str) -> nn.Module:
+    model = policy()
+    if wrapper == "DDP":
+        return DistributedDataParallel(model)
+    if wrapper == "FSDP2":
+        mesh = mesh_of((dist.get_world_size(),))
+        fully_shard(model.hidden, mesh=mesh)
+        return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+    return model
+
+
+def measured(probe: PromptNoiseProbe, windows: range, rank: int = 0, n_ranks: int = 1) -> None:
+    """Measure these windows, each with the same responses however many ranks share them. In one, prompts are alone."""
+    sampler = policy()
+    for window in windows:
+        n_each = 1 if window == 1 else 2
+        rollouts = drawn(sampler, 10 * window, N_PROMPTS, seed=window, n_each=n_each)
+        if n_each == 1:  # a group of one completion has no advantage over its mean
+            rollouts = copy.copy(rollouts)
+            object.__setattr__(rollouts, "advantage", torch.linspace(-1.0, 1.5, N_PROMPTS))
+        own = (rollouts.prompt - 10 * window) * n_ranks // N_PROMPTS == rank
+        probe.measure(rollouts.rows(own.nonzero()[:, 0]))
+
+
+def probe_of(model: nn.Module, **options: Any) -> PromptNoiseProbe:
+    return PromptNoiseProbe(model, **({"horizon": 4.0} | options))
+
+
+def by_torch(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"probe": state}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["probe"]
+
+
+def by_json(state: Any) -> Any:
+    return json.loads(json.dumps(state, allow_nan=False))
+
+
+def contents(probe: PromptNoiseProbe) -> dict[str, Any]:
+    return dict(json.loads(probe.state_dict()["json"]))
+
+
+def with_contents(state: dict[str, Any], changed: Any) -> dict[str, Any]:
+    return state | {"json": json.dumps(changed)}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> PromptNoiseProbe:
+    probe = probe_of(policy())
+    measured(probe, range(WINDOWS))
+    assert probe.reading().status != "unresolved"
+    return probe
+
+
+@pytest.fixture(scope="module")
+def half() -> dict[str, Any]:
+    """The state after the first windows."""
+    probe = probe_of(policy())
+    measured(probe, range(FIRST_PART))
+    assert probe.reading().completions_share is not None
+    return probe.state_dict()
+
+
+@pytest.mark.parametrize("form", [by_torch, by_json])
+def test_a_resumed_probe_is_the_uninterrupted_one_bit_for_bit(
+    uninterrupted: PromptNoiseProbe, half: dict[str, Any], form: Callable[[Any], Any]
+) -> None:
+    probe = probe_of(policy())
+    probe.load_state_dict(form(half))
+    assert probe.state_dict() == half
+    assert probe.reading().windows == FIRST_PART
+    assert probe.reading().prompts_per_window == N_PROMPTS
+    measured(probe, range(FIRST_PART, WINDOWS))
+    assert probe.reading() == uninterrupted.reading()
+    assert probe.metrics() == uninterrupted.metrics()
+    assert probe.state_dict() == uninterrupted.state_dict()
+
+
+def test_the_probe_is_an_entry_of_a_distributed_checkpoint(tmp_path: Path, uninterrupted: PromptNoiseProbe) -> None:
+    assert issubclass(PromptNoiseProbe, Stateful)
+    dcp.save({"probe": uninterrupted}, checkpoint_id=tmp_path / "late", no_dist=True)
+    fresh, used = probe_of(policy()), probe_of(policy())
+    measured(used, range(1))
+    for probe in (fresh, used):
+        dcp.load({"probe": probe}, checkpoint_id=tmp_path / "late", no_dist=True)
+        assert probe.reading() == uninterrupted.reading()
+
+
+def on_ranks(jobs: list[tuple[str, str, str]]) -> list[tuple[PromptNoiseReading, PromptNoiseReading]]:
+    """Of each wrapper: save its first windows, or load the state and measure the others; both readings."""
+    readings = []
+    rank, n_ranks = dist.get_rank(), dist.get_world_size()
+    for wrapper, load, save in jobs:
+        probe = probe_of(wrapped(wrapper))
+        if load:
+            dcp.load({"probe": probe}, checkpoint_id=load)
+            before = probe.reading()
+            measured(probe, range(FIRST_PART, WINDOWS), rank, n_ranks)
+        else:
+            before = probe.reading()
+            measured(probe, range(FIRST_PART), rank, n_ranks)
+        if save:
+            dcp.save({"probe": probe}, checkpoint_id=save)
+        readings.append((before, probe.reading()))
+    return readings
+
+
+def assert_same(reading: PromptNoiseReading, expected: PromptNoiseReading) -> None:
+    # 1e-5: other ranks add fp32 gradients up in another order.
+    assert reading.trace_cov == pytest.approx(expected.trace_cov, rel=1e-5)
+    assert reading.grad_sq == pytest.approx(expected.grad_sq, abs=1e-5 * expected.trace_cov)  # type: ignore[operator]
+    assert reading.completions_share == pytest.approx(expected.completions_share, rel=1e-4)
+    assert (reading.low, reading.high) == pytest.approx((expected.low, expected.high), rel=1e-3)
+    assert (reading.status, reading.windows, reading.prompts_per_window) == (expected.status, WINDOWS, N_PROMPTS)
+
+
+def test_saved_on_two_ranks_and_resumed_on_three_and_on_one(
+    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, uninterrupted: PromptNoiseProbe
+) -> None:
+    """By another wrapper too: names and whole shapes are the same in all of them."""
+    expected = uninterrupted.reading()
+    ddp, fsdp = str(tmp_path / "ddp"), str(tmp_path / "fsdp")
+    (_, of_ddp), (_, of_fsdp) = ranks2(on_ranks, [("DDP", "", ddp), ("FSDP2", "", fsdp)])[0]
+    for by_rank in ranks3(on_ranks, [("FSDP2", ddp, ""), ("DDP", fsdp, "")]):
+        for (before, after), saved in zip(by_rank, (of_ddp, of_fsdp), strict=True):
+            assert before == saved
+            assert_same(after, expected)
+    for folder, saved in ((ddp, of_ddp), (fsdp, of_fsdp)):
+        probe = probe_of(wrapped("plain"))
+        dcp.load({"probe": probe}, checkpoint_id=folder, no_dist=True)
+        assert probe.reading() == saved
+        measured(probe, range(FIRST_PART, WINDOWS))
+        assert_same(probe.reading(), expected)
+
+
+def states_of(kinds: list[str]) -> list[dict[str, Any]]:
+    """The state of a probe of each model, made before a forward, and after one that left parameters gathered."""
+    states = []
+    for kind in kinds:
+        model, mesh, data_rank, n_data = cut(kind)
+        states.append(PromptNoiseProbe(model, mesh=mesh).state_dict())
+        with torch.no_grad():
+            model(own_responses(data_rank, n_data).inputs["input_ids"])
+        states.append(PromptNoiseProbe(model, mesh=mesh).state_dict())
+    return states
+
+
+def test_a_model_is_the_same_however_it_is_cut(ranks4: Ranks) -> None:
+    kinds = ["hsdp", "fsdp over tp", "fsdp over sp", "tp beside data parallelism"]
+    for states in ranks4(states_of, kinds):
+        for i, state in enumerate(states):
+            kind = kinds[i // 2]
+            assert state == PromptNoiseProbe(block_policy(scaled="sp" not in kind)).state_dict(), kind
+
+
+def test_a_probe_whose_parameters_are_frozen_later_resumes(half: dict[str, Any]) -> None:
+    """The state is of the parameters that the probe was made with, as in the run that saved it."""
+    model = policy()
+    probe = probe_of(model)
+    model.token.weight.requires_grad_(False)
+    probe.load_state_dict(half)
+    assert probe.state_dict() == half
+
+
+def others() -> dict[str, tuple[PromptNoiseProbe, str]]:
+    """Probes that must not go on with the state, and what they say."""
+    frozen = policy()
+    frozen.token.weight.requires_grad_(False)
+    return {
+        "model": (probe_of(nn.Linear(2, 2)), "measured other parameters"),
+        "frozen": (probe_of(frozen), "measured other parameters"),
+        "weighs": (
+            probe_of(policy(), weighs="tokens"),
+            "with weighs 'completions', but this probe has weighs 'tokens'",
+        ),
+        "horizon": (probe_of(policy(), horizon=5.0), "a horizon of 4 windows, this probe uses 5"),
+        "no horizon": (probe_of(policy(), horizon=math.inf), "a horizon of 4 windows, this probe uses inf"),
+        "temperature": (
+            probe_of(policy(), token_statistics=CausalLMStatistics(0.7)),
+            "with temperature 1.0, but this probe has temperature 0.7",
+        ),
+        "statistics": (
+            probe_of(policy(), token_statistics=lambda model, rollouts: (torch.empty(0), torch.empty(0))),
+            "with temperature 1.0, but this probe has temperature None",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["model", "frozen", "weighs", "horizon", "no horizon", "temperature", "statistics"])
+def test_the_state_of_another_measurement_is_refused(half: dict[str, Any], name: str) -> None:
+    probe, message = others()[name]
+    before = probe.state_dict()
+    with pytest.raises(ValueError, match=message):
+        probe.load_state_dict(half)
+    assert probe.state_dict() == before
+
+
+def test_probes_do_not_take_each_others_states(half: dict[str, Any]) -> None:
+    model = policy()
+    with sonde.attach(model, unit="prompts", units_per_piece=1, verbose=False) as other:
+        with pytest.raises(ValueError, match="saved by a PromptNoiseProbe, but this is a NoiseScaleProbe"):
+            other.load_state_dict(half)
+        with pytest.raises(ValueError, match="saved by a NoiseScaleProbe, but this is a PromptNoiseProbe"):
+            probe_of(model).load_state_dict(other.state_dict())
+
+
+MEASURED = {"trace_cov", "grad_sq", "dev_trace_trace", "dev_trace_grad", "dev_grad_grad"}
+"""Numbers of which no other entry says what they must be."""
+
+
+def is_refused(probe: PromptNoiseProbe, state: dict[str, Any]) -> bool:
+    try:
+        probe.load_state_dict(state)
+    except ValueError:
+        return True
+    return False
+
+
+def test_every_damage_is_refused_and_changes_nothing(half: dict[str, Any]) -> None:
+    """A number that no check can know to be wrong is taken, and gives a reading, not another error."""
+    probe = probe_of(policy())
+    measured(probe, range(1))
+    before, taken = probe.state_dict(), set()
+    for path, changed in damaged(json.loads(half["json"])):
+        if is_refused(probe, with_contents(half, changed)):
+            assert probe.state_dict() == before, path
+            continue
+        taken.add(path.rpartition("/")[2])
+        assert contents(probe) == changed, path
+        assert probe.reading().windows == FIRST_PART
+        assert probe.metrics()
+        probe.load_state_dict(before)
+    assert taken == MEASURED
+
+
+def test_averages_that_do_not_fit_each_other_are_refused(half: dict[str, Any]) -> None:
+    """In one of the windows, no prompt had two completions."""
+    changed = json.loads(half["json"])
+    averages = changed["averages"]
+    averages["noise"], averages["completions"] = averages["completions"], averages["noise"]
+    with pytest.raises(ValueError, match="3 of 2 windows cannot have had a prompt with two completions"):
+        probe_of(policy()).load_state_dict(with_contents(half, changed))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 4}, "prompt-noise probe state has version 4, but this sonde reads version 5"),
+        ({"version": None}, "version None"),
+        ({"json": "[1]"}, "must be a mapping"),
+        ({"json": None}, "no JSON"),
+        ({"json": "[" * 100_000}, "no JSON"),
+        ({"more": 1}, "unknown keys"),
+        (None, "version None"),
+        ([], r"version \[\]"),
+    ],
+    ids=lambda value: f"{value!s:.30}",
+)
+def test_a_damaged_text_is_refused(half: dict[str, Any], change: Any, message: str) -> None:
+    probe = probe_of(policy())
+    before = probe.state_dict()
+    with pytest.raises(ValueError, match=message):
+        probe.load_state_dict(half | change if isinstance(change, dict) else change)
+    assert probe.state_dict() == before
+
+
+def test_a_text_that_was_cut_off_is_refused(half: dict[str, Any]) -> None:
+    probe = probe_of(policy())
+    for end in range(0, len(half["json"]), 7):
+        with pytest.raises(ValueError, match="no JSON"):
+            probe.load_state_dict(half | {"json": half["json"][:end]})
+    assert probe.reading().windows == 0
+
+
+def test_a_measurement_that_failed_leaves_a_state_that_loads() -> None:
+    probe = probe_of(policy())
+    with pytest.raises(ValueError, match="need at least 2 prompts"):
+        probe.measure(drawn(policy(), 0, 1, seed=1))
+    assert contents(probe)["averages"]["prompts"] == 0
+    probe_of(policy()).load_state_dict(probe.state_dict())
