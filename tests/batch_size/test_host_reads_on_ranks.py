@@ -42,7 +42,7 @@ AT_HAND = {
     # torch works out a shard's place with tensors of its own, on the CPU, once for each placement.
     "parallel/placements.py:shard_of",
     # A mesh's ranks are a tensor on the CPU.
-    "parallel/placements.py:axes_over",
+    "parallel/meshes.py:axes_over",
     "parallel/placements.py:sharding_ranks",
 }
 """Functions that read. Those of the norm look at the device first, and read nothing of a GPU."""
