@@ -2,11 +2,11 @@
 
     python -m benchmarks.budget [--device cuda] [--windows 600] [--runs 60] [--out benchmarks/results]
 
-**Cost.** A GPT of about 75, 750 or 7,500 parameter tensors trains in blocks of windows: without a probe, with a probe
-that measures no window, with a probe at its defaults whose pace has settled, and without a probe again (the control).
-It is the same model in the same memory each time, since where the allocator puts a model makes 1 % of a window of 30
-ms. The table has the share that the probe says it costs, and how much longer windows took than without a probe: the
-median over blocks in three processes, with its bootstrap 95 % interval.
+**Cost.** Four copies of a GPT of about 75, 750 or 7,500 parameter tensors train side by side, window by window in turn:
+without a probe, without one again (the control), with a probe that measures no window, and with a probe at its defaults
+whose pace has settled. They change roles, until each has had each, since where the allocator puts a model makes 1 % of
+a window of 30 ms. The table has the share that the probe says it costs, and how much longer windows took than without a
+probe: the median over blocks in three processes, with its bootstrap 95 % interval.
 
 **Interval.** The runs of `benchmarks.present_noise_scale`, of which one window in 1, 4 or 16 is measured: how often the
 interval holds the present value, with a horizon of 50 measured windows, and with one of 50 windows of training.
@@ -15,7 +15,9 @@ interval holds the present value, with a horizon of 50 measured windows, and wit
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -50,8 +52,8 @@ STAYS = 200
 """A pace has settled when it has stayed for so many windows."""
 MOST_SETTLING = 1000
 """Windows after which the cost is measured even if the pace still changes."""
-COMPARED = ("control", "idle", "at budget")
-"""Besides training without a probe."""
+PLAIN, CONTROL, IDLE, AT_BUDGET = "plain", "control", "idle", "at budget"
+ROLES = (PLAIN, CONTROL, IDLE, AT_BUDGET)
 EVERIES = (1, 4, 16)
 SETTINGS = (("sgd", 0.05), ("sgd", 0.2), ("momentum", 0.005), ("momentum", 0.02), ("adamw", 0.001), ("adamw", 0.003))
 N_WINDOWS = 800
@@ -90,24 +92,19 @@ def cost_of(setup: Setup, n_windows: int, processes: int = PROCESSES) -> CostOfS
         processes: how many.
     """
     (state, pace), *_ = on_ranks(setup, settle, start="spawn")
-    block = min(pace.every, n_windows)
+    block = min(pace.every, max(n_windows // len(ROLES), 1))
+    n_blocks = max(round(n_windows / (block * len(ROLES))), 1)
     rounds = [
-        on_ranks(setup, seconds_of_blocks, state, block, max(round(n_windows / block), 1), seed, start="spawn")[0]
-        for seed in range(processes)
+        on_ranks(setup, seconds_of_blocks, state, block, n_blocks, seed, start="spawn")[0] for seed in range(processes)
     ]
     tensors = sum(1 for _ in build(setup.shape, torch.device("cpu")).parameters())
-    costs = (cost([[(block["plain"], block[name]) for block in blocks] for blocks in rounds]) for name in COMPARED)
+    costs = (cost([[(block[PLAIN], block[role]) for block in blocks] for blocks in rounds]) for role in ROLES[1:])
     return CostOfSize(tensors, pace.every, pace.share, pace.error, *costs)
 
 
 def at_budget(run: Run) -> Sonde:
     """sonde at its defaults: a budget of 1 %, pieces or examples, and a report in every tenth window."""
     return Sonde(run, every=None, per_example="auto", report_every=10)
-
-
-def idle(run: Run) -> Sonde:
-    """sonde attached, and no window measured after the first."""
-    return Sonde(run, every=10**6)
 
 
 def settle(setup: Setup) -> tuple[dict[str, object], MeasuringCost]:
@@ -129,46 +126,57 @@ def settle(setup: Setup) -> tuple[dict[str, object], MeasuringCost]:
 def seconds_of_blocks(
     setup: Setup, state: dict[str, object], block: int, n_blocks: int, seed: int
 ) -> list[dict[str, float]]:
-    """Seconds per window of each contestant in each block; every block trains the same model with all of them in turn.
+    """Seconds per window in each role, for each block; a block has windows of each copy of the model in each role.
 
     Args:
         setup: model and windows.
-        state: of a settled probe, which goes on from block to block.
-        block: windows in a block of one contestant.
+        state: of a settled probe, which goes on wherever a copy takes that role.
+        block: windows of each copy in each role, in one block.
         n_blocks: blocks.
         seed: of the windows.
     """
-    run = Run(setup)
-    names = ["plain", *COMPARED]
-    drawn = draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + block, seed=seed)
-    for window in drawn:
-        run.train_window(Plain(run), window)
-    blocks = []
-    for k in range(n_blocks):
-        took = {}
-        for i in range(len(names)):  # each comes first, last and in between, and after each other
-            name = names[(k + i * (-1) ** (k // len(names))) % len(names)]
-            contestant = {"idle": idle, "at budget": at_budget}.get(name, Plain)(run)
-            if name == "at budget":
-                assert isinstance(contestant, Sonde)
-                contestant.probe.load_state_dict(state)
-            took[name] = _seconds_per_window(run, contestant, drawn)
+    runs = [Run(setup) for _ in ROLES]
+    drawn = draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + block * n_blocks, seed=seed)
+    blocks = [dict.fromkeys(ROLES, 0.0) for _ in range(n_blocks)]
+    for shift in range(len(ROLES)):
+        run_in = {role: runs[(i + shift) % len(runs)] for i, role in enumerate(ROLES)}
+        trained = {role: in_role(role, run, state) for role, run in run_in.items()}
+        for k, window in enumerate(drawn):
+            seconds = _seconds_of_each(setup, run_in, trained, window, k)
+            if k >= WARM_UP_WINDOWS:
+                took = blocks[(k - WARM_UP_WINDOWS) // block]
+                for role, each in seconds.items():
+                    took[role] += each / (block * len(ROLES))
+        for role, contestant in trained.items():
             if isinstance(contestant, Sonde):
-                state = contestant.probe.state_dict() if name == "at budget" else state
+                state = contestant.probe.state_dict() if role == AT_BUDGET else state
                 contestant.probe.close()
-        blocks.append(took)
     return blocks
 
 
-def _seconds_per_window(run: Run, contestant: Plain, windows: Tensor) -> float:
-    """Of all windows after the first few."""
-    for window in windows[:WARM_UP_WINDOWS]:
-        run.train_window(contestant, window)
-    gc.collect()
+def in_role(role: str, run: Run, state: dict[str, object]) -> Plain:
+    """The contestant of a role, attached to a run."""
+    if role in (PLAIN, CONTROL):
+        return Plain(run)
+    contestant = at_budget(run) if role == AT_BUDGET else Sonde(run, every=10**6)
+    if role == AT_BUDGET:
+        contestant.probe.load_state_dict(state)
+    return contestant
+
+
+def _seconds_of_each(
+    setup: Setup, run_in: dict[str, Run], trained: dict[str, Plain], window: Tensor, k: int
+) -> dict[str, float]:
+    """Of one window in every role; the order changes from window to window, so that each follows each."""
+    orders = list(itertools.permutations(ROLES))
+    seconds = {}
+    gc.collect(0)
     gc.disable()
-    took = seconds_of(lambda: [run.train_window(contestant, w) for w in windows[WARM_UP_WINDOWS:]], run.setup.device)
+    for role in orders[k % len(orders)]:
+        work = functools.partial(run_in[role].train_window, trained[role], window)
+        seconds[role] = seconds_of(work, setup.device)
     gc.enable()
-    return took / (len(windows) - WARM_UP_WINDOWS)
+    return seconds
 
 
 @dataclass(frozen=True)
