@@ -12,7 +12,7 @@ import pytest
 
 from sonde.batch_size.budget import FIRST_WINDOWS, Pace
 from sonde.batch_size.measuring_cost import MOST_EVERY, N_COSTS, WindowCosts
-from tests.batch_size.paces import measured_by, timed
+from tests.batch_size.paces import feed, measured_by, timed
 from tests.mutants import Mutant
 
 
@@ -165,28 +165,6 @@ def test_costs_of_a_comparison_that_has_ended_are_forgotten() -> None:
         if pace.every > 1:
             break
     assert pace.every == math.ceil(0.005 / (0.03 * 0.009 / 0.991))
-
-
-def feed(pace: Pace, costs: dict[str, float]) -> None:
-    """Let windows end until one was measured, and give its costs."""
-    while not pace.is_measured:
-        pace.window_ends()
-    number = pace.windows + 1
-    pace.window_ends()
-    pace.take(number, WindowCosts(**costs))
-
-
-def test_a_few_dear_windows_slow_the_pace_by_four_at_most() -> None:
-    """At one window in 1,000, it would take thousands of windows to learn that they were an accident."""
-    pace, rng = Pace(budget=0.01), random.Random(5)
-    chosen = []
-    for i in range(80):
-        idle = 1e-2 if 60 <= i < 64 else 1e-5
-        feed(pace, timed(measured=0.005, idle=idle, window=0.03, every=pace.every, rng=rng) | {"has_verdict": 1})
-        chosen.append(pace.every)
-    steps = list(itertools.pairwise(chosen[chosen.index(next(n for n in chosen if n > 1)) :]))
-    assert all(after <= 4 * before for before, after in steps)
-    assert any(after > before for before, after in steps)
 
 
 def test_windows_that_are_longer_by_more_than_was_timed_count_as_dearer() -> None:

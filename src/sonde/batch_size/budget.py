@@ -227,6 +227,8 @@ class Pace:
         alike = [row for row in self._rows if (row.every > 1) == (self._every > 1)]
         if (wanted := affordable_every(alike if len(alike) >= FEWEST else self._rows, self.budget)) is None:
             return
+        if len(alike) < FEWEST:  # the last ones may show already that they are dearer now
+            wanted = max(wanted, affordable_every(list(self._rows)[-FEWEST:], self.budget) or 1)
         if self._every > 1:  # a few windows may have been dear by accident, and a slow pace learns it late
             wanted = min(wanted, _MOST_SLOWER * self._every)
         low, high = _LEAST_CHANGE

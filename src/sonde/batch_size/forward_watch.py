@@ -6,6 +6,7 @@ import time
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from sonde.parallel.devices import is_capturing, runs_beside_host
 
@@ -13,9 +14,10 @@ from sonde.parallel.devices import is_capturing, runs_beside_host
 class ForwardWatch:
     """Compares the forward passes of a model with the backwards that were taken for pieces.
 
-    Only backwards outside `piece()` are compared: whoever declares pieces knows them. A model whose submodules are
-    called one by one has no forward pass of its own, and is not judged. Nor is a model whose forward was compiled
-    with its hooks: forwards inside a graph are not counted, while those of other shapes may still run uncompiled.
+    Only backwards outside `piece()` are compared: whoever declares pieces knows them, and pays for no hook. A model
+    whose submodules are called one by one has no forward pass of its own, and is not judged. Nor is a model whose
+    forward was compiled with its hooks: forwards inside a graph are not counted, while those of other shapes may still
+    run uncompiled.
 
     Args:
         model: as the user calls it.
@@ -23,15 +25,27 @@ class ForwardWatch:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._forwards = _ForwardCounter(device)
-        is_scripted = isinstance(model, torch.jit.ScriptModule)  # which takes no hooks, and is not judged
-        self._handle = None if is_scripted else model.register_forward_hook(self._forwards)
+        self._model, self._forwards = model, _ForwardCounter(device)
+        self._may_be_recorded = runs_beside_host(device)
+        self._handle: RemovableHandle | None = None
         self._backwards = 0
         self._had_more = False
+        self._register()
+
+    def _register(self) -> None:
+        if not isinstance(self._model, torch.jit.ScriptModule):  # which takes no hooks, and is not judged
+            self._handle = self._model.register_forward_hook(self._forwards)
+
+    def watch(self) -> None:
+        """Count forwards again, if they are not counted. Called after one that was not."""
+        if self._handle is None:
+            self._register()
+            self._forwards.n += self._handle is not None
 
     def backward_ended(self) -> None:
         """Count a backward outside `piece()`."""
         self._backwards += 1
+        self.watch()
 
     @property
     def n_forwards(self) -> int:
@@ -52,8 +66,11 @@ class ForwardWatch:
         """Note the end of a window that was not measured: its backwards were not counted."""
         self._forwards.n = self._backwards = 0
 
-    def window_ends(self) -> bool:
-        """Note the end of a measured window.
+    def window_ends(self, *, has_pieces: bool) -> bool:
+        """Note the end of a measured window. If all its pieces were declared, forwards are no longer watched.
+
+        Args:
+            has_pieces: whether the window has any.
 
         Returns:
             Whether this window and the measured one before had more backwards than forwards. A single one proves
@@ -63,12 +80,16 @@ class ForwardWatch:
         forwards, backwards = self._forwards.n, self._backwards
         self._forwards.n = self._backwards = 0
         had_more, self._had_more = self._had_more, 0 < forwards < backwards and not self._forwards.was_compiled
+        # Whether graphs are recorded is asked in each forward, on devices that have graphs.
+        if has_pieces and not (backwards or self._may_be_recorded or self._forwards.was_compiled):
+            self.close()
         return self._had_more and had_more
 
     def close(self) -> None:
         """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
+        self._handle = None
 
 
 class _ForwardCounter:

@@ -79,6 +79,7 @@ class LoopWatch:
         self._steps.is_measured = is_measured
 
     def _n_runs(self) -> int:
+        self._forwards.watch()  # asked at steps that were not announced: the loop may declare no pieces any more
         return self._forwards.n_forwards + self.n_passed_pieces
 
     def window_passes(self, number: int) -> TrainedChange | None:
@@ -108,7 +109,7 @@ class LoopWatch:
             Problem.ENDED_LATE: self._steps.window_ends(),
             Problem.STEPPED_IN_BACKWARD: self._steps.take_stepped_in_backward(),
             Problem.TAKEN_IN_BACKWARD: self._gradients_were_taken(),
-            Problem.MORE_BACKWARDS: self._forwards.window_ends(),
+            Problem.MORE_BACKWARDS: self._forwards.window_ends(has_pieces=self._reader.n_pieces > 0),
         }
         change = self._trained.window_ends(number)
         return LoopNotes(tuple(p for p, is_found in found.items() if is_found), change)

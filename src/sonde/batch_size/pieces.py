@@ -50,7 +50,8 @@ class DeclaredPiece:
         if self._is_usual and pieces.is_quiet and not pieces.is_open:  # nearly all pieces, so this is short
             pieces.is_open, self._counts = True, None
             pieces.loop.n_passed_pieces += 1
-            pieces.seconds += min(time.perf_counter() - self._made, _LONGEST)  # it may have been made long before
+            took = time.perf_counter() - self._made
+            pieces.seconds += took if took < _LONGEST else _LONGEST  # it may have been made long before
         else:
             self._counts = pieces.begin(*self._given)
 

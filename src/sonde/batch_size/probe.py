@@ -282,7 +282,8 @@ class NoiseScaleProbe:
             ValueError: for units or weights that are not positive and finite.
             RuntimeError: inside another piece, or when the number of units is not known.
         """
-        self._check_open()
+        if self._closed:
+            self._check_open()
         return DeclaredPiece(self._pieces, units, weight, unit_weights)
 
     def pieces(
