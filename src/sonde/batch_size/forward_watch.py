@@ -45,7 +45,6 @@ class ForwardWatch:
     def backward_ended(self) -> None:
         """Count a backward outside `piece()`."""
         self._backwards += 1
-        self.watch()
 
     @property
     def n_forwards(self) -> int:
