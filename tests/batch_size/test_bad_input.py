@@ -149,10 +149,6 @@ def _uneven(setup: str, n_pieces: tuple[int, int]) -> dict[str, Any]:
     """A rank with fewer pieces fills up with backwards that add nothing, since DDP and FSDP2 need as many on each."""
     model, rank = cut(setup, small()), dist.get_rank()
     with attached(model) as probe:
-        with probe.piece(units=1):  # so that later backwards outside of pieces are none
-            mean_loss(model, *pieces_of(rank, 9, 1)[0]).backward()
-        probe.step()
-        clear(model)
         own = pieces_of(rank, 0, n_pieces[rank], units=3 + rank)
         run_window(probe, model, own, fill=max(n_pieces) - len(own))
         result = known(probe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -315,14 +315,13 @@ def _misused(how: str) -> tuple[str, dict[str, int]]:
             probe.step()
         except (RuntimeError, ValueError) as error:
             said = str(error)
-        dropped = dict(probe.reading().dropped) if how in ("fewer", "more") else {}
+        dropped = dict(probe.reading().dropped) if how in ("fewer", "more", "outside") else {}
     return said, dropped
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("outside", "a pipeline schedule ran outside pieces.*with probe.pieces"),
         ("too few units", "units must have one number for each of 4 micro-batches, got 1"),
         ("a bad weight", "weight must be positive and finite, got 0.0"),
     ],
@@ -333,11 +332,49 @@ def test_misuse_is_refused(ranks2: Ranks, how: str, message: str) -> None:
             raise ValueError(said)
 
 
-@pytest.mark.parametrize("how", ["fewer", "more"])
-def test_another_number_of_micro_batches_drops_the_window(ranks2: Ranks, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("fewer", "another number of gradients than the schedule"),
+        ("more", "another number of gradients than the schedule"),
+        ("outside", "a pipeline schedule ran outside pieces()"),
+    ],
+)
+def test_micro_batches_that_cannot_be_told_apart_drop_the_window(ranks2: Ranks, how: str, message: str) -> None:
     for said, dropped in ranks2(_misused, how):
         assert said == ""
-        assert ["another number of gradients than the schedule" in reason for reason in dropped] == [True]
+        assert [message in reason for reason in dropped] == [True]
+
+
+def _filled_up(pipe: Pipeline) -> tuple[list[Any], list[Any]]:
+    """One data-parallel rank runs schedules without pieces, in which no target counts, so that its peers can reduce."""
+    mesh, model, schedule, numbers, n_stages = stages_of(pipe)
+    dp_rank = mesh.get_local_rank("dp")
+    options: dict[str, Any] = {"unit": "sequences", "verbose": False, "every": 1, "groups": part_of}
+    with sonde.attach(model, mesh=mesh, pp_mesh=mesh["pp"], **options) as probe:
+        values, by_one = [], []
+        for window in range(WINDOWS):
+            if dp_rank == 0:
+                with probe.pieces(N_PIECES, units=UNITS, weights=weights(0, window, True)):
+                    run(schedule, numbers, n_stages, 0, window)
+            else:
+                inputs, targets = data(1, window)
+                nothing = {"target": torch.full_like(targets, IGNORED)} if n_stages - 1 in numbers else {}
+                schedule.step(*([inputs] if 0 in numbers else []), **nothing)
+            probe.step()
+            model.zero_grad()
+            solved = probe.window()
+            values.append(solved and (solved.total.trace_cov, solved.total.grad_sq))
+            by_one.append(by_hand(whole_model(model, mesh), replace(pipe, dp=1), window)[""])
+        return values, by_one
+
+
+@pytest.mark.parametrize("ddp", [True, False])
+def test_a_rank_without_micro_batches_fills_up_from_the_first_window_on(ranks4: Ranks, ddp: bool) -> None:
+    for values, by_one in ranks4(_filled_up, Pipeline("Schedule1F1B", dp=2, ddp=ddp, weighted=True)):
+        for value, (trace_cov, grad_sq) in zip(values, by_one, strict=True):
+            # Averaged over two ranks, the gradient is half as large as that of the one rank with data.
+            assert value == pytest.approx((trace_cov / 4, grad_sq / 4), abs=1e-5 * trace_cov / 4)
 
 
 def _without_the_axis() -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import PieceCounts, check_counts, piece_counts
 from sonde.batch_size.units import counted_in
@@ -72,6 +73,8 @@ class Pieces:
         loop: counts pieces of windows that are not measured.
         pacing: says whether a window is measured.
         in_pipeline: whether the model is a pipeline's stage, so that a backward alone is no piece.
+        has_peers: whether other ranks sum with this one. They would wait for a rank that raises alone, so a window
+            with backwards that are no pieces is dropped instead, unless a rank declares pieces.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Pieces:
         loop: LoopWatch,
         pacing: Pacing,
         in_pipeline: bool = False,
+        has_peers: bool = False,
     ) -> None:
         self._names, self._units_per_piece = tuple(names), units_per_piece
         self._reader, self.loop, self._pacing = reader, loop, pacing
@@ -94,8 +98,9 @@ class Pieces:
         """Whether the number of units need not be given for each piece."""
         self.seconds = 0.0
         """Host time spent so far in declared pieces of such windows."""
-        self._units_unknown = False
-        self._in_pipeline, self._ran_outside = in_pipeline, False
+        self._in_pipeline, self._has_peers = in_pipeline, has_peers
+        self._units_unknown = self._ran_outside = False
+        """Errors that are raised from the user's own call, not inside autograd."""
 
     def begin(
         self, units: Units, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
@@ -201,29 +206,26 @@ class Pieces:
         """End the piece that was a backward outside `piece()`."""
         self.loop.backward_ended()
         if self._in_pipeline:
-            self._reader.discard_piece()
-            self._ran_outside = True
+            self._reader.leave_out_backward(Problem.OUTSIDE_SCHEDULE)
+            self._ran_outside = not self._has_peers
         elif self._units_per_piece is None:
-            self._reader.discard_piece()
-            self._units_unknown = True  # the error is raised from the user's own call, not inside autograd
+            self._reader.leave_out_backward(Problem.UNITS_UNKNOWN)
+            self._units_unknown = not self._has_peers
         else:
             first, further = self._counted(None, has_weights=False)
-            self._reader.end_piece(piece_counts(first, 1.0, None, further))
+            self._reader.end_piece(piece_counts(first, 1.0, None, further), is_declared=False)
 
     def check_ended(self) -> None:
         """Refuse to end a window that cannot end here.
 
         Raises:
-            RuntimeError: inside a piece, or when the number of units is not known.
+            RuntimeError: inside a piece; in one process, also when the number of units is not known.
         """
         if self.is_open:
             raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
         if self._ran_outside:
             self._ran_outside = False
-            raise RuntimeError(
-                "a pipeline schedule ran outside pieces(), so its micro-batches cannot be told apart: run each step in "
-                "'with probe.pieces(n_microbatches):'"
-            )
+            raise RuntimeError(Problem.OUTSIDE_SCHEDULE.message)
         if self._units_unknown:
             self._known_units()
 

@@ -216,6 +216,7 @@ class NoiseScaleProbe:
             loop=self._loop,
             pacing=self._pacing,
             in_pipeline=found.in_pipeline,
+            has_peers=n_summed_ranks > 1,
         )
         try:
             further = self._metrics.further
@@ -318,7 +319,8 @@ class NoiseScaleProbe:
         is dropped.
 
         Raises:
-            RuntimeError: inside a piece, or when the number of units is not known.
+            RuntimeError: inside a piece; in one process, also when the number of units is not known. Peers would wait
+                for a rank that raises, so with several ranks such a window is dropped.
 
         While a CUDA graph is recorded, it does nothing but say so, since a graph that is replayed calls nothing.
         """

@@ -62,6 +62,8 @@ class WindowRow:
         neighbours: neighbouring pieces compared with distant ones.
         repeats: pieces and ranks with the same gradient.
         further_units: its size in each further unit.
+        n_ranks_with_one_piece: ranks with data of their own that had exactly one piece.
+        n_ranks_declaring: ranks that take only declared pieces by now.
         examples: the window's single examples; None if it is to be solved from its pieces.
         step: of the window as one of two consecutive steps, if the two are to be solved together; None otherwise.
         pair: of this window and the one before together, which it is to be solved from; None otherwise.
@@ -89,6 +91,8 @@ class WindowRow:
     neighbours: NeighbourSums = field(default_factory=NeighbourSums)
     repeats: Repeats = field(default_factory=Repeats)
     further_units: Sequence[float] = ()
+    n_ranks_with_one_piece: int = 0
+    n_ranks_declaring: int = 0
     examples: ExampleSums | None = None
     step: StepProducts | None = None
     pair: StepPair | None = None

@@ -28,7 +28,7 @@ from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.switched_hooks import SwitchedHooks
-from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
+from sonde.batch_size.taps.tap import CountedBackwards, GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import is_capturing, keep_for_present_stream
 
@@ -93,7 +93,8 @@ class DDPBucketTap:
         further: metrics beside it; None without.
         comm_hook: the user's own hook, which does the reduction; None for DDP's average.
         comm_state: the state that the user's hook is called with.
-        on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
+        counted: which backwards are pieces; shared with the taps before and after this one.
+        on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
 
     Raises:
         ValueError: when the user's own communication hook is registered, another tap reads the buckets, or a hook
@@ -110,6 +111,7 @@ class DDPBucketTap:
         further: FurtherMetrics | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
+        counted: CountedBackwards | None = None,
         on_backward_end: Callable[[], None],
     ) -> None:
         if is_tapped(model):
@@ -131,7 +133,8 @@ class DDPBucketTap:
         self._size = len(parameters)
         self._problems = [0] * len(Problem)
         self._on_backward_end = on_backward_end
-        self._explicit = self._only_explicit = self._has_backward = False
+        self._counted = CountedBackwards() if counted is None else counted
+        self._explicit = self._has_backward = False
         self._backward: int | None = None
         """Autograd's number of the running backward, if it is outside declared pieces."""
         self._left_overs = LeftOvers(parameters, witness)
@@ -142,7 +145,7 @@ class DDPBucketTap:
 
     def begin_piece(self, *, is_first: bool) -> None:
         """From here until `end_piece` all backwards are one piece. Later backwards must not run outside pieces."""
-        self._explicit = self._only_explicit = True
+        self._explicit = self._counted.only_declared = True
         self._has_backward = False
 
     def end_piece(self) -> None:
@@ -165,6 +168,11 @@ class DDPBucketTap:
     def discard_piece(self) -> None:
         """Count the interruption. The buckets keep the interrupted piece's part."""
         self._problems[Problem.INTERRUPTED_IN_BUCKETS] += self._has_backward
+        self._explicit = self._has_backward = False
+
+    def leave_out_backward(self) -> None:
+        """Count the backward outside pieces that has just ended. The buckets keep its part."""
+        self._problems[Problem.OUTSIDE_PIECES] += 1
         self._explicit = self._has_backward = False
 
     def _hook(self, index: int) -> Callable[[Tensor | None], None]:
@@ -190,7 +198,7 @@ class DDPBucketTap:
     def _saw_backward(self, grad: Tensor) -> None:
         self._has_backward = True
         # With declared pieces, every backward must run inside a piece.
-        if self._only_explicit:
+        if self._counted.only_declared:
             self._problems[Problem.OUTSIDE_PIECES] += not self._explicit
             return
         # Without declared pieces, each backward is a piece. Autograd's number of the backward shows a new one. There is

@@ -22,7 +22,7 @@ from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL, STAGED_NUMEL_ON_CPU, PieceGradient, Reading
 from sonde.batch_size.taps.switched_hooks import SwitchedHooks
-from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
+from sonde.batch_size.taps.tap import CountedBackwards, GradientSummary, Number, Problem
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import is_capturing
 
@@ -39,7 +39,8 @@ class LeafHookTap:
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
         further: metrics beside `metric`; None without.
-        on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended.
+        counted: which backwards are pieces; shared with the taps before and after this one.
+        on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
         n_collectives: counts the collectives that the ranks have issued so far; any of them may have reduced `.grad`.
         staging_bytes: bound of the memory for gradients that wait.
         staged_numel: gradients up to this many elements wait; by default as `piece_gradient.STAGED_NUMEL` says.
@@ -55,6 +56,7 @@ class LeafHookTap:
         cut: CutGradients | None = None,
         context: ContextPieces | None = None,
         further: FurtherMetrics | None = None,
+        counted: CountedBackwards | None = None,
         on_backward_end: Callable[[], None],
         n_collectives: Callable[[], int] = lambda: 0,
         staging_bytes: int = 8 * 2**20,
@@ -78,12 +80,13 @@ class LeafHookTap:
         )
         self._context = context
         self._problems = [0] * len(Problem)
-        self._explicit = self._only_explicit = False
+        self._counted = CountedBackwards() if counted is None else counted
+        self._explicit = False
         self._left_overs = LeftOvers(leaves if parameters is None else parameters, witness)
         self._scheduled: list[PieceGradient] = []
         self._turns: list[int] = []
         self._asked_at: int | None = None
-        self._is_recorded = False
+        self._is_recorded = self._has_left_out = False
         self._reset()
         self._hooks = SwitchedHooks(leaves, map(self._hook, range(len(leaves))))
 
@@ -100,8 +103,8 @@ class LeafHookTap:
             is_first: whether the piece is the first of its window on this rank, so that `.grad` holds nothing else.
         """
         self._reset()
-        self._explicit = self._only_explicit = True
-        self._grad_is_piece = is_first
+        self._explicit = self._counted.only_declared = True
+        self._grad_is_piece = is_first and not self._has_left_out
 
     def end_piece(self) -> GradientSummary:
         """The gradient of the piece that ends here; parameters that it did not reach count as 0."""
@@ -118,7 +121,7 @@ class LeafHookTap:
         parameter is of the k-th piece.
         """
         self._reset()
-        self._explicit = self._only_explicit = True
+        self._explicit = self._counted.only_declared = True
         bound = self._reading.staging_bytes // n
         self._scheduled = [PieceGradient(self._reading, bound, clones=True) for _ in range(n)]
         self._turns = [0] * len(self._reading.leaves)
@@ -141,9 +144,15 @@ class LeafHookTap:
         self._reset()
         self._explicit = False
 
+    def leave_out_backward(self) -> None:
+        """Forget the backward outside pieces that has just ended. It has added to `.grad`."""
+        self._has_left_out = True
+        self._reset()
+
     def end_window(self) -> None:
         """Return nothing: `end_piece` has given the gradient of every piece."""
         self._left_overs.new_window()
+        self._has_left_out = False
 
     def take_problems(self) -> list[Number]:
         """Counts per `Problem` since the last call, some of them on the device; the counts start again from 0."""
@@ -188,7 +197,7 @@ class LeafHookTap:
     def _opens_backward(self, index: int, grad: Tensor) -> bool:
         """Whether a backward that is met for the first time counts; if so, add it to a piece and watch for its end."""
         # Once pieces are declared, a backward outside them does not count; torch.autograd.grad never counts.
-        if (self._only_explicit and not self._explicit) or not accumulates(self._reading.leaves[index]):
+        if (self._counted.only_declared and not self._explicit) or not accumulates(self._reading.leaves[index]):
             return False
         if self._runs_in_graph(grad):
             return False

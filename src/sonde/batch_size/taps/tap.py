@@ -95,6 +95,14 @@ class ExpertsOfWindow:
     witness_final: Tensor
 
 
+class CountedBackwards:
+    """Which backwards are pieces: each of them, or only those in declared pieces. All taps of a probe share one."""
+
+    def __init__(self) -> None:
+        self.only_declared = False
+        """Whether this rank has declared a piece, or has learnt that another rank has."""
+
+
 class Tap(Protocol):
     """Reads the gradients of pieces and never changes them. A new way to read gradients is a new class of this kind."""
 
@@ -121,6 +129,9 @@ class Tap(Protocol):
 
     def discard_piece(self) -> None:
         """Forget the present piece, or pieces. Their backward may have changed `.grad` already."""
+
+    def leave_out_backward(self) -> None:
+        """Forget the backward outside pieces that has just ended, since it is no piece. It has added to `.grad`."""
 
     def end_window(self) -> RankGradient | None:
         """This rank's whole window; None from a tap that has given the gradient of each piece."""
@@ -151,6 +162,9 @@ class Problem(IntEnum):
     REPLACED = 26
     IN_CUDA_GRAPH = 27
     ENDED_LATE = 0
+    NOT_ALL_DECLARED = 31
+    UNITS_UNKNOWN = 32
+    OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
     LOSS_SCALE = 3
@@ -183,6 +197,17 @@ class Problem(IntEnum):
         """Whether the window may be sound all the same. The problem only explains a gradient that turns out changed."""
         return self is Problem.INTERRUPTED
 
+    def applies(self, *, are_declared: bool) -> bool:
+        """Whether what was counted is a problem. It depends on all ranks for backwards outside declared pieces.
+
+        Args:
+            are_declared: whether any rank declares pieces.
+        """
+        if self is Problem.NOT_ALL_DECLARED:
+            return are_declared
+        # Beside declared pieces such backwards fill up, and do not count: they need no number of units.
+        return not (are_declared and self in (Problem.UNITS_UNKNOWN, Problem.OUTSIDE_SCHEDULE))
+
     @property
     def message(self) -> str:
         """The cause, and what to do about it."""
@@ -208,6 +233,19 @@ _MESSAGES = {
     ),
     Problem.ENDED_LATE: (
         "the window was ended after optimizer.step(): call probe.step() or probe.clip_grad_norm_() before it"
+    ),
+    Problem.NOT_ALL_DECLARED: (
+        "a rank had backwards outside piece(), each counted as a piece of units_per_piece, while it or another rank "
+        "declares its pieces. A few windows later all ranks know this, and such backwards no longer count. If it goes "
+        "on, as where ranks that share pieces never declare any, pass units= to piece() in place of units_per_piece="
+    ),
+    Problem.UNITS_UNKNOWN: (
+        "the number of units in a piece is not known: pass units_per_piece= to attach, or enter "
+        "'with probe.piece(units=…):' around the backward of each micro-batch"
+    ),
+    Problem.OUTSIDE_SCHEDULE: (
+        "a pipeline schedule ran outside pieces(), so its micro-batches cannot be told apart: run each step in "
+        "'with probe.pieces(n_microbatches):'"
     ),
     Problem.NO_SECOND_MOMENT: (
         "metric='adam' weighs gradients by the optimizer's second moment, which exists only after its first step"

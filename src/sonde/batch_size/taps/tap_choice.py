@@ -15,14 +15,16 @@ from sonde.batch_size.taps.ddp_division import why_division_differs
 from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.taps.metric import GradientMetric
-from sonde.batch_size.taps.tap import GradientSummary, Problem, Tap
+from sonde.batch_size.taps.tap import CountedBackwards, GradientSummary, Problem, Tap
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.wrappers import Wrapper, n_collectives
 
 TapName = Literal["auto", "leaf", "comm_hook"]
 
 _WINDOWS_BEFORE_BUCKETS = 3
-_BUCKET_PROBLEMS = {p.name.lower() for p in (Problem.SEVERAL_REDUCTIONS, Problem.EMPTY_PIECE, Problem.REENTRANT)}
+_BUCKET_PROBLEMS = {
+    p.name.lower() for p in (Problem.SEVERAL_REDUCTIONS, Problem.EMPTY_PIECE, Problem.REENTRANT, Problem.OUTSIDE_PIECES)
+}
 """Problems of DDP's buckets that leaf hooks may not have."""
 
 
@@ -60,6 +62,11 @@ class TapChoice:
         self._wrapper, self._witness, self._metric, self._further = wrapper, witness, metric, further
         self._staging_bytes, self._on_backward = staging_bytes, on_backward
         self._is_auto = name == "auto"
+        self.counted = CountedBackwards()
+        """Which backwards are pieces."""
+        self._shares_pieces = bool(
+            wrapper.data.n_sharing > 1 or wrapper.experts or wrapper.has_cut_leaves or wrapper.sequence_group
+        )
         self._seconds_before = 0.0
         self._one_piece_windows = 0
         self._buckets_fail = False
@@ -104,7 +111,11 @@ class TapChoice:
 
     def saw_row(self, row: WindowRow, *, is_sound: bool) -> None:
         """Note a window whose numbers have come to the host, and whether they can be used."""
-        one_piece_per_rank = is_sound and row.n_pieces == self._wrapper.n_ranks
+        # Numbers come to each rank at a time of its own. Ranks that share pieces sum parts of each, so all of them must
+        # take the same backwards for pieces: they learn it together, by the first piece that they declare.
+        if row.n_ranks_declaring and not self._shares_pieces:
+            self.counted.only_declared = True
+        one_piece_per_rank = is_sound and row.n_ranks_with_one_piece == self._wrapper.n_ranks
         self._one_piece_windows = self._one_piece_windows + 1 if one_piece_per_rank else 0
         self._buckets_fail |= any(problem.kind in _BUCKET_PROBLEMS for problem in row.problems)
 
@@ -169,6 +180,7 @@ class TapChoice:
             else None,
             context=self._context_pieces(),
             further=self._further,
+            counted=self.counted,
             on_backward_end=self._on_backward,
             n_collectives=lambda: n_collectives(self._wrapper.group),
             staging_bytes=self._staging_bytes,
@@ -205,5 +217,6 @@ class TapChoice:
             further=self._further,
             comm_hook=comm_hook,
             comm_state=comm_state,
+            counted=self.counted,
             on_backward_end=self._on_backward,
         )

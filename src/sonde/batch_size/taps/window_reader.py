@@ -121,6 +121,7 @@ class WindowReader:
             )
         self._may_be_recorded = runs_beside_host(self.device)
         self._saw_recording = self._lost_in_graph = False
+        self._outside = dict.fromkeys(Problem, 0)
         self.final = FinalGradient(wrapper, self.groups, self._group_index, metric, witness, self._sums, further)
         """Reads the gradient at the end of a window."""
 
@@ -174,8 +175,21 @@ class WindowReader:
         if self._examples is not None:
             self._examples.discard_piece()
 
-    def end_piece(self, counts: PieceCounts) -> None:
-        """Add the piece that ends here to the window."""
+    def leave_out_backward(self, problem: Problem) -> None:
+        """Forget the backward outside pieces that has just ended, since it is no piece; `problem` says why."""
+        self._outside[problem] += 1
+        self._taps.tap.leave_out_backward()
+        if self._examples is not None:
+            self._examples.discard_piece()
+
+    def end_piece(self, counts: PieceCounts, *, is_declared: bool = True) -> None:
+        """Add the piece that ends here to the window.
+
+        Args:
+            counts: of the piece.
+            is_declared: whether it is no backward outside `begin_piece` … `end_piece`.
+        """
+        self._outside[Problem.NOT_ALL_DECLARED] += not is_declared
         start = time.perf_counter()
         gradient = self._taps.tap.end_piece()
         if gradient is None:  # the tap sees whole windows: end_window gets the gradient
@@ -345,7 +359,7 @@ class WindowReader:
             counts[problem] += 1
         for problem, count in (more or {}).items():
             counts[problem] += count
-        return self._sums.pack(counts)
+        return self._sums.pack(counts, declares=self._taps.counted.only_declared)
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
@@ -371,6 +385,9 @@ class WindowReader:
         self._lost_in_graph = False
         for problem in self._metric.take_problems():
             problems[problem] += 1
+        for problem, n in self._outside.items():
+            problems[problem] += n
+        self._outside = dict.fromkeys(Problem, 0)
         return problems
 
 

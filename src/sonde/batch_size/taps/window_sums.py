@@ -123,7 +123,7 @@ def at_hand(value: Tensor) -> bool:
     return value.device.type == "cpu"
 
 
-_N_COUNTS = 7
+_N_COUNTS = 9
 """Length of the counts in `WindowSums.pack`."""
 _MOST_COMPARED = 32
 """Pieces of a rank and window, from the first on, that are compared with each other; bounds their memory."""
@@ -259,11 +259,12 @@ class WindowSums:
         """Sums of [parameters] over parameter groups: [groups]."""
         return zero_sums(self.n_groups, device=self._device).index_add_(0, self._group_index, sq_norms)
 
-    def pack(self, problems: Sequence[Number]) -> Tensor:
+    def pack(self, problems: Sequence[Number], *, declares: bool = False) -> Tensor:
         """This rank's sums as the vector that is summed over ranks; starts the next window.
 
         Args:
             problems: count per `Problem`.
+            declares: whether this rank takes only declared pieces by now.
         """
         # Ranks that share a piece hold parts of its gradient: all add their squares, and one of them counts the piece.
         counts_pieces = self._data.counts_pieces
@@ -279,10 +280,12 @@ class WindowSums:
             self._units,
             self._sq_weight_over_units / self._weight if has_pieces else 0.0,
             float(may_compare),
+            float(self.n_pieces == 1),
         ]
         further = self._further_units
         if not counts_pieces:
-            counts, further = [0.0] * _N_COUNTS, [0.0] * self.n_further_units
+            counts, further = [0.0] * len(counts), [0.0] * self.n_further_units
+        counts.append(float(declares))
         numbers = as_vector([*self.costs.numbers(), *counts, *problems], self._device)
         self._add_not_finite(numbers[N_COSTS + _N_COUNTS :])
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
@@ -354,16 +357,20 @@ def read_row(
     small, _, counts, problems, (witness_small, witness_ranks), compared, witness, squares, marks = packed.split(
         [*lengths, len(packed) - sum(lengths)]
     )
-    weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units, n_comparing = (
+    weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units, *of_ranks = (
         counts.tolist()
     )
-    drops = {p: Drop(p.name.lower(), p.message) for p in Problem if problems[p] > 0}
+    n_comparing, n_with_one_piece, n_declaring = of_ranks
+    found = [p for p in Problem if problems[p] > 0 and p.applies(are_declared=n_declaring > 0)]
+    drops = {p: Drop(p.name.lower(), p.message) for p in found}
     return WindowRow(
         sq_norm_over_weight=small.tolist(),
         weight=weight,
         weight_over_units=weight_over_units,
         sq_weight_over_units=sq_weight_over_units,
         n_pieces=round(n_pieces),
+        n_ranks_with_one_piece=round(n_with_one_piece),
+        n_ranks_declaring=round(n_declaring),
         n_units=n_units,
         further_units=further.tolist(),
         rank_sq_weight_over_units=rank_sq_weight_over_units,
