@@ -271,3 +271,17 @@ def test_ranks_that_share_pieces_learn_it_together(ranks4: Ranks, units_per_piec
         assert [reason.startswith(NOT_ALL_DECLARED) for reason in dropped] == (
             [] if units_per_piece is None else [True]
         )
+
+
+def test_a_backward_that_is_left_out_is_in_no_pieces_sum() -> None:
+    """A piece's later backwards are read from `.grad`, unless a backward outside has added to it before."""
+    model = small()
+    with attached(model) as probe:
+        outside, *pieces = pieces_of(0, 0, 4)
+        mean_loss(model, *outside).backward()
+        for piece in pieces:
+            with probe.piece(units=UNITS):
+                mean_loss(model, *piece).backward()
+                mean_loss(model, piece[0], 2 * piece[1]).backward()
+        probe.step()
+        assert probe.window() is None

@@ -332,15 +332,9 @@ def test_misuse_is_refused(ranks2: Ranks, how: str, message: str) -> None:
             raise ValueError(said)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("fewer", "another number of gradients than the schedule"),
-        ("more", "another number of gradients than the schedule"),
-        ("outside", "a pipeline schedule ran outside pieces()"),
-    ],
-)
-def test_micro_batches_that_cannot_be_told_apart_drop_the_window(ranks2: Ranks, how: str, message: str) -> None:
+@pytest.mark.parametrize("how", ["fewer", "more", "outside"])
+def test_micro_batches_that_cannot_be_told_apart_drop_the_window(ranks2: Ranks, how: str) -> None:
+    message = "ran outside pieces()" if how == "outside" else "another number of gradients than the schedule"
     for said, dropped in ranks2(_misused, how):
         assert said == ""
         assert [message in reason for reason in dropped] == [True]
