@@ -196,8 +196,11 @@ class LeafHookTap:
 
     def _opens_backward(self, index: int, grad: Tensor) -> bool:
         """Whether a backward that is met for the first time counts; if so, add it to a piece and watch for its end."""
-        # Once pieces are declared, a backward outside them does not count; torch.autograd.grad never counts.
-        if (self._counted.only_declared and not self._explicit) or not accumulates(self._reading.leaves[index]):
+        # torch.autograd.grad never counts. Once pieces are declared, a backward outside them does not count either.
+        if not accumulates(self._reading.leaves[index]):
+            return False
+        if self._counted.only_declared and not self._explicit:
+            self._pass_over(index, grad)
             return False
         if self._runs_in_graph(grad):
             return False
@@ -218,6 +221,16 @@ class LeafHookTap:
         self._problems[Problem.CONTEXT_PARALLEL] += self._context is None and is_context_parallel()
         self._backwards.add(torch._C._current_graph_task_id())
         return True
+
+    def _pass_over(self, index: int, grad: Tensor) -> None:
+        """Note a backward outside pieces that is none. If it is the window's first, what it finds in `.grad` is old.
+
+        What later backwards find there may be of this one. If it only fills up, its own part is 0, but DDP and FSDP2
+        may have reduced the gradient of other ranks into it.
+        """
+        self._has_left_out = True
+        if index in self._left_overs.unseen and not is_capturing(grad.device):
+            self._left_overs.look(index)
 
     def _runs_in_graph(self, grad: Tensor) -> bool:
         """Whether the device records this backward into a graph, where nothing may be launched. Asked once for each."""
