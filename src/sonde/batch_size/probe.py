@@ -140,7 +140,7 @@ class NoiseScaleProbe:
         options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
         ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
-        self._found = found = find_model(model, optimizer, options, ranks)
+        self._found = found = find_model(model, optimizer, options, ranks, has_comm_hook=comm_hook is not None)
         self._wrapper, self._options = (wrapper := found.wrapper), options
         self._unmeasured = UnmeasuredParameters(model, found.parameters, wrapper.leaves, wrapper.stand_ins)
         self._late_wrapper = LateWrapper(model, wrapper, self._unmeasured)
