@@ -598,10 +598,9 @@ class NoiseScaleProbe:
         Returns:
             The norm, if it was asked for; and an error to raise after the window has ended.
         """
-        late = self._late_wrapper.problems()  # not timed: as attach itself, it is rare and no part of a window's cost
         start = time.perf_counter()
         notes = self._loop.window_ends(self._n_windows + 1)
-        problems = notes.problems + late
+        problems = notes.problems + self._late_wrapper.problems()
         self._pacing.spent(start)
         window, measured = self._reader.end_window(
             reads_grad=clip is not None,
