@@ -631,7 +631,7 @@ class NoiseScaleProbe:
         self._note_passed()
         self._pacing.spent_idle(start)
         try:
-            return (clip.apply(self._reader.final.plan) if clip is not None else None), None
+            return (clip.apply(self._reader.final.plan_without_groups) if clip is not None else None), None
         except RuntimeError as error:
             return None, error
 
