@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from sonde.batch_size.frozen_on_ranks import FrozenOnRanks, TrainedChange
 from sonde.batch_size.frozen_watch import Move
@@ -163,6 +164,63 @@ def test_a_change_that_windows_show_which_are_not_measured(ranks2: Ranks) -> Non
     assert frozen == ["c.weight"]
     assert 31 <= numbers[0] <= 38  # one window in 4 was measured, from the one with the change on
     assert len(numbers) in (7, 8)
+
+
+def resumed() -> list[tuple[list[str], list[int], list[str]]]:
+    """A run goes on from the state of one with a frozen part, which is trained again later: before and after that."""
+    stages, found = Stages(), []
+    arguments = {"mesh": stages.mesh, "pp_mesh": stages.mesh}
+    names = CASES["a part of a group"]
+    with attached(stages.model, log_every=1, **arguments) as probe:
+        for window in range(12):
+            set_trained(stages.model, names, is_trained=window < 4)
+            stages.window(probe, window)
+        state = probe.state_dict()
+    set_trained(stages.model, names, is_trained=True)
+    with attached(stages.model, log_every=1, **arguments) as probe:
+        probe.load_state_dict(state)
+        for window in range(12, 24):
+            set_trained(stages.model, names, is_trained=window >= 18)
+            stages.window(probe, window)
+            if window in (17, 23):
+                frozen = nested_state(probe)["frozen"]
+                ((_, series), *_) = probe._tracker._averages.history.series(with_groups=False)
+                found.append((list(probe.alerts), series.numbers.tolist(), frozen))
+    return found
+
+
+def test_a_frozen_part_of_a_stage_is_known_after_a_restart(ranks2: Ranks) -> None:
+    if torch.__version__ < "2.11":
+        pytest.skip("torch 2.9 itself fails in a pipeline's first exchange over gloo")
+    one, other = ranks2(resumed)
+    assert one == other
+    assert one == [([], list(range(5, 19)), ["c.weight"]), (["unfrozen"], list(range(19, 25)), [])]
+
+
+def in_tensor_parallel() -> tuple[dict[str, str], list[str], list[str]]:
+    """Both ranks of tensor parallelism freeze the same layer: alerts, groups that are left, and frozen parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    parallelize_module(model, mesh_of((2,), ("tp",)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with attached(model, log_every=1) as probe:
+        for window in range(8):
+            model[0].requires_grad_(window < 4)
+            for x in rows(window).chunk(N_MICRO):
+                with probe.piece(units=2):
+                    loss_of(model(x), x).backward()
+            probe.step()
+            model.zero_grad()
+        return dict(probe.alerts), list(probe.reading().groups), nested_state(probe)["frozen"]
+
+
+def test_a_layer_that_ranks_of_tensor_parallelism_freeze_together(ranks2: Ranks) -> None:
+    one, other = ranks2(in_tensor_parallel)
+    alerts, groups, frozen = one
+    assert one == other
+    assert groups == ["2"]
+    assert frozen == ["0.weight", "0.bias"]
+    assert list(alerts) == ["frozen"]
+    assert "2 measured parameters are no longer trained (0.weight, 0.bias): 0 leaves the noise" in alerts["frozen"]
 
 
 def _by_hand(is_swapped: bool) -> tuple[dict[str, Any], dict[str, Any], dict[Any, list[int]]]:

@@ -19,10 +19,8 @@ from sonde.parallel.devices import exact_bits
 from sonde.parallel.stages import ModelParameters
 from sonde.wording import plural, some_of
 
-_FEWEST_BITS = 16
-"""Bits of a count."""
 _MOST_EACH = 3
-"""Counts in a number. In fp64, sums over up to 65,535 ranks are exact then, and the vector does not grow with ranks."""
+"""Counts in a number. So the vector does not grow with ranks: in fp64, sums over 100,000 ranks are still exact."""
 _N_MOVES = 4
 """Numbers before the counts: of changes, of windows since they began, of these windows' squares, of parameters."""
 
@@ -72,7 +70,7 @@ class FrozenOnRanks:
         self._first, self._n_own, self._device = whole.first, n_own, device
         self._n_holding = max(1, n_ranks // n_stages)
         """Ranks that hold each parameter, or a part of it."""
-        self._bits = max(_FEWEST_BITS, n_ranks.bit_length())
+        self._bits = n_ranks.bit_length()
         # A rank adds 0 or 1 to each count, so its largest number has (each − 1) · bits + 1 bits.
         self._each = min(_MOST_EACH, 1 + (exact_bits(device, n_ranks) - 1) // self._bits)
         self._counts = [0] * len(self._names)
