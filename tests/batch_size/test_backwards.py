@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +22,7 @@ from tests.batch_size.loops import (
 )
 from tests.batch_size.tied_model import Tied, token_losses
 from tests.oracles import window_by_hand
+from tests.ranks import Ranks
 
 
 def test_without_piece_each_backward_is_a_piece() -> None:
@@ -263,3 +265,46 @@ def test_create_graph() -> None:
     model.zero_grad()
     gradients = [flat_grad(model, loss()) for loss in losses]
     assert_same(reading, window_by_hand(gradients, [1, 1], [4, 4], gradients[0] + gradients[1]))
+
+
+def _averaged_by_hooks() -> tuple[list[Any], list[tuple[float, float]], dict[str, int]]:
+    """Pieces of two backwards; hooks average gradients over a group of their own after each. Each window, and truth."""
+    rank, group = dist.get_rank(), dist.new_group()
+    torch.manual_seed(0)
+    model = nn.Linear(64, 128)  # its weight is too large to wait for a kernel
+
+    def average(parameter: Tensor) -> None:
+        dist.all_reduce(parameter.grad, group=group)
+        assert parameter.grad is not None
+        parameter.grad /= 2
+
+    def loss(window: int, of: int, k: int) -> Tensor:
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * window + 10 * of + k))
+        return model(x).square().sum(-1).mean()
+
+    found, truth = [], []
+    with attached(model, process_group=dist.group.WORLD) as probe:
+        for window in range(3):
+            hooks = [p.register_post_accumulate_grad_hook(average) for p in model.parameters()]
+            with probe.piece(units=4):
+                loss(window, rank, 0).backward()
+                loss(window, rank, 1).backward()
+            probe.step()
+            model.zero_grad()
+            for hook in hooks:
+                hook.remove()
+            solved = probe.window()
+            found.append(solved and (solved.total.trace_cov, solved.total.grad_sq))
+            pieces = [flat_grad(model, loss(window, of, 0) + loss(window, of, 1)) for of in range(2)]
+            truth.append(window_by_hand(pieces, [1.0] * 2, [4.0] * 2, torch.stack(pieces).mean(0)))
+        return found, truth, dict(probe.reading().dropped)
+
+
+def test_hooks_that_average_within_a_piece_of_two_backwards(ranks2: Ranks) -> None:
+    """`.grad` is not the piece's own sum then, and no collective of the probe's group tells."""
+    for found, truth, dropped in ranks2(_averaged_by_hooks):
+        ((reason, n_dropped),) = dropped.items()
+        assert reason.startswith("a piece had several backwards; from the next window on")
+        assert (found[0], n_dropped) == (None, 1)
+        for values, expected in zip(found[1:], truth[1:], strict=True):
+            assert values == pytest.approx(expected, rel=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sonde.batch_size.budget import RANKS_DISAGREE
+from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.late_wrapper import LateWrapper
 from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
@@ -29,6 +30,7 @@ class Arrivals:
         metrics: average the windows.
         log: writes them.
         rounding: how gradients are rounded now.
+        frozen: which parameters are no longer trained, on any rank.
         mechanism: solves windows from their pieces, from single examples or from consecutive steps.
         pacing: of the measured windows.
         taps: the choice of the tap, which depends on what the windows showed.
@@ -43,6 +45,7 @@ class Arrivals:
         log: NoiseScaleLog,
         rounding: RoundingWatch,
         *,
+        frozen: FrozenOnRanks,
         mechanism: Mechanism,
         pacing: Pacing,
         taps: TapChoice,
@@ -52,7 +55,7 @@ class Arrivals:
     ) -> None:
         self._metrics, self._tracker, self._log = metrics, metrics.headline, log
         self._rounding, self._mechanism, self._pacing, self._taps = rounding, mechanism, pacing, taps
-        self._wrapper, self._late_wrapper, self._say = wrapper, late_wrapper, say
+        self._wrapper, self._late_wrapper, self._say, self._frozen = wrapper, late_wrapper, say, frozen
         self._has_seen_one = False
         self.n_covered: int | None = None
         """Parameters that the averages speak of; None before the first window."""
@@ -77,7 +80,7 @@ class Arrivals:
                 self._log.alert(alert, message, window=number)
             else:
                 self._say(message)
-        for change in window.known.changes:
+        for change in self._frozen.arrived(window.frozen, number) if window.frozen is not None else ():
             self._metrics.parameters_changed(change)
             self._log.alert(change.alert, change.message, window=number)
         if self._mechanism.reads != reads:

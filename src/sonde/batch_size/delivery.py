@@ -95,12 +95,13 @@ class Delivery:
         """
         # `read` must not hold the window itself, so that its memory is freed once it is sent.
         names, sizes, adds = tuple(scalars), window.witness_sizes, self._adds
-        n_further_units = window.n_further_units
+        n_further_units, n_frozen = window.n_further_units, window.n_frozen
         has_examples, has_experts = window.examples is not None, window.experts is not None
         is_second = None if window.step is None else window.step.is_second
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
             packed, sq_norm_big, witness_final, values, *more = vectors
+            packed, frozen = packed.split([len(packed) - n_frozen, n_frozen])
             step = None if is_second is None else _products(more.pop(), is_second=is_second)
             row = read_row(packed, sq_norm_big, witness_final, sizes, n_further_units)
             costs = read_costs(packed, len(sq_norm_big))
@@ -114,7 +115,7 @@ class Delivery:
             elif has_experts:
                 row = with_experts(row, ExpertsOfWindow(*of_part))
             by_name = dict(zip(names, values.tolist(), strict=True))
-            return MeasuredWindow(row, known, by_name, costs, example_row, further, step)
+            return MeasuredWindow(row, known, by_name, costs, frozen, example_row, further, step)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
         vectors += [as_vector(list(scalars.values()), self._device), *(window.further or ())]

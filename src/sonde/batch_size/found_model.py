@@ -69,11 +69,6 @@ class FoundModel:
         return list(self.wrapper.parameters.values())
 
     @property
-    def own_group_names(self) -> list[str]:
-        """The group of each of this rank's parameters."""
-        return self.group_names[self.whole.first : self.whole.first + len(self.wrapper.parameters)]
-
-    @property
     def experts(self) -> frozenset[int]:
         """Which of this rank's parameters are experts' that several ranks feed."""
         return frozenset() if self.wrapper.experts is None else self.wrapper.experts.indices

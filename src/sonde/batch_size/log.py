@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sonde.batch_size.frozen_watch import TrainedChange
+from torch import Tensor
+
 from sonde.batch_size.further_log import declared, of_readings, of_windows, sections
 from sonde.batch_size.measuring_cost import Cost, WindowCosts
 from sonde.batch_size.per_example.window import ExampleRow
@@ -82,7 +83,6 @@ class KnownOfWindow:
         time: its end, in seconds since the epoch.
         seconds: host time spent inside the probe since the measured window before.
         tap: where its gradients were read.
-        changes: parameters that have stopped or started to be trained since the measured window before.
         every: one window in so many is measured at that time, on average.
         n_ended: windows that the pace of this probe had seen end, with this one.
     """
@@ -91,7 +91,6 @@ class KnownOfWindow:
     time: float
     seconds: float
     tap: str
-    changes: tuple[TrainedChange, ...] = ()
     every: int = 1
     n_ended: int = 0
 
@@ -105,6 +104,7 @@ class MeasuredWindow:
         known: what the host knew of it.
         scalars: by name: the user's own, and those of a clip, under their metric names.
         costs: what ranks have spent since the measured window before, summed over ranks.
+        frozen: which parameters are no longer trained, as `FrozenOnRanks` packed it, summed over ranks; 1-D.
         examples: what its single examples gave; None where the probe does not read them.
         further: the numbers in each further metric that is measured.
         step: products of its gradient's sketch, where consecutive steps may be compared; None otherwise.
@@ -114,6 +114,7 @@ class MeasuredWindow:
     known: KnownOfWindow
     scalars: Mapping[str, float]
     costs: WindowCosts = field(default_factory=WindowCosts)
+    frozen: Tensor | None = None
     examples: ExampleRow | None = None
     further: tuple[FurtherRow, ...] = ()
     step: StepProducts | None = None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from sonde.batch_size.forward_watch import ForwardWatch
-from sonde.batch_size.frozen_watch import FrozenWatch, TrainedChange
+from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
+from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, n_batch_norms, n_post_accumulate_hooks
 from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.tap import Problem
@@ -24,11 +25,11 @@ class LoopNotes:
 
     Attributes:
         problems: reasons why the window's pieces cannot be used.
-        change: parameters that have stopped or started to be trained; None without a change.
+        frozen: which parameters are no longer trained on this rank, to be summed over ranks.
     """
 
     problems: tuple[Problem, ...]
-    change: TrainedChange | None
+    frozen: Tensor
 
 
 class LoopWatch:
@@ -38,7 +39,7 @@ class LoopWatch:
         model: as the user calls it.
         optimizer: the optimizer of the loop; None to find it by its steps.
         wrapper: of the model.
-        group_names: the parameter group of each measured parameter, [parameters].
+        frozen: tells all ranks which parameters are no longer trained.
         reader: the reader of the window.
         alert: called with an alert's name and message; besides those of `StepWatch` with "batch_norm".
     """
@@ -48,7 +49,7 @@ class LoopWatch:
         model: nn.Module,
         optimizer: Any,
         wrapper: Wrapper,
-        group_names: Sequence[str],
+        frozen: FrozenOnRanks,
         reader: WindowReader,
         *,
         alert: Alert,
@@ -58,7 +59,7 @@ class LoopWatch:
         self.n_passed_pieces = 0
         """Declared pieces of the present window, if it is not measured."""
         self._steps = StepWatch(optimizer, parameters, reader, n_runs=self._n_runs, alert=alert)
-        self._trained = FrozenWatch(parameters, list(wrapper.parameters), group_names)
+        self._trained, self._frozen = FrozenWatch(parameters), frozen
         self._parameters, self._reader = parameters, reader
         self._n_hooks = n_post_accumulate_hooks(parameters)
         self._model, self._alert = model, alert
@@ -82,19 +83,17 @@ class LoopWatch:
         self._forwards.watch()  # asked at steps that were not announced: the loop may declare no pieces any more
         return self._forwards.n_forwards + self.n_passed_pieces
 
-    def window_passes(self, number: int) -> TrainedChange | None:
+    def window_passes(self, number: int) -> None:
         """Note that a window is being ended that was not measured.
 
         Args:
             number: of the window.
-
-        Returns:
-            Parameters that have stopped or started to be trained; None without a change.
         """
         self.n_passed_pieces = 0
         self._steps.window_passes()
         self._forwards.window_passes()
-        return self._trained.window_ends(number) if self._trained.is_undecided else None
+        if self._trained.is_undecided:
+            self._trained.window_ends(number)
 
     def window_ends(self, number: int) -> LoopNotes:
         """Note that a measured window is being ended.
@@ -111,8 +110,9 @@ class LoopWatch:
             Problem.TAKEN_IN_BACKWARD: self._gradients_were_taken(),
             Problem.MORE_BACKWARDS: self._forwards.window_ends(has_pieces=self._reader.n_pieces > 0),
         }
-        change = self._trained.window_ends(number)
-        return LoopNotes(tuple(p for p, is_found in found.items() if is_found), change)
+        self._trained.window_ends(number)
+        frozen = self._frozen.numbers(self._trained.gone, self._trained.take_moves(), number)
+        return LoopNotes(tuple(p for p, is_found in found.items() if is_found), frozen)
 
     def _count_batch_norms_again(self) -> None:
         """In the first window. A model may be attached in evaluation mode, as pretrained models often come."""
@@ -126,6 +126,8 @@ class LoopWatch:
         """Whether hooks may have taken the gradients that the window's pieces had."""
         if not self._reader.n_pieces or any(p.grad is not None for p in self._parameters):
             return False
+        if not any(p.requires_grad for p in self._parameters):  # a pipeline stage that was frozen has none
+            return False
         return n_post_accumulate_hooks(self._parameters) > 0
 
     def hooks_in_words(self) -> str:
@@ -136,14 +138,9 @@ class LoopWatch:
         n_new = plural(self._n_hooks - n_before, "parameter")
         return f"post-accumulate-grad hooks on {n_new} since attach: {STEPS_IN_BACKWARD}"
 
-    @property
-    def frozen(self) -> list[str]:
-        """Names of the measured parameters that are no longer trained."""
-        return self._trained.frozen
-
     def restore(self, gone_groups: Collection[str], frozen: Collection[str]) -> None:
-        """Go on after a state was loaded; see `FrozenWatch.restore`."""
-        self._trained.restore(gone_groups, frozen)
+        """Go on after a state was loaded; see `FrozenOnRanks.restore`."""
+        self._trained.restore(self._frozen.restore(gone_groups, frozen))
 
     def alert_if_due(self) -> None:
         """Report a window that was not ended, once it can no longer be ended late."""

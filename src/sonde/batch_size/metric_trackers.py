@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sonde.batch_size.frozen_watch import TrainedChange
+from sonde.batch_size.frozen_on_ranks import TrainedChange
 from sonde.batch_size.log import MeasuredWindow
 from sonde.batch_size.metric_choice import ChosenMetrics
 from sonde.batch_size.stats.scale_witness import RoundingTolerance

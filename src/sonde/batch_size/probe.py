@@ -26,7 +26,7 @@ from sonde.batch_size.budget import Pace
 from sonde.batch_size.consecutive_steps import consecutive_steps
 from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.found_model import RanksOfModel, find_model
-from sonde.batch_size.frozen_watch import TrainedChange
+from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.late_wrapper import LateWrapper
 from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import KnownOfWindow, NoiseScaleLog
@@ -202,13 +202,19 @@ class NoiseScaleProbe:
         """Quiet windows that are left, of those that were left when the last other window had ended."""
         self._has_paused = False
         self._seconds_put = self._quiet_seconds = 0.0
-        self._changes: list[TrainedChange] = []
-        """Those that windows which were not measured have shown."""
         self._scalars = Scalars(log)
         self._closed = False
         self._verbose = verbose and log.is_first_rank
         self._log_every = log.every
-        self._loop = LoopWatch(model, optimizer, wrapper, found.own_group_names, self._reader, alert=self._alert)
+        self._frozen = FrozenOnRanks(
+            whole,
+            found.group_names,
+            n_own=len(found.parameters),
+            n_ranks=n_summed_ranks,
+            n_stages=1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size(),
+            device=self._reader.device,
+        )
+        self._loop = LoopWatch(model, optimizer, wrapper, self._frozen, self._reader, alert=self._alert)
         self._pieces = Pieces(
             found.units,
             options.units_per_piece,
@@ -228,6 +234,7 @@ class NoiseScaleProbe:
             self._metrics,
             self._log,
             self._rounding,
+            frozen=self._frozen,
             mechanism=self._mechanism,
             pacing=self._pacing,
             taps=self._taps,
@@ -440,7 +447,7 @@ class NoiseScaleProbe:
                     "what": self._identity(),
                     "averages": self._tracker.state_dict(),
                     "metrics": self._metrics.state_dict(),
-                    "frozen": self._loop.frozen,
+                    "frozen": self._frozen.frozen,
                     "run": self._log.state_dict(),
                     "windows": self._n_windows,
                     "covered": self._arrivals.n_covered,
@@ -461,7 +468,7 @@ class NoiseScaleProbe:
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
         state = unsealed(state)
-        check_state(state, self._identity(), self._wrapper.parameters)
+        check_state(state, self._identity(), self._found.whole.names)
         # States from before there were further metrics lack them.
         self._metrics.check_further(further := state.get("metrics", {}))
         with self._delivery.alone():
@@ -608,6 +615,7 @@ class NoiseScaleProbe:
             reads_grad=clip is not None,
             problems=problems,
             costs=self._pacing.take_costs(),
+            frozen=notes.frozen,
             number=self._n_windows + 1,
         )
         norm, failure = None, None
@@ -619,8 +627,6 @@ class NoiseScaleProbe:
             except RuntimeError as error:
                 failure = error
         start = time.perf_counter()
-        if notes.change is not None:
-            self._changes.append(notes.change)
         self._put(window, clip_scalars | self._scalars.take())
         if not self._mechanism.keeps_leaf_hooks and (change := self._taps.change_if_due()):
             self._say(change)
@@ -639,17 +645,15 @@ class NoiseScaleProbe:
 
     def _note_passed(self) -> None:
         self._n_windows += 1
-        if (change := self._loop.window_passes(self._n_windows)) is not None:
-            self._changes.append(change)
+        self._loop.window_passes(self._n_windows)
 
     def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
         """Put a window's numbers on their way, with what the host knows of it."""
         self._n_windows += 1
         seconds, before = self._pacing.seconds, self._seconds_put
-        pace, changes = self._pacing.pace, tuple(self._changes)
-        self._seconds_put, self._changes = seconds, []
+        pace, self._seconds_put = self._pacing.pace, seconds
         known = KnownOfWindow(
-            self._n_windows, time.time(), seconds - before, self._reader.tap_name, changes, pace.every, pace.windows + 1
+            self._n_windows, time.time(), seconds - before, self._reader.tap_name, pace.every, pace.windows + 1
         )
         self._delivery.put_window(window, scalars, known)
 

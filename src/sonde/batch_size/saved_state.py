@@ -42,7 +42,7 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, str], parameters: Co
     Args:
         state: the result of `unsealed`.
         own: this probe's `identity`.
-        parameters: names of the measured parameters.
+        parameters: names of the measured parameters of the whole model.
 
     Raises:
         ValueError: when they are of another unit, metric or of other parameters, have unknown or missing keys, or a

@@ -82,7 +82,8 @@ class LeafHookTap:
         self._problems = [0] * len(Problem)
         self._counted = CountedBackwards() if counted is None else counted
         self._explicit = False
-        self._left_overs = LeftOvers(leaves if parameters is None else parameters, witness)
+        self._parameters = leaves if parameters is None else parameters
+        self._left_overs = LeftOvers(self._parameters, witness)
         self._scheduled: list[PieceGradient] = []
         self._turns: list[int] = []
         self._asked_at: int | None = None
@@ -129,7 +130,9 @@ class LeafHookTap:
     def end_pieces(self) -> list[GradientSummary]:
         """The gradients of the pieces that end here, in their order."""
         summaries = [piece.summary(1) for piece in self._scheduled]
-        self._problems[Problem.EMPTY_PIECE] += not any(self._turns)
+        # A stage that was frozen whole has no gradients. Its zeros are right, and the other stages' pieces count.
+        is_trained = any(parameter.requires_grad for parameter in self._parameters)
+        self._problems[Problem.EMPTY_PIECE] += is_trained and not any(self._turns)
         # A parameter that took part in some pieces only does not tell in which.
         self._problems[Problem.NOT_IN_EVERY_PIECE] += any(turn not in (0, len(summaries)) for turn in self._turns)
         self._scheduled = []

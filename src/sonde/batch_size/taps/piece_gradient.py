@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sonde.batch_size.model_checks import n_post_accumulate_hooks
 from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
 from sonde.batch_size.taps.graph_memory import is_output_of_graph, is_same_memory
@@ -88,7 +89,8 @@ class PieceGradient:
         Args:
             index: of the leaf.
             grad: its gradient, as a hook sees it.
-            grad_is_sum: whether `.grad` of that leaf is the sum of this piece's earlier gradients.
+            grad_is_sum: whether `.grad` of that leaf is the sum of this piece's earlier gradients, as far as is known:
+                a hook that runs after accumulation may have averaged it over any ranks.
 
         Returns:
             Why the piece is lost, if it is.
@@ -100,7 +102,9 @@ class PieceGradient:
                 return None
             grad, grad_is_sum = part, False
         if self._fired[index]:
-            return self._take_again(index, grad, reading.leaves[index].grad if grad_is_sum else None)
+            leaf = reading.leaves[index]
+            is_sum = grad_is_sum and not n_post_accumulate_hooks([leaf])
+            return self._take_again(index, grad, leaf.grad if is_sum else None)
         self._fired[index] = 1
         if grad.is_sparse and not grad.is_cpu:
             return Problem.SPARSE_ON_GPU

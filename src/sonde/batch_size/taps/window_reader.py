@@ -235,6 +235,7 @@ class WindowReader:
         reads_grad: bool,
         problems: Collection[Problem] = (),
         costs: WindowCosts | None = None,
+        frozen: Tensor | None = None,
         number: int = 0,
     ) -> tuple[Window, GlobalNorm | None]:
         """Read the gradient at the end of the window and start the sum over ranks.
@@ -245,6 +246,7 @@ class WindowReader:
             reads_grad: read `.grad` itself, as a clip needs it, even where DDP's buckets gave its norm.
             problems: those of the window that no tap can see.
             costs: what this rank has spent since the window before; rides along in the sum over ranks.
+            frozen: what this rank knows of frozen parameters; rides along too. 1-D, equally long on all ranks.
             number: of the window in training.
 
         Returns:
@@ -252,6 +254,8 @@ class WindowReader:
         """
         start = time.perf_counter()
         self._sums.costs = costs or WindowCosts()
+        if frozen is not None:
+            self._sums.frozen = frozen
         grads = [p.grad for p in self.parameters]
         self._taps.saw_final_gradients(grads)
         n_pieces, reads_examples = self._sums.n_pieces, self._reads_examples
@@ -269,7 +273,8 @@ class WindowReader:
             # Of a sharded model there is a single rank, so its parts are the whole.
             whole = [None if grad is None else local_tensor(grad.detach()) for grad in grads]
             step = self._steps.end_window(whole, number=number, n_pieces=0 if reads_examples else n_pieces)
-        return replace(window, n_further_units=self._sums.n_further_units, step=step), norm
+        n_frozen = len(self._sums.frozen)
+        return replace(window, n_further_units=self._sums.n_further_units, n_frozen=n_frozen, step=step), norm
 
     def _end_window_of_whole(
         self,

@@ -144,6 +144,7 @@ class Window:
         witness_sizes: elements that the witness read of each parameter, in order, by index.
         work: the collective that is adding to `packed`; None with a single rank.
         n_further_units: how many further units pieces are counted in.
+        n_frozen: how many numbers about frozen parameters `packed` ends with.
         examples: of the window's single examples, if the probe may read them.
         experts: of experts that several ranks feed, if the model has any; the other numbers are then of the rest.
         further: what `FurtherSums` packed, and its sums of the final gradient; None without further metrics.
@@ -159,6 +160,7 @@ class Window:
     experts: ExpertsOfWindow | None = None
     further: tuple[Tensor, Tensor] | None = None
     n_further_units: int = 0
+    n_frozen: int = 0
     step: StepOfWindow | None = None
 
 
@@ -202,6 +204,8 @@ class WindowSums:
         self._bad_counts = zero_sums(device=device)
         self.costs = WindowCosts()
         """What this rank has spent since the window before; rides along with the sums."""
+        self.frozen = zero_sums(0, device=device)
+        """What this rank knows of frozen parameters; rides along at the end of the sums, [numbers]."""
         self._reset_counts()
 
     def _reset_counts(self) -> None:
@@ -290,7 +294,7 @@ class WindowSums:
         self._add_not_finite(numbers[N_COSTS + _N_COUNTS :])
         rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
         compared = self._compare_pieces() if may_compare else rank_sum.new_zeros(_N_COMPARISONS)
-        # `read_row` splits the vector in this order.
+        # `Delivery` splits off what is known of frozen parameters, and `read_row` the rest, in this order.
         packed = torch.cat(
             [
                 self.per_group(self._small),
@@ -301,6 +305,7 @@ class WindowSums:
                 self._witness_squares,
                 self._mark(),
                 as_vector(further, self._device),
+                self.frozen,
             ]
         )
         # `packed` is a copy, so the accumulators can be zeroed in place for the next window.
@@ -345,7 +350,7 @@ def read_row(
     """Name the numbers of a window once they are on the host.
 
     Args:
-        packed: as in `Window`, summed over ranks; on the CPU.
+        packed: as in `Window`, summed over ranks, without what is known of frozen parameters; on the CPU.
         sq_norm_big: as in `Window`, [groups]; on the CPU.
         witness_final: as in `Window`, [witness]; on the CPU.
         witness_sizes: as in `Window`.
