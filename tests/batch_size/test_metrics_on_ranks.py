@@ -170,7 +170,7 @@ def _end(probe: Any, model: nn.Module, loop: Loop) -> float:
         clip = sonde.clip_grad_norm_ if loop.clips else nn.utils.clip_grad_norm_
         norm = clip(model.parameters(), 0.5)
     else:
-        norm = clip_alone(model)(0.5) if loop.clips else torch.zeros(())
+        norm = clip_alone(list(model.parameters()))(0.5) if loop.clips else torch.zeros(())
     if probe:
         probe.step()
     return float(norm)
