@@ -48,7 +48,7 @@ SHAPES = (
 )
 """Models with short windows, of about 75, 750 and 7,500 parameter tensors, and the part of the windows to time."""
 PROCESSES = 3
-STAYS = 200
+STAYS = 400
 """A pace has settled when it has stayed for so many windows."""
 MOST_SETTLING = 1000
 """Windows after which the cost is measured even if the pace still changes."""
@@ -92,23 +92,25 @@ def cost_of(setup: Setup, n_windows: int, processes: int = PROCESSES) -> CostOfS
         processes: how many.
     """
     (state, pace), *_ = on_ranks(setup, settle, start="spawn")
+    # The probe's clock takes windows of the other copies for its own, so N stays as it was when the pace had settled.
     block = min(pace.every, max(n_windows // len(ROLES), 1))
     n_blocks = max(round(n_windows / (block * len(ROLES))), 1)
     rounds = [
-        on_ranks(setup, seconds_of_blocks, state, block, n_blocks, seed, start="spawn")[0] for seed in range(processes)
+        on_ranks(setup, seconds_of_blocks, state, pace.every, block, n_blocks, seed, start="spawn")[0]
+        for seed in range(processes)
     ]
     tensors = sum(1 for _ in build(setup.shape, torch.device("cpu")).parameters())
     costs = (cost([[(block[PLAIN], block[role]) for block in blocks] for blocks in rounds]) for role in ROLES[1:])
     return CostOfSize(tensors, pace.every, pace.share, pace.error, *costs)
 
 
-def at_budget(run: Run) -> Sonde:
-    """sonde at its defaults: a budget of 1 %, pieces or examples, and a report in every tenth window."""
-    return Sonde(run, every=None, per_example="auto", report_every=10)
+def at_budget(run: Run, every: int | None = None) -> Sonde:
+    """sonde at its defaults: a budget of 1 %, or the pace that it came to; pieces or examples; frequent reports."""
+    return Sonde(run, every=every, per_example="auto", report_every=10)
 
 
 def settle(setup: Setup) -> tuple[dict[str, object], MeasuringCost]:
-    """Train at the default budget until one window in N is measured for 200 windows; the probe's state and its cost."""
+    """Train at the default budget until one window in N is measured for 400 windows; the probe's state and its cost."""
     run = Run(setup)
     contestant = at_budget(run)
     windows = draw_windows(setup, sequences(setup.shape), MOST_SETTLING, seed=0)
@@ -124,13 +126,14 @@ def settle(setup: Setup) -> tuple[dict[str, object], MeasuringCost]:
 
 
 def seconds_of_blocks(
-    setup: Setup, state: dict[str, object], block: int, n_blocks: int, seed: int
+    setup: Setup, state: dict[str, object], every: int, block: int, n_blocks: int, seed: int
 ) -> list[dict[str, float]]:
     """Seconds per window in each role, for each block; a block has windows of each copy of the model in each role.
 
     Args:
         setup: model and windows.
         state: of a settled probe, which goes on wherever a copy takes that role.
+        every: of how many windows one is measured.
         block: windows of each copy in each role, in one block.
         n_blocks: blocks.
         seed: of the windows.
@@ -140,7 +143,7 @@ def seconds_of_blocks(
     blocks = [dict.fromkeys(ROLES, 0.0) for _ in range(n_blocks)]
     for shift in range(len(ROLES)):
         run_in = {role: runs[(i + shift) % len(runs)] for i, role in enumerate(ROLES)}
-        trained = {role: in_role(role, run, state) for role, run in run_in.items()}
+        trained = {role: in_role(role, run, state, every) for role, run in run_in.items()}
         for k, window in enumerate(drawn):
             seconds = _seconds_of_each(setup, run_in, trained, window, k)
             if k >= WARM_UP_WINDOWS:
@@ -154,11 +157,11 @@ def seconds_of_blocks(
     return blocks
 
 
-def in_role(role: str, run: Run, state: dict[str, object]) -> Plain:
+def in_role(role: str, run: Run, state: dict[str, object], every: int) -> Plain:
     """The contestant of a role, attached to a run."""
     if role in (PLAIN, CONTROL):
         return Plain(run)
-    contestant = at_budget(run) if role == AT_BUDGET else Sonde(run, every=10**6)
+    contestant = at_budget(run, every) if role == AT_BUDGET else Sonde(run, every=10**6)
     if role == AT_BUDGET:
         contestant.probe.load_state_dict(state)
     return contestant

@@ -212,7 +212,7 @@ def test_the_share_is_known_soon_after_a_change_of_n_and_leaves_out_the_first_wi
     assert share < 0.012  # not the tenth of the time that the first windows took
 
 
-# Ranks.
+# The first windows.
 
 
 def test_all_windows_are_measured_until_a_verdict() -> None:

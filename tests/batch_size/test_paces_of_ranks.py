@@ -156,6 +156,3 @@ def test_one_rank_waits_for_nothing() -> None:
     for _ in range(100):
         assert pace.awaits is None
         pace.window_ends()
-
-
-# The first windows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from typing import Any
@@ -119,3 +120,42 @@ def test_quiet_windows_are_clipped_counted_and_timed() -> None:
         cost = probe.cost()
         assert cost.share is not None
         assert 0 < cost.share < 1
+
+
+def test_quiet_windows_are_counted_and_paid_for() -> None:
+    """Nothing else costs here: no clip, no step of an optimizer, and no forward is watched once pieces are declared."""
+    model, generator = small_model(), torch.Generator().manual_seed(0)
+    with attached(model, every=40) as probe:
+        early = probe.piece(units=4)  # what passes between here and its use is the user's time
+        for number in range(1, 201):
+            for k in range(2):
+                with early if k else probe.piece(units=4):
+                    mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+            if number % 23 == 0 and probe._n_quiet:
+                pace = probe._pacing.pace
+                assert json.loads(probe.state_dict()["json"])["pace"]["windows"] == pace.windows == number
+        pieces, quiet = probe._pieces.seconds, probe._quiet_seconds
+        assert 0 < quiet < 1
+        assert 0 < pieces < 1
+        assert probe._pacing._in_all >= 0.5 * (pieces + quiet)  # all but those of the last stretch
+    assert 0 < sum(row.costs.n_idle for row in probe._pacing.pace._rows) < 200
+
+
+def test_a_clip_between_measured_windows_is_of_all_parameters_and_of_no_groups() -> None:
+    model, generator = small_model(), torch.Generator().manual_seed(0)
+    with attached(model, every=1000, groups="parameters") as probe:
+        for number in range(20):
+            if number == 10:  # not measured, but clipped
+                model.register_parameter("late", torch.nn.Parameter(torch.ones(3)))
+            with probe.piece(units=4):
+                loss = mean_loss(model, *batch(4, generator))
+                (loss if number < 10 else loss + 5 * model.late.sum()).backward()
+            expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            torch.testing.assert_close(probe.clip_grad_norm_(1e-3), expected)
+            model.zero_grad()
+        used = probe._reader.final._plain_plan
+        assert used is not None
+        assert used.n_parts == 1
+        assert probe._reader.final.plan.n_parts > 5

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.batch_size.loops import attached, small_model
 from tests.batch_size.sharded_loops import Loop, build, shard
-from tests.ranks import Ranks
+from tests.ranks import Ranks, mesh_of
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "unit": ({"unit": "rows of rank 1"}, "unit differs between ranks, got '(rows|rows of rank 1)' on this rank"),
@@ -31,6 +32,43 @@ def _attach(wrapper: str, options: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def _attach_with_a_hook_on_rank_1() -> str:
+    try:
+        attached(DistributedDataParallel(small_model()), comm_hook=print if dist.get_rank() == 1 else None)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_argument_that_one_rank_refuses(ranks2: Ranks) -> None:
+    accepted, refused = ranks2(_attach_with_a_hook_on_rank_1)
+    assert accepted.startswith("whether the arguments were accepted differs between ranks")
+    assert refused.startswith("comm_hook= needs tap='comm_hook'")
+
+
+def _attach_stages(which: str) -> str:
+    mesh = mesh_of((2,), ("pp",))
+    stage: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    if dist.get_rank() == 0 and which == "frozen":
+        stage.requires_grad_(False)
+    elif dist.get_rank() == 0 and which == "complex":
+        stage.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    elif dist.get_rank() == 0:
+        stage = nn.Tanh()
+    try:
+        attached(stage, mesh=mesh, pp_mesh=mesh)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("which", ["frozen", "without parameters", "complex"])
+def test_a_pipeline_stage_that_cannot_be_measured_is_refused_on_all_ranks(ranks2: Ranks, which: str) -> None:
+    own, of_peer = ranks2(_attach_stages, which)
+    assert own.startswith("gradients must be real" if which == "complex" else "the model")
+    assert of_peer == f"another rank's pipeline stage cannot be measured. stage 0: {own}"
 
 
 @pytest.mark.parametrize("name", OTHERS)

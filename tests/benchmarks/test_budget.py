@@ -29,6 +29,6 @@ def test_a_probe_beside_training_is_timed() -> None:
     state, pace = settle(setup)
     assert state
     assert pace.every > 1
-    blocks = seconds_of_blocks(setup, state, 3, 2, 0)
+    blocks = seconds_of_blocks(setup, state, 2, 3, 2, 0)
     assert len(blocks) == 2
     assert all(set(block) == set(ROLES) and min(block.values()) > 0 for block in blocks)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sonde.batch_size.budget import DEFAULT_BUDGET
+from sonde.batch_size.found_model import RanksOfModel, find_parameters
 from sonde.batch_size.parameter_groups import Groups
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.probe import NoiseScaleProbe
@@ -20,9 +21,6 @@ from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.deprecation import with_deprecated
-from sonde.parallel.parameter_roles import parameter_roles
-from sonde.parallel.stages import model_parameters
-from sonde.parallel.wrappers import find_wrapper
 from sonde.probe import Partners
 from sonde.records import RunLog, log_of
 
@@ -139,7 +137,7 @@ def attach(
         )
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
     except ValueError:
-        _refuse_on_all_ranks(model, process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
+        _refuse_on_all_ranks(model, RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh))
         raise
     return NoiseScaleProbe(
         model,
@@ -158,13 +156,10 @@ def attach(
     )
 
 
-def _refuse_on_all_ranks(
-    model: nn.Module, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, *meshes: DeviceMesh | None
-) -> None:
+def _refuse_on_all_ranks(model: nn.Module, ranks: RanksOfModel) -> None:
     """Let peers raise too, whose own arguments may have been accepted: they wait for this rank."""
     with contextlib.suppress(ValueError):  # of the model: all ranks refuse it
-        wrapper = find_wrapper(model, process_group, mesh, *meshes)
-        model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
+        wrapper, _ = find_parameters(model, ranks)
         join_comparison(wrapper)
 
 

@@ -23,8 +23,8 @@ from sonde.batch_size.units import unit_names
 from sonde.parallel.data_ranks import axis_of_sequences
 from sonde.parallel.parameter_roles import parameter_roles
 from sonde.parallel.same_on_ranks import check_same_on_ranks
-from sonde.parallel.stages import ModelParameters, model_parameters
-from sonde.parallel.wrappers import Wrapper, find_wrapper
+from sonde.parallel.stages import ModelParameters, model_parameters, refuse_on_all_stages
+from sonde.parallel.wrappers import Wrapper, check_model, find_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -84,8 +84,39 @@ class FoundModel:
         return self.wrapper.pp_mesh is not None
 
 
+def find_parameters(model: nn.Module, ranks: RanksOfModel) -> tuple[Wrapper, ModelParameters]:
+    """Find a model's wrapper, and the parameters of all its pipeline stages.
+
+    Args:
+        model: as the user calls it.
+        ranks: as they were given.
+
+    Raises:
+        ValueError: for a model that cannot be measured; on all ranks of a pipeline, if the stage of one is refused.
+    """
+    if ranks.pp_mesh is not None:
+        refuse_on_all_stages(_why_refused(model), ranks.pp_mesh)
+    wrapper = find_wrapper(model, ranks.process_group, ranks.mesh, ranks.pp_mesh, ranks.expert_mesh, ranks.cp_mesh)
+    refuse_steps_in_backward(model)
+    return wrapper, model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
+
+
+def _why_refused(model: nn.Module) -> str:
+    try:
+        check_model(model)
+        refuse_steps_in_backward(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def find_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: NoiseScaleOptions, ranks: RanksOfModel
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    options: NoiseScaleOptions,
+    ranks: RanksOfModel,
+    *,
+    has_comm_hook: bool = False,
 ) -> FoundModel:
     """Find a model's wrapper, parameters, groups and metrics, and see that all ranks have found the same.
 
@@ -94,13 +125,12 @@ def find_model(
         optimizer: as it was given.
         options: of the probe.
         ranks: as they were given.
+        has_comm_hook: whether a DDP communication hook was given.
 
     Raises:
         ValueError: for a model that cannot be measured; on all ranks, when they hold other models or options.
     """
-    wrapper = find_wrapper(model, ranks.process_group, ranks.mesh, ranks.pp_mesh, ranks.expert_mesh, ranks.cp_mesh)
-    refuse_steps_in_backward(wrapper.parameters)
-    whole = model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
+    wrapper, whole = find_parameters(model, ranks)
     if wrapper.experts is not None and wrapper.pp_mesh is not None:
         raise ValueError(
             "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
@@ -108,9 +138,13 @@ def find_model(
         )
     staging_bytes = int(options.staging_mib * 2**20)
     try:
+        if has_comm_hook and options.tap != "comm_hook":
+            raise ValueError(
+                f"comm_hook= needs tap='comm_hook', got tap={options.tap!r}: set it, or register the hook with DDP"
+            )
         names = group_names(options.groups, whole)
         metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
-    except Exception:  # the user's own function, or this rank's optimizer: its peers must not wait for this rank
+    except Exception:  # of the user's own function, or for this rank alone: its peers must not wait for this rank
         join_comparison(wrapper)
         raise
     moments = metrics.moments

@@ -38,13 +38,14 @@ def n_sync_batch_norms(model: nn.Module, n_ranks: int) -> int:
     return n_batch_norms(model, (nn.SyncBatchNorm,)) if n_ranks > 1 else 0
 
 
-def refuse_steps_in_backward(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse parameters that an optimizer steps inside backward.
+def refuse_steps_in_backward(model: nn.Module) -> None:
+    """Refuse a model with trainable parameters that an optimizer steps inside backward.
 
     Raises:
         ValueError: when `torch.distributed.optim._apply_optimizer_in_backward` was called on one of them.
     """
-    stepped = [name for name, p in parameters.items() if getattr(p, "_in_backward_optimizers", None)]
+    trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    stepped = [name for name, p in trainable if getattr(p, "_in_backward_optimizers", None)]
     if stepped:
         raise ValueError(
             f"an optimizer steps {plural(len(stepped), 'parameter')} ({some_of(stepped)}) inside backward, so a "

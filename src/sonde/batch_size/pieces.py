@@ -21,8 +21,6 @@ UnitsOfPieces = float | Sequence[float] | Mapping[str, float | Sequence[float]] 
 """Of several pieces: likewise, each one number for all or [pieces]."""
 _MANY = 2**53
 """Whole numbers of units below it are floats without rounding."""
-_LONGEST = 1e-3
-"""Seconds that a piece of a window that is not measured can take to begin, at most."""
 
 
 class DeclaredPiece:
@@ -35,23 +33,23 @@ class DeclaredPiece:
         unit_weights: within the piece.
     """
 
-    __slots__ = ("_counts", "_given", "_is_usual", "_made", "_pieces")
+    __slots__ = ("_counts", "_given", "_is_usual", "_pieces")
 
     def __init__(
         self, pieces: Pieces, units: Units, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
     ) -> None:
-        self._made = time.perf_counter()
+        start = time.perf_counter()
         self._pieces, self._given = pieces, (units, weight, unit_weights)
         has_units = pieces.knows_units if units is None else type(units) is int and 0 < units < _MANY
         self._is_usual = has_units and unit_weights is None and type(weight) is float and 0 < weight < math.inf
+        pieces.seconds += time.perf_counter() - start
 
     def __enter__(self) -> None:
-        pieces = self._pieces
+        start, pieces = time.perf_counter(), self._pieces
         if self._is_usual and pieces.is_quiet and not pieces.is_open:  # nearly all pieces, so this is short
             pieces.is_open, self._counts = True, None
             pieces.loop.n_passed_pieces += 1
-            took = time.perf_counter() - self._made
-            pieces.seconds += took if took < _LONGEST else _LONGEST  # it may have been made long before
+            pieces.seconds += time.perf_counter() - start
         else:
             self._counts = pieces.begin(*self._given)
 
@@ -93,7 +91,7 @@ class Pieces:
         self.knows_units = units_per_piece is not None
         """Whether the number of units need not be given for each piece."""
         self.seconds = 0.0
-        """Host time spent so far in declared pieces of such windows."""
+        """Host time spent so far on declared pieces in all windows, in measured ones without their reading."""
         self._units_unknown = False
         self._in_pipeline, self._ran_outside = in_pipeline, False
 

@@ -140,7 +140,7 @@ class NoiseScaleProbe:
         options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
         ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
-        self._found = found = find_model(model, optimizer, options, ranks)
+        self._found = found = find_model(model, optimizer, options, ranks, has_comm_hook=comm_hook is not None)
         self._wrapper, self._options = (wrapper := found.wrapper), options
         self._unmeasured = UnmeasuredParameters(model, found.parameters, wrapper.leaves, wrapper.stand_ins)
         self._late_wrapper = LateWrapper(model, wrapper, self._unmeasured)
@@ -598,10 +598,9 @@ class NoiseScaleProbe:
         Returns:
             The norm, if it was asked for; and an error to raise after the window has ended.
         """
-        late = self._late_wrapper.problems()  # not timed: as attach itself, it is rare and no part of a window's cost
         start = time.perf_counter()
         notes = self._loop.window_ends(self._n_windows + 1)
-        problems = notes.problems + late
+        problems = notes.problems + self._late_wrapper.problems()
         self._pacing.spent(start)
         window, measured = self._reader.end_window(
             reads_grad=clip is not None,
@@ -632,7 +631,7 @@ class NoiseScaleProbe:
         self._note_passed()
         self._pacing.spent_idle(start)
         try:
-            return (clip.apply(self._reader.final.plan) if clip is not None else None), None
+            return (clip.apply(self._reader.final.plan_without_groups) if clip is not None else None), None
         except RuntimeError as error:
             return None, error
 

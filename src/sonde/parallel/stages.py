@@ -38,6 +38,25 @@ class ModelParameters:
         return sum(map(math.prod, self.shapes))
 
 
+def refuse_on_all_stages(why: str, pp_mesh: DeviceMesh) -> None:
+    """Raise on all ranks of a pipeline if the stage of one is refused. All of them have to call this.
+
+    Args:
+        why: this rank's stage is refused; empty if it is not.
+        pp_mesh: the pipeline's ranks.
+
+    Raises:
+        ValueError: naming the stages; also when `pp_mesh` is no mesh of one axis that contains this rank.
+    """
+    check_mesh("pp_mesh", pp_mesh, n_axes=1)
+    reasons: list[Any] = [None] * pp_mesh.size()
+    dist.all_gather_object(reasons, why, group=pp_mesh.get_group())
+    if why:
+        raise ValueError(why)
+    if refused := [f"stage {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]:
+        raise ValueError(f"another rank's pipeline stage cannot be measured. {'. '.join(refused)}")
+
+
 def model_parameters(own: Mapping[str, Tensor], roles: Sequence[str], pp_mesh: DeviceMesh | None) -> ModelParameters:
     """The parameters of all pipeline stages, by one exchange. All ranks of the pipeline have to call this.
 

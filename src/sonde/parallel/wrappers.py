@@ -98,7 +98,7 @@ def find_wrapper(
     Raises:
         ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones.
     """
-    refuse_hidden_gradients(model)
+    check_model(model)
     if expert_mesh is not None:
         check_mesh("expert_mesh", expert_mesh, n_axes=1)
         expert_mesh = expert_mesh if expert_mesh.size() > 1 else None
@@ -108,7 +108,6 @@ def find_wrapper(
     ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     gathered = gathered_parameters(model)
     parameters = _by_name(model, requires_grad=True)
-    _check_parameters(model, parameters)
     frozen = _by_name(model, requires_grad=False)
     held = dict(parameters)
     if gathered and ddp is None and process_group is None and not any(map(is_dtensor, parameters.values())):
@@ -178,12 +177,14 @@ def _refuse_beside_ddp(ddp: nn.Module, parameters: Mapping[str, nn.Parameter], c
     )
 
 
-def _check_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a model without trainable parameters, or with lazy or complex ones.
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that hides its gradients, has no trainable parameters, or has lazy or complex ones.
 
     Raises:
-        ValueError: naming the parameter.
+        ValueError: naming the module or the parameter.
     """
+    refuse_hidden_gradients(model)
+    parameters = _by_name(model, requires_grad=True)
     if not parameters:
         raise ValueError(
             f"the model ({type(model).__name__}) has no trainable parameters: attach after requires_grad is set"

@@ -159,7 +159,7 @@ def student_t_quantile(probability: float, dof: float) -> float:
 
     Args:
         probability: strictly between 0 and 1.
-        dof: degrees of freedom, > 0.
+        dof: degrees of freedom, from 0.1 up: below, quantiles leave the range of numbers.
 
     Raises:
         ValueError: outside these ranges.
@@ -168,8 +168,8 @@ def student_t_quantile(probability: float, dof: float) -> float:
         >>> round(student_t_quantile(0.975, 9), 4)
         2.2622
     """
-    if not 0 < probability < 1 or not dof > 0:
-        raise ValueError(f"need 0 < probability < 1 and dof > 0, got {probability} and {dof}")
+    if not 0 < probability < 1 or not dof >= 0.1:
+        raise ValueError(f"need 0 < probability < 1 and dof ≥ 0.1, got {probability} and {dof}")
     if probability == 0.5:
         return 0.0
     if probability < 0.5:

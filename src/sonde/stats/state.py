@@ -32,13 +32,13 @@ def check_number(what: str, got: Mapping[str, object], name: str, *, low: float 
 
 
 def check_count(what: str, got: Mapping[str, object], name: str) -> None:
-    """Refuse an entry that is not a whole number from 0 up.
+    """Refuse an entry that is not a whole number from 0 up, of 64 bits.
 
     Raises:
         ValueError: naming it.
     """
     value = got[name]
-    if not isinstance(value, int) or not _is_finite(value) or value < 0:
+    if not isinstance(value, int) or not _is_finite(value) or not 0 <= value < 2**63:
         raise ValueError(f"{what}: {name!r} must be a whole number from 0 up, got {value!r:.60}: is it damaged?")
 
 

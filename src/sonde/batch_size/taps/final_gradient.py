@@ -49,6 +49,8 @@ class FinalGradient:
         self._parameters, self._device = list(wrapper.parameters.values()), wrapper.leaves[0].device
         self._groups, self._group_index = list(group_names), list(group_index)
         self._unmeasured: list[int] | None = None
+        self._unmeasured_by_name: dict[str, Tensor] = {}
+        self._plain_plan: NormPlan | None = None
         self.seconds_of_clip = 0.0
         """Host time spent on norms that a clip needs in any window: no cost of measuring."""
         self.clip_also({})
@@ -64,6 +66,7 @@ class FinalGradient:
             are_experts = self._wrapper.experts.indices
             parts = [group + len(self._groups) * (i in are_experts) for i, group in enumerate(parts)]
             names += [f"experts of {group}" for group in self._groups]
+        self._unmeasured_by_name, self._plain_plan = dict(unmeasured), None
         self.plan = NormPlan(
             [*measured.values(), *unmeasured.values()],
             [*measured, *unmeasured],
@@ -73,6 +76,20 @@ class FinalGradient:
             pp_mesh=self._wrapper.pp_mesh,
             allow_sparse=True,
         )
+
+    @property
+    def plan_without_groups(self) -> NormPlan:
+        """The same gradients for a clip between measured windows, where norms of groups would cost, for nothing."""
+        if self._plain_plan is None:
+            everything = self._wrapper.parameters | self._unmeasured_by_name
+            self._plain_plan = NormPlan(
+                [*everything.values()],
+                [*everything],
+                mesh=self._wrapper.mesh,
+                pp_mesh=self._wrapper.pp_mesh,
+                allow_sparse=True,
+            )
+        return self._plain_plan
 
     @property
     def _n_squares(self) -> int:

@@ -80,10 +80,6 @@ class TapChoice:
         self.tap: Tap
         if name == "comm_hook":
             self.tap = self._bucket_tap(comm_hook, comm_state)
-        elif comm_hook is not None:
-            raise ValueError(
-                f"comm_hook= needs tap='comm_hook', got tap={name!r}: set it, or register the hook with DDP"
-            )
         else:
             self.tap = self._leaf_tap()
 

@@ -69,10 +69,16 @@ def noise_scale_sections(run: Run) -> list[Section]:
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
             "The curves cross at B = B_crit, where both costs are 2×. The figure takes the noise scale of the last "
             "reading as B_crit. The noise scale is a proxy for B_crit: in published runs B_crit was 0.1 to 20 times "
-            "B_simple." + (f" This noise scale is {BIASED}. {_AT_UPPER_END}" if last.is_biased else ""),
+            "B_simple." + _of_biased(last),
             (tradeoff_plot(last, unit),),
         ),
     ]
+
+
+def _of_biased(last: Reading) -> str:
+    if not last.is_biased:
+        return ""
+    return f" This noise scale is {BIASED}." + (f" {_AT_UPPER_END}" if last.high is not None else "")
 
 
 def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
