@@ -4,6 +4,7 @@
 
 A test says so by `@pytest.mark.shows("noise scale", "FSDP2", "HSDP")`: it compares that quantity with one process, or
 with a definition, under each of these set-ups. `@pytest.mark.refuses(...)` says likewise that the quantity is refused.
+Where one of several cases shows a set-up, that case has it: `pytest.param(..., marks=pytest.mark.shows(...))`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ SETUPS = (
     "PP",
     "PP with DDP",
     "PP with FSDP2",
+    "PP with HSDP",
     "PP with TP",
+    "PP with SP",
     "PP with FSDP2 over TP",
     "DDP over CP",
     "FSDP2 over CP",
@@ -77,8 +80,8 @@ def shown(kind: str = "shows") -> Iterator[tuple[str, str, str]]:
 
 
 def _marks(node: ast.AST, kind: str) -> list[ast.Call]:
-    decorators = getattr(node, "decorator_list", [])
-    calls = [decorator for decorator in decorators if isinstance(decorator, ast.Call)]
+    decorators: list[ast.AST] = getattr(node, "decorator_list", [])
+    calls = [call for decorator in decorators for call in ast.walk(decorator) if isinstance(call, ast.Call)]
     return [call for call in calls if ast.unparse(call.func) == f"pytest.mark.{kind}"]
 
 
@@ -105,7 +108,7 @@ def _tests_by_cell(kind: str) -> dict[tuple[str, str], str]:
     for name, quantity, setup in shown(kind):
         path, _, test = name.partition("::")
         cells.setdefault((setup, quantity), []).append(f"[`{test}`](../{path})")
-    return {cell: " ".join(tests) for cell, tests in cells.items()}
+    return {cell: " ".join(dict.fromkeys(tests)) for cell, tests in cells.items()}
 
 
 def with_table(page: str) -> str:

@@ -341,6 +341,21 @@ def test_guard_fsdp_tells_its_divisors(ranks2: Ranks) -> None:
     assert ranks2(_divisors) == [[([True], [3.0]), ([True], [None])]] * 2
 
 
+def _shown_after_forward() -> list[bool]:
+    model: Any = fully_shard(nn.Linear(4, 8), mesh=mesh_of((4,)), reshard_after_forward=2)
+    own, parameter = model.weight, model._get_fsdp_state()._fsdp_param_group.fsdp_params[0]
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    shown = model.weight is not own and model.weight is parameter._sharded_post_forward_param
+    model.unshard()
+    return [shown, parameter.sharded_param is own, parameter._sharded_post_forward_param is None]
+
+
+def test_guard_fsdp_tells_what_it_shows_after_a_forward(ranks4: Ranks) -> None:
+    """Otherwise a window after whose last backward a forward comes is taken for that of another model."""
+    assert ranks4(_shown_after_forward) == [[True] * 3] * 4
+
+
 def _waiting_in_fsdp(mixed: bool) -> list[list[bool]]:
     """What waits after a backward that was not reduced and one that was; under HSDP, over some ranks and over all."""
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -39,6 +39,18 @@ def test_a_marker_with_an_unknown_name_is_refused(
             list(shown())
 
 
+def test_a_case_of_several_may_have_the_marker(
+    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the cell goes with the case."""
+    monkeypatch.setattr(shown_setups, "TESTS", tmp_path)
+    file = tmp_path / "test_it.py"  # type: ignore[operator]
+    case = "pytest.param('b', marks=pytest.mark.shows('noise scale', 'PP', 'TP'))"
+    for cases, expected in ((case, ["PP", "TP"]), ("", [])):
+        file.write_text(f"@pytest.mark.parametrize('x', ['a', {cases}])\ndef test_it(x): pass")
+        assert [setup for _, _, setup in shown()] == expected
+
+
 def test_what_is_shown_and_refused_is_a_contradiction(
     tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -37,6 +39,28 @@ def last_window(probe: Any) -> Values | None:
     """What the probe solved of its last window; None if it dropped it."""
     solved = probe.window()
     return solved and [(e.trace_cov, e.grad_sq) for e in (solved.total, *solved.per_group)]
+
+
+def assert_same_values(found: Sequence[tuple[float, float]], exact: Values, effective_units: float) -> None:
+    """Compare a window with the same by hand: tr Σ and |G|² of the total and of each group, and B_simple of the total.
+
+    Gradients are of fp32, so every number is compared within 1e-5 of itself. |G|² may be a small difference of the
+    window's |F|² and tr Σ / n, so its error is 1e-5 of these two.
+
+    Args:
+        found: by the probe.
+        exact: by hand.
+        effective_units: n, of the window.
+    """
+    assert len(found) == len(exact)
+    errors = []
+    for (trace_cov, grad_sq), (exact_trace_cov, exact_grad_sq) in zip(found, exact, strict=True):
+        assert trace_cov == pytest.approx(exact_trace_cov, rel=1e-5, abs=0.0)
+        errors.append(1e-5 * (abs(exact_grad_sq) + exact_trace_cov / effective_units))
+        assert grad_sq == pytest.approx(exact_grad_sq, rel=0.0, abs=errors[-1])
+    (trace_cov, grad_sq), (exact_trace_cov, exact_grad_sq) = found[0], exact[0]
+    error_of_ratio = 1e-5 + errors[0] / abs(exact_grad_sq)
+    assert trace_cov / grad_sq == pytest.approx(exact_trace_cov / exact_grad_sq, rel=error_of_ratio)
 
 
 def with_total(of_groups: Values) -> Values:

@@ -29,7 +29,7 @@ class Loop:
     """How a mixture of experts is cut over four ranks and trained.
 
     Attributes:
-        n_feeding: ranks over which experts are spread.
+        n_feeding: ranks over which experts are spread; 1 as of a configuration that does not spread them.
         dense: "fsdp" cuts the other parameters over all ranks; "plain" leaves them whole, and the loop averages them;
             "fsdp over tp" has two data-parallel ranks of two ranks each, and experts are spread over all four.
         averaged: experts are divided by the number of all ranks, as the other parameters; otherwise only by the number
@@ -72,11 +72,12 @@ def cut(loop: Loop) -> tuple[Mixture, dict[str, Any]]:
     """The model, and the arguments that tell the probe how it is cut."""
     n_same = 4 // loop.n_feeding
     both = mesh_of((n_same, loop.n_feeding), ("dp", "ep"))
+    needed: dict[str, Any] = {"mesh": both, "expert_mesh": both["ep"]}
     model = build()
     model.ep = both["ep"]
     model.experts.w = nn.Parameter(distribute_tensor(model.experts.w.detach(), both["ep"], [Shard(0)]))
     if loop.dense == "plain":
-        return model, {"mesh": both} | ({"expert_mesh": both["ep"]} if loop.says_so else {})
+        return model, needed if loop.says_so else {"mesh": both}
     if loop.dense == "fsdp over tp":
         mesh = mesh_of((2, 2), ("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
@@ -92,7 +93,7 @@ def cut(loop: Loop) -> tuple[Mixture, dict[str, Any]]:
         experts.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
         experts.set_gradient_divide_factor(4.0)
     fully_shard(model, mesh=everyone)
-    return model, {}
+    return model, needed if loop.n_feeding == 1 else {}
 
 
 def reduce_by_hand(model: Mixture, loop: Loop) -> None:

@@ -83,6 +83,7 @@ class Loop:
         checkpoints: activations are computed again in backward.
         compiled: blocks are compiled.
         evaluates: an evaluation forward runs before each window.
+        evaluates_last: an evaluation forward runs between the last backward and the end of each window.
         forwards: forwards whose losses one backward adds up.
         late: windows before the probe is attached.
         clips: the probe clips, rather than only ending windows.
@@ -105,6 +106,7 @@ class Loop:
     checkpoints: bool = False
     compiled: bool = False
     evaluates: bool = False
+    evaluates_last: bool = False
     forwards: int = 1
     late: int = 0
     clips: bool = True
@@ -202,7 +204,8 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
     """
     torch._dynamo.reset()
     model = shard(build(loop), loop)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     rank, before = data_rank(loop), None
     probe: Any = None
     result: dict[str, Any] = {"norms": [], "windows": [], "by hand": []}
@@ -215,10 +218,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
             before = n_collectives()
         whole = whole_parameters(model) if values and window >= 0 else {}
         if loop.evaluates:
-            model.eval()
-            with torch.no_grad():
-                model(tokens(rank, window, 0)[:, :-1])
-            model.train()
+            _evaluate(model, tokens(rank, window, 0))
         for k in range(2):
             if loop.sync == "last" and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(k == 1)
@@ -226,7 +226,9 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
             counts: dict[str, Any] = {"units": len(ids)} | ({"weight": len(ids)} if loop.weighted else {})
             with probe.piece(**counts) if probe else contextlib.nullcontext():
                 loss_of(model, ids, loop).backward()
-        result["norms"].append(_end(probe, model, loop))
+        if loop.evaluates_last:
+            _evaluate(model, tokens(rank, window, 0))
+        result["norms"].append(_end(probe, parameters, loop))
         optimizer.step()
         optimizer.zero_grad()
         if values and probe and window >= 0:
@@ -242,18 +244,24 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
     return result
 
 
-def _end(probe: Any, model: nn.Module, loop: Loop) -> float:
+def _evaluate(model: nn.Module, ids: Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(ids[:, :-1])
+    model.train()
+
+
+def _end(probe: Any, parameters: list[nn.Parameter], loop: Loop) -> float:
     if loop.clips:
-        clip: Callable[..., Tensor] = probe.clip_grad_norm_ if probe else clip_alone(model)
+        clip: Callable[..., Tensor] = probe.clip_grad_norm_ if probe else clip_alone(parameters)
         return float(clip(0.5))
     if probe:
         probe.step()
     return 0.0
 
 
-def clip_alone(model: nn.Module) -> Callable[..., Tensor]:
+def clip_alone(parameters: list[nn.Parameter]) -> Callable[..., Tensor]:
     """The clip of a run without a probe: over all ranks, as the probe's."""
-    parameters = list(model.parameters())
     mesh: DeviceMesh = max((p.device_mesh for p in parameters if isinstance(p, DTensor)), key=lambda m: m.size())
     return lambda max_norm: sonde.clip_grad_norm_(parameters, max_norm, mesh=mesh)
 

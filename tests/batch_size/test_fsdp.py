@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.batch_size.cut_models import assert_same_values
 from tests.batch_size.sharded_loops import UNITS, Loop, train
 from tests.ranks import Ranks
 
@@ -46,8 +47,7 @@ def assert_as_by_hand(results: list[dict[str, Any]], loop: Loop) -> None:
         assert len(result["windows"]) == loop.windows
         for window, exact in zip(result["windows"], result["by hand"], strict=True):
             assert window is not None, result["reading"].dropped
-            size = exact[0][0]
-            assert torch.tensor(window, dtype=torch.float64).sub(torch.tensor(exact)).abs().max() < 1e-5 * size
+            assert_same_values(window, exact, result["reading"].effective_units)
     assert len({str(result["windows"]) for result in results}) == 1  # all ranks say the same
 
 
@@ -62,23 +62,29 @@ def test_values_and_training_unchanged(ranks2: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["default", "no clip, every piece reduces"])
 def test_three_ranks(ranks3: Ranks, name: str) -> None:
-    assert_as_by_hand(ranks3(_values, LOOPS[name]), LOOPS[name])
+    loop = LOOPS[name]
+    results = ranks3(_values, loop)
+    assert_as_by_hand(results, loop)
+    assert_unchanged(results, ranks3(_values, loop, False), loop)
 
 
 @pytest.mark.parametrize(
     "loop",
     [
-        Loop(mesh=(2, 2)),
+        pytest.param(Loop(mesh=(2, 2)), marks=pytest.mark.shows("noise scale", "HSDP")),
         Loop(mesh=(2, 2), clips=False, sync="every"),
         Loop(mesh=(2, 2), mixed=True, evaluates=True),
         Loop(reshard=2),
         Loop(reshard=2, sync="every", clips=False),
+        Loop(reshard=2, evaluates_last=True),
     ],
-    ids=lambda loop: f"{loop.mesh or 4} {loop.reshard} {loop.sync}",
+    ids=lambda loop: f"{loop.mesh or 4} {loop.reshard} {loop.sync}{' evaluates last' * loop.evaluates_last}",
 )
-@pytest.mark.shows("noise scale", "HSDP")
 def test_four_ranks(ranks4: Ranks, loop: Loop) -> None:
-    assert_as_by_hand(ranks4(_values, loop), loop)
+    """If a forward is the last before the window ends, FSDP2 shows parameters in two parts there, with reshard=2."""
+    results = ranks4(_values, loop)
+    assert_as_by_hand(results, loop)
+    assert_unchanged(results, ranks4(_values, loop, False), loop)
 
 
 def test_reduced_in_bf16(ranks2: Ranks) -> None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,6 +54,8 @@ ONCE = {"batch_size/taps/context_pieces.py:learn"}
 ARRIVED = "batch_size/delivery.py:receive"
 """Takes in copies that have arrived: what is read inside is on the host on any device."""
 WINDOWS = 6
+WINDOWS_OF_A_PACE = 20
+"""The first 16 are all measured."""
 METRICS = ("euclidean", "adam", "sign")  # "spectral" needs whole matrices
 
 
@@ -129,7 +132,7 @@ def under_ddp(
     plan = sonde.group_parameters_for_norm(list(model.parameters()))
     generator = torch.Generator().manual_seed(dist.get_rank())
     with sonde.attach(model, optimizer, unit="rows", verbose=False, **options) as probe, HostReads() as reads:
-        for _ in range(WINDOWS):
+        for _ in range(WINDOWS if options["every"] == 1 else WINDOWS_OF_A_PACE):
             for k in range(2):
                 sync = contextlib.nullcontext() if k else model.no_sync()
                 with probe.piece(units=4), sync:
@@ -156,6 +159,7 @@ SHARDED = {
     "FSDP2, mixed precision": Loop(mixed=True),
     "FSDP2, offloaded": Loop(offload=True),
     "FSDP2, further metrics": Loop(options={"metric": METRICS}),
+    "FSDP2, one window in three": Loop(options={"every": 3}),
     "FSDP2, single examples": Loop(covered=True, options={"per_example": "always"}),
     "tensor parallelism": Loop(cut="tp"),
     "sequence parallelism": Loop(cut="sp", clips=False),
@@ -180,9 +184,10 @@ def of_windows(
     model: nn.Module, ids_of: Callable[[int, int], Tensor], loss_of: Any, loop: Any, *, clips: bool, **options: Any
 ) -> set[str]:
     """Reads in a few windows of two pieces."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with sonde.attach(model, optimizer, unit="rows", verbose=False, every=1, **options) as probe, HostReads() as reads:
-        for window in range(3):
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    options = {"every": 1} | options
+    with sonde.attach(model, optimizer, unit="rows", verbose=False, **options) as probe, HostReads() as reads:
+        for window in range(3 if options["every"] == 1 else WINDOWS_OF_A_PACE):
             for k in range(2):
                 ids = ids_of(window, k)
                 with probe.piece(units=len(ids)):
@@ -190,7 +195,43 @@ def of_windows(
             probe.clip_grad_norm_(0.1) if clips else probe.step()
             optimizer.step()
             optimizer.zero_grad()
+    assert (probe.reading().windows == window + 1) == (options["every"] == 1)
     return reads.places
+
+
+class Adapted(nn.Module):
+    """A frozen layer that FSDP2 cuts, and plain adapters whose gradients hooks average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(2, 6))
+        fully_shard(self, mesh=mesh_of((2,)), ignored_params={self.a, self.b})
+        for adapter in (self.a, self.b):
+            adapter.register_post_accumulate_grad_hook(average)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + x @ self.a @ self.b
+        return out
+
+
+def average(p: Tensor) -> None:
+    assert p.grad is not None
+    dist.all_reduce(p.grad)
+    p.grad /= dist.get_world_size()
+
+
+def of_adapters() -> set[str]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return of_windows(
+        Adapted(),
+        lambda window, k: torch.randn(2 + k, 6, generator=generator),
+        lambda model, x, loop: model(x).square().mean(),
+        None,
+        clips=True,
+        per_example="never",
+    )
 
 
 def of_shared_sequences(loop: context_loops.Loop) -> set[str]:
@@ -227,18 +268,24 @@ def of_experts(loop: expert_loops.Loop) -> set[str]:
     )
 
 
-def in_pipeline() -> set[str]:
-    mesh = mesh_of((2,), ("pp",))
+def in_pipeline(over: str = "") -> set[str]:
+    """Two stages, of one rank each or of two under DDP or FSDP2."""
+    mesh = mesh_of((2, dist.get_world_size() // 2), ("pp", "dp"))
+    at = mesh.get_local_rank("pp")
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    stage = PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"), group=mesh.get_group())
-    schedule = ScheduleGPipe(stage, 4, loss_fn=lambda out, target: (out - target).square().mean())
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    if over == "DDP":
+        model = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    elif over == "FSDP2":
+        fully_shard(model, mesh=mesh["dp"])
+    stage = PipelineStage(model, at, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda out, target: (out - target).square().mean())
     x = torch.randn(8, 8)
-    probe = sonde.attach(model, unit="rows", verbose=False, every=1, mesh=mesh, pp_mesh=mesh)
+    probe = sonde.attach(model, unit="rows", verbose=False, every=1, mesh=mesh, pp_mesh=mesh["pp"])
     with probe, HostReads() as reads:
         for _ in range(3):
             with probe.pieces(4, units=2):
-                schedule.step(*([] if dist.get_rank() else [x]), **({"target": x} if dist.get_rank() else {}))
+                schedule.step(*([] if at else [x]), **({"target": x} if at else {}))
             probe.clip_grad_norm_(0.1)
             model.zero_grad()
     return reads.places
@@ -248,6 +295,7 @@ def everything() -> dict[str, set[str]]:
     """Reads of every set-up on this rank."""
     found = {name: under_ddp(**setup) for name, setup in SETUPS.items()}
     found |= {name: of_shards(loop) for name, loop in SHARDED.items()}
+    found["LoRA below FSDP2"] = of_adapters()
     found["context parallelism under DDP"] = of_shared_sequences(context_loops.Loop(cut="ddp", clips=False))
     # torch 2.9 itself fails in a pipeline's first exchange over gloo.
     return found | ({"a pipeline": in_pipeline()} if torch.__version__ >= "2.11" else {})
@@ -257,7 +305,8 @@ def everything_on_four_ranks() -> dict[str, set[str]]:
     found = {name: of_shards(loop) for name, loop in ON_FOUR_RANKS.items()}
     found["FSDP2 over context parallelism"] = of_shared_sequences(context_loops.Loop())
     found["expert parallelism"] = of_experts(expert_loops.Loop())
-    return found
+    over = ("DDP", "FSDP2") if torch.__version__ >= "2.11" else ()
+    return found | {f"a pipeline over {name}": in_pipeline(name) for name in over}
 
 
 def test_only_what_a_cpu_has_at_hand_is_read(ranks2: Ranks, ranks4: Ranks) -> None:

@@ -13,18 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from tests.batch_size.cut_models import n_collectives
+from tests.batch_size.cut_models import assert_same_values, n_collectives
 from tests.batch_size.norms_by_hand import adam_weights
 from tests.batch_size.sharded_loops import Block
 from tests.oracles import window_by_hand
 from tests.ranks import Ranks, mesh_of
 
 VOCABULARY, WIDTH, LENGTH, UNITS, N_PIECES, WINDOWS = 13, 8, 6, 3, 4, 2
+UNEQUAL = (3.0, 1.0, 2.0, 2.5)
+"""Units of a rank's micro-batches where these weigh by their tokens, as of packed sequences."""
 IGNORED = -100
 
 
@@ -63,6 +65,8 @@ class Pipeline:
         looped: the order in which ranks take the four stages; None for two stages of two parts.
         dp: data-parallel ranks, by FSDP2 or DDP.
         tp: ranks of tensor parallelism.
+        in_sequence: with sequence parallelism between tensor-parallel layers.
+        replicas: copies that HSDP keeps of the shards, on this many of the data-parallel ranks.
         ddp: data parallelism by DDP.
         clips: the probe clips.
         weighted: micro-batches weigh by their tokens.
@@ -73,6 +77,8 @@ class Pipeline:
     looped: tuple[tuple[int, ...], ...] | None = None
     dp: int = 1
     tp: int = 1
+    in_sequence: bool = False
+    replicas: int = 1
     ddp: bool = False
     clips: bool = True
     weighted: bool = False
@@ -96,19 +102,23 @@ WIDER = {
     "DDP": Pipeline("Schedule1F1B", dp=2, ddp=True, weighted=True),  # torch's DDP cannot run GPipe
     "DDP, no clip": Pipeline("Schedule1F1B", dp=2, ddp=True, clips=False),
     "TP": Pipeline("Schedule1F1B", tp=2, weighted=True),
+    "SP": Pipeline("Schedule1F1B", tp=2, in_sequence=True, weighted=True),
+    "SP, no clip": Pipeline("Schedule1F1B", tp=2, in_sequence=True, clips=False),
     "FSDP2, Adam's metric": Pipeline("Schedule1F1B", dp=2, adam=True),
     "TP, Adam's metric, no clip": Pipeline("Schedule1F1B", tp=2, clips=False, adam=True),
 }
 
 
-def tensor_parallel(module: nn.Module, mesh: Any) -> None:
+def tensor_parallel(module: nn.Module, mesh: Any, *, in_sequence: bool) -> None:
+    between = Shard(1) if in_sequence else Replicate()
+    whole: Any = RowwiseParallel(input_layouts=Replicate(), output_layouts=between) if in_sequence else None
     plan: dict[str, Any] = {
-        "embed": ColwiseParallel(output_layouts=Replicate()),
-        "block*.up": ColwiseParallel(),
-        "block*.down": RowwiseParallel(output_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
+        "embed": whole or ColwiseParallel(output_layouts=between),
+        "block*.up": ColwiseParallel(input_layouts=between),
+        "block*.down": RowwiseParallel(output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
     }
-    parallelize_module(module, mesh, plan)
+    parallelize_module(module, mesh, plan | ({"block*.norm": SequenceParallel()} if in_sequence else {}))
 
 
 def part_of(name: str) -> str:
@@ -131,6 +141,11 @@ def loss_of(logits: Tensor, targets: Tensor, weighted: bool) -> Tensor:
     return nn.functional.cross_entropy(flat, wanted, ignore_index=IGNORED)
 
 
+def units(rank: int, weighted: bool) -> list[float]:
+    """Of each micro-batch."""
+    return [UNEQUAL[(rank + k) % N_PIECES] for k in range(N_PIECES)] if weighted else [float(UNITS)] * N_PIECES
+
+
 def weights(rank: int, window: int, weighted: bool) -> list[float]:
     if not weighted:
         return [1.0] * N_PIECES
@@ -139,17 +154,21 @@ def weights(rank: int, window: int, weighted: bool) -> list[float]:
 
 def stages_of(pipe: Pipeline) -> tuple[Any, nn.ModuleList, Any, tuple[int, ...], int]:
     """The mesh, this rank's stages, their schedule, their numbers, and how many stages there are."""
-    mesh = mesh_of((2, pipe.dp, pipe.tp), ("pp", "dp", "tp"))
+    shape, names = (2, pipe.dp, pipe.tp), ("pp", "dp", "tp")
+    if pipe.replicas > 1:
+        shape, names = (2, pipe.replicas, pipe.dp // pipe.replicas), ("pp", "replicate", "shard")
+    mesh = mesh_of(shape, names)
     stage, whole = mesh.get_local_rank("pp"), parts()
     which = [[i] for i in pipe.looped[stage]] if pipe.looped else [[0, 1], [2, 3]][stage : stage + 1]
     modules: list[Any] = [Stage(whole, parts_of) for parts_of in which]
     if pipe.tp > 1:
         for module in modules:
-            tensor_parallel(module, mesh["tp"])
+            tensor_parallel(module, mesh["tp"], in_sequence=pipe.in_sequence)
     if pipe.ddp:
         modules = [DistributedDataParallel(m, process_group=mesh.get_group("dp")) for m in modules]
     elif pipe.dp > 1:
-        modules = [fully_shard(m, mesh=mesh["dp"]) for m in modules]
+        axes = mesh["replicate", "shard"] if pipe.replicas > 1 else mesh["dp"]
+        modules = [fully_shard(m, mesh=axes) for m in modules]
     n_stages = 4 if pipe.looped else 2
     numbers = pipe.looped[stage] if pipe.looped else (stage,)
     device, group = torch.device("cpu"), mesh.get_group("pp")
@@ -171,7 +190,7 @@ def run(schedule: Any, numbers: tuple[int, ...], n_stages: int, rank: int, windo
 
 def train(pipe: Pipeline, *, probed: bool = True) -> dict[str, Any]:
     mesh, model, schedule, numbers, n_stages = stages_of(pipe)
-    dp_rank = mesh.get_local_rank("dp")
+    dp_rank = dist.get_rank() // pipe.tp % pipe.dp
     optimizer = (torch.optim.AdamW if pipe.adam else torch.optim.SGD)(model.parameters(), lr=0.1)
     probe: Any = None
     if probed:
@@ -184,7 +203,7 @@ def train(pipe: Pipeline, *, probed: bool = True) -> dict[str, Any]:
         moments = whole_moments(model, optimizer, mesh) if pipe.adam and window and probed else None
         exact = by_hand(whole_model(model, mesh), pipe, window, moments) if probed else None
         before = n_collectives()
-        of_pieces = {"units": UNITS, "weights": weights(dp_rank, window, pipe.weighted)}
+        of_pieces = {"units": units(dp_rank, pipe.weighted), "weights": weights(dp_rank, window, pipe.weighted)}
         with probe.pieces(N_PIECES, **of_pieces) if probe else contextlib.nullcontext():
             run(schedule, numbers, n_stages, dp_rank, window)
         if pipe.clips and probe:
@@ -242,10 +261,11 @@ def by_hand(
     model = copy.deepcopy(Stage(parts(), [0, 1, 2, 3])).double()
     model.load_state_dict(values)
     names = [name for name, _ in model.named_parameters()]
-    pieces, of_pieces = [], []
+    pieces, of_pieces, counts = [], [], []
     for rank in range(pipe.dp):
         tokens, targets = data(rank, window)
         of_pieces += weights(rank, window, pipe.weighted)
+        counts += units(rank, pipe.weighted)
         for x, y in zip(tokens.chunk(N_PIECES), targets.chunk(N_PIECES), strict=True):
             loss = loss_of(model(x), y, pipe.weighted)
             grads = torch.autograd.grad(loss, list(model.parameters()))
@@ -256,7 +276,7 @@ def by_hand(
     for part in NAMES:
         of_part = [torch.cat([piece[n] for n in names if n.split(".")[0] == part]) for piece in pieces]
         final = torch.stack(of_part).sum(0) / pipe.dp
-        solved[part] = window_by_hand(of_part, of_pieces, [UNITS] * len(of_part), final)
+        solved[part] = window_by_hand(of_part, of_pieces, counts, final)
     return {"": (sum(t for t, _ in solved.values()), sum(g for _, g in solved.values()))} | solved
 
 
@@ -264,9 +284,20 @@ def _train(pipe: Pipeline, probed: bool) -> dict[str, Any]:
     return train(pipe, probed=probed)
 
 
-@pytest.mark.shows("adam metric", "PP with FSDP2", "PP with TP")
-@pytest.mark.parametrize("name", PIPELINES | WIDER)
-@pytest.mark.shows("noise scale", "PP", "PP with DDP", "PP with FSDP2", "PP with TP")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("GPipe", marks=pytest.mark.shows("noise scale", "PP")),
+        pytest.param("FSDP2", marks=pytest.mark.shows("noise scale", "PP with FSDP2")),
+        pytest.param("DDP", marks=pytest.mark.shows("noise scale", "PP with DDP")),
+        pytest.param("TP", marks=pytest.mark.shows("noise scale", "PP with TP")),
+        pytest.param("SP", marks=pytest.mark.shows("noise scale", "PP with SP")),
+        pytest.param("FSDP2, Adam's metric", marks=pytest.mark.shows("adam metric", "PP with FSDP2")),
+        pytest.param("TP, Adam's metric, no clip", marks=pytest.mark.shows("adam metric", "PP with TP")),
+        *list(PIPELINES)[1:],
+        *("FSDP2, no clip", "DDP, no clip", "SP, no clip"),
+    ],
+)
 def test_values_and_training_unchanged(request: pytest.FixtureRequest, name: str) -> None:
     """One collective a window carries the pieces, the gradient and the clip; all ranks get the same numbers."""
     pipe = (PIPELINES | WIDER)[name]
@@ -274,9 +305,15 @@ def test_values_and_training_unchanged(request: pytest.FixtureRequest, name: str
     check(ranks(_train, pipe, True), ranks(_train, pipe, False), pipe)
 
 
-@pytest.mark.shows("noise scale", "PP with FSDP2 over TP")
-def test_pipeline_over_fsdp_over_tensor_parallelism(ranks8: Ranks) -> None:
-    pipe = Pipeline("Schedule1F1B", dp=2, tp=2, weighted=True)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param({"dp": 4, "replicas": 2}, marks=pytest.mark.shows("noise scale", "PP with HSDP")),
+        pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.shows("noise scale", "PP with FSDP2 over TP")),
+    ],
+)
+def test_pipeline_over_two_axes(ranks8: Ranks, axes: dict[str, int]) -> None:
+    pipe = Pipeline("Schedule1F1B", weighted=True, **axes)  # type: ignore[arg-type]
     check(ranks8(_train, pipe, True), ranks8(_train, pipe, False), pipe)
 
 
@@ -286,20 +323,22 @@ def check(probed: list[dict[str, Any]], plain: list[dict[str, Any]], pipe: Pipel
         for window, exact in zip(result["windows"], result["by hand"], strict=True):
             assert window is not None, result["reading"].dropped
             assert window.keys() == exact.keys()
-            size = exact[""][0]
-            for part, values in window.items():
-                assert values == pytest.approx(exact[part], abs=1e-5 * size), part
+            in_order = [exact[part] for part in window]
+            assert_same_values(list(window.values()), in_order, result["reading"].effective_units)
         assert all(map(torch.equal, result["weights"], without["weights"]))
         assert result["norms"] == without["norms"]
         n_gathered = WINDOWS if pipe.adam and pipe.dp > 1 else 0
-        assert result["collectives"] - without["collectives"] == (0 if pipe.clips else WINDOWS) + n_gathered
+        # Partial gradients of norms are summed piece by piece, and without a clip once more.
+        n_partial = WINDOWS * (N_PIECES + (not pipe.clips)) if pipe.in_sequence else 0
+        n_more = result["collectives"] - without["collectives"]
+        assert n_more == (0 if pipe.clips else WINDOWS) + n_gathered + n_partial
     assert len({str(result["windows"]) for result in probed}) == 1
 
 
 def _misused(how: str) -> tuple[str, dict[str, int]]:
     """What is said, and which windows were dropped."""
     mesh, model, schedule, numbers, n_stages = stages_of(PIPELINES["GPipe"])
-    options: dict[str, Any] = {"unit": "sequences", "verbose": False, "every": 1, "units_per_piece": UNITS}
+    options: Any = {"unit": "sequences", "verbose": False, "every": 1, "units_per_piece": UNITS}
     said = ""
     with sonde.attach(model, mesh=mesh, pp_mesh=mesh["pp"], **options) as probe:
         try:
@@ -307,9 +346,7 @@ def _misused(how: str) -> tuple[str, dict[str, int]]:
                 run(schedule, numbers, n_stages, 0, 0)
             else:
                 n = {"fewer": 2, "more": 6}.get(how, N_PIECES)
-                given: dict[str, Any] = {"too few units": {"units": [1.0]}, "a bad weight": {"weights": 0.0}}.get(
-                    how, {}
-                )
+                given: Any = {"too few units": {"units": [1.0]}, "a bad weight": {"weights": 0.0}}.get(how, {})
                 with probe.pieces(n, **given):
                     run(schedule, numbers, n_stages, 0, 0)
             probe.step()
@@ -371,19 +408,13 @@ def test_a_rank_without_micro_batches_fills_up_from_the_first_window_on(ranks4: 
             assert value == pytest.approx((trace_cov / 4, grad_sq / 4), abs=1e-5 * trace_cov / 4)
 
 
-def _without_the_axis() -> str:
-    mesh, model, *_ = stages_of(PIPELINES["GPipe"])
+def _refusal(name: str, axis: str | None = None, tap: Any = "auto") -> str:
+    """What attach says, where `mesh=` is all ranks or one of their axes."""
+    mesh, model, *_ = stages_of((PIPELINES | WIDER)[name])
     try:
-        sonde.attach(model, unit="sequences", verbose=False, mesh=mesh["dp"], pp_mesh=mesh["pp"])
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def _buckets() -> str:
-    mesh, model, *_ = stages_of(WIDER["DDP"])
-    try:
-        sonde.attach(model, unit="sequences", verbose=False, mesh=mesh, pp_mesh=mesh["pp"], tap="comm_hook")
+        sonde.attach(
+            model, unit="sequences", verbose=False, mesh=mesh[axis] if axis else mesh, pp_mesh=mesh["pp"], tap=tap
+        )
     except ValueError as error:
         return str(error)
     return "no error"
@@ -391,10 +422,10 @@ def _buckets() -> str:
 
 def test_buckets_of_a_pipeline_are_refused(ranks4: Ranks) -> None:
     """They hold a whole window, and the schedule's micro-batches are the pieces."""
-    for said in ranks4(_buckets):
+    for said in ranks4(_refusal, "DDP", None, "comm_hook"):
         assert "got a model of kind DistributedDataParallel in pipeline stages" in said
 
 
 def test_a_mesh_without_the_stages_is_refused(ranks2: Ranks) -> None:
-    for said in ranks2(_without_the_axis):
+    for said in ranks2(_refusal, "GPipe", "dp"):
         assert "pp_mesh= is no axis of mesh=" in said

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.batch_size.loops import attached, small_model
@@ -46,6 +48,34 @@ def _in_a_compiled_ddp() -> None:
     attached(wrapped._orig_mod.module)
 
 
+class DeepSpeedEngine(nn.Module):
+    """What sonde knows DeepSpeed's engine by: a module that holds the model, of a class in a package of that name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
+
+
+def _inside_deepspeed() -> None:
+    engine = DeepSpeedEngine(small_model())
+    attached(engine.module)
+
+
+def _in_ddp_and_in_fsdp() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {"a": fully_shard(small_model(), mesh=mesh_of((2,))), "b": DistributedDataParallel(small_model())}
+    )
+
+
+def _cut_inside_ddp() -> None:
+    model = DistributedDataParallel(small_model())
+    parallelize_module(model.module, mesh_of((2,)), {"0": ColwiseParallel()})
+    attached(model)
+
+
 REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     "buckets": (lambda: _sharded(tap="comm_hook"), "tap='comm_hook' reads DDP's buckets, got a model of kind FSDP2"),
     "a process group": (lambda: _sharded(process_group=dist.group.WORLD), "a sharded model knows its ranks"),
@@ -57,6 +87,16 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
         "inside a module of FSDP's first version",
     ),
     "a module inside DDP": (_inside_ddp, "pass that module, as trainer.model_wrapped"),
+    "DeepSpeed's engine": (
+        lambda: attached(DeepSpeedEngine(small_model())),
+        "DeepSpeed .DeepSpeedEngine. does not show the gradients of micro-batches.*engine.get_global_grad_norm",
+    ),
+    "a module inside DeepSpeed's engine": (_inside_deepspeed, "DeepSpeed .DeepSpeedEngine. does not show"),
+    "one part in DDP, one in FSDP2": (
+        lambda: attached(_in_ddp_and_in_fsdp()),
+        "DDP holds one part of the model, and 'a.0.weight' outside that part is cut over ranks.*a probe to each part",
+    ),
+    "shards in DDP": (_cut_inside_ddp, "DDP holds '0.weight', which is cut over ranks .a DTensor., and cannot reduce"),
     "a module inside a compiled DDP": (_in_a_compiled_ddp, "pass that module, as trainer.model_wrapped"),
 }
 
@@ -73,6 +113,22 @@ def _message(name: str) -> str:
 def test_refused(ranks2: Ranks, name: str) -> None:
     for message in ranks2(_message, name):
         assert re.search(REFUSED[name][1], message), message
+
+
+def _a_probe_for_each_part() -> list[int]:
+    model, x = _in_ddp_and_in_fsdp(), torch.randn(2, 12)
+    with attached(model["a"]) as of_a, attached(model["b"]) as of_b:
+        for _ in range(2):
+            with of_a.piece(units=2), of_b.piece(units=2):
+                (model["a"](x) + model["b"](x)).square().sum().backward()
+        of_a.step()
+        of_b.step()
+        return [of_a.reading().windows, of_b.reading().windows]
+
+
+def test_a_probe_for_each_part_of_another_wrapper_measures(ranks2: Ranks) -> None:
+    """As the refusal of a model of DDP and FSDP2 says."""
+    assert ranks2(_a_probe_for_each_part) == [[1, 1]] * 2
 
 
 @pytest.mark.parametrize(

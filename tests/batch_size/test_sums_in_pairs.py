@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sonde
 from sonde.batch_size.stats.noise_scale import PieceSums, estimate_window
@@ -24,17 +25,39 @@ from sonde.batch_size.taps.window_sums import WindowSums, piece_counts, read_row
 from sonde.parallel.devices import KEPT_IN_PAIRS, start_copy_to_host
 from sonde.parallel.float_pairs import FloatPairs
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
+from tests.pretend_device import sonde_functions
 from tests.ranks import Ranks, mesh_of
 
 CPU = torch.device("cpu")
 
 
+ON_THE_HOST = ("parallel/float_pairs.py:joined", "parallel/float_pairs.py:_rest")
+"""Functions of sonde whose fp64 numbers are on the host, whatever the device."""
+
+
+class NoConversionToFloat64(TorchDispatchMode):
+    """Refuses what a device without fp64 refuses: that sonde converts a gradient or a sum of it to fp64."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, FloatPairs) for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        converts = kwargs.get("dtype") == torch.float64 and args and isinstance(args[0], Tensor)
+        if converts and args[0].dtype != torch.float64 and (where := sonde_functions()) and where[0] not in ON_THE_HOST:
+            raise TypeError(f"a device without fp64 cannot convert to it: {function} in {where[0]}")
+        return function(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def in_pairs(*, on: bool = True) -> Iterator[None]:
-    """The CPU keeps sums as a device without fp64 would."""
-    try:
-        KEPT_IN_PAIRS.update({"cpu"} if on else ())
+    """The CPU keeps sums as a device without fp64 would, and refuses to convert to fp64 as such a device does."""
+    if not on:
         yield
+        return
+    try:
+        KEPT_IN_PAIRS.add("cpu")
+        with NoConversionToFloat64():
+            yield
     finally:
         KEPT_IN_PAIRS.discard("cpu")
 
@@ -190,7 +213,7 @@ def both_on_rank(how: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return exact, trained(how, rank=dist.get_rank())
 
 
-@pytest.mark.parametrize(("how", "world"), [("ddp leaf", 3), ("ddp buckets", 2), ("ddp leaf", 4)])
+@pytest.mark.parametrize(("how", "world"), [("ddp leaf", 3), ("ddp buckets", 2), ("ddp auto", 3)])
 def test_ranks_read_the_same_noise_scale(how: str, world: int, request: Any) -> None:
     """One collective sums both halves; every rank gets the same numbers."""
     ranks: Ranks = request.getfixturevalue(f"ranks{world}")

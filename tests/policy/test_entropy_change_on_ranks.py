@@ -95,8 +95,13 @@ def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("update", ["step", "gradient"])
-@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
-@pytest.mark.shows("entropy change", "DDP", "FSDP2")
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("DDP", marks=pytest.mark.shows("entropy change", "DDP")),
+        pytest.param("FSDP2", marks=pytest.mark.shows("entropy change", "FSDP2")),
+    ],
+)
 def test_uneven_ranks_agree_with_one_process(ranks2: Ranks, how: str, update: str, kind: str) -> None:
     (first, is_kept), (second, _) = ranks2(on_rank, how, update, kind)
     assert is_kept

@@ -87,7 +87,7 @@ def attach(
         pp_mesh: the pipeline stages, an axis of `mesh`. `model` is this rank's stage, or an `nn.ModuleList` of its
             stages, and `probe.pieces(n)` goes around each step of the schedule.
         expert_mesh: the axis of `mesh` over which experts are spread as DTensors, each rank with data of its own. It is
-            found without, where FSDP2 cuts the other parameters over these ranks.
+            found without, where FSDP2 cuts the other parameters over these ranks. A mesh of one rank spreads none.
         cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences. They enter the same pieces with the
             same numbers, those of the whole sequences. In measured windows, their gradients are summed piece by piece.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.

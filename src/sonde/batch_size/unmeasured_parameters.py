@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from sonde.batch_size.taps.tap import Problem
+from sonde.parallel.gathered import shown_after_forward
 from sonde.parallel.inventory import Inventory
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.wrappers import clean_name
@@ -26,7 +27,9 @@ class UnmeasuredParameters:
     def __init__(
         self, model: nn.Module, measured: Sequence[Tensor], leaves: Sequence[Tensor], stand_ins: Iterable[Tensor]
     ) -> None:
-        self._inventory = Inventory(model)
+        self._model, self._inventory = model, Inventory(model)
+        self._shown: dict[str, nn.Parameter] | None = None
+        self._named: dict[str, nn.Parameter] = {}
         self._measured = {id(p) for p in (*measured, *stand_ins)}
         self._shown_as = [{id(p), id(leaf)} for p, leaf in zip(measured, leaves, strict=True)]
         self._was_cut = any(map(is_dtensor, measured))
@@ -34,9 +37,17 @@ class UnmeasuredParameters:
         """The parameters of the model when `late_change` was last worked out."""
         self._change: Problem | None = None
 
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters that the model has now, by name; the same dictionary until they change."""
+        shown = self._inventory.parameters()
+        if shown is not self._shown:
+            own = shown_after_forward(self._model)
+            self._shown, self._named = shown, {name: own.get(id(p), p) for name, p in shown.items()}
+        return self._named
+
     def now(self) -> dict[str, nn.Parameter]:
         """Those that the model has now, by name."""
-        return {name: p for name, p in self._inventory.parameters().items() if id(p) not in self._measured}
+        return {name: p for name, p in self._parameters().items() if id(p) not in self._measured}
 
     def late_change(self) -> Problem | None:
         """What has become of a model that has lost a measured parameter, and trains one that is not measured instead.
@@ -44,7 +55,7 @@ class UnmeasuredParameters:
         Returns:
             None if it has not.
         """
-        named = self._inventory.parameters()
+        named = self._parameters()
         if named is not self._judged:
             present = {id(p) for p in named.values()}
             has_lost = any(present.isdisjoint(shown) for shown in self._shown_as)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.meshes import axes_over, check_mesh, ranks_of
+from sonde.parallel.meshes import axes_over, ranks_of
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import group_over
 
@@ -53,19 +53,19 @@ def find_experts(
     Args:
         parameters: of the model; trainable ones first.
         leaves: the tensors that forward uses for them, [parameters].
-        expert_mesh: the ranks over which experts are spread, where no parameter is cut by FSDP2; None to find them.
+        expert_mesh: the ranks over which experts are spread, two or more in one axis, where no parameter is cut by
+            FSDP2; None to find them.
         n_trainable: how many of the parameters are trainable; all by default.
 
     Returns:
         The experts' ranks; None without experts.
 
     Raises:
-        ValueError: when experts are spread over different sets of ranks, or `expert_mesh` is no mesh of one axis over
-            which a parameter is cut.
+        ValueError: when experts are spread over different sets of ranks, or no parameter is cut over
+            `expert_mesh`.
     """
     me = dist.get_rank() if dist.is_initialized() else 0
     if expert_mesh is not None:
-        check_mesh("expert_mesh", expert_mesh, n_axes=1)
         with_data = ranks_of(expert_mesh)
     else:
         # One parameter for each pair of meshes: to look at a mesh takes as long as it has ranks.

@@ -46,6 +46,31 @@ def reduction_dtypes(model: nn.Module) -> list[torch.dtype]:
     return list(dict.fromkeys(p.reduce_dtype for p in policies if p.reduce_dtype is not None))
 
 
+def shown_after_forward(model: nn.Module) -> dict[int, nn.Parameter]:
+    """The sharded parameter in whose place FSDP2 shows another since a forward, by the `id` of the one that it shows.
+
+    Where `reshard_after_forward` is a number of ranks, each forward leaves new parameters in the model, cut over that
+    many ranks, until FSDP2 gathers again.
+    """
+    # A record gets this private attribute at the first such forward; a test guards it.
+    shown = {
+        record.sharded_param: getattr(record, "_sharded_post_forward_param", None)
+        for group in fsdp_groups(model)
+        for record in group.fsdp_params
+    }
+    return {id(parameter): own for own, parameter in shown.items() if parameter is not None}
+
+
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """FSDP2's own records of the parameters that it gathers together."""
+    # Private paths, since torch has no public ones; tests guard them.
+    groups: list[Any] = []
+    for module in _fsdp_modules(model):
+        state = module._get_fsdp_state()
+        groups += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
 def _fsdp_modules(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]

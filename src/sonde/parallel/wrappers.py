@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,8 @@ def find_wrapper(
         process_group: for a plain module whose gradients the user reduces over ranks.
         mesh: all ranks that hold any of the model, where no parameter is on all of them.
         pp_mesh: the pipeline stages, one axis of `mesh`, which it stands for where it is all of it.
-        expert_mesh: the ranks over which experts are spread, where FSDP2 does not cut the other parameters.
+        expert_mesh: the ranks over which experts are spread, where FSDP2 does not cut the other parameters. A mesh of
+            one rank says that they are not spread.
         cp_mesh: the ranks that hold parts of the same sequences, one axis of `mesh`, which it stands for where it is
             all of it.
 
@@ -98,6 +99,9 @@ def find_wrapper(
         ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones.
     """
     check_model(model)
+    if expert_mesh is not None:
+        check_mesh("expert_mesh", expert_mesh, n_axes=1)
+        expert_mesh = expert_mesh if expert_mesh.size() > 1 else None
     if cp_mesh is not None:
         check_mesh("cp_mesh", cp_mesh, n_axes=1)
         cp_mesh = cp_mesh if cp_mesh.size() > 1 else None
@@ -111,8 +115,8 @@ def find_wrapper(
     is_cut = pp_mesh is not None or cp_mesh is not None or any(map(is_dtensor, held.values()))
     if ddp is None and not is_cut and process_group is None:
         refuse_inner_module(model)
-    if ddp is not None and any(map(is_dtensor, parameters.values())):
-        raise ValueError("DDP holds sharded parameters (DTensors), which it cannot reduce: use fully_shard (FSDP2)")
+    if ddp is not None and (cut := [name for name, p in parameters.items() if is_dtensor(p)]):
+        _refuse_beside_ddp(ddp, parameters, cut)
     if is_cut and process_group is not None:
         raise ValueError("process_group= is for plain modules, and a sharded model knows its ranks: leave it out")
     leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
@@ -153,6 +157,23 @@ def find_wrapper(
         frozen=frozen,
         reduced_in=reduction_dtypes(model),
         stand_ins=list(gathered.values()),
+    )
+
+
+def _refuse_beside_ddp(ddp: nn.Module, parameters: Mapping[str, nn.Parameter], cut: Sequence[str]) -> NoReturn:
+    """Refuse a model of which DDP holds one part, and of which parameters are cut over ranks.
+
+    Raises:
+        ValueError: naming a parameter, and whether DDP holds it.
+    """
+    held = {id(p) for p in ddp.parameters()}
+    if (name := next((name for name in cut if id(parameters[name]) in held), None)) is not None:
+        raise ValueError(
+            f"DDP holds {name!r}, which is cut over ranks (a DTensor), and cannot reduce it: use fully_shard (FSDP2)"
+        )
+    raise ValueError(
+        f"DDP holds one part of the model, and {cut[0]!r} outside that part is cut over ranks (a DTensor): attach a "
+        "probe to each part, or cut all parts by fully_shard (FSDP2)"
     )
 
 

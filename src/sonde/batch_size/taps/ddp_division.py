@@ -64,7 +64,9 @@ class _Products(nn.Module):
         self.factors = nn.ParameterList(nn.Parameter(torch.zeros_like(v)) for v in like)
 
     def forward(self, values: Sequence[Tensor]) -> Tensor:
-        products = [(p * v).sum().double() for p, v in zip(self.factors, values, strict=True)]
+        # The dtype of the sums does not matter, since each factor's gradient is converted to the factor's own dtype:
+        # fp32, which every device has.
+        products = [(p * v).sum().float() for p, v in zip(self.factors, values, strict=True)]
         return torch.stack(products).sum()
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
 
 from torch import Tensor, nn
 
-from sonde.parallel.placements import is_fully_sharded
+from sonde.parallel.gathered import fsdp_groups
 
 
 @contextlib.contextmanager
@@ -21,7 +20,7 @@ def reduces_every_backward(model: nn.Module) -> Iterator[None]:
     Args:
         model: with modules of FSDP2, or without.
     """
-    groups = _groups(model)
+    groups = fsdp_groups(model)
     flags = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
     try:
         for group in groups:
@@ -38,7 +37,7 @@ def check_nothing_waits(model: nn.Module) -> None:
     Raises:
         ValueError: when gradients wait inside FSDP2.
     """
-    for group in _groups(model):
+    for group in fsdp_groups(model):
         waits = getattr(group, "_partial_reduce_output", None) is not None
         for parameter in group.fsdp_params:
             gathered = getattr(parameter, "_unsharded_param", None)
@@ -61,16 +60,6 @@ def divisors_of(model: nn.Module, n_ranks: int) -> dict[Tensor, float]:
     """
     return {
         parameter.sharded_param: float(group.gradient_divide_factor or n_ranks)
-        for group in _groups(model)
+        for group in fsdp_groups(model)
         for parameter in group.fsdp_params
     }
-
-
-def _groups(model: nn.Module) -> list[Any]:
-    """FSDP2's own records of the parameters that it gathers together."""
-    groups: list[Any] = []
-    for module in model.modules():
-        if is_fully_sharded(module):
-            state = cast(Any, module)._get_fsdp_state()
-            groups += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
