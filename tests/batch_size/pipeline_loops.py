@@ -1,4 +1,4 @@
-"""Loops of pipelines, alone and over data, tensor and sequence parallelism; and the same windows by one process."""
+"""A small language model in pipeline stages, its training, and the same pieces on one process."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from tests.batch_size.pipeline_loops import (
     run,
     stages_of,
     train,
+    units,
     weights,
     whole_model,
 )
@@ -136,7 +137,7 @@ def _filled_up(pipe: Pipeline) -> tuple[list[Any], list[Any]]:
         values, by_one = [], []
         for window in range(WINDOWS):
             if dp_rank == 0:
-                with probe.pieces(N_PIECES, units=UNITS, weights=weights(0, window, True)):
+                with probe.pieces(N_PIECES, units=units(0, weighted=True), weights=weights(0, window, True)):
                     run(schedule, numbers, n_stages, 0, window)
             else:
                 inputs, targets = data(1, window)
