@@ -199,12 +199,12 @@ def test_ranks_that_learn_at_different_times_drop_the_windows_between(ranks2: Ra
 
 def test_buckets_are_left_where_a_rank_no_longer_has_a_piece(ranks2: Ranks) -> None:
     """Two windows are read in buckets that also hold a backward outside pieces; then leaf hooks return."""
-    plan = ((1, 1),) * 6 + ((2, 0),) * 4
-    dropped = {6: OUTSIDE, 7: OUTSIDE}
+    plan = ((1, 1),) * 4 + ((2, 0),) * 4
+    dropped = {4: OUTSIDE, 5: OUTSIDE}
     cases = [Case(plan, dropped, {"units_per_piece": units}) for units in (None, UNITS)]
     for results in ranks2(_windows, "DDP", cases):
         for case, result in zip(cases, results, strict=True):
-            assert result["taps"] == [LEAF] * 4 + [BUCKETS] * 4 + [LEAF] * 2
+            assert result["taps"] == [LEAF] * 4 + [BUCKETS] * 2 + [LEAF] * 2
             check(case, result)
 
 
