@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import sonde
 from sonde.cli import main
 from sonde.commands.text import read_documents, sequences
+from sonde.wording import number
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'transformers>=5.23,<6'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # other packages cause various warnings when they are imported
@@ -52,7 +54,8 @@ def test_a_checkpoint_from_text_to_table(gpt: Path, tmp_path: Path, capsys: pyte
     )
     known = expected.reading
     assert known.status == "resolved"
-    assert f"B_simple {known.b_simple:.3g} sequences [{known.low:.3g} – {known.high:.3g}]" in said
+    low, ratio, high = (number(value or math.nan) for value in (known.low, known.b_simple, known.high))
+    assert f"B_simple {ratio} sequences [{low} – {high}]" in said
     loss = re.search(r"loss ([\d.]+) nats per token", said)
     assert loss
     assert float(loss[1]) == pytest.approx(expected.loss, rel=1e-3)
@@ -67,7 +70,7 @@ def test_a_checkpoint_from_text_to_table(gpt: Path, tmp_path: Path, capsys: pyte
         "transformer.h.1",
         "transformer.ln_f",
     ]
-    assert table["transformer.h.0"] == f"{known.groups['transformer.h.0'].b_simple:.3g}"
+    assert table["transformer.h.0"] == number(known.groups["transformer.h.0"].b_simple or math.nan)
     # And the log.
     run = sonde.read_run(tmp_path / "run")
     assert run.readings[-1].metrics["gns/b_simple"] == pytest.approx(known.b_simple, rel=1e-5)
