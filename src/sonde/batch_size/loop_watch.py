@@ -58,7 +58,7 @@ class LoopWatch:
         self._forwards = ForwardWatch(model, reader.device)
         self.n_passed_pieces = 0
         """Declared pieces of the present window, if it is not measured."""
-        self._steps = StepWatch(optimizer, parameters, reader, n_runs=self._n_runs, alert=alert)
+        self._steps = StepWatch(optimizer, parameters, reader, n_runs=self._watched_runs, alert=alert)
         self._trained, self._frozen = FrozenWatch(parameters), frozen
         self._parameters, self._reader = parameters, reader
         self._n_hooks = n_post_accumulate_hooks(parameters)
@@ -79,8 +79,12 @@ class LoopWatch:
         """Note whether the window that begins is measured."""
         self._steps.is_measured = is_measured
 
-    def _n_runs(self) -> int:
-        self._forwards.watch()  # asked at steps that were not announced: the loop may declare no pieces any more
+    def _watched_runs(self) -> int:
+        """Forwards and declared pieces of the present window; forwards are counted from now on.
+
+        Asked at steps that were not announced: the loop may declare no pieces any more.
+        """
+        self._forwards.watch()
         return self._forwards.n_forwards + self.n_passed_pieces
 
     def window_passes(self, number: int) -> None:
