@@ -12,6 +12,8 @@ import torch
 
 from sonde.batch_size.budget import REVIEW, Pace
 from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.taps.tap_choice import TapChoice
+from sonde.batch_size.window_clip import WindowClip
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.batch_size.paces import timed
 
@@ -84,7 +86,22 @@ def test_mistakes_are_named_in_quiet_windows_too() -> None:
         with probe.piece(units=4):  # the piece that failed is over
             pass
         probe.step()
-        assert probe._n_windows == 5
+        assert probe._ends.n_windows == 5
+
+
+def test_a_probe_that_is_closed_in_a_quiet_window_takes_no_more() -> None:
+    model = small_model()
+    probe = attached(model, every=10**6)
+    for _ in range(4):
+        with probe.piece(units=4):
+            mean_loss(model, *batch(4, torch.Generator().manual_seed(0))).backward()
+        probe.step()
+    assert probe._ends._n_quiet
+    probe.close()
+    for call in (probe.step, lambda: probe.piece(units=4), lambda: probe.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match="the probe is closed"):
+            call()
+    assert probe._ends.n_windows == 4
 
 
 def test_a_count_in_one_of_several_units_is_refused_in_quiet_windows_too() -> None:
@@ -133,14 +150,111 @@ def test_quiet_windows_are_counted_and_paid_for() -> None:
                     mean_loss(model, *batch(4, generator)).backward()
             probe.step()
             model.zero_grad()
-            if number % 23 == 0 and probe._n_quiet:
+            if number % 23 == 0 and probe._ends._n_quiet:
                 pace = probe._pacing.pace
                 assert json.loads(probe.state_dict()["json"])["pace"]["windows"] == pace.windows == number
-        pieces, quiet = probe._pieces.seconds, probe._quiet_seconds
+        pieces, quiet = probe._pieces.seconds, probe._ends._quiet_seconds
         assert 0 < quiet < 1
         assert 0 < pieces < 1
         assert probe._pacing._in_all >= 0.5 * (pieces + quiet)  # all but those of the last stretch
     assert 0 < sum(row.costs.n_idle for row in probe._pacing.pace._rows) < 200
+
+
+class _TickingClock:
+    """A clock that goes on by one tick whenever it is read."""
+
+    TICK = 2.0**-20
+
+    def __init__(self) -> None:
+        self.n_reads = 0
+
+    def perf_counter(self) -> float:
+        self.n_reads += 1
+        return self.n_reads * self.TICK
+
+    def time(self) -> float:
+        return 0.0
+
+
+def _with_clock(monkeypatch: pytest.MonkeyPatch) -> _TickingClock:
+    """The clock of all calls in windows that are not measured."""
+    clock = _TickingClock()
+    for module in ("pieces", "probe", "pacing", "step_watch", "window_clock", "window_ends"):
+        monkeypatch.setattr(f"sonde.batch_size.{module}.time", clock)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("clips", "weight", "is_given"),
+    [
+        pytest.param(False, 1.0, True, id="usual"),
+        pytest.param(True, 1.0, True, id="clips"),
+        pytest.param(False, 1, False, id="a weight to be checked, and an optimizer to be found"),
+    ],
+)
+def test_calls_in_windows_that_are_not_measured_are_charged_with_the_way_into_them(
+    monkeypatch: pytest.MonkeyPatch, clips: bool, weight: float, is_given: bool
+) -> None:
+    """Timed from outside by `python -m benchmarks.idle_calls`, they took 2.5 times what they time of themselves."""
+    clock, clip = _with_clock(monkeypatch), WindowClip.apply
+
+    def slow_clip(*args: Any) -> torch.Tensor:
+        clock.n_reads += 100
+        return clip(*args)
+
+    monkeypatch.setattr(WindowClip, "apply", slow_clip)
+    model, generator = small_model(), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(model, optimizer if is_given else None, every=1000) as probe:
+
+        def train(n_windows: int) -> None:
+            for _ in range(n_windows):
+                for _ in range(2):
+                    with probe.piece(units=4, weight=weight):
+                        mean_loss(model, *batch(4, generator)).backward()
+                if clips:
+                    probe.clip_grad_norm_(1.0)
+                else:
+                    probe.step()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train(REVIEW)
+        for _ in range(3):
+            probe._pacing.take_costs()  # those of the windows before
+            n_quiet, before = probe._ends._n_quiet, clock.n_reads
+            assert n_quiet == REVIEW - 1
+            train(n_quiet + 1)  # the last of them tells the pace of the others, and is not measured either
+            costs = probe._pacing.take_costs()
+            # One tick for `piece()` and for each end of a piece, and for the hook of the optimizer's step.
+            timed = (n_quiet + 1) * (2 * 3 + 1)
+            # One for `step()`, two for what a clip leaves to do. The last window takes two, and one to mark its end.
+            timed += (2 if clips else 1) * n_quiet + 3
+            assert costs.idle_seconds == 2.5 * timed * clock.TICK
+            # To look for arrivals is no call of a window that is not measured, and the user's clip is no cost.
+            n_looks = n_quiet + 1 if clips else 1
+            assert costs.seconds == costs.idle_seconds + n_looks * clock.TICK
+            assert (costs.n_idle, costs.n_measured) == (n_quiet + 1, 0)
+            # From mark to mark, which is nearly all of it. The clock is read at both ends of what is timed.
+            assert 2 * timed * clock.TICK <= costs.idle_time <= (clock.n_reads - before + 100) * clock.TICK
+
+
+def test_the_time_to_switch_the_tap_off_is_a_cost_of_measured_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, pause = _with_clock(monkeypatch), TapChoice.pause
+
+    def slow_pause(taps: TapChoice) -> None:
+        clock.n_reads += 2**20  # a second
+        pause(taps)
+
+    monkeypatch.setattr(TapChoice, "pause", slow_pause)
+    model = small_model()
+    with attached(model, every=1000) as probe:
+        with probe.piece(units=4):
+            mean_loss(model, *batch(4, torch.Generator().manual_seed(0))).backward()
+        probe.step()
+        assert not probe._pacing.is_measured
+        costs = probe._pacing.take_costs()
+    assert 1.0 < costs.seconds - costs.idle_seconds < 2.0  # the tap's own reading takes real time besides
 
 
 def test_a_clip_between_measured_windows_is_of_all_parameters_and_of_no_groups() -> None:
@@ -159,3 +273,63 @@ def test_a_clip_between_measured_windows_is_of_all_parameters_and_of_no_groups()
         assert used is not None
         assert used.n_parts == 1
         assert probe._reader.final.plan.n_parts > 5
+
+
+class _InterruptingClock:
+    """A clock that the user's Ctrl-C meets once."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def perf_counter(self) -> float:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return 0.0
+
+
+@pytest.mark.parametrize("every", [1, 10**6])
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
+def test_a_piece_that_is_interrupted_on_its_way_in_is_not_left_open(
+    every: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, every=every) as probe:
+        for _ in range(4):
+            with probe.piece(units=4):
+                mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+        clock = _InterruptingClock(after)
+        with monkeypatch.context() as patched:
+            patched.setattr("sonde.batch_size.pieces.time", clock)
+            try:
+                with probe.piece(units=4):
+                    clock.left = -1
+            except KeyboardInterrupt:
+                assert clock.left == 0
+        with probe.piece(units=4):
+            mean_loss(model, *batch(4, generator)).backward()
+        probe.step()
+
+
+def test_a_parameter_that_was_given_a_hook_and_frozen_in_quiet_windows_stops_nothing() -> None:
+    model, generator = small_model(), torch.Generator().manual_seed(0)
+    seen: list[float] = []
+    with attached(model, every=20) as probe:
+        for number in range(60):
+            if number == 25:  # between two measured windows
+                first = next(model.parameters())
+                first.register_hook(lambda grad: seen.append(float(grad.norm())))
+                first.requires_grad_(False)
+            for _ in range(2):
+                with probe.piece(units=4):
+                    mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        assert "no longer trained" in probe.alerts["frozen"]
+        assert probe.reading().dropped == {}
+        first.requires_grad_(True)
+        mean_loss(model, *batch(4, generator)).backward()
+    assert len(seen) == 1
+    assert len(first._backward_hooks or {}) == 1  # the user's own

@@ -32,14 +32,19 @@ class DeclaredPiece:
         units: see `NoiseScaleProbe.piece`, as for the others.
         weight: in the loss.
         unit_weights: within the piece.
+        start: when the user called for it, of `time.perf_counter`.
     """
 
     __slots__ = ("_counts", "_given", "_is_usual", "_pieces")
 
     def __init__(
-        self, pieces: Pieces, units: Units, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
+        self,
+        pieces: Pieces,
+        units: Units,
+        weight: float | Tensor,
+        unit_weights: Sequence[float] | Tensor | None,
+        start: float,
     ) -> None:
-        start = time.perf_counter()
         self._pieces, self._given = pieces, (units, weight, unit_weights)
         has_units = pieces.knows_units if units is None else type(units) is int and 0 < units < _MANY
         self._is_usual = has_units and unit_weights is None and type(weight) is float and 0 < weight < math.inf
@@ -48,15 +53,18 @@ class DeclaredPiece:
     def __enter__(self) -> None:
         start, pieces = time.perf_counter(), self._pieces
         if self._is_usual and pieces.is_quiet and not pieces.is_open:  # nearly all pieces, so this is short
-            pieces.is_open, self._counts = True, None
+            self._counts = None
             pieces.loop.n_passed_pieces += 1
             pieces.seconds += time.perf_counter() - start
+            pieces.is_open = True  # last: what is interrupted on its way in is never left
         else:
             self._counts = pieces.begin(*self._given)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._counts is None:
-            self._pieces.is_open = False
+            start, pieces = time.perf_counter(), self._pieces
+            pieces.is_open = False
+            pieces.seconds += time.perf_counter() - start
         else:
             self._pieces.end(self._counts, failed=kind is not None)
 
@@ -113,15 +121,16 @@ class Pieces:
         if not self._pacing.is_measured or self._reader.is_recorded():
             first, further = self._counted(units, has_weights=unit_weights is not None)
             check_counts(first, weight, unit_weights, further)
-            self.is_open = True
             self.loop.n_passed_pieces += not self._pacing.is_measured
             self._pacing.spent_idle(start)
+            self.is_open = True
             return None
         first, further = self._counted(units, has_weights=unit_weights is not None)
         counts = piece_counts(first, weight, unit_weights, further)
-        self.is_open, self._units_unknown = True, False
+        self._units_unknown = False
         self._reader.begin_piece()
         self._pacing.spent(start)
+        self.is_open = True
         return counts
 
     def begin_window(self, *, is_measured: bool) -> None:
