@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -94,26 +94,32 @@ def test_ranks_forget_old_costs_at_the_same_window(noticing: tuple[int, ...]) ->
         assert all(own and min(own) > cheaper_from for own in numbers), numbers
 
 
-def test_costs_that_are_never_forgotten_are_noticed() -> None:
-    mutant = Mutant(
-        "forgets nothing",
-        "sonde.batch_size.budget:since_change",
-        "[] if row.costs.changed else [*kept, row]",
-        "[*kept, row]",
-    )
-    with mutant.applied(), pytest.raises(AssertionError):
-        test_ranks_forget_old_costs_at_the_same_window((1,))
+MISTAKES: list[tuple[Mutant, Callable[[], None]]] = [
+    (
+        Mutant(
+            "forgets nothing",
+            "sonde.batch_size.budget:since_change",
+            "[] if row.costs.changed else [*kept, row]",
+            "[*kept, row]",
+        ),
+        lambda: test_ranks_forget_old_costs_at_the_same_window((1,)),
+    ),
+    (
+        Mutant(
+            "uses all that has arrived",
+            "sonde.batch_size.budget:Pace._decide",
+            "while self._arrived and self._arrived[0].number <= up_to:",
+            "while self._arrived:",
+        ),
+        test_ranks_measure_the_same_windows_whenever_their_numbers_arrive,
+    ),
+]
 
 
-def test_a_choice_that_depends_on_arrival_is_noticed() -> None:
-    mutant = Mutant(
-        "uses all that has arrived",
-        "sonde.batch_size.budget:Pace._decide",
-        "while self._arrived and self._arrived[0].number <= up_to:",
-        "while self._arrived:",
-    )
+@pytest.mark.parametrize(("mutant", "test"), MISTAKES, ids=lambda value: getattr(value, "name", ""))
+def test_a_mistake_is_noticed(mutant: Mutant, test: Callable[[], None]) -> None:
     with mutant.applied(), pytest.raises(AssertionError):
-        test_ranks_measure_the_same_windows_whenever_their_numbers_arrive()
+        test()
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,34 @@ def test_an_argument_that_one_rank_refuses(ranks2: Ranks) -> None:
     assert refused.startswith("comm_hook= needs tap='comm_hook'")
 
 
+class _NoRoom:
+    """A sink that cannot begin."""
+
+    def open(self, *args: object) -> None:
+        raise OSError("no space left on device")
+
+    write = close = open
+
+
+def _attach_with_a_log_that_fails(wrapper: str) -> tuple[str, int]:
+    """What is said, and whether hooks are left."""
+    model: Any = shard(build(Loop()), Loop()) if wrapper == "FSDP2" else DistributedDataParallel(small_model())
+    sinks = [_NoRoom()] if dist.get_rank() == 0 else []
+    try:
+        attached(model, sinks=sinks).close()
+    except (OSError, RuntimeError) as error:
+        return str(error), sum(bool(p._backward_hooks) for p in model.parameters())
+    return "no error", 0
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_log_that_one_rank_cannot_begin(ranks2: Ranks, wrapper: str) -> None:
+    (failed, _), (told, n_left) = ranks2(_attach_with_a_log_that_fails, wrapper)
+    assert failed == "no space left on device"
+    assert told == "the log of the run could not be begun on another rank, whose error says why: no rank measures"
+    assert n_left == 0
+
+
 def _attach_stages(which: str) -> str:
     mesh = mesh_of((2,), ("pp",))
     stage: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

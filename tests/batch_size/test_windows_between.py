@@ -162,7 +162,7 @@ def test_a_norm_that_is_not_finite_raises_in_every_window_and_the_window_has_end
                     (mean_loss(model, x, y) * float("nan")).backward()
             with pytest.raises(RuntimeError, match="not finite"):
                 probe.clip_grad_norm_(1.0, error_if_nonfinite=True)
-            assert probe._n_windows == number
+            assert probe._ends.n_windows == number
 
 
 def test_misuse_is_refused_in_every_window() -> None:
@@ -381,7 +381,7 @@ def test_a_restart_goes_on_at_the_same_pace() -> None:
         second.load_state_dict(state)
         got = measured(second, model, 40, 34)
         assert got in (expected, [34, *expected])  # the first window after attach is measured besides
-        assert second._n_windows == 73
+        assert second._ends.n_windows == 73
         again = second.reading()
     assert again.every == pytest.approx(reading.every)
     assert again.trace_cov == pytest.approx(reading.trace_cov, rel=0.2)
@@ -396,4 +396,4 @@ def test_a_state_from_before_windows_were_left_out_is_read() -> None:
     with attached(small_model(), every=1) as again:
         again.load_state_dict(state)
         assert again.reading() == reading
-        assert again._n_windows == 20
+        assert again._ends.n_windows == 20

@@ -1,8 +1,8 @@
 """Is my batch size right? The gradient noise scale of a run, while it runs.
 
-The story of a measured window, from top to bottom: `piece` counts a micro-batch; `step` or `clip_grad_norm_` ends the
-window and puts its numbers on their way; `Arrivals` gets them some windows later, and gives them to the tracker and
-the log. `_pass_window` ends a window that is not measured.
+The story of a measured window, from top to bottom: `piece` counts a micro-batch; `step` or `clip_grad_norm_` has
+`WindowEnds` end the window and put its numbers on their way; `Arrivals` gets them some windows later, and gives them to
+the tracker and the log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sonde.batch_size.found_model import RanksOfModel, find_model
 from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.late_wrapper import LateWrapper
 from sonde.batch_size.log import METRICS as LOG_METRICS
-from sonde.batch_size.log import KnownOfWindow, NoiseScaleLog
+from sonde.batch_size.log import NoiseScaleLog
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
@@ -44,7 +44,6 @@ from sonde.batch_size.setup import (
     check_partners,
     describe,
     describe_context_axis,
-    describe_pace,
     setup_record,
 )
 from sonde.batch_size.stats.fixed_weights import FixedWeights
@@ -54,16 +53,16 @@ from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
 from sonde.batch_size.taps.second_moments import GatherAfterSteps
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
-from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.batch_size.taps.window_sums import Window
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
-from sonde.batch_size.window_clip import WindowClip, checked_clip
+from sonde.batch_size.window_clip import checked_clip
+from sonde.batch_size.window_ends import WindowEnds
 from sonde.deprecation import with_deprecated
 from sonde.parallel.devices import exact_bits
 from sonde.parallel.process_groups import n_summed
+from sonde.parallel.same_on_ranks import check_all_succeeded
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric
 from sonde.records import RunLog, log_of
@@ -71,9 +70,6 @@ from sonde.stats.sealed_state import sealed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_WINDOWS_HELD = 8
-"""Most windows that wait on the device, however rarely a reading is written. `Pace` needs their costs soon."""
 
 
 class NoiseScaleProbe:
@@ -195,13 +191,6 @@ class NoiseScaleProbe:
             if metrics.moments is not None
             else None
         )
-        self._n_windows = 0
-        """Windows ended so far, those before a restart included."""
-        self._n_checked = 0
-        self._n_quiet = self._n_quiet_begun = 0
-        """Quiet windows that are left, of those that were left when the last other window had ended."""
-        self._has_paused = False
-        self._seconds_put = self._quiet_seconds = 0.0
         self._scalars = Scalars(log)
         self._closed = False
         self._verbose = verbose and log.is_first_rank
@@ -224,10 +213,24 @@ class NoiseScaleProbe:
             in_pipeline=found.in_pipeline,
             has_peers=n_summed_ranks > 1,
         )
+        self._ends = WindowEnds(
+            self._reader,
+            self._loop,
+            self._pieces,
+            self._pacing,
+            self._taps,
+            self._mechanism,
+            self._delivery,
+            self._scalars,
+            unmeasured=self._unmeasured,
+            late_wrapper=self._late_wrapper,
+            log_every=log.every,
+            alert=self._alert,
+            say=self._say,
+        )
         try:
-            further = self._metrics.further
-            self._log = NoiseScaleLog(self._tracker, log, self._setup(), self._write_rest, lambda: pace.cost, further)
-        except BaseException:  # the log could not be begun: leave no hook behind
+            self._log = self._begun_log(log)
+        except BaseException:  # leave no hook behind
             self._remove_hooks()
             raise
         self._arrivals = Arrivals(
@@ -248,6 +251,23 @@ class NoiseScaleProbe:
             self._alert("context_axis", describe_context_axis(found.sequences_axis, trains=fixed_weights is None))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
+
+    def _begun_log(self, log: RunLog) -> NoiseScaleLog:
+        """The log of all that is measured, begun. If one rank cannot begin it, none measures, so that none waits."""
+        setup, further, pace = self._setup(), self._metrics.further, self._pacing.pace
+        agree = functools.partial(
+            check_all_succeeded,
+            self._wrapper.group,
+            self._wrapper.leaves[0].device,
+            message="the log of the run could not be begun on another rank, whose error says why: no rank measures",
+        )
+        try:
+            begun = NoiseScaleLog(self._tracker, log, setup, self._write_rest, lambda: pace.cost, further)
+        except Exception:
+            agree(has_failed=True)
+            raise
+        agree(has_failed=False)
+        return begun
 
     def _new_tracker(self, fixed_weights: FixedWeights | None, metric: str, groups_add_up: bool) -> NoiseScaleTracker:
         found = self._found
@@ -290,9 +310,10 @@ class NoiseScaleProbe:
             ValueError: for units or weights that are not positive and finite.
             RuntimeError: inside another piece, or when the number of units is not known.
         """
+        start = time.perf_counter()
         if self._closed:
             self._check_open()
-        return DeclaredPiece(self._pieces, units, weight, unit_weights)
+        return DeclaredPiece(self._pieces, units, weight, unit_weights, start)
 
     def pieces(
         self, n: int, *, units: UnitsOfPieces = None, weights: float | Sequence[float] = 1.0
@@ -309,13 +330,19 @@ class NoiseScaleProbe:
 
         Raises:
             ValueError: for numbers that are not positive and finite, or not n of them.
-            RuntimeError: inside another piece, or when the number of units is not known.
+            RuntimeError: inside another piece, without a pipeline, or when the number of units is not known.
         """
         self._check_open()
         if self._wrapper.experts is not None or self._wrapper.sequence_group is not None:
             raise RuntimeError(
                 "pieces(n) goes around the step of a pipeline schedule, and experts or sequences that ranks share are "
                 "measured without a pipeline: enter 'with probe.piece():' around each micro-batch"
+            )
+        if self._wrapper.pp_mesh is None:
+            raise RuntimeError(
+                "pieces(n) goes around the step of a pipeline schedule, and the probe knows of none: pass pp_mesh= to "
+                "attach, the axis of the mesh along which stages lie, or enter 'with probe.piece():' around each "
+                "micro-batch"
             )
         return self._pieces.scheduled(n, units, weights)
 
@@ -333,12 +360,9 @@ class NoiseScaleProbe:
         """
         start = time.perf_counter()
         with self._alone:
-            if self._n_quiet and not self._pieces.is_open and not self._reader.is_recorded():
-                self._n_quiet -= 1  # nearly all windows, so this is short
-                self._note_passed()
-                self._quiet_seconds += time.perf_counter() - start
-            else:
-                self._end_window(None)
+            if not self._ends.pass_quiet(start):
+                self._check_open()
+                self._ends.end(None)
 
     def clip_grad_norm_(
         self, max_norm: float | None, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -360,7 +384,8 @@ class NoiseScaleProbe:
         """
         clip = checked_clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         with self._delivery.alone():
-            norm = self._end_window(clip)
+            self._check_open()
+            norm = self._ends.end(clip)
         assert norm is not None
         return norm
 
@@ -399,7 +424,7 @@ class NoiseScaleProbe:
         """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._metrics.of(metric).reading(now=self._n_windows)
+            return self._metrics.of(metric).reading(now=self._ends.n_windows)
 
     def window(self, metric: str | None = None) -> SolvedWindow | None:
         """The last measured window's own tr Σ and |G|², unbiased and noisy. Waits for the device.
@@ -420,7 +445,7 @@ class NoiseScaleProbe:
         """The first metric's reading by name; None where a number is not known or not bounded. Waits for the device."""
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._tracker.reading(with_groups=False, now=self._n_windows).metrics()
+            return self._tracker.reading(with_groups=False, now=self._ends.n_windows).metrics()
 
     def cost(self) -> Cost:
         """How many windows are measured now, and the part of the run's time that it takes. Waits for the device."""
@@ -440,7 +465,7 @@ class NoiseScaleProbe:
         probe itself as one of its entries.
         """
         with self._delivery.alone():
-            self._catch_up()
+            self._ends.catch_up()
             self._delivery.receive_all()
             return sealed(
                 {
@@ -449,7 +474,7 @@ class NoiseScaleProbe:
                     "metrics": self._metrics.state_dict(),
                     "frozen": self._frozen.frozen,
                     "run": self._log.state_dict(),
-                    "windows": self._n_windows,
+                    "windows": self._ends.n_windows,
                     "covered": self._arrivals.n_covered,
                     "mechanism": self._mechanism.choice,
                     "biased": self._tracker.is_biased,
@@ -472,13 +497,13 @@ class NoiseScaleProbe:
         # States from before there were further metrics lack them.
         self._metrics.check_further(further := state.get("metrics", {}))
         with self._delivery.alone():
-            self._catch_up()
+            self._ends.catch_up()
             self._delivery.receive_all()  # windows still on their way belong to the time before
             self._metrics.load_state_dict(state["averages"], further)
             self._loop.restore(self._tracker.gone_groups, state.get("frozen", ()))
             self._log.load_state_dict(state["run"])
             # States from before windows were left out lack these two.
-            self._n_windows = state.get("windows", state["run"]["window"])
+            self._ends.n_windows = state.get("windows", state["run"]["window"])
             self._arrivals.n_covered = state.get("covered")
             if (choice := state.get("mechanism")) is not None:
                 self._mechanism.resume(tuple(choice))
@@ -513,7 +538,7 @@ class NoiseScaleProbe:
         with self._delivery.alone():
             if not self._closed:
                 self._closed = True
-                self._catch_up()
+                self._ends.catch_up()
                 self._end(reason, abandon_unfinished=abandon_unfinished)
 
     def _end(self, reason: str, *, abandon_unfinished: bool) -> None:
@@ -525,7 +550,7 @@ class NoiseScaleProbe:
                 self._delivery.receive(wait=not abandon_unfinished)
                 self._loop.alert_if_due()
                 if not abandon_unfinished:
-                    self._log.passed(self._n_windows, {name: float(v) for name, v in self._scalars.take().items()})
+                    self._log.passed(self._ends.n_windows, {name: float(v) for name, v in self._scalars.take().items()})
         finally:
             self._remove_hooks()
             self._log.end(reason)
@@ -548,134 +573,6 @@ class NoiseScaleProbe:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the probe is closed: attach a new one, or clip with sonde.clip_grad_norm_")
-
-    # Windows.
-
-    def _end_window(self, clip: WindowClip | None) -> Tensor | None:
-        self._check_open()
-        self._pieces.check_ended()
-        if self._reader.is_recorded():
-            self._refuse_in_graph(clip)
-            return None
-        with torch.no_grad():
-            return self._end_checked_window(clip)
-
-    def _end_checked_window(self, clip: WindowClip | None) -> Tensor | None:
-        self._catch_up()
-        self._pacing.spent_in_all_windows(self._loop.seconds + self._pieces.seconds + self._quiet_seconds)
-        self._deliver()
-        if clip is not None:
-            self._reader.final.clip_also(self._unmeasured.now())
-        if self._pacing.is_measured:
-            norm, failure = self._measure_window(clip)
-        else:
-            norm, failure = self._pass_window(clip)
-        self._pacing.window_ended()
-        if not (self._pacing.is_measured or self._has_paused):
-            self._has_paused = True
-            self._say(describe_pace(self._pacing.pace.cost, in_pairs=self._mechanism.measures_pairs))
-        self._loop.begin_window(is_measured=self._pacing.is_measured)
-        self._pieces.begin_window(is_measured=self._pacing.is_measured)
-        if self._delivery.is_empty:
-            self._n_quiet = self._n_quiet_begun = self._pacing.pace.n_quiet
-        if failure is not None:
-            raise failure
-        return norm
-
-    def _catch_up(self) -> None:
-        """Tell the pace and the clock of the quiet windows that have ended since the last call."""
-        if n := self._n_quiet_begun - self._n_quiet:
-            self._pacing.quiet_windows_ended(n)
-        self._n_quiet = self._n_quiet_begun = 0
-
-    def _refuse_in_graph(self, clip: WindowClip | None) -> None:
-        """Do nothing while a CUDA graph is recorded, since no step is taken then; a clip cannot be left out, so raise.
-
-        The next window that is ended outside is dropped with the reason.
-        """
-        if clip is not None:
-            raise RuntimeError(
-                "probe.clip_grad_norm_() was called while a CUDA graph is recorded, and its replays would run without "
-                "sonde: record torch.nn.utils.clip_grad_norm_ instead, or end the graph before the clip and call it "
-                "after each replay"
-            )
-        self._alert("cuda_graph", Problem.IN_CUDA_GRAPH.message)
-
-    def _measure_window(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
-        """Read the window that ends, clip, and put its numbers on their way.
-
-        Returns:
-            The norm, if it was asked for; and an error to raise after the window has ended.
-        """
-        start = time.perf_counter()
-        notes = self._loop.window_ends(self._n_windows + 1)
-        problems = notes.problems + self._late_wrapper.problems()
-        self._pacing.spent(start)
-        window, measured = self._reader.end_window(
-            reads_grad=clip is not None,
-            problems=problems,
-            costs=self._pacing.take_costs(),
-            frozen=notes.frozen,
-            number=self._n_windows + 1,
-        )
-        norm, failure = None, None
-        clip_scalars: dict[str, float | Tensor] = {}
-        if clip is not None:
-            try:
-                norm = clip.apply(self._reader.final.plan, measured)
-                clip_scalars = clip.scalars(norm)
-            except RuntimeError as error:
-                failure = error
-        start = time.perf_counter()
-        self._put(window, clip_scalars | self._scalars.take())
-        if not self._mechanism.keeps_leaf_hooks and (change := self._taps.change_if_due()):
-            self._say(change)
-        self._pacing.spent(start)
-        return norm, failure
-
-    def _pass_window(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
-        """End a window that was not measured: only the clip has work to do."""
-        start = time.perf_counter()
-        self._note_passed()
-        self._pacing.spent_idle(start)
-        try:
-            return (clip.apply(self._reader.final.plan_without_groups) if clip is not None else None), None
-        except RuntimeError as error:
-            return None, error
-
-    def _note_passed(self) -> None:
-        self._n_windows += 1
-        self._loop.window_passes(self._n_windows)
-
-    def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
-        """Put a window's numbers on their way, with what the host knows of it."""
-        self._n_windows += 1
-        seconds, before = self._pacing.seconds, self._seconds_put
-        pace, self._seconds_put = self._pacing.pace, seconds
-        known = KnownOfWindow(
-            self._n_windows, time.time(), seconds - before, self._reader.tap_name, pace.every, pace.windows + 1
-        )
-        self._delivery.put_window(window, scalars, known)
-
-    def _deliver(self) -> None:
-        """Send the windows that are due, and take in those that arrived. The first is sent at once."""
-        start, waited = time.perf_counter(), self._delivery.seconds_waited
-        is_due = self._n_windows % self._log_every == 0 or self._n_windows % _WINDOWS_HELD == 0
-        is_later = self._n_windows // self._log_every > self._n_checked // self._log_every
-        if self._pacing.is_measured and (is_later or self._delivery.n_put <= 1):
-            self._n_checked = self._n_windows
-            if unmeasured := self._unmeasured.alert():
-                self._alert("not_watched", unmeasured)
-            if hooks := self._loop.hooks_in_words():
-                self._say(hooks)
-        if not self._delivery.is_empty:
-            if self._delivery.n_put == 1 or is_due:
-                self._delivery.send()
-            self._delivery.receive(wait=False)
-        if self._pacing.pace.awaits is not None:  # ranks must choose alike, so none may choose before it has come
-            self._delivery.receive_all()
-        waited = self._delivery.seconds_waited - waited
-        self._pacing.spent(start, waited=waited)
 
     def _alert(self, name: str, message: str) -> None:
         self._log.alert(name, message)

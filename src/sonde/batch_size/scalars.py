@@ -11,7 +11,7 @@ from sonde.records import METRIC_NAME, RunLog
 
 
 class Scalars:
-    """Collects scalars by name until their window ends. A scalar that is given several times is averaged.
+    """Averages scalars by name until a measured window ends, which may be a thousand windows later: only sums are held.
 
     Args:
         log: of the run; a scalar must not have the name of a metric that its probes write.
@@ -19,7 +19,9 @@ class Scalars:
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
-        self._given: dict[str, list[float | Tensor]] = {}
+        self._sums: dict[str, dict[torch.device | None, float | Tensor]] = {}
+        """By name and by the device of what was given; None for plain numbers."""
+        self._n: dict[str, int] = {}
 
     def add(self, name: str, value: float | Tensor) -> None:
         """Take one scalar.
@@ -42,9 +44,13 @@ class Scalars:
                 )
             # A copy, since the caller may go on adding to it; in fp32, which has every kind of arithmetic.
             value = value.detach().reshape(()).to(torch.float32, copy=True)
-        self._given.setdefault(name, []).append(value)
+        device = value.device if isinstance(value, Tensor) else None
+        sums = self._sums.setdefault(name, {})
+        sums[device] = sums[device] + value if device in sums else value
+        self._n[name] = self._n.get(name, 0) + 1
 
     def take(self) -> dict[str, float | Tensor]:
         """The mean of each scalar since the last call. The scalars are then forgotten."""
-        given, self._given = self._given, {}
-        return {name: sum(values) / len(values) for name, values in given.items()}
+        sums, n = self._sums, self._n
+        self._sums, self._n = {}, {}
+        return {name: sum(of_device.values()) / n[name] for name, of_device in sums.items()}

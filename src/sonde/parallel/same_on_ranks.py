@@ -12,6 +12,28 @@ _BYTES = 7
 """Bytes of a digest, so that it and its negative are int64."""
 
 
+def check_all_succeeded(
+    group: dist.ProcessGroup | None, device: torch.device, *, has_failed: bool, message: str
+) -> None:
+    """See that no rank has failed, by one all-reduce that all ranks of the group have to join. Waits.
+
+    Args:
+        group: the ranks; None for this process alone.
+        device: one that the group's backend accepts.
+        has_failed: whether this rank has, which then raises an error of its own.
+        message: for the other ranks.
+
+    Raises:
+        RuntimeError: on the ranks that have not failed, when another has.
+    """
+    if group is None or group.size() == 1:
+        return
+    failed = torch.tensor([int(has_failed)], device=device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    if int(failed.cpu()) and not has_failed:
+        raise RuntimeError(message)
+
+
 def check_same_on_ranks(group: dist.ProcessGroup | None, device: torch.device, values: Mapping[str, object]) -> None:
     """Compare values over ranks, by one all-reduce that all ranks of the group have to join. Waits.
 

@@ -1,0 +1,228 @@
+"""Ends windows: reads those that are measured and puts their numbers on their way, and counts the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from sonde.batch_size.delivery import Delivery
+from sonde.batch_size.late_wrapper import LateWrapper
+from sonde.batch_size.log import KnownOfWindow
+from sonde.batch_size.loop_watch import LoopWatch
+from sonde.batch_size.mechanism import Mechanism
+from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.pieces import Pieces
+from sonde.batch_size.scalars import Scalars
+from sonde.batch_size.setup import describe_pace
+from sonde.batch_size.step_watch import Alert
+from sonde.batch_size.taps.tap import Problem
+from sonde.batch_size.taps.tap_choice import TapChoice
+from sonde.batch_size.taps.window_reader import WindowReader
+from sonde.batch_size.taps.window_sums import Window
+from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
+from sonde.batch_size.window_clip import WindowClip
+
+_WINDOWS_HELD = 8
+"""Most windows that wait on the device, however rarely a reading is written. `Pace` needs their costs soon."""
+
+
+class WindowEnds:
+    """Ends the windows of a probe, one after another.
+
+    Args:
+        reader: of the windows.
+        loop: is told of the end of each window.
+        pieces: of the windows.
+        pacing: says which windows are measured, and is told what each costs.
+        taps: the choice of the tap, which may change after a measured window.
+        mechanism: may keep the tap as it is.
+        delivery: brings the numbers of windows to the host.
+        scalars: the user's own, which travel with a window.
+        unmeasured: parameters that a clip takes besides.
+        late_wrapper: a wrapper that came after attach, which makes windows unusable.
+        log_every: windows from one reading in the log to the next.
+        alert: takes an alert's name and message.
+        say: takes a sentence for the user.
+    """
+
+    def __init__(
+        self,
+        reader: WindowReader,
+        loop: LoopWatch,
+        pieces: Pieces,
+        pacing: Pacing,
+        taps: TapChoice,
+        mechanism: Mechanism,
+        delivery: Delivery,
+        scalars: Scalars,
+        *,
+        unmeasured: UnmeasuredParameters,
+        late_wrapper: LateWrapper,
+        log_every: int,
+        alert: Alert,
+        say: Callable[[str], None],
+    ) -> None:
+        self._reader, self._loop, self._pieces, self._pacing = reader, loop, pieces, pacing
+        self._taps, self._mechanism, self._delivery, self._scalars = taps, mechanism, delivery, scalars
+        self._unmeasured, self._late_wrapper, self._log_every = unmeasured, late_wrapper, log_every
+        self._alert, self._say = alert, say
+        self.n_windows = 0
+        """Windows ended so far, those before a restart included."""
+        self._n_checked = 0
+        self._n_quiet = self._n_quiet_begun = 0
+        """Quiet windows that are left, of those that were left when the last other window had ended."""
+        self._has_paused = False
+        self._seconds_put = self._quiet_seconds = 0.0
+
+    def pass_quiet(self, start: float) -> bool:
+        """End the present window if it is a quiet one, as nearly all are: short, since every window pays for it.
+
+        Args:
+            start: when the user called, of `time.perf_counter`.
+
+        Returns:
+            Whether it was one. If not, `end` ends it.
+        """
+        if not self._n_quiet or self._pieces.is_open or self._reader.is_recorded():
+            return False
+        self._n_quiet -= 1
+        self.n_windows += 1
+        self._loop.window_passes(self.n_windows)
+        self._quiet_seconds += time.perf_counter() - start
+        return True
+
+    def end(self, clip: WindowClip | None) -> Tensor | None:
+        """End the present window.
+
+        Args:
+            clip: to apply to the gradients; None without one.
+
+        Returns:
+            The norm before clipping; None without a clip, and while a CUDA graph is recorded.
+
+        Raises:
+            RuntimeError: see `NoiseScaleProbe.step` and `clip_grad_norm_`.
+        """
+        self._pieces.check_ended()
+        if self._reader.is_recorded():
+            self._refuse_in_graph(clip)
+            return None
+        with torch.no_grad():
+            return self._end_checked(clip)
+
+    def _end_checked(self, clip: WindowClip | None) -> Tensor | None:
+        self.catch_up()
+        self._pacing.spent_in_all_windows(self._loop.seconds + self._pieces.seconds + self._quiet_seconds)
+        self._deliver()
+        if clip is not None:
+            self._reader.final.clip_also(self._unmeasured.now())
+        if self._pacing.is_measured:
+            norm, failure = self._measure(clip)
+        else:
+            norm, failure = self._pass(clip)
+        self._pacing.window_ended()
+        if not (self._pacing.is_measured or self._has_paused):
+            self._has_paused = True
+            self._say(describe_pace(self._pacing.pace.cost, in_pairs=self._mechanism.measures_pairs))
+        self._loop.begin_window(is_measured=self._pacing.is_measured)
+        self._pieces.begin_window(is_measured=self._pacing.is_measured)
+        if self._delivery.is_empty:
+            self._n_quiet = self._n_quiet_begun = self._pacing.pace.n_quiet
+        if failure is not None:
+            raise failure
+        return norm
+
+    def catch_up(self) -> None:
+        """Tell the pace and the clock of the quiet windows that have ended since the last call."""
+        if n := self._n_quiet_begun - self._n_quiet:
+            self._pacing.quiet_windows_ended(n)
+        self._n_quiet = self._n_quiet_begun = 0
+
+    def _refuse_in_graph(self, clip: WindowClip | None) -> None:
+        """Do nothing while a CUDA graph is recorded, since no step is taken then; a clip cannot be left out, so raise.
+
+        The next window that is ended outside is dropped with the reason.
+        """
+        if clip is not None:
+            raise RuntimeError(
+                "probe.clip_grad_norm_() was called while a CUDA graph is recorded, and its replays would run without "
+                "sonde: record torch.nn.utils.clip_grad_norm_ instead, or end the graph before the clip and call it "
+                "after each replay"
+            )
+        self._alert("cuda_graph", Problem.IN_CUDA_GRAPH.message)
+
+    def _measure(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
+        """Read the window that ends, clip, and put its numbers on their way.
+
+        Returns:
+            The norm, if it was asked for; and an error to raise after the window has ended.
+        """
+        start = time.perf_counter()
+        notes = self._loop.window_ends(self.n_windows + 1)
+        problems = notes.problems + self._late_wrapper.problems()
+        self._pacing.spent(start)
+        window, measured = self._reader.end_window(
+            reads_grad=clip is not None,
+            problems=problems,
+            costs=self._pacing.take_costs(),
+            frozen=notes.frozen,
+            number=self.n_windows + 1,
+        )
+        norm, failure = None, None
+        clip_scalars: dict[str, float | Tensor] = {}
+        if clip is not None:
+            try:
+                norm = clip.apply(self._reader.final.plan, measured)
+                clip_scalars = clip.scalars(norm)
+            except RuntimeError as error:
+                failure = error
+        start = time.perf_counter()
+        self._put(window, clip_scalars | self._scalars.take())
+        if not self._mechanism.keeps_leaf_hooks and (change := self._taps.change_if_due()):
+            self._say(change)
+        self._pacing.spent(start)
+        return norm, failure
+
+    def _pass(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
+        """End a window that was not measured: only the clip has work to do."""
+        start = time.perf_counter()
+        self.n_windows += 1
+        self._loop.window_passes(self.n_windows)
+        self._pacing.spent_idle(start)
+        try:
+            return (clip.apply(self._reader.final.plan_without_groups) if clip is not None else None), None
+        except RuntimeError as error:
+            return None, error
+
+    def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
+        """Put a window's numbers on their way, with what the host knows of it."""
+        self.n_windows += 1
+        seconds, before = self._pacing.seconds, self._seconds_put
+        pace, self._seconds_put = self._pacing.pace, seconds
+        known = KnownOfWindow(
+            self.n_windows, time.time(), seconds - before, self._reader.tap_name, pace.every, pace.windows + 1
+        )
+        self._delivery.put_window(window, scalars, known)
+
+    def _deliver(self) -> None:
+        """Send the windows that are due, and take in those that arrived. The first is sent at once."""
+        start, waited = time.perf_counter(), self._delivery.seconds_waited
+        is_due = self.n_windows % self._log_every == 0 or self.n_windows % _WINDOWS_HELD == 0
+        is_later = self.n_windows // self._log_every > self._n_checked // self._log_every
+        if self._pacing.is_measured and (is_later or self._delivery.n_put <= 1):
+            self._n_checked = self.n_windows
+            if unmeasured := self._unmeasured.alert():
+                self._alert("not_watched", unmeasured)
+            if hooks := self._loop.hooks_in_words():
+                self._say(hooks)
+        if not self._delivery.is_empty:
+            if self._delivery.n_put == 1 or is_due:
+                self._delivery.send()
+            self._delivery.receive(wait=False)
+        if self._pacing.pace.awaits is not None:  # ranks must choose alike, so none may choose before it has come
+            self._delivery.receive_all()
+        waited = self._delivery.seconds_waited - waited
+        self._pacing.spent(start, waited=waited)
