@@ -12,63 +12,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.batch_size.loops import attached, batch, flat_grad, mean_loss, nested_state
+from tests.batch_size.loops import attached, flat_grad, load_foreign_state, mean_loss
+from tests.batch_size.two_layers import clear, cut, filled_up, pieces_of, small
 from tests.oracles import window_by_hand
-from tests.ranks import Ranks, mesh_of
+from tests.ranks import Ranks
 
 SETUPS = ("plain", "DDP", "FSDP2", "TP")
-
-
-def small() -> nn.Sequential:
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def cut(setup: str, model: nn.Sequential) -> Any:
-    if setup == "DDP":
-        return DistributedDataParallel(model)
-    if setup == "TP":
-        parallelize_module(model, mesh_of((2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    if setup == "FSDP2":
-        for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=mesh_of((2,)))
-        fully_shard(model, mesh=mesh_of((2,)))
-    return model
 
 
 def data_rank(setup: str) -> int:
     return dist.get_rank() if setup in ("DDP", "FSDP2") else 0
 
 
-def pieces_of(rank: int, window: int, n: int, units: int = 4) -> list[Any]:
-    generator = torch.Generator().manual_seed(1000 * window + 10 * rank)
-    return [batch(units, generator) for _ in range(n)]
-
-
 def run_window(probe: Any, model: Any, pieces: list[Any], *, fill: int = 0) -> None:
     """One window: the pieces, and before them `fill` backwards outside of pieces, which add nothing."""
-    every = [None] * fill + pieces
-    for k, piece in enumerate(every):
-        is_last = k == len(every) - 1
-        if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = is_last
-        elif isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(is_last)
-        if piece is None:
-            (0.0 * model(torch.zeros(1, 12)).sum()).backward()
-        else:
-            with probe.piece(units=len(piece[0])):
-                mean_loss(model, *piece).backward()
+    for piece in filled_up(model, [None] * fill + pieces):
+        with probe.piece(units=len(piece[0])):
+            mean_loss(model, *piece).backward()
     probe.step()
-
-
-def clear(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = None
 
 
 def known(probe: Any) -> dict[str, Any]:
@@ -203,18 +165,11 @@ def test_arguments_that_one_rank_refuses_or_that_differ_are_refused_on_all(
 
 
 def _foreign_state(setup: str) -> tuple[str, bool]:
-    with attached(nn.Linear(3, 2)) as other:
-        state = other.state_dict()
     model = cut(setup, small())
     with attached(model) as probe:
         run_window(probe, model, pieces_of(data_rank(setup), 0, 2))
         clear(model)
-        before = nested_state(probe)
-        try:
-            probe.load_state_dict(state)
-        except ValueError as error:
-            return str(error), nested_state(probe) == before
-    return "no error", False
+        return load_foreign_state(probe)
 
 
 @pytest.mark.parametrize("setup", SETUPS)

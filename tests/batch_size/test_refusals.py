@@ -33,6 +33,17 @@ def test_refuses_complex_parameters_by_name() -> None:
         attached(model)
 
 
+@pytest.mark.parametrize("given", [None, [nn.Linear(2, 2)]])
+def test_refuses_what_is_no_model(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"model must be a torch[.]nn[.]Module, got"):
+        attached(given)
+
+
+def test_refuses_inference_mode() -> None:
+    with torch.inference_mode(), pytest.raises(ValueError, match="attach outside of it"):
+        attached(small_model())
+
+
 def test_refuses_a_model_without_trainable_parameters() -> None:
     with pytest.raises(ValueError, match="no trainable parameters: attach after requires_grad is set"):
         attached(small_model().requires_grad_(False))
@@ -71,6 +82,8 @@ def test_refuses_a_model_without_trainable_parameters() -> None:
         ({"allow_biased": 1}, "allow_biased must be True or False, got 1"),
         ({"allow_biased": True, "metric": "sign"}, "compares plain gradients of consecutive steps, got metric='sign'"),
         ({"allow_biased": True, "metric": ("euclidean", "sign")}, "accumulate gradients over 2 or more micro-batches"),
+        ({"rules": [1]}, "rules must be a function for each type of layer, got .1."),
+        ({"rules": {int: len}}, "rules must be a function for each type of layer"),
         ({"every": 0}, "every must be a whole number of windows from 1 up, got 0: use 1 to measure every window"),
         ({"every": 2.5}, "every must be a whole number of windows"),
         ({"every": True}, "every must be a whole number of windows"),

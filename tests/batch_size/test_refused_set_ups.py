@@ -66,6 +66,7 @@ SETUPS: dict[str, Callable[[], SetUp]] = {
     "PP with FSDP2": lambda: pipeline(dp=2),
     "PP with TP": lambda: pipeline(tp=2),
     "PP with FSDP2 over TP": lambda: pipeline(tp=2, n_stages=2),  # FSDP2 has one rank
+    "CP": lambda: context_loops.cut(context_loops.Loop(cut="plain")),  # over two halves of the data
     "DDP over CP": lambda: context_loops.cut(context_loops.Loop(cut="ddp")),
     "FSDP2 over CP": lambda: context_loops.cut(context_loops.Loop()),
     "EP": lambda: expert_loops.cut(expert_loops.Loop()),
@@ -96,14 +97,14 @@ def assert_refused(request: pytest.FixtureRequest, options: dict[str, Any], *rea
             assert any(reason in message for reason in reasons), (name, message)
 
 
-@pytest.mark.refuses("adam metric", "DDP over CP", "FSDP2 over CP", "EP")
+@pytest.mark.refuses("adam metric", "CP", "DDP over CP", "FSDP2 over CP", "EP")
 def test_adams_metric(request: pytest.FixtureRequest) -> None:
     assert_refused(request, {"metric": "adam"}, "is not measured where several ranks feed one gradient")
 
 
 @pytest.mark.refuses("sign metric", "TP", "SP", "FSDP2 over TP", "FSDP2 over SP")
 @pytest.mark.refuses("sign metric", "PP", "PP with DDP", "PP with FSDP2", "PP with TP", "PP with FSDP2 over TP")
-@pytest.mark.refuses("sign metric", "DDP over CP", "FSDP2 over CP", "EP")
+@pytest.mark.refuses("sign metric", "CP", "DDP over CP", "FSDP2 over CP", "EP")
 def test_the_sign_metric(request: pytest.FixtureRequest) -> None:
     reasons = ("needs the whole gradient of each piece on one rank", "where several ranks feed one gradient")
     assert_refused(request, {"metric": "sign"}, *reasons)
@@ -112,7 +113,7 @@ def test_the_sign_metric(request: pytest.FixtureRequest) -> None:
 @pytest.mark.refuses("spectral metric", "FSDP2", "HSDP", "LoRA below FSDP2")
 @pytest.mark.refuses("spectral metric", "TP", "SP", "FSDP2 over TP", "FSDP2 over SP")
 @pytest.mark.refuses("spectral metric", "PP", "PP with DDP", "PP with FSDP2", "PP with TP", "PP with FSDP2 over TP")
-@pytest.mark.refuses("spectral metric", "DDP over CP", "FSDP2 over CP", "EP")
+@pytest.mark.refuses("spectral metric", "CP", "DDP over CP", "FSDP2 over CP", "EP")
 def test_the_spectral_metric(request: pytest.FixtureRequest) -> None:
     reasons = ("needs each matrix whole on one rank", "where several ranks feed one gradient")
     assert_refused(request, {"metric": "spectral"}, *reasons)
@@ -120,7 +121,7 @@ def test_the_spectral_metric(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.refuses("single examples", "torch.compile", "TP", "SP", "FSDP2 over TP", "FSDP2 over SP")
 @pytest.mark.refuses("single examples", "PP", "PP with DDP", "PP with FSDP2", "PP with TP", "PP with FSDP2 over TP")
-@pytest.mark.refuses("single examples", "DDP over CP", "FSDP2 over CP", "EP")
+@pytest.mark.refuses("single examples", "CP", "DDP over CP", "FSDP2 over CP", "EP")
 def test_single_examples(request: pytest.FixtureRequest) -> None:
     reasons = ("calls its layers with parts of examples or of parameters", "is compiled: measure before torch.compile")
     assert_refused(request, {"per_example": "always"}, *reasons)

@@ -85,7 +85,7 @@ def choose_metrics(
     if names != ("euclidean",) and (wrapper.experts is not None or wrapper.sequence_group is not None):
         raise ValueError(
             f"metric={names[0] if len(names) == 1 else names!r} is not measured where several ranks feed one gradient, "
-            f"got {wrapper.name}: use metric='euclidean'"
+            f"as with experts or sequences that ranks share, got {wrapper.name}: use metric='euclidean'"
         )
     inner = None if optimizer is None else unwrap_optimizer(optimizer)
     adam = _adam(wrapper, inner, staging_bytes) if "adam" in names and inner is not None else None

@@ -61,7 +61,7 @@ def n_post_accumulate_hooks(parameters: Iterable[Tensor]) -> int:
 def optimizer_in_words(optimizer: torch.optim.Optimizer | None, parameters: Iterable[Tensor]) -> str:
     """The optimizer whose steps are watched, for people."""
     if optimizer is None:
-        return "none given: what steps these parameters, once it is seen"
+        return "none given: whichever is seen to step these parameters is watched"
     inner: Any = unwrap_optimizer(optimizer)
     held = {id(p) for group in inner.param_groups for p in group["params"]}
     is_held = [id(p) in held for p in parameters]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 from typing_extensions import TypeIs
 
@@ -111,6 +112,14 @@ class NoiseScaleOptions:
             raise ValueError(f"staging_mib must be ≥ 0 and finite, got {self.staging_mib!r}")
         if self.per_example not in ("auto", "always", "never"):
             raise ValueError(f"per_example must be 'auto', 'always' or 'never', got {self.per_example!r}")
+        if self.rules is not None and not (
+            isinstance(self.rules, Mapping)
+            and all(isinstance(k, type) and issubclass(k, nn.Module) and callable(r) for k, r in self.rules.items())
+        ):
+            raise ValueError(
+                f"rules must be a function for each type of layer, got {self.rules!r:.80}: pass {{MyLayer: my_rule}}, "
+                "see sonde.PerExampleNorms"
+            )
         if not isinstance(self.allow_biased, bool):
             raise ValueError(
                 f"allow_biased must be True or False, got {self.allow_biased!r}: use True to compare consecutive steps "
@@ -141,8 +150,11 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler
     """Refuse objects of the wrong kind before the model is inspected.
 
     Raises:
-        ValueError: with the argument, the object that was given and the kind that is needed.
+        ValueError: with the argument, the object that was given and the kind that is needed; in inference mode, whose
+            tensors no later backward may change.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("sonde cannot be attached inside torch.inference_mode(): attach outside of it")
     if "adam" in options.metrics and optimizer is None:
         raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass optimizer=")
     if optimizer is not None and not hasattr(unwrap_optimizer(optimizer), "register_step_pre_hook"):

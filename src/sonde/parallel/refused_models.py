@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Iterator
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonde.parallel.placements import is_dtensor, is_fully_sharded
 
+T = TypeVar("T")
 _INSTEAD = "sonde.attach measures DDP, FSDP2 (fully_shard) and DTensors"
+_STAGES = "torch.distributed.pipelining.stage"
 
 
 _FSDP1 = (
@@ -33,6 +38,11 @@ def refuse_hidden_gradients(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise ValueError(_deepspeed(f"ZeRO-3 holds {name!r} in parts"))
+        if hasattr(parameter, "main_grad"):  # Megatron's DDP leaves .grad empty, and so do fused layers for it
+            raise ValueError(
+                f"the gradient of {name!r} is added up in .main_grad, as Megatron's own DDP and fused layers do, where "
+                f"no hook sees micro-batches: {_INSTEAD}"
+            )
         if getattr(parameter, "tensor_model_parallel", False) and not is_dtensor(parameter):
             raise ValueError(
                 f"{name!r} is a shard of Megatron's tensor parallelism, and a plain tensor does not show over which "
@@ -62,6 +72,23 @@ def refuse_inner_module(model: nn.Module) -> None:
     )
 
 
+def refuse_stage_alone(model: nn.Module) -> None:
+    """Refuse a pipeline's stage whose other stages are not known: its own norm and noise are not the model's.
+
+    Raises:
+        ValueError: when a living stage of `torch.distributed.pipelining`, one of several, runs a part of the model.
+    """
+    if not dist.is_initialized() or _STAGES not in sys.modules:
+        return
+    own = {id(module) for module in model.modules()}
+    for stage in _living(sys.modules[_STAGES].PipelineStage.__base__):  # also that of stages cut out by a tracer
+        if stage.num_stages > 1 and id(stage.submod) in own:
+            raise ValueError(
+                f"the model is stage {stage.stage_index} of a pipeline of {stage.num_stages} stages, and its own "
+                "gradient is not that of the whole model: pass pp_mesh=, the axis of the mesh along which stages lie"
+            )
+
+
 def wrapper_around(model: nn.Module) -> nn.Module | None:
     """The living DDP module, module of FSDP's first version or DeepSpeed engine that holds a module; None without one.
 
@@ -69,19 +96,22 @@ def wrapper_around(model: nn.Module) -> nn.Module | None:
     """
     if not dist.is_initialized():  # as all of them need it
         return None
+    for candidate in _living(nn.Module):
+        if candidate is model:
+            continue
+        wraps = isinstance(candidate, DistributedDataParallel) or _is_fsdp1(candidate)
+        if (wraps or _is_of_deepspeed(candidate)) and any(m is model for m in candidate.modules()):
+            return candidate
+    return None
+
+
+def _living(kind: type[T]) -> Iterator[T]:
+    """Every living object of a type, or of one derived from it."""
     objects = gc.get_objects()
     # By type(), since some objects make up their __class__, or import modules to know it. Each type is looked at once,
     # by its id, since a type may have no hash.
-    kinds = {
-        id(kind) for kind in {id(kind): kind for kind in map(type, objects)}.values() if issubclass(kind, nn.Module)
-    }
-    for candidate in objects:
-        if id(type(candidate)) not in kinds or candidate is model:
-            continue
-        wraps = issubclass(type(candidate), DistributedDataParallel) or _is_fsdp1(candidate)
-        if (wraps or _is_of_deepspeed(candidate)) and any(m is model for m in candidate.modules()):
-            return candidate  # type: ignore[no-any-return]
-    return None
+    kinds = {id(each) for each in {id(each): each for each in map(type, objects)}.values() if issubclass(each, kind)}
+    return (candidate for candidate in objects if id(type(candidate)) in kinds)
 
 
 def _is_fsdp1(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
 from sonde.parallel.meshes import check_mesh, ranks_of
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import group_of_mesh
-from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
+from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module, refuse_stage_alone
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -99,6 +99,8 @@ def find_wrapper(
         ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones.
     """
     check_model(model)
+    if pp_mesh is None:
+        refuse_stage_alone(model)
     if expert_mesh is not None:
         check_mesh("expert_mesh", expert_mesh, n_axes=1)
         expert_mesh = expert_mesh if expert_mesh.size() > 1 else None
@@ -178,11 +180,13 @@ def _refuse_beside_ddp(ddp: nn.Module, parameters: Mapping[str, nn.Parameter], c
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that hides its gradients, has no trainable parameters, or has lazy or complex ones.
+    """Refuse what is no model, or one that hides its gradients, has no trainable parameters, or lazy or complex ones.
 
     Raises:
         ValueError: naming the module or the parameter.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {model!r:.80}: pass the one that the loop calls")
     refuse_hidden_gradients(model)
     parameters = _by_name(model, requires_grad=True)
     if not parameters:
@@ -258,11 +262,15 @@ def clean_name(name: str) -> str:
 def block_of(name: str) -> str:
     """The top-level block of a parameter: its path up to the first number or, without a number, its module.
 
+    PEFT puts `base_model.model` before every path.
+
     Example:
         >>> [block_of(n) for n in ("model.layers.12.attn.q.weight", "model.embed.weight", "head.bias", "scale")]
         ['model.layers.12', 'model.embed', 'head', 'scale']
+        >>> block_of("base_model.model.model.embed_tokens.lora_embedding_A.default")
+        'model.embed_tokens'
     """
-    parts = name.split(".")
+    parts = name.removeprefix("base_model.model.").split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
             return ".".join(parts[: i + 1])
