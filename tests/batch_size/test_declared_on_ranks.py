@@ -5,6 +5,7 @@ Weights stay as they are, so one process holds the truth of every window.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.batch_size.cut_models import n_collectives
-from tests.batch_size.loops import attached, batch, flat_grad, mean_loss
+from tests.batch_size.loops import attached, flat_grad, mean_loss
 from tests.batch_size.sharded_loops import Loop, build, data_rank, loss_of, shard, tokens
+from tests.batch_size.two_layers import clear, cut, filled_up, pieces_of, small
 from tests.oracles import window_by_hand
-from tests.ranks import Ranks, mesh_of
+from tests.ranks import Ranks
 
-UNITS = 4
+UNITS = 4  # of each piece, as `pieces_of` draws them
 NOT_ALL_DECLARED = "a rank had backwards outside piece(), each counted as a piece of units_per_piece"
 UNKNOWN = "the number of units in a piece is not known"
 OUTSIDE = "a backward outside piece() added to the gradients, and DDP's buckets hold its part too"
@@ -50,43 +50,15 @@ class Case:
         return [max(counts) for counts in self.plan]
 
 
-def small() -> nn.Sequential:
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def cut(setup: str, model: nn.Sequential) -> Any:
-    if setup == "DDP":
-        return DistributedDataParallel(model)
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh_of((dist.get_world_size(),)))
-    return fully_shard(model, mesh=mesh_of((dist.get_world_size(),)))
-
-
-def pieces_of(rank: int, window: int, n: int) -> list[Any]:
-    generator = torch.Generator().manual_seed(1000 * window + 10 * rank)
-    return [batch(UNITS, generator) for _ in range(n)]
-
-
 def run_window(probe: Any, model: Any, case: Case, window: int) -> None:
     """The backwards of one window, as many on each rank."""
     rank = dist.get_rank()
     own: list[Any] = pieces_of(rank, window, case.plan[window][rank])
     fill = [None] * (case.most[window] - len(own))
     every = own + fill if case.fills_last else fill + own
-    for k, piece in enumerate(every):
-        reduces = case.reduces_each or k == len(every) - 1
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(reduces)
-        else:
-            model.require_backward_grad_sync = reduces
-        if piece is None:
-            (0.0 * model(torch.zeros(1, 12)).sum()).backward()
-        elif rank == case.forgetful:
+    for piece in filled_up(model, every, reduces_each=case.reduces_each):
+        with contextlib.nullcontext() if rank == case.forgetful else probe.piece(units=UNITS):
             mean_loss(model, *piece).backward()
-        else:
-            with probe.piece(units=UNITS):
-                mean_loss(model, *piece).backward()
 
 
 def _windows(setup: str, cases: list[Case]) -> list[dict[str, Any]]:
@@ -103,8 +75,7 @@ def _windows(setup: str, cases: list[Case]) -> list[dict[str, Any]]:
                 before = n_collectives()
                 probe.step()
                 result["collectives"].add(n_collectives() - before)
-                for p in inner.parameters():
-                    p.grad = None
+                clear(inner)
                 if case.readers is None or dist.get_rank() in case.readers:
                     solved = probe.window()
                     result["values"].append(solved and (solved.total.trace_cov, solved.total.grad_sq))
@@ -296,8 +267,7 @@ def _two_backwards_after_filling_up() -> tuple[list[Any], list[str]]:
                         mean_loss(model, *piece).backward()
             probe.step()
             solved.append(probe.window())
-            for p in inner.parameters():
-                p.grad = None
+            clear(inner)
         return solved, list(probe.reading().dropped)
 
 

@@ -249,3 +249,27 @@ def test_reading_that_closes_within_a_window_gives_that_window_no_examples() -> 
             probe.step()
             model.zero_grad()
         assert probe.reading().windows >= 2
+
+
+@pytest.mark.parametrize("per_example", ["auto", "always"])
+def test_backwards_outside_declared_pieces_do_not_count(per_example: str) -> None:
+    """A first pass whose gradients are thrown away; a backward that only fills up; and one after the last piece."""
+    model, pieces = small_model(), pieces_of(6) if per_example == "auto" else pieces_of(6, 3)
+    expected = by_hand(model, pieces)
+    with attached(model, per_example=per_example) as probe:
+        for window in range(5):
+            if window:  # once pieces are declared
+                mean_loss(model, *pieces_of(5)[0]).backward()
+                model.zero_grad()
+            for x, y in pieces:
+                with probe.piece(units=len(x)):
+                    mean_loss(model, x, y).backward()
+            if window:
+                (0.0 * mean_loss(model, *pieces_of(2)[0])).backward()
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+        # Two backwards outside are seen as one piece once, until uses of layers are kept.
+        assert reading.windows == 4
+        assert all("it was used again after its first use" in reason for reason in reading.dropped)
+        assert (reading.trace_cov, reading.grad_sq) == pytest.approx(expected, rel=1e-5)

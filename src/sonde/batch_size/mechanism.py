@@ -266,13 +266,13 @@ class Mechanism:
         if factor > _WORTH_IT:
             self._state, self.choice = "examples", ("examples", n_pieces)
             self._tell(
-                f"single examples are read from now on: the pieces' interval is {factor:.2g} times as wide for the "
-                "same time"
+                f"single examples are read from now on: the pieces' interval is {factor:.2g} times as wide at "
+                "the same cost"
             )
         else:
             self._state, self.choice = "pieces", ("pieces", n_pieces)
             wide = f"{1 / factor:.2g} times as wide" if 0 < factor < 1 / _WORTH_IT else "no narrower"
-            self._tell(f"pieces are read from now on: the interval of single examples is {wide} for the same time")
+            self._tell(f"pieces are read from now on: the interval of single examples is {wide} at the same cost")
 
     def _give_up(self, reason: str) -> None:
         # The hooks stay until the window ends: another thread may take in windows while backward runs.

@@ -19,7 +19,7 @@ def resolved(low: float, high: float) -> RatioInterval:
     ("given", "match"),
     [
         ({"pieces_differ": False}, "all pieces have the same gradient"),
-        ({"consistency": math.inf}, "infinitely less"),
+        ({"consistency": math.inf}, "not at all between them"),
         ({"consistency": 8.0, "interval": resolved(4.0, 20.0)}, "8× less between ranks than within ranks"),
         ({"consistency": 0.1, "interval": resolved(0.05, 0.2)}, "10× more between ranks"),
     ],

@@ -83,6 +83,9 @@ def test_a_pair_is_a_window_of_two_pieces_of_equal_weight(scales: Sequence[float
         ((300, 500), (1, 1), None),  # losses may be means already, or sums that nobody divides
         ((300, 500), (1 / 300, 1 / 500), (1, 1)),  # sums of losses, divided by the weight afterwards
         ((300, 500), (64 / 300, 64 / 500), (64, 64)),  # the same under a loss scale
+        ((300, 330), (1, 1), None),  # weights that differ by a tenth differ
+        ((300, 300.3), (0.1, 0.7), (0.1, 0.7)),  # by less than half a percent, they do not
+        ((300, 500), (1.001 / 300, 1 / 500), (1.001, 1)),  # scales are estimates, in fp32
         ((300, 500), (0.1, 0.7), None),  # clipped too: the two factors cannot be told apart
     ],
 )
@@ -211,6 +214,7 @@ def test_a_window_with_a_problem_takes_the_other_with_it(spoilt: int) -> None:
     assert sum(of_pairs.reading().dropped.values()) == 1
     of_pairs.update(as_first(c), number=3)
     assert of_pairs.update(as_second(d, c), number=4) is None
+    assert (of_pairs.windows, sum(of_pairs.reading().dropped.values())) == (1, 1)  # the other one is not dropped again
 
 
 def test_a_verdict_rests_on_the_upper_end_alone() -> None:
@@ -219,6 +223,7 @@ def test_a_verdict_rests_on_the_upper_end_alone() -> None:
     assert (sound.kind, biased.kind) == ("too_small", "unknown")
     assert "biased" in biased.headline
     assert "so the true B_simple is probably smaller" in biased.detail
+    assert "Accumulate over 2 or more micro-batches" in biased.detail
     assert judge_batch(4096, **known, is_biased=True).kind == "too_large"  # type: ignore[arg-type]
     assert judge_batch(300, **known, is_biased=True).kind == "about_right_or_too_large"  # type: ignore[arg-type]
     bound = known | {"status": "lower_bound", "b_simple": None, "high": math.inf}

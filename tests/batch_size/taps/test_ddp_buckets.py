@@ -16,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
-from tests.batch_size.ddp_loops import assert_as_by_hand, batches, by_hand, train_on_rank, wrap
+from tests.batch_size.ddp_loops import (
+    assert_as_by_hand,
+    batches,
+    by_hand,
+    first_batches,
+    train_on_rank,
+    windows_of_one_piece,
+    wrap,
+)
 from tests.batch_size.loops import (
     attached,
     batch,
@@ -81,24 +89,14 @@ def _attach_again(how: str) -> dict[str, Any]:
     """After a probe with "auto" has changed to the communication hook and closed, the model can be measured again."""
     plain, model = wrap({})
     with attached(model, log_every=1) as probe:
-        for window in range(6):
-            with probe.piece(units=4):
-                mean_loss(model, *batches(dist.get_rank(), 1, window)[0]).backward()
-            probe.step()
-            model.zero_grad()
+        windows_of_one_piece(probe, model, first_batches(6))
         assert probe._reader.tap_name == "DDP's communication hook"
     if how != "same":
         model = pickle.loads(pickle.dumps(model)) if how == "pickled" else copy.deepcopy(model)
         plain = model.module
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     names = [comm_hook_name(model)]
-    with attached(model, optimizer, tap="comm_hook") as probe:
-        for window in range(3):
-            x, y = batches(dist.get_rank(), 1, window)[0]
-            with probe.piece(units=len(x)):
-                mean_loss(model, x, y).backward()
-            probe.step()
-            optimizer.zero_grad()
+    with attached(model, tap="comm_hook") as probe:
+        windows_of_one_piece(probe, model, first_batches(3))
         try:
             attached(model, tap="comm_hook")
         except ValueError as error:

@@ -12,8 +12,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sonde.batch_size.taps.ddp_buckets import is_power_of_two
 from sonde.batch_size.taps.ddp_division import why_division_differs
-from tests.batch_size.ddp_loops import assert_as_by_hand, batches, in_bf16, train_on_rank, wrap
+from tests.batch_size.ddp_loops import (
+    assert_as_by_hand,
+    batches,
+    batches_of_four,
+    first_batches,
+    in_bf16,
+    train_on_rank,
+    windows_of_one_piece,
+    wrap,
+)
 from tests.batch_size.loops import (
     attached,
     batch,
@@ -44,6 +54,26 @@ def test_auto_goes_back_to_leaf_hooks_when_buckets_fail(ranks2: Ranks) -> None:
         assert "DDP's communication hook" in names
         assert names[-1] == "leaf hooks"
         assert (windows + dropped, dropped <= 3) == (16, True)
+
+
+def _auto_with_pieces_now_and_then() -> set[str]:
+    """Every third window has three pieces a rank, so there are never three windows of one piece in a row."""
+    _, model = wrap({})
+    names = set()
+    with attached(model, log_every=1) as probe:
+        for window in range(12):
+            data = batches(dist.get_rank(), 1 if window % 3 else 3, window)
+            for i, (x, y) in enumerate(data):
+                with probe.piece(units=len(x)), model.no_sync() if i < len(data) - 1 else contextlib.nullcontext():
+                    mean_loss(model, x, y).backward()
+            probe.step()
+            model.zero_grad()
+            names.add(probe._reader.tap_name)
+    return names
+
+
+def test_auto_waits_for_windows_of_one_piece_in_a_row(ranks2: Ranks) -> None:
+    assert ranks2(_auto_with_pieces_now_and_then) == [{"leaf hooks"}] * 2
 
 
 def _auto_with_two_backwards() -> tuple[set[str], dict[str, int]]:
@@ -79,13 +109,8 @@ def test_auto_keeps_leaf_hooks_under_accumulation(ranks2: Ranks) -> None:
 def _frozen_after_wrapping() -> tuple[str, int]:
     plain, model = wrap({"find_unused_parameters": True})
     plain[0].requires_grad_(False)  # type: ignore[index]
-    generator = torch.Generator().manual_seed(dist.get_rank())
     with attached(model, log_every=1) as probe:
-        for _ in range(8):
-            with probe.piece(units=4):
-                mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
-            model.zero_grad()
+        windows_of_one_piece(probe, model, batches_of_four(8))
         return probe._reader.tap_name, probe.reading().windows
 
 
@@ -96,15 +121,11 @@ def test_parameters_frozen_after_wrapping(ranks2: Ranks) -> None:
 def _two_ddp_modules() -> tuple[str, list[float | None], str]:
     torch.manual_seed(0)
     model = nn.Sequential(DistributedDataParallel(nn.Linear(12, 8)), DistributedDataParallel(nn.Linear(8, 3)))
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    traces = []
+    traces: list[float | None] = []
     with attached(model, log_every=1) as probe:
-        for _ in range(8):
-            with probe.piece(units=4):
-                mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
-            model.zero_grad()
-            traces.append(probe.reading().groups["1"].trace_cov)
+        windows_of_one_piece(
+            probe, model, batches_of_four(8), lambda: traces.append(probe.reading().groups["1"].trace_cov)
+        )
         name = probe._reader.tap_name
     try:
         attached(model, tap="comm_hook")
@@ -141,13 +162,8 @@ def _a_tap_each() -> tuple[float | None, float | None, bool]:
 
 def _leaf_on_both() -> tuple[float | None, float | None]:
     model = DistributedDataParallel(small_model())
-    generator = torch.Generator().manual_seed(dist.get_rank())
     with attached(model, tap="leaf") as probe:
-        for _ in range(10):
-            with probe.piece(units=4):
-                mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
-            model.zero_grad()
+        windows_of_one_piece(probe, model, batches_of_four(10))
         return probe.reading().trace_cov, probe.reading().grad_sq
 
 
@@ -195,13 +211,8 @@ def test_sparse_gradients_stay_with_leaf_hooks(ranks2: Ranks) -> None:
 def _builtin_hook() -> tuple[str, int]:
     model = DistributedDataParallel(small_model())
     model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    generator = torch.Generator().manual_seed(dist.get_rank())
     with attached(model, log_every=1) as probe:
-        for _ in range(10):
-            with probe.piece(units=4):
-                mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
-            model.zero_grad()
+        windows_of_one_piece(probe, model, batches_of_four(10))
         return probe._reader.tap_name, probe.reading().windows
 
 
@@ -269,12 +280,7 @@ def _said(bucket_view: bool) -> str:
     """What the probe prints while "auto" would change."""
     _, model = wrap({"gradient_as_bucket_view": bucket_view})
     with contextlib.redirect_stderr(io.StringIO()) as printed, attached(model, log_every=1, verbose=True) as probe:
-        for window in range(6):
-            x, y = batches(dist.get_rank(), 1, window)[0]
-            with probe.piece(units=len(x)):
-                mean_loss(model, x, y).backward()
-            probe.step()
-            model.zero_grad()
+        windows_of_one_piece(probe, model, first_batches(6))
     return printed.getvalue()
 
 
@@ -285,19 +291,22 @@ def test_auto_says_why_it_keeps_leaf_hooks(ranks3: Ranks) -> None:
 
 
 def _divisions(n_ranks: int) -> list[str] | None:
-    """What DDP shows on the first ranks for several dtypes, without a bucket view and with one; and no random draw."""
-    group = dist.new_group(range(n_ranks))
-    if dist.get_rank() >= n_ranks:
+    """What DDP shows on the last ranks for several dtypes, without a bucket view and with one; and no random draw."""
+    n_before = dist.get_world_size() - n_ranks
+    group = dist.new_group(range(n_before, dist.get_world_size()))
+    if dist.get_rank() < n_before:
         return None
     model = small_model()
-    parameters = [torch.zeros(1, dtype=d) for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)]
+    # 16 bits are rounded alike, since 32 bits are divided: the others must be tried too.
+    parameters = [torch.zeros(1, dtype=d) for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)]
     before = torch.get_rng_state()
-    found = [
-        why_division_differs(
-            DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=view), parameters
-        )
-        for view in (False, True)
-    ]
+    with torch.no_grad():  # as a user may attach
+        found = [
+            why_division_differs(
+                DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=view), parameters
+            )
+            for view in (False, True)
+        ]
     assert torch.equal(torch.get_rng_state(), before)
     return found
 
@@ -306,12 +315,16 @@ def _assert_divides_as_expected(ranks: Ranks, n_ranks: int) -> None:
     """A power of two divides exactly; otherwise a bucket view divides where a copy multiplies."""
     exact = n_ranks in (2, 4)
     other = f"on {n_ranks} ranks DDP rounds the average of gradients that lie in its buckets already"
-    for found in ranks(_divisions, n_ranks)[:n_ranks]:
+    for found in ranks(_divisions, n_ranks)[-n_ranks:]:
         assert found is not None
         alone, in_view = found
         assert alone == ""
         assert in_view.startswith("" if exact else other)
         assert bool(in_view) != exact
+
+
+def test_powers_of_two_are_told_from_other_even_numbers() -> None:
+    assert [n for n in range(1, 20) if is_power_of_two(n)] == [1, 2, 4, 8, 16]
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3])
@@ -335,12 +348,7 @@ def _auto_beside(rival: str) -> tuple[str, int]:
         else:
             other = attached(model, tap="comm_hook")
         with other:
-            for window in range(8):
-                x, y = batches(dist.get_rank(), 1, window)[0]
-                with probe.piece(units=len(x)):
-                    mean_loss(model, x, y).backward()
-                probe.step()
-                model.zero_grad()
+            windows_of_one_piece(probe, model, first_batches(8))
         return probe._reader.tap_name, probe.reading().windows
 
 
@@ -353,12 +361,7 @@ def _seconds_of_both_taps() -> tuple[str, float, float]:
     _, model = wrap({})
     with attached(model, log_every=1) as probe:
         leaf = probe._taps.tap
-        for window in range(8):
-            x, y = batches(dist.get_rank(), 1, window)[0]
-            with probe.piece(units=len(x)):
-                mean_loss(model, x, y).backward()
-            probe.step()
-            model.zero_grad()
+        windows_of_one_piece(probe, model, first_batches(8))
         assert leaf.seconds > 0
         return probe._reader.tap_name, probe._taps.seconds, leaf.seconds + probe._taps.tap.seconds
 

@@ -242,6 +242,14 @@ class PerExampleNorms:
         self._forget_piece()
 
     @_timed
+    def forget_backwards(self) -> None:
+        """Forget backwards since the last `take`, but not forwards whose backward is still to come."""
+        if self._backwards:
+            self._checkpoints.forget_gradients()
+            self._piece.forget_gradients()
+            self._forget_piece()
+
+    @_timed
     def close(self) -> None:
         """Remove every hook, and let go of everything that was kept."""
         for handle in self._handles:

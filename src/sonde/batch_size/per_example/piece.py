@@ -77,9 +77,13 @@ class PieceSums:
 
     def new_piece(self) -> None:
         """Forget the present piece. Calls whose backward is still to come stay."""
-        self._sums = [_Sums() for _ in self._parameters]
+        self.forget_gradients()
         self._reasons: dict[int, str] = {}
         self._replaced: set[int] = set()
+
+    def forget_gradients(self) -> None:
+        """Forget what backward has added. What forward has refused stays: its backward may be still to come."""
+        self._sums = [_Sums() for _ in self._parameters]
         self._lookups: dict[int, int] = {}
         self._has_positions: set[int] = set()
 

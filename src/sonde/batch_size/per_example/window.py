@@ -174,6 +174,11 @@ class ExampleWindow:
         """Read nothing until `open`; keep no hook."""
         self._norms.close()
 
+    def begin_piece(self) -> None:
+        """From here until `end_piece` all backwards are one piece: those before it, outside pieces, do not count."""
+        if self._norms.is_open:
+            self._norms.forget_backwards()
+
     def end_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
         """Add the examples of the piece that ends here.
 
@@ -298,7 +303,7 @@ def read_examples(
     covered = [bool(each) for each in examples.covered.tolist()]
     if not n_reading:
         # Where examples were not wanted in this window, no rank was idle.
-        why_not = "examples could be read in no piece" if round(float(counts.n_idle)) else ""
+        why_not = "in no piece could one example be told from another" if round(float(counts.n_idle)) else ""
         return ExampleRow(None, why_not, 0, times, covered)
     n_covered = round(float(counts.n_covered) / n_reading)
     n_parameters = round(float(counts.n_parameters) / n_reading)

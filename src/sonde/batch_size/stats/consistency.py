@@ -36,11 +36,10 @@ def same_data(windows: int, *, pieces_differ: bool, consistency: float | None, i
     if consistency is None:
         return None
     if math.isinf(consistency) or (interval.low is not None and interval.low > _FACTOR):
-        times = "infinitely less" if math.isinf(consistency) else f"{consistency:.3g}× less"
-        return (
-            f"gradients differ {times} between ranks than within ranks: do all ranks get the same data? "
-            "Check that the sampler knows the rank"
-        )
+        how = f"{consistency:.3g}× less between ranks than within ranks"
+        if math.isinf(consistency):
+            how = "within ranks, and not at all between them"
+        return f"gradients differ {how}: do all ranks get the same data? Check that the sampler knows the rank"
     if interval.high is not None and interval.high < 1 / _FACTOR:
         return (
             f"gradients differ {1 / max(consistency, 1e-12):.3g}× more between ranks than within ranks: do several "

@@ -135,6 +135,13 @@ def why_unusable(
 def _pieces_unusable(row: WindowRow) -> Drop | None:
     if row.problems:
         return row.problems[0]
+    if row.n_pieces == 0 and row.n_ranks_declaring:
+        return Drop(
+            "called_twice",
+            "no piece was declared since the last window: either the same window was ended twice (call probe.step() or "
+            "probe.clip_grad_norm_() once per optimizer step), or its backwards ran outside 'with probe.piece():', "
+            "which they must not once a piece was declared",
+        )
     if row.n_pieces == 0:
         return Drop(
             "called_twice",

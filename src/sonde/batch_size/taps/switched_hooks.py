@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 Hook = Callable[[Tensor | None], None]
 
@@ -48,9 +49,10 @@ class SwitchedHooks:
             if tensor._backward_hooks is None or tensor._backward_hooks is dictionary:
                 dictionary[self._handles[i].id] = self._hooks[i]
                 tensor._backward_hooks = dictionary
-            else:  # others have registered hooks in the meantime
-                self._handles[i] = tensor.register_hook(self._hooks[i])
+            else:  # others have registered hooks in the meantime; `register_hook` refuses if it was frozen since
                 self._dictionaries[i] = tensor._backward_hooks
+                self._handles[i] = RemovableHandle(self._dictionaries[i])
+                self._dictionaries[i][self._handles[i].id] = self._hooks[i]
 
     def close(self) -> None:
         """Take the hooks off for good."""

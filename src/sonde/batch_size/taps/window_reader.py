@@ -40,6 +40,9 @@ class Examples(Protocol):
     def seconds(self) -> float:
         """Host time spent reading so far."""
 
+    def begin_piece(self) -> None:
+        """From here until `end_piece` all backwards are one piece: those before it, outside pieces, do not count."""
+
     def end_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
         """Add the examples of the piece that ends here; `unscale` undoes a GradScaler's scale."""
 
@@ -168,6 +171,8 @@ class WindowReader:
     def begin_piece(self) -> None:
         """From here until `end_piece` all backwards are one piece. Later backwards outside pieces never count."""
         self._taps.tap.begin_piece(is_first=self._sums.n_pieces == 0)
+        if self._examples is not None:
+            self._examples.begin_piece()
 
     def discard_piece(self) -> None:
         """Forget the present piece."""
