@@ -92,6 +92,9 @@ bench: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.noise_scale --device $(DEVICE)
 	@$(BIN)/python -m benchmarks.scaling --device $(DEVICE)
 	@$(BIN)/python -m benchmarks.budget --device $(DEVICE)
+	@$(BIN)/python -m benchmarks.idle_calls
+	@$(BIN)/python -m benchmarks.windows_at_scale --out benchmarks/results
+	@$(BIN)/python -m benchmarks.planning --out benchmarks/results
 
 bench-present: $(VENV)/.dev
 	@echo "==> benchmarks of the present noise scale, and of a measurement's windows (more than an hour on 1 core)"
@@ -102,6 +105,7 @@ bench-present: $(VENV)/.dev
 bench-budget: $(VENV)/.dev
 	@echo "==> benchmark of the budget (about 30 minutes on 1 core; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.budget --device $(DEVICE)
+	@$(BIN)/python -m benchmarks.idle_calls
 
 bench-norm: $(VENV)/.bench
 	@echo "==> benchmarks of the norm (about 10 minutes on 2 cores; leave the machine alone meanwhile)"

@@ -1,10 +1,11 @@
 """What a budget of 1 % costs, and what sparse windows do to the noise scale's interval.
 
-    python -m benchmarks.budget [--device cuda] [--windows 600] [--runs 60] [--out benchmarks/results]
+    python -m benchmarks.budget [--device cuda] [--windows 600] [--runs 60] [--setups 1 4] [--out benchmarks/results]
 
 **Cost.** Four copies of a GPT of about 75, 750 or 7,500 parameter tensors train side by side, window by window in turn:
-without a probe, without one again (the control), with a probe that measures no window, and with a probe at its defaults
-whose pace has settled. They change roles, until each has had each, since where the allocator puts a model makes 1 % of
+in windows of four pieces, of one piece that is read by examples, or over two ranks. They train without a probe, without
+one again (the control), with a probe that measures no window, and with a probe at its defaults whose pace has settled.
+They change roles, until each has had each, since where the allocator puts a model makes 1 % of
 a window of 30 ms. The table has the share that the probe says it costs, and how much longer windows took than without a
 probe: the median over blocks in three processes, with its bootstrap 95 % interval.
 
@@ -22,7 +23,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ from benchmarks.contestants import Plain, Sonde
 from benchmarks.device import add_option, seconds_of, stem
 from benchmarks.gpt import GptShape, build, sequences
 from benchmarks.launch import on_ranks
-from benchmarks.machine import describe
+from benchmarks.machine import page
 from benchmarks.present_noise_scale import HORIZON, Windows, as_window, holds, simulate
 from benchmarks.timing import WARM_UP_WINDOWS, Cost, cost, in_words
 from benchmarks.training import Run, Setup, draw_windows
@@ -41,12 +42,16 @@ from sonde.batch_size.measuring_cost import Cost as MeasuringCost
 from sonde.batch_size.stats.history import WindowHistory
 from sonde.batch_size.stats.trend import TrendFit, fit_trends
 
-SHAPES = (
-    (GptShape(width=64, depth=6, heads=4, context=64), 1.0),
-    (GptShape(width=16, depth=62, heads=4, context=32), 0.5),
-    (GptShape(width=8, depth=625, heads=4, context=16), 0.2),
+SMALL = GptShape(width=64, depth=6, heads=4, context=64)
+SETUPS = (
+    (Setup(1, 1, micro_batches=4, sequences=2, shape=SMALL), 1.0),
+    (Setup(1, 1, micro_batches=4, sequences=2, shape=GptShape(width=16, depth=62, heads=4, context=32)), 0.5),
+    (Setup(1, 1, micro_batches=4, sequences=2, shape=GptShape(width=8, depth=625, heads=4, context=16)), 0.2),
+    (Setup(1, 1, micro_batches=1, sequences=8, shape=SMALL), 1.0),
+    (Setup(2, 1, micro_batches=2, sequences=2, shape=SMALL), 0.5),
+    (Setup(2, 1, micro_batches=2, sequences=2, shape=SMALL, cut="FSDP2"), 0.5),
 )
-"""Models with short windows, of about 75, 750 and 7,500 parameter tensors, and the part of the windows to time."""
+"""Short windows of models of about 75, 750 and 7,500 parameter tensors, and the part of the windows to time."""
 PROCESSES = 3
 STAYS = 400
 """A pace has settled when it has stayed for so many windows."""
@@ -61,10 +66,11 @@ CHECKPOINTS = (200, 400, 800)
 
 
 @dataclass(frozen=True)
-class CostOfSize:
-    """One size of the model.
+class CostOfSetup:
+    """One set-up of the model.
 
     Attributes:
+        pieces: how windows are cut, in words.
         n_tensors: parameter tensors.
         every: one window in so many was measured.
         share: cost over time, as the probe says; None where too few windows were measured to say it.
@@ -74,6 +80,7 @@ class CostOfSize:
         at_budget: time that a probe at its defaults adds to a window.
     """
 
+    pieces: str
     n_tensors: int
     every: int
     share: float | None
@@ -83,7 +90,7 @@ class CostOfSize:
     at_budget: Cost
 
 
-def cost_of(setup: Setup, n_windows: int, processes: int = PROCESSES) -> CostOfSize:
+def cost_of(setup: Setup, n_windows: int, processes: int = PROCESSES) -> CostOfSetup:
     """Settle the pace once; then time training with a probe beside training without one.
 
     Args:
@@ -101,7 +108,7 @@ def cost_of(setup: Setup, n_windows: int, processes: int = PROCESSES) -> CostOfS
     ]
     tensors = sum(1 for _ in build(setup.shape, torch.device("cpu")).parameters())
     costs = (cost([[(block[PLAIN], block[role]) for block in blocks] for blocks in rounds]) for role in ROLES[1:])
-    return CostOfSize(tensors, pace.every, pace.share, pace.error, *costs)
+    return CostOfSetup(setup.pieces, tensors, pace.every, pace.share, pace.error, *costs)
 
 
 def at_budget(run: Run, every: int | None = None) -> Sonde:
@@ -260,12 +267,12 @@ def present_fit(history: WindowHistory, now: int) -> TrendFit:
     return fit_trends(series.trace_cov, series.grad_sq, series.ages, history.horizon, spacing=spacing)[0]
 
 
-def as_tables(costs: Sequence[CostOfSize], covered: Sequence[Coverage]) -> str:
+def as_tables(costs: Sequence[CostOfSetup], covered: Sequence[Coverage]) -> str:
     """Both tables."""
     lines = [
-        "| parameter tensors | measured | cost, as the probe says | added without a probe (control) "
+        "| window | parameter tensors | measured | cost, as the probe says | added without a probe (control) "
         "| added, no window measured | added at the budget |",
-        "|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
         *map(line, costs),
         "",
         "| one window in | horizon of 50 | all measured at first | coverage, mean | lowest cell | two-sided | width |",
@@ -279,13 +286,13 @@ def as_tables(costs: Sequence[CostOfSize], covered: Sequence[Coverage]) -> str:
     return "\n".join(lines)
 
 
-def line(cost: CostOfSize) -> str:
+def line(cost: CostOfSetup) -> str:
     """A row of the table of costs."""
     added = " | ".join(map(in_words, (cost.control, cost.idle, cost.at_budget)))
-    return f"| {cost.n_tensors:,} | one in {cost.every} | {share_in_words(cost)} | {added} |"
+    return f"| {cost.pieces} | {cost.n_tensors:,} | one in {cost.every} | {share_in_words(cost)} | {added} |"
 
 
-def share_in_words(cost: CostOfSize) -> str:
+def share_in_words(cost: CostOfSetup) -> str:
     """The probe's own figure with twice its standard error."""
     if cost.share is None or cost.error is None:
         return "not known"
@@ -298,20 +305,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_option(parser)
     parser.add_argument("--windows", type=int, default=600, help="to time in each of three processes")
     parser.add_argument("--runs", type=int, default=60)
+    every_setup = range(1, len(SETUPS) + 1)
+    parser.add_argument("--setups", type=int, nargs="+", choices=every_setup, default=[*every_setup], help="by number")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     costs = []
-    for shape, part in SHAPES:
-        sys.stderr.write(f"{shape}\n")
-        setup = Setup(1, 1, micro_batches=4, sequences=2, shape=shape, device=options.device)
+    for number in options.setups:
+        on_cpu, part = SETUPS[number - 1]
+        setup = replace(on_cpu, device=options.device)
+        sys.stderr.write(f"{setup} {setup.shape}\n")
         costs.append(cost_of(setup, round(part * options.windows)))
         sys.stderr.write(f"{line(costs[-1])}\n")
     covered = list(coverage(options.runs))
-    machine = ", ".join(f"{name}: {value}" for name, value in describe(options.device, ()).items())
     asked = f"--device {options.device} --windows {options.windows} --runs {options.runs}"
-    command = f"`python -m benchmarks.budget {asked}`"
-    text = f"# Windows within a budget\n\n{command}, {machine}.\n\n{as_tables(costs, covered)}\n"
+    command = f"python -m benchmarks.budget {asked} --setups {' '.join(map(str, options.setups))}"
+    text = page("Windows within a budget", command, as_tables(costs, covered), options.device)
     print(text)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / stem("budget", options.device)

@@ -31,11 +31,13 @@ def on_ranks(
         function: importable; its arguments and results can be pickled.
         *args: for the function.
         start: "spawn" takes seconds and gives every process a memory layout of its own, as timings need; "forkserver"
-            takes milliseconds, and its processes return freed memory to the system at once.
+            takes milliseconds, and its processes return freed memory to the system at once. With an accelerator all
+            are spawned: a process forked from one that has only counted CUDA's devices cannot use them.
 
     Raises:
         RuntimeError: with the traceback of a rank that failed, or when one does not answer in time.
     """
+    start = start if setup.device == "cpu" else "spawn"
     context: Any = multiprocessing.get_context(start)
     if start == "forkserver":
         _start_forkserver(context)

@@ -34,6 +34,13 @@ def describe(device: str, compared: Sequence[str] = ("adaptdl", "fairscale", "k-
     }
 
 
+def page(title: str, command: str, tables: str, device: str = "cpu") -> str:
+    """A page of results: a title, how to repeat it, where it ran, and its tables."""
+    facts = {name: value for name, value in describe(device, ()).items() if name != "compared"}
+    machine = ", ".join(f"{name}: {value}" for name, value in facts.items())
+    return f"# {title}\n\n`{command}`, {machine}.\n\n{tables}\n"
+
+
 def import_seconds(n_repeats: int) -> float:
     """Seconds that `import sonde` takes beyond `import torch`: medians of new processes, which alternate.
 

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import sonde
+from benchmarks.machine import page
 from benchmarks.windows_at_scale import fake_ranks
 
 MESH = (64, 64)
@@ -198,12 +200,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print a table, and the numbers as one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small models, to see that it works")
+    parser.add_argument("--out", type=Path, help="a folder to write the table to as well")
+    options = parser.parse_args(arguments)
     print(HEADER)
     rows = []
-    for row in measure(quick=parser.parse_args(arguments).quick):
+    for row in measure(quick=options.quick):
         print(line(row), flush=True)
-        rows.append(asdict(row))
-    print(json.dumps(rows))
+        rows.append(row)
+    print(json.dumps([asdict(row) for row in rows]))
+    if options.out is not None:
+        table = "\n".join([HEADER, *map(line, rows)])
+        command = f"python -m benchmarks.planning{' --quick' * options.quick}"
+        (options.out / "planning.md").write_text(page("What attach itself costs", command, table))
 
 
 if __name__ == "__main__":

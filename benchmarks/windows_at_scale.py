@@ -5,11 +5,13 @@ A fake process group stands for the other ranks. It sums nothing, so only what i
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sonde
+from benchmarks.machine import page
 
 RANKS = (8, 64, 4096)
 KINDS = ("data parallel", "FSDP2", "FSDP2 over tensor parallelism")
@@ -131,7 +134,18 @@ def table(found: list[Sent]) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print a table, and the numbers as one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.windows_at_scale", description=__doc__)
+    parser.add_argument("--out", type=Path, help="a folder to write the table to as well")
+    options = parser.parse_args(arguments)
     measured = measure()
     print(table(measured))
     print(json.dumps([asdict(sent) for sent in measured]))
+    if options.out is not None:
+        text = page("What a window sends", "python -m benchmarks.windows_at_scale", table(measured))
+        (options.out / "windows_at_scale.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
