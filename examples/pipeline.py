@@ -19,6 +19,8 @@ import sonde
 CONTEXT, MICRO_BATCH, MICRO_BATCHES = 16, 16, 8
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+if dist.get_world_size() != 2:
+    raise SystemExit("this pipeline has 2 stages, one on each rank: run it with torchrun --nproc-per-node 2")
 rank = dist.get_rank()
 device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":

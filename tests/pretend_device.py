@@ -12,7 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -43,8 +44,16 @@ VIEWS = frozenset(("view", "detach", "alias"))
 """Operators that launch nothing."""
 
 
+TAKE_BOTH = frozenset(("copy_", "_to_copy", "_copy_from", "index", "index_put_", "_index_put_impl_", "is_set_to"))
+"""Operators that take tensors of the device and of the host together."""
+
+
 class HostReadError(AssertionError):
-    """sonde has waited for the device."""
+    """The device has been waited for."""
+
+
+class MixedDevicesError(AssertionError):
+    """An operator was given tensors of the device and of the host, which a GPU refuses."""
 
 
 def sonde_functions() -> list[str]:
@@ -100,6 +109,12 @@ class DeviceTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
+    def tolist(self) -> Any:
+        """The values, which torch reads without an operator."""
+        assert PretendDevice.present is not None
+        PretendDevice.present.waited("tolist")
+        return self.inner.tolist()
+
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if any(issubclass(t, FloatPairs) for t in types):
@@ -109,6 +124,11 @@ class DeviceTensor(Tensor):
 
 def is_device_tensor(x: object) -> bool:
     return isinstance(x, DeviceTensor)
+
+
+def is_host_tensor(x: object) -> bool:
+    """Whether x lies on the host, and is no number: operators of a GPU take tensors without dims as numbers."""
+    return isinstance(x, Tensor) and not is_device_tensor(x) and x.device.type == "cpu" and x.dim() > 0
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -175,6 +195,9 @@ class PretendDevice(TorchDispatchMode):
         has_float64: whether it has fp64.
     """
 
+    present: ClassVar[PretendDevice | None] = None
+    """The one that is entered."""
+
     def __init__(self, *, has_float64: bool = True) -> None:
         super().__init__()
         self.has_float64 = has_float64
@@ -182,7 +205,7 @@ class PretendDevice(TorchDispatchMode):
         self.stream = PretendStream(self)
         self.reads: list[str] = []
         """What sonde has waited for, and where."""
-        self.forbids_reads = False
+        self.forbids_reads = self.forbids_reads_of_anyone = False
         self.graph: RecordedGraph | None = None
         self.recorded: list[str] = []
         """What sonde has launched while a graph was recorded, and where."""
@@ -201,20 +224,22 @@ class PretendDevice(TorchDispatchMode):
         self.run_to(self.n_events - but)
 
     def waited(self, what: str) -> None:
-        """Somebody waits for the device; only sonde must not."""
+        """Somebody waits for the device: sonde, or the loop around it, which may wait unless that is forbidden too."""
         if functions := sonde_functions():
             self.reads.append(f"{functions[0]} {what}")
             if self.forbids_reads:
                 raise HostReadError(f"{what} in {functions[0]}")
+        elif self.forbids_reads_of_anyone:
+            raise HostReadError(f"{what} outside of sonde")
 
     @contextlib.contextmanager
-    def no_reads(self) -> Iterator[None]:
-        """Inside, sonde must not wait."""
-        self.forbids_reads = True
+    def no_reads(self, *, of_anyone: bool = False) -> Iterator[None]:
+        """Inside, sonde must not wait; nor must the loop, if `of_anyone`."""
+        self.forbids_reads, self.forbids_reads_of_anyone = True, of_anyone
         try:
             yield
         finally:
-            self.forbids_reads = False
+            self.forbids_reads = self.forbids_reads_of_anyone = False
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[RecordedGraph]:
@@ -253,6 +278,8 @@ class PretendDevice(TorchDispatchMode):
             raise HostReadError(
                 "torch.tensor(..., device=...) waits for the device: make it on the CPU, then to_device"
             )
+        if has_device and name not in TAKE_BOTH and any(is_host_tensor(x) for x in tree_leaves((args, kwargs))):
+            raise MixedDevicesError(f"{name} takes tensors of the device and of the host")
         if reads_host(function, args, kwargs, is_device_tensor):
             self.waited(name)
         if name == "copy_" and not is_device_tensor(args[0]) and (kwargs.get("non_blocking") or (*args, False)[2]):
@@ -293,13 +320,17 @@ class PretendDevice(TorchDispatchMode):
         for name, function in accelerator.items():
             self._patches.enter_context(mock.patch.object(torch.accelerator, name, function))
         self._patches.enter_context(mock.patch.object(torch, "Event", PretendEvent))
+        # Before torch forks random numbers, it looks for the device's module, which has none of its own here.
+        self._patches.enter_context(mock.patch.object(torch, DEVICE.type, SimpleNamespace(), create=True))
         # A plan leaves out what is on "meta", since it has no values: here it has.
         self._patches.enter_context(mock.patch.object(NormPlan, "_device_of_sums", return_value=DEVICE))
         self._forget()
         super().__enter__()
+        PretendDevice.present = self
         return self
 
     def __exit__(self, *error: Any) -> None:
+        PretendDevice.present = None
         super().__exit__(*error)
         self._patches.close()
         self._forget()

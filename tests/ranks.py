@@ -1,9 +1,10 @@
-"""Runs functions on N gloo ranks that live for the whole test run: a start takes seconds, a call milliseconds."""
+"""Runs functions on N ranks that live for the whole test run: a start takes seconds, a call milliseconds."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -33,9 +34,11 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Dev
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, backend: str, on_device: bool, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    if on_device:
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     while (job := pipe.recv()) is not None:
         function, args = job
         torch.manual_seed(0)
@@ -47,14 +50,28 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
 
 class Ranks:
-    """N processes in one gloo process group; `ranks(function, *args)` returns each rank's result.
+    """N processes in one process group; `ranks(function, *args)` returns each rank's result.
 
     The function must be importable (module level), its arguments and results picklable. If a rank fails or does not
     answer in time, its peers may hang in a collective: all ranks are killed, and started again at the next call.
+
+    Args:
+        world: number of ranks.
+        backend: of the process group.
+        on_device: each rank sets the accelerator's device of its number; where there are fewer, ranks share them.
+        deadline_seconds: for an answer.
     """
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(
+        self,
+        world: int,
+        backend: str = "gloo",
+        *,
+        on_device: bool = False,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
+        self.world, self._deadline_seconds = world, deadline_seconds
+        self._backend, self._on_device = backend, on_device
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -66,7 +83,7 @@ class Ranks:
             pipe.send((function, args))
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        deadline = time.monotonic() + DEADLINE_SECONDS
+        deadline = time.monotonic() + self._deadline_seconds
         while len(results) < self.world and not errors and time.monotonic() < deadline:
             for pipe in wait([p for i, p in enumerate(self._pipes) if i not in results], timeout=0.2):
                 rank = self._pipes.index(pipe)
@@ -86,16 +103,19 @@ class Ranks:
         silent = sorted(set(range(self.world)) - set(results) - set(errors))
         raise AssertionError(
             "\n".join(f"rank {r}: {e}" for r, e in errors.items())
-            or f"no answer within {DEADLINE_SECONDS:g} s from ranks {silent}"
+            or f"no answer within {self._deadline_seconds:g} s from ranks {silent}"
         )
 
     def _start(self) -> None:
-        context = forkserver()
+        # A fork of a process that has only counted CUDA's devices cannot use them, and imports may count them.
+        context: Any = multiprocessing.get_context("spawn") if self._on_device else forkserver()
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, store, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world, self._backend, self._on_device, store, theirs), daemon=True
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

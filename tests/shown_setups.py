@@ -4,13 +4,15 @@
 
 A test says so by `@pytest.mark.shows("noise scale", "FSDP2", "HSDP")`: it compares that quantity with one process, or
 with a definition, under each of these set-ups. `@pytest.mark.refuses(...)` says likewise that the quantity is refused.
-Where one of several cases shows a set-up, that case has it: `pytest.param(..., marks=pytest.mark.shows(...))`.
+Where one of several cases shows a set-up, that case has it, so that the cell goes when the case goes:
+`pytest.param(..., marks=pytest.mark.shows(...))`. So a marker of a whole test names one set-up, unless the set-ups are
+refused: such a test makes those that its own markers name.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -35,6 +37,8 @@ SETUPS = (
     "DDP",
     "FSDP2",
     "HSDP",
+    "LoRA",
+    "LoRA below DDP",
     "LoRA below FSDP2",
     "TP",
     "SP",
@@ -47,6 +51,7 @@ SETUPS = (
     "PP with TP",
     "PP with SP",
     "PP with FSDP2 over TP",
+    "CP",
     "DDP over CP",
     "FSDP2 over CP",
     "EP",
@@ -54,6 +59,10 @@ SETUPS = (
 """The rows. TP, SP, CP, PP and EP are tensor, sequence, context, pipeline and expert parallelism."""
 REFUSED, NOT_TRIED = "✗", "·"
 """Signs of a cell: before the tests that show a refusal, and where no test says anything."""
+_LEAVE_OUT = {
+    *("pytest.mark.skip", "pytest.mark.skipif", "pytest.mark.xfail"),
+    *("pytest.skip", "pytest.xfail", "pytest.importorskip"),
+}
 _HEAD = "| set-up | " + " | ".join(QUANTITIES.values()) + " |\n"
 
 
@@ -61,13 +70,16 @@ def shown(kind: str = "shows") -> Iterator[tuple[str, str, str]]:
     """Each marker of a kind, "shows" or "refuses": the test as `path::name`, the quantity, and a set-up.
 
     Raises:
-        ValueError: for a marker of something that is no test, or with a name that is no quantity or set-up.
+        ValueError: for a marker of something that is no test or may not run, or with a name that is no quantity or
+            set-up; and for a test that says of all its cases together that they show several set-ups.
     """
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text()
         if f"pytest.mark.{kind}" not in text:
             continue
-        for node in ast.walk(ast.parse(text)):
+        module = ast.parse(text)
+        of_all = [line for line in module.body if not isinstance(line, ast.FunctionDef | ast.ClassDef)]
+        for node in ast.walk(module):
             for call in _marks(node, kind):
                 name = f"{path.relative_to(TESTS.parent)}::{getattr(node, 'name', '')}"
                 values = [ast.literal_eval(argument) for argument in call.args]
@@ -75,8 +87,18 @@ def shown(kind: str = "shows") -> Iterator[tuple[str, str, str]]:
                     raise ValueError(f"{name} is no test: mark the test function itself")
                 if len(values) < 2 or values[0] not in QUANTITIES or not set(values[1:]) <= set(SETUPS):
                     raise ValueError(f"{name} is marked with {values}, expected a quantity and set-ups of {__name__}")
+                if _may_be_left_out([node, *of_all]):
+                    raise ValueError(f"{name} may be skipped or may fail, so it shows nothing: mark another test")
+                if kind == "shows" and call in node.decorator_list and len(values) > 2:
+                    raise ValueError(f"{name} is marked with several set-ups: mark the case that shows each of them")
                 for setup in values[1:]:
                     yield name, values[0], setup
+
+
+def _may_be_left_out(nodes: Iterable[ast.AST]) -> bool:
+    """Whether a mark or a call there lets a test be skipped or fail, such as `pytest.skip`."""
+    used = {ast.unparse(each) for node in nodes for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+    return not used.isdisjoint(_LEAVE_OUT)
 
 
 def _marks(node: ast.AST, kind: str) -> list[ast.Call]:

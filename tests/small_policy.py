@@ -38,7 +38,7 @@ class SmallPolicy(nn.Module):
 
 def policy(seed: int = 0, dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> SmallPolicy:
     """A policy that is far from uniform."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = SmallPolicy(dropout)
         with torch.no_grad():
@@ -68,7 +68,7 @@ def sample(model: nn.Module, prompts: list[int], n_each: int = 4, longest: int =
 
 def drawn(model: nn.Module, first: int, n_prompts: int, *, seed: int, n_each: int = 4) -> Rollouts:
     """Responses to prompts from `first` on."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return sample(model, list(range(first, first + n_prompts)), n_each)
 

@@ -1,17 +1,41 @@
-"""The bodies of the tests on a GPU are right: on a CPU, they pass. (`tests/gpu/` is skipped without a GPU.)"""
+"""The bodies of the tests on a GPU are right: on a CPU, they pass. (`tests/gpu/` is skipped without a GPU.)
+
+On a pretended device, which a GPU's checks are forbidden to wait for, those of one process pass too.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.gpu.set_ups import ON_RANKS, SETUPS, WINDOWS, compared, entropy_forecast
+from tests.gpu.set_ups import (
+    ON_RANKS,
+    ON_TWO_RANKS,
+    SETTLED_WINDOWS,
+    SETUPS,
+    WINDOWS,
+    backends,
+    check,
+    compared,
+    entropy_forecast,
+    equal,
+    no_waiting,
+    train_policy,
+)
 from tests.mutants import Mutant
+from tests.pretend_device import DEVICE, HostReadError, MixedDevicesError, PretendDevice
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
+NOT_PRETENDED = {
+    "backwards on two streams": "the pretended device has one stream",
+    "single examples": "its tensors are not plain ones, which layers must have",
+    "a fused optimizer": "torch fuses on devices that it knows",
+    "a clip folded into the optimizer": "torch fuses on devices that it knows",
+}
 
 
 @pytest.mark.parametrize("name", SETUPS)
@@ -23,22 +47,54 @@ def test_one_process(name: str) -> None:
     assert reading.windows >= least
     assert reading.is_biased == of_pairs
     assert reading.grad_sq > 0
+    if name not in NOT_PRETENDED:
+        with PretendDevice():
+            on_device, is_untouched = compared(DEVICE, SETUPS[name])
+        check(on_device, reading, is_untouched=is_untouched)
 
 
-def all_on_rank() -> dict[str, tuple[Any, bool]]:
-    return {name: compared(CPU, setup) for name, setup in ON_RANKS.items()}
+WITH_ONE_RANK = [name for name in ON_RANKS if name not in ON_TWO_RANKS and ("clip" in name or "examples" in name)]
+"""Those that are tried with one rank on a CPU too: each way of wrapping, some of each."""
 
 
-def test_ranks(ranks2: Ranks) -> None:
-    for of_rank in ranks2(all_on_rank):
-        for name, (reading, is_untouched) in of_rank.items():
+@pytest.fixture(scope="module")
+def rank() -> Iterator[Ranks]:
+    alone = Ranks(1, backends("cpu"))
+    yield alone
+    alone.stop()
+
+
+@pytest.mark.slow
+def test_two_ranks(ranks2: Ranks) -> None:
+    check_ranks(ranks2, list(ON_RANKS))
+
+
+@pytest.mark.slow
+def test_one_rank(rank: Ranks) -> None:
+    """A GPU is alone on most machines."""
+    check_ranks(rank, WITH_ONE_RANK)
+
+
+def check_ranks(ranks: Ranks, names: list[str]) -> None:
+    for name in names:
+        for reading, is_untouched in ranks(compared, CPU, ON_RANKS[name]):
             assert is_untouched, name
-            assert reading.windows == WINDOWS, name
+            assert reading.windows == (SETTLED_WINDOWS if ON_RANKS[name].get("settled") else WINDOWS), name
             assert reading.grad_sq > 0, name
 
 
 def test_entropy() -> None:
-    assert entropy_forecast(CPU) != 0
+    forecast = entropy_forecast(CPU)
+    assert forecast != 0
+    with PretendDevice():
+        assert entropy_forecast(DEVICE, derivatives="central") == pytest.approx(forecast, rel=1e-3)
+
+
+def test_training_beside_forecasts() -> None:
+    assert equal(train_policy(CPU, probed=False), train_policy(CPU, probed=True))
+    with PretendDevice():
+        probed = train_policy(DEVICE, probed=True, derivatives="central")  # wrapped tensors have no forward mode
+        assert equal(train_policy(DEVICE, probed=False), probed)
 
 
 def test_a_changed_run_is_noticed() -> None:
@@ -52,3 +108,44 @@ def test_a_changed_run_is_noticed() -> None:
     with mutant.applied():
         _, is_untouched = compared(CPU, {})
     assert not is_untouched
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new"),
+    [
+        ("train_window", "model(x).square().mean().backward()", "model(x).square().mean().backward(); bool(x.sum())"),
+        ("end_window", "probe.step()", "probe.step(); optimizer.param_groups[0]['params'][0].sum().item()"),
+    ],
+)
+def test_a_body_that_waits_itself_is_noticed(function: str, old: str, new: str) -> None:
+    """A GPU would raise there, in every set-up."""
+    mutant = Mutant("a body that waits", f"tests.gpu.set_ups:{function}", old, new)
+    with mutant.applied(), PretendDevice(), pytest.raises(HostReadError, match="outside of sonde"):
+        compared(DEVICE, {})
+
+
+def test_a_body_that_mixes_devices_is_noticed() -> None:
+    mutant = Mutant(
+        "inputs stay on the host", "tests.gpu.set_ups:rows_on", 'device="cpu").to(device)', 'device="cpu").to("cpu")'
+    )
+    with mutant.applied(), PretendDevice(), pytest.raises(MixedDevicesError):
+        compared(DEVICE, {})
+
+
+def test_the_sync_debug_mode_ends_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's warning at the first call would otherwise fail a test, and leave the mode on for all tests after it."""
+    modes = []
+
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        if len(modes) == 1:
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
+
+    def fail() -> None:
+        assert modes == ["error"]
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with pytest.raises(ZeroDivisionError), no_waiting(torch.device("cuda")):
+        fail()
+    assert modes == ["error", "default"]

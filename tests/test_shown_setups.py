@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import shown_setups
-from tests.shown_setups import NOT_TRIED, PAGE, REFUSED, SETUPS, TESTS, shown, table, with_table
+from tests.shown_setups import NOT_TRIED, PAGE, QUANTITIES, REFUSED, SETUPS, shown, table, with_table
 
 
 def test_the_page_has_the_table_that_the_tests_make() -> None:
@@ -13,14 +13,31 @@ def test_the_page_has_the_table_that_the_tests_make() -> None:
     assert with_table(page) == page, "python -m tests.shown_setups writes the table"
 
 
-def test_every_set_up_is_shown_by_a_test_that_runs() -> None:
+def test_every_set_up_and_every_quantity_is_shown_by_a_test() -> None:
     found = list(shown())
     assert {setup for _, _, setup in found} == set(SETUPS)
-    for name, _, _ in [*found, *shown("refuses")]:
-        path, _, test = name.partition("::")
-        source = (TESTS.parent / path).read_text()
-        before = source[: source.index(f"def {test}(")].rpartition("\n\n\n")[2]
-        assert "skip" not in before, f"{name} may be skipped, so it shows nothing"
+    assert {quantity for _, quantity, _ in found} == set(QUANTITIES)
+
+
+@pytest.mark.parametrize("kind", ["shows", "refuses"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@pytest.mark.skipif(True)\n{}\ndef test_it(): pass",
+        "{}\n@pytest.mark.xfail\ndef test_it(): pass",
+        "{}\ndef test_it():\n    if True:\n        pytest.skip('not now')",
+        "pytestmark = [pytest.mark.slow, pytest.mark.skip]\n{}\ndef test_it(): pass",
+        "trl = pytest.importorskip('trl')\n{}\ndef test_it(): pass",
+        "@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.skip)])\n{}\ndef test_it(x): pass",
+    ],
+)
+def test_a_test_that_may_not_run_shows_nothing(
+    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, kind: str, source: str
+) -> None:
+    monkeypatch.setattr(shown_setups, "TESTS", tmp_path)
+    (tmp_path / "test_it.py").write_text(source.format(f"@pytest.mark.{kind}('prompts', 'EP')"))  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"test_it.py::test_it may be skipped or may fail"):
+        list(shown(kind))
 
 
 def test_a_marker_with_an_unknown_name_is_refused(
@@ -49,6 +66,17 @@ def test_a_case_of_several_may_have_the_marker(
     for cases, expected in ((case, ["PP", "TP"]), ("", [])):
         file.write_text(f"@pytest.mark.parametrize('x', ['a', {cases}])\ndef test_it(x): pass")
         assert [setup for _, _, setup in shown()] == expected
+
+
+def test_a_whole_test_is_not_marked_with_several_set_ups(
+    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its cases could be deleted, and the page would not show it."""
+    monkeypatch.setattr(shown_setups, "TESTS", tmp_path)
+    file = tmp_path / "test_it.py"  # type: ignore[operator]
+    file.write_text("@pytest.mark.shows('noise scale', 'PP', 'TP')\ndef test_it(): pass")
+    with pytest.raises(ValueError, match=r"test_it.py::test_it is marked with several set-ups"):
+        list(shown())
 
 
 def test_what_is_shown_and_refused_is_a_contradiction(

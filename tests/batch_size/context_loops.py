@@ -89,7 +89,8 @@ class Loop:
     """How a model is trained by ranks that share sequences.
 
     Attributes:
-        cut: "fsdp" over all ranks in one axis, "hsdp" over both axes, or "ddp".
+        cut: "fsdp" over all ranks in one axis, "hsdp" over both axes, "ddp", or "plain", whose gradients the loop
+            averages over all ranks.
         n_sharing: ranks that share a sequence.
         clips: the probe clips, rather than only ending windows.
         weighted: pieces weigh by their units.
@@ -124,6 +125,8 @@ def cut(loop: Loop) -> tuple[nn.Module, dict[str, Any]]:
     mesh = whole_mesh(loop)
     model = build(loop)
     model.attention.group = mesh["cp"].get_group()
+    if loop.cut == "plain":  # where all ranks share sequences, cp_mesh= is the mesh of all ranks
+        return model, {"cp_mesh": mesh["cp"]} | ({"mesh": mesh} if mesh["dp"].size() > 1 else {})
     if loop.cut == "ddp":
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
         return wrapped, {"mesh": mesh, "cp_mesh": mesh["cp"]}
@@ -167,11 +170,13 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
             no_sync = contextlib.nullcontext()
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(k == 1)
-            elif k == 0:
+            elif k == 0 and loop.cut == "ddp":
                 no_sync = model.no_sync()  # type: ignore[operator]
             with probe.piece(**counts) if probe and loop.declared else contextlib.nullcontext(), no_sync:
                 for _ in range(1 + loop.twice):
                     loss_of(model, ids, loop, part, loop.n_sharing).backward()
+        if loop.cut == "plain":
+            _average(model)
         result["norms"].append(_end(probe, model, loop))
         optimizer.step()
         optimizer.zero_grad()
@@ -184,6 +189,13 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
         probe.close()
     result["weights"] = local_weights(model)
     return result
+
+
+def _average(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
 
 
 def _end(probe: Any, model: nn.Module, loop: Loop) -> float:

@@ -35,9 +35,9 @@ def local_weights(model: nn.Module) -> list[Tensor]:
     return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
 
 
-def last_window(probe: Any) -> Values | None:
-    """What the probe solved of its last window; None if it dropped it."""
-    solved = probe.window()
+def last_window(probe: Any, metric: str | None = None) -> Values | None:
+    """What the probe solved of its last window, in a metric or the first one; None if it dropped it."""
+    solved = probe.window(metric)
     return solved and [(e.trace_cov, e.grad_sq) for e in (solved.total, *solved.per_group)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import sonde
 from tests.batch_size.loops import (
     Recording,
     attached,
@@ -37,6 +39,32 @@ def in_fp16(state: object, bucket):  # type: ignore[no-untyped-def]  # torch's o
 def batches(rank: int, n_micro: int, window: int = 0) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(100 * rank + 17 * window)
     return [batch(n, generator) for n in SIZES[rank][:n_micro]]
+
+
+def batches_of_four(n: int) -> list[tuple[Tensor, Tensor]]:
+    """n batches of 4 rows, others on each rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [batch(4, generator) for _ in range(n)]
+
+
+def first_batches(n_windows: int) -> list[tuple[Tensor, Tensor]]:
+    """The first of this rank's `batches` in each window."""
+    return [batches(dist.get_rank(), 1, window)[0] for window in range(n_windows)]
+
+
+def windows_of_one_piece(
+    probe: sonde.NoiseScaleProbe,
+    model: nn.Module,
+    data: Iterable[tuple[Tensor, Tensor]],
+    after_each: Callable[[], object] = lambda: None,
+) -> None:
+    """A window for each batch, at fixed weights."""
+    for x, y in data:
+        with probe.piece(units=len(x)):
+            mean_loss(model, x, y).backward()
+        probe.step()
+        model.zero_grad()
+        after_each()
 
 
 def wrap(options: dict[str, Any]) -> tuple[nn.Module, DistributedDataParallel]:

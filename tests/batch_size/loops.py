@@ -112,6 +112,18 @@ def nested_state(probe: NoiseScaleProbe) -> dict[str, Any]:
     return {"version": 4, **json.loads(probe.state_dict()["json"])}
 
 
+def load_foreign_state(probe: NoiseScaleProbe) -> tuple[str, bool]:
+    """What is said of the state of a probe of another model, and whether this probe stays as it was."""
+    with attached(nn.Linear(3, 2)) as other:
+        state = other.state_dict()
+    before = nested_state(probe)
+    try:
+        probe.load_state_dict(state)
+    except ValueError as error:
+        return str(error), nested_state(probe) == before
+    return "no error", False
+
+
 def flat_grad(model: nn.Module, loss: Tensor) -> Tensor:
     """The whole gradient of a loss, without touching `.grad`: [parameters], float64."""
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -69,7 +69,7 @@ class Pipeline:
         ddp: data parallelism by DDP.
         clips: the probe clips.
         weighted: micro-batches weigh by their tokens.
-        adam: Adam's metric is measured too, and compared in place of the plain one.
+        metric: as for attach. The last is compared; before Adam's exists, the first.
     """
 
     schedule: str
@@ -81,9 +81,14 @@ class Pipeline:
     ddp: bool = False
     clips: bool = True
     weighted: bool = False
-    adam: bool = False
+    metric: tuple[str, ...] = ("euclidean",)
+
+    @property
+    def adam(self) -> bool:
+        return "adam" in self.metric
 
 
+TOO, ALONE = ("euclidean", "adam"), ("adam",)
 LOOP, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
 PIPELINES = {
     "GPipe": Pipeline("ScheduleGPipe"),
@@ -94,6 +99,8 @@ PIPELINES = {
     "zero bubble": Pipeline("ScheduleInterleavedZeroBubble", LOOP, weighted=True),
     "zero bubble in a V": Pipeline("ScheduleZBVZeroBubble", V, clips=False, weighted=True),
     "DualPipeV": Pipeline("ScheduleDualPipeV", V, weighted=True),
+    "GPipe, Adam's metric": Pipeline("ScheduleGPipe", weighted=True, metric=ALONE),
+    "zero bubble, Adam's metric": Pipeline("ScheduleInterleavedZeroBubble", LOOP, clips=False, metric=TOO),
 }
 WIDER = {
     "FSDP2": Pipeline("Schedule1F1B", dp=2, weighted=True),
@@ -103,8 +110,10 @@ WIDER = {
     "TP": Pipeline("Schedule1F1B", tp=2, weighted=True),
     "SP": Pipeline("Schedule1F1B", tp=2, in_sequence=True, weighted=True),
     "SP, no clip": Pipeline("Schedule1F1B", tp=2, in_sequence=True, clips=False),
-    "FSDP2, Adam's metric": Pipeline("Schedule1F1B", dp=2, adam=True),
-    "TP, Adam's metric, no clip": Pipeline("Schedule1F1B", tp=2, clips=False, adam=True),
+    "FSDP2, Adam's metric": Pipeline("Schedule1F1B", dp=2, metric=TOO),
+    "DDP, Adam's metric": Pipeline("Schedule1F1B", dp=2, ddp=True, weighted=True, metric=TOO),
+    "TP, Adam's metric, no clip": Pipeline("Schedule1F1B", tp=2, clips=False, metric=TOO),
+    "SP, Adam's metric": Pipeline("Schedule1F1B", tp=2, in_sequence=True, weighted=True, metric=TOO),
 }
 
 
@@ -194,7 +203,7 @@ def train(pipe: Pipeline, *, probed: bool = True) -> dict[str, Any]:
     probe: Any = None
     if probed:
         options: dict[str, Any] = {"unit": "sequences", "verbose": False, "log": sonde.RunLog(every=1000), "every": 1}
-        options |= {"groups": part_of} | ({"metric": ("euclidean", "adam")} if pipe.adam else {})
+        options |= {"groups": part_of, "metric": pipe.metric}
         probe = sonde.attach(model, optimizer, mesh=mesh, pp_mesh=mesh["pp"], **options)
     result: dict[str, Any] = {"windows": [], "by hand": [], "norms": []}
     n_sums = 0
@@ -216,13 +225,13 @@ def train(pipe: Pipeline, *, probed: bool = True) -> dict[str, Any]:
         optimizer.zero_grad()
         n_sums += n_collectives() - before
         if probe:
-            solved = probe.window("adam" if moments else None)
+            solved = probe.window(pipe.metric[-1 if moments else 0])
             result["windows"].append(
                 solved
                 and {"": (solved.total.trace_cov, solved.total.grad_sq)}
                 | {g: (e.trace_cov, e.grad_sq) for g, e in zip(probe._reader.groups, solved.per_group, strict=True)}
             )
-            result["by hand"].append(exact)
+            result["by hand"].append(exact if moments or pipe.metric != ALONE else None)
     result["collectives"] = n_sums
     if probe:
         result["reading"], result["alerts"] = probe.reading(), probe.alerts
@@ -249,7 +258,7 @@ def of_all_stages(own: dict[str, Tensor], mesh: Any) -> dict[str, Tensor]:
 
 def whole_moments(modules: nn.ModuleList, optimizer: torch.optim.Optimizer, mesh: Any) -> dict[str, Tensor]:
     """Adam's weights of every parameter of all stages, on every rank."""
-    named = {name: p for module in modules for name, p in module.named_parameters()}
+    named = {name.removeprefix("module."): p for module in modules for name, p in module.named_parameters()}
     return of_all_stages(adam_weights(optimizer, named), mesh)
 
 

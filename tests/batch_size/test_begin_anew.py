@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 import sonde
+from sonde.batch_size.pacing import allows_verdict
 from tests.batch_size.loops import Recording, attached, mean_loss, small_model
 from tests.batch_size.single_examples import pieces_of
 
@@ -24,14 +26,18 @@ def run(
         model.zero_grad()
 
 
-def test_after_pairs_only_later_windows_count() -> None:
+def test_after_pairs_only_later_windows_count(capsys: pytest.CaptureFixture[str]) -> None:
     model = small_model()
-    with attached(model, allow_biased=True, log_every=1, horizon=50.0) as probe:
+    with attached(model, allow_biased=True, log_every=1, horizon=50.0, verbose=True) as probe:
         run(probe, model, range(60), (8,))
         assert probe.reading().is_biased
         run(probe, model, range(60, 100), (8, 8))
         reading = probe.reading()
     n_dropped = sum(reading.dropped.values())
+    first = 60 + n_dropped + 1
+    assert (
+        f"the noise scale is measured without bias from window {first} on, and begins anew" in capsys.readouterr().err
+    )
     assert (reading.is_biased, reading.every, reading.windows) == (False, 1.0, 40 - n_dropped)
     assert reading.average is not None
     assert reading.average.windows == 40 - n_dropped
@@ -55,7 +61,62 @@ def test_pairs_begin_and_go_on_after_windows_of_several_pieces(before: int, caps
         reading = probe.reading()
     assert reading.is_biased
     assert reading.windows >= 26  # pairs, but for the windows in which that was noticed
-    assert capsys.readouterr().err.count("windows have several pieces again") <= 1
+    assert reading.every == 2.0
+    n_unpaired = sum(n for reason, n in reading.dropped.items() if "a single piece" in reason)
+    assert 60 - n_unpaired - 2 * reading.windows in (0, 1)  # the first pair counts, and the last window may be alone
+    said = capsys.readouterr().err
+    assert said.count("windows have several pieces again") <= 1
+    assert said.count("the noise scale is measured with a bias from window") == 1
+
+
+def test_windows_with_pieces_here_and_there_do_not_end_the_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_model()
+    with attached(model, allow_biased=True, log_every=1, verbose=True) as probe:
+        run(probe, model, range(8), (8,))
+        for first in range(8, 28, 5):
+            run(probe, model, range(first, first + 1), (4, 4))
+            run(probe, model, range(first + 1, first + 5), (8,))
+        reading = probe.reading()
+    assert (reading.windows, reading.is_biased) == (4 + 4 * 2, True)
+    assert "windows have several pieces again" not in capsys.readouterr().err
+
+
+def test_a_first_window_without_pieces_decides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_model()
+    with attached(model, allow_biased=True, every=4, verbose=True) as probe:
+        probe.step()
+        run(probe, model, range(32), (8,))
+        reading = probe.reading()
+    assert reading.is_biased
+    said = capsys.readouterr().err
+    assert "has no effect" not in said
+    assert "one pair of windows in 4 is measured from now on" in said
+
+
+def test_a_restart_that_can_read_examples_does_not_go_on_in_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_model()
+    with attached(model, allow_biased=True) as probe:
+        run(probe, model, range(6), (8,))
+        state = probe.state_dict()
+    with attached(model, allow_biased=True, per_example="auto", verbose=True) as probe:
+        probe.load_state_dict(state)
+        assert not probe._mechanism.measures_pairs
+        run(probe, model, range(6, 12), (8,))
+        reading = probe.reading()
+    assert (reading.windows, reading.u, reading.is_biased) == (6, 1.0, False)
+    assert "windows have several pieces again" not in capsys.readouterr().err
+
+
+def test_a_biased_reading_ends_the_first_windows_only_by_its_upper_end() -> None:
+    """The lower end is too large, so that it leaves nothing to conclude."""
+    model = small_model()
+    with attached(model) as probe:
+        run(probe, model, range(20), (4, 4))
+        known = replace(probe.reading(), status="resolved", b_simple=400.0, low=300.0, high=500.0)
+    for units, sound, biased in ((8.0, True, False), (4096.0, True, True)):
+        reading = replace(known, units_per_window=units)
+        assert allows_verdict(reading) == sound
+        assert allows_verdict(replace(reading, is_biased=True)) == biased
 
 
 def test_a_window_that_is_dropped_says_nothing_of_the_others() -> None:

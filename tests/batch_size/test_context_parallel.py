@@ -27,6 +27,9 @@ LOOPS = {
     "CP2": (2, Loop()),
     "CP2, pieces not declared": (2, Loop(declared=False)),
     "CP2 under DDP, no clip": (2, Loop(cut="ddp", clips=False)),
+    "CP2, plain": (2, Loop(cut="plain")),
+    "CP2, plain, weights, no clip": (2, Loop(cut="plain", weighted=True, clips=False)),
+    "CP2 × DP2, plain, weights": (4, Loop(cut="plain", weighted=True)),
 }
 CHUNK = 1024
 """Elements of a chunk, the least: these loops ask for no staging area."""
@@ -49,7 +52,8 @@ def assert_as_by_hand(results: list[dict[str, Any]], first: int = 0) -> None:
     [
         pytest.param("CP2 × DP2, FSDP2 over both", marks=pytest.mark.shows("noise scale", "FSDP2 over CP")),
         pytest.param("CP2 × DP2, DDP over both", marks=pytest.mark.shows("noise scale", "DDP over CP")),
-        *(name for name in LOOPS if "over both" not in name),
+        pytest.param("CP2, plain", marks=pytest.mark.shows("noise scale", "CP")),
+        *(name for name in LOOPS if "over both" not in name and name != "CP2, plain"),
     ],
 )
 def test_values_are_those_of_one_process(request: pytest.FixtureRequest, name: str) -> None:
@@ -60,6 +64,7 @@ def test_values_are_those_of_one_process(request: pytest.FixtureRequest, name: s
         assert result["alerts"] == {}
         assert result["setup"]["ranks"] == n_ranks // 2
         assert "over context parallelism" in result["setup"]["wrapper"]
+        assert ("plain" in result["setup"]["wrapper"]) == (loop.cut == "plain")
 
 
 def test_the_first_piece_shows_the_order_of_gradients(ranks2: Ranks) -> None:

@@ -140,7 +140,7 @@ LAUNCHES = [
     ),
     Mutant(
         "a window ends in a graph",
-        "sonde.batch_size.probe:NoiseScaleProbe._end_window",
+        "sonde.batch_size.window_ends:WindowEnds.end",
         "self._reader.is_recorded()",
         "False",
     ),

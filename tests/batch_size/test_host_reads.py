@@ -155,7 +155,7 @@ READS = [
     ),
     Mutant(
         "windows are waited for",
-        "sonde.batch_size.probe:NoiseScaleProbe._deliver",
+        "sonde.batch_size.window_ends:WindowEnds._deliver",
         "self._delivery.receive(wait=False)",
         "self._delivery.receive(wait=True)",
     ),

@@ -21,6 +21,7 @@ import sonde
 from sonde.batch_size.taps.metric import AdamMetric
 from sonde.batch_size.taps.second_moments import SecondMoments
 from sonde.parallel.gathered import gathered_parameters
+from sonde.parallel.wrappers import block_of
 from tests.batch_size import norms_by_hand as by_hand
 from tests.batch_size.sharded_loops import (
     Loop,
@@ -146,7 +147,9 @@ def _train(case: Case, probed: bool) -> dict[str, Any]:
         n_issued += n_collectives() - before
         if probe:
             solved = {name: probe.window(name) for name in case.metric}
-            result["windows"].append({n: w and (w.total.trace_cov, w.total.grad_sq) for n, w in solved.items()})
+            result["windows"].append(
+                {n: w and [(e.trace_cov, e.grad_sq) for e in (w.total, *w.per_group)] for n, w in solved.items()}
+            )
             result["by hand"].append(_by_hand(case, whole, moments, window, n_ranks))
     result["collectives"] = n_issued
     if probed:
@@ -178,7 +181,8 @@ def _end(probe: Any, model: nn.Module, loop: Loop) -> float:
 
 def _by_hand(
     case: Case, whole: dict[str, Tensor], moments: dict[str, Tensor], window: int, n_ranks: int
-) -> dict[str, tuple[float, float] | None]:
+) -> dict[str, list[tuple[float, float]] | None]:
+    """tr Σ and |G|² in each metric: of the whole model, and of each group where groups add up to it."""
     model = copy.deepcopy(build(case.loop)).double()
     for name, p in model.named_parameters():
         p.data = whole[name].double()
@@ -203,8 +207,17 @@ def _by_hand(
     squares = {name: getattr(by_hand, name) for name in ("euclidean", "sign", "spectral")}
     if moments:
         squares["adam"] = by_hand.adam(moments)
+    groups: dict[str, list[str]] = {}
+    for name in named:
+        groups.setdefault(block_of(name), []).append(name)
+    parts = [pieces, *([{name: g[name] for name in group} for g in pieces] for group in groups.values())]
     return {
-        name: by_hand.window(pieces, weights, units, squares[name], 1 / n_ranks) if name in squares else None
+        name: [
+            by_hand.window(part, weights, units, squares[name], 1 / n_ranks)
+            for part in (parts if name in ("euclidean", "adam") else [pieces, pieces])
+        ]
+        if name in squares
+        else None
         for name in case.metric
     }
 
@@ -219,7 +232,9 @@ def _check(ranks: Ranks, case: Case) -> None:
                     continue
                 assert window[name] is not None, (name, probed["readings"][name].dropped)
                 # fp32 gradients: a few 1e-7 of S and B, amplified by their difference.
-                assert window[name] == pytest.approx(values, abs=1e-5 * values[0]), name
+                for k, (of_part, exact_part) in enumerate(zip(window[name], values, strict=True)):
+                    size = exact_part[0] if k == 0 else max(exact_part)  # |G|² of a group may be many times its tr Σ
+                    assert of_part == pytest.approx(exact_part, abs=1e-5 * size), name
         n_more = probed["collectives"] - plain["collectives"]
         assert n_more == (3 - case.attach_at) * case.n_more
         assert all(map(torch.equal, probed["weights"], plain["weights"]))

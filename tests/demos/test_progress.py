@@ -55,7 +55,8 @@ def test_the_cost_says_which_windows_it_is_of() -> None:
     def said(**cost: float) -> str:
         return describe_cost(_reading(1)["metrics"] | {f"cost/{name}": value for name, value in cost.items()})
 
-    assert said().replace("\N{NO-BREAK SPACE}", " ") == "2.1 % of the step time, while every window is measured"
+    every_window = "2.1 % of the step time, while every window is measured; by default, sonde keeps to 1 %"
+    assert said().replace("\N{NO-BREAK SPACE}", " ") == every_window
     assert said(every=1, share=0.04) == said()
     sparse = said(every=7, share=0.009).replace("\N{NO-BREAK SPACE}", " ")
     assert sparse == "0.90 % of the step time, one window in 7 measured"

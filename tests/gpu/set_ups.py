@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,24 +23,38 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
+from sonde.batch_size.taps.ddp_buckets import is_tapped
 from sonde.parallel.devices import runs_beside_host, stream_of
+from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
-from tests.small_policy import drawn, loss, optimizer_of, policy
+from tests.pretend_device import PretendDevice
+from tests.small_policy import STATISTICS, drawn, loss, optimizer_of, policy
 
 WINDOWS, PIECES, ROWS = 6, 3, 16
+SETTLED_WINDOWS = 12
+"""Windows where "auto" changes to DDP's buckets, which it does after some."""
 
 
 @contextlib.contextmanager
 def no_waiting(device: torch.device) -> Iterator[None]:
-    """Inside, anything that waits for a CUDA device raises; other devices cannot tell."""
-    if device.type != "cuda":
+    """Inside, anything that waits for a CUDA device or for the pretended one raises; other devices cannot tell."""
+    if PretendDevice.present is not None:
+        with PretendDevice.present.no_reads(of_anyone=True):
+            yield
+        return
+    # Gloo copies through the host, and waits for it in threads of its own.
+    if device.type != "cuda" or (dist.is_initialized() and "cuda:gloo" in dist.get_backend_config()):
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        # torch warns at the first call, which is an error under pytest, that the mode does not see everything.
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def model_on(device: torch.device) -> nn.Sequential:
@@ -49,10 +65,10 @@ def model_on(device: torch.device) -> nn.Sequential:
     )
 
 
-def rows_on(device: torch.device, seed: int) -> Tensor:
+def rows_on(device: torch.device, seed: int, n_windows: int) -> Tensor:
     """Inputs, made on the CPU so that they are the same everywhere; [windows, pieces, rows, 64]."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(WINDOWS, PIECES, ROWS, 64, generator=generator).to(device)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randn(n_windows, PIECES, ROWS, 64, generator=generator, device="cpu").to(device)
 
 
 def wrapped(model: nn.Module, how: str, device: torch.device) -> nn.Module:
@@ -81,6 +97,17 @@ def mesh_on(device: torch.device, how: str) -> Any:
     return _meshes[key]
 
 
+def forget_meshes() -> None:
+    """The groups of the meshes have ended."""
+    _meshes.clear()
+
+
+def backends(device_type: str, shared: str = "") -> str:
+    """The backends of a default group: gloo on the CPU, the device's own or a named one on the device."""
+    on_device = shared or dist.get_default_backend_for_device(device_type)
+    return "cpu:gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{on_device}"
+
+
 def train(
     device: torch.device,
     *,
@@ -91,6 +118,7 @@ def train(
     every: int | None = 1,
     fused: bool = False,
     n_pieces: int = PIECES,
+    settled: bool = False,
     **options: Any,
 ) -> tuple[sonde.NoiseScaleReading | None, list[Tensor]]:
     """A reading, and the weights after some windows.
@@ -104,12 +132,14 @@ def train(
         every: as `attach`.
         fused: the optimizer's.
         n_pieces: of a window.
+        settled: let each window's numbers arrive before the next one begins, until DDP's buckets are read.
         **options: of `attach`.
     """
     model = wrapped(model_on(device), how, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or end == "fold")
+    # With a smaller eps, Adam's metric weighs elements whose gradient is little more than rounding by far the most.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=fused or end == "fold")
     rank = dist.get_rank() if how not in ("plain", "tp") else 0  # ranks of tensor parallelism share a micro-batch
-    data = rows_on(device, rank)[:, :n_pieces]
+    data = rows_on(device, rank, SETTLED_WINDOWS if settled else WINDOWS)[:, :n_pieces]
     parameters = list(model.parameters())
     mesh = mesh_on(device, how) if how in ("fsdp2", "hsdp", "tp") else None
     plan = sonde.group_parameters_for_norm(parameters, mesh=mesh) if end != "step" else None
@@ -117,16 +147,17 @@ def train(
     if probed:
         options = {"unit": "rows", "units_per_piece": ROWS, "every": every, "verbose": False} | options
         probe = sonde.attach(model, optimizer, **options)
-    train_window(model, data[0], probe, beside=beside)  # a backward makes state that may wait
-    end_window(probe, plan, end, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    with no_waiting(device) if how == "plain" else contextlib.nullcontext():
-        for window in data[1:]:
+    # The first backward makes state that may wait. DDP moves gradients to other buckets in the second window's forward.
+    n_warm = 2 if how == "ddp" else 1
+    for k, window in enumerate(data):
+        with contextlib.nullcontext() if k < n_warm else no_waiting(device):
             train_window(model, window, probe, beside=beside)
             end_window(probe, plan, end, optimizer)
             optimizer.step()
             optimizer.zero_grad()
+        if settled and device.type != "cpu":
+            torch.accelerator.synchronize()
+    assert not (settled and probe) or is_tapped(model)  # type: ignore[arg-type]
     reading = probe.reading() if probe else None
     if probe:
         probe.close()
@@ -197,29 +228,82 @@ SETUPS: dict[str, dict[str, Any]] = {
 ON_RANKS: dict[str, dict[str, Any]] = {
     "DDP, leaf hooks": {"how": "ddp", "tap": "leaf"},
     "DDP, buckets": {"how": "ddp", "tap": "comm_hook"},
+    "DDP, auto": {"how": "ddp", "tap": "auto", "n_pieces": 1, "per_example": "never", "settled": True},
+    "DDP, buckets and a clip": {"how": "ddp", "tap": "comm_hook", "end": "clip"},
     "DDP, a clip": {"how": "ddp", "end": "clip"},
+    "DDP, a clip folded into the optimizer": {"how": "ddp", "end": "fold"},
+    "DDP, single examples": {"how": "ddp", "per_example": "always"},
     "FSDP2": {"how": "fsdp2"},
     "FSDP2, a clip": {"how": "fsdp2", "end": "clip"},
+    "FSDP2, a clip folded into the optimizer": {"how": "fsdp2", "end": "fold"},
+    "FSDP2, single examples": {"how": "fsdp2", "per_example": "always"},
     "FSDP2, metrics together": {"how": "fsdp2", "metric": ("sign", "adam", "euclidean")},
     "HSDP": {"how": "hsdp"},
     "HSDP, a clip": {"how": "hsdp", "end": "clip"},
     "tensor parallelism": {"how": "tp"},
     "tensor parallelism, a clip": {"how": "tp", "end": "clip"},
 }
+ON_TWO_RANKS = [name for name, setup in ON_RANKS.items() if setup.get("tap") in ("comm_hook", "auto")]
+"""Set-ups that show nothing with one rank: there a whole window in DDP's buckets would be the only piece."""
 
 
 def compared(device: torch.device, setup: dict[str, Any]) -> tuple[Any, bool]:
-    """A set-up's reading on a device, and whether its weights are bit for bit those without a probe."""
+    """A set-up's reading on a device, and whether its weights are bit for bit those without a probe.
+
+    Without a probe it is trained first, and on a device twice: what torch itself waits for, or does not repeat, is no
+    fault of sonde's.
+    """
     options = ("metric", "staging_mib", "tap", "per_example", "allow_biased")
+    without = {k: v for k, v in setup.items() if k not in options}
+    _, plain = train(device, probed=False, **without)
+    if device.type != "cpu":
+        _, again = train(device, probed=False, **without)
+        assert equal(plain, again), "without a probe, training is not the same bit for bit when it is repeated"
     reading, weights = train(device, probed=True, **setup)
-    _, plain = train(device, probed=False, **{k: v for k, v in setup.items() if k not in options})
-    return reading, all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+    return reading, equal(weights, plain)
 
 
-def entropy_forecast(device: torch.device) -> float:
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether tensors are the same bit for bit."""
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def check(reading: Any, expected: Any, *, is_untouched: bool) -> None:
+    """Compare a device's reading with that of the CPU."""
+    assert is_untouched
+    assert (reading.windows, dict(reading.dropped)) == (expected.windows, dict(expected.dropped))
+    assert reading.windows > WINDOWS // 4
+    # Products of matrices round otherwise on a GPU, in fp32 by some 1e-6, and TF32 is off by default.
+    assert (reading.trace_cov, reading.grad_sq) == pytest.approx((expected.trace_cov, expected.grad_sq), rel=1e-2)
+
+
+def entropy_forecast(device: torch.device, **options: Any) -> float:
     """The change of a small policy's entropy that a forecast finds on a device, from the same responses everywhere."""
-    from sonde.policy.entropy_change import EntropyChangeProbe
-    from sonde.policy.entropy_options import EntropyChangeOptions
+    model, optimizer, evaluated, learned = policy_on(device)
+    loss(model, learned).backward()
+    forecast = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(**options)).forecast(evaluated)
+    assert forecast.delta is not None, forecast.reason
+    return float(forecast.delta)
+
+
+def train_policy(device: torch.device, *, probed: bool, **options: Any) -> list[Tensor]:
+    """A small policy's weights after some steps. A forecast waits for the device; the steps themselves do not."""
+    model, optimizer, evaluated, learned = policy_on(device)
+    credit = learned.credit().to(device)
+    probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(**options)) if probed else None
+    for _ in range(3):
+        with no_waiting(device):
+            s, _ = STATISTICS(model, learned)
+            (-(credit * s).sum() / len(learned)).backward()
+        with probe.around_step(evaluated) if probe else contextlib.nullcontext() as around, no_waiting(device):
+            optimizer.step()
+        assert around is None or around.forecast.delta is not None
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def policy_on(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, Rollouts, Rollouts]:
+    """A small policy on a device and its optimizer; responses to evaluate and to learn from, their tokens there."""
 
     def moved(rollouts: Rollouts) -> Rollouts:
         """Tokens where the policy is; the rest stays on the host."""
@@ -229,8 +313,4 @@ def entropy_forecast(device: torch.device) -> float:
     optimizer_of(on_cpu)  # some steps, for weights that are not those of a start
     evaluated, learned = (moved(drawn(on_cpu, first, n, seed=n)) for first, n in ((0, 24), (200, 12)))
     model = copy.deepcopy(on_cpu).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss(model, learned).backward()
-    forecast = EntropyChangeProbe(model, optimizer, EntropyChangeOptions()).forecast(evaluated)
-    assert forecast.delta is not None, forecast.reason
-    return float(forecast.delta)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), evaluated, learned

@@ -12,7 +12,11 @@ import sonde
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.gpu.graphs import compiled, graphed, graphed_layer, layer, windows_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # What torch's compiler says once of GPUs that have TF32.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+]
 
 DEVICE = torch.device("cuda", 0)
 
@@ -69,4 +73,5 @@ def test_a_step_in_a_graph_holds_nothing_of_sonde() -> None:
     assert probe is not None
     reading = probe.reading()
     assert reading.windows == 3, reading.dropped
-    assert dict(reading.dropped) == {"in_cuda_graph": 3}
+    assert sum(reading.dropped.values()) == 3
+    assert all("a graph that is replayed runs no hook" in reason for reason in reading.dropped)

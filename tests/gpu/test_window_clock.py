@@ -8,6 +8,7 @@ from torch import nn
 
 import sonde
 from sonde.batch_size.window_clock import DeviceMark, WindowClock, marks_of
+from tests.gpu.set_ups import no_waiting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -42,8 +43,7 @@ def train(*, every: int | None) -> list[torch.Tensor]:
     probe = (
         sonde.attach(model, optimizer, unit="rows", units_per_piece=16, every=every, verbose=False) if every else None
     )
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting(DEVICE):
         for _ in range(40):
             for x in data:
                 model(x).square().mean().backward()
@@ -51,8 +51,6 @@ def train(*, every: int | None) -> list[torch.Tensor]:
                 probe.step()
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     if probe:
         assert 8 <= probe.reading().windows < 20
         share = probe.cost().share

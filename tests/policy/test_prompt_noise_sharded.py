@@ -29,30 +29,40 @@ CUTS = {
 }
 
 
-def readings(kinds: list[str]) -> list[PromptNoiseReading]:
-    return [_reading(kind) for kind in kinds]
-
-
-def _reading(kind: str) -> PromptNoiseReading:
+def reading_of(kind: str) -> PromptNoiseReading:
     model, mesh, data_rank, n_data = cut(kind)
     return PromptNoiseProbe(model, mesh=mesh).measure(own_responses(data_rank, n_data))
 
 
-@pytest.mark.parametrize("n_ranks", [2, 4])
-@pytest.mark.shows("prompts", "FSDP2", "HSDP", "TP", "SP", "FSDP2 over TP", "FSDP2 over SP")
-def test_values_are_those_of_one_process(request: pytest.FixtureRequest, n_ranks: int) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("fsdp", marks=pytest.mark.shows("prompts", "FSDP2")),
+        pytest.param("tp", marks=pytest.mark.shows("prompts", "TP")),
+        pytest.param("sp", marks=pytest.mark.shows("prompts", "SP")),
+        pytest.param("hsdp", marks=pytest.mark.shows("prompts", "HSDP")),
+        pytest.param("fsdp over tp", marks=pytest.mark.shows("prompts", "FSDP2 over TP")),
+        pytest.param("fsdp over sp", marks=pytest.mark.shows("prompts", "FSDP2 over SP")),
+        *("fsdp in bf16", "fsdp, one parameter ignored", "tp beside data parallelism"),
+    ],
+)
+def test_values_are_those_of_one_process(request: pytest.FixtureRequest, kind: str) -> None:
     """Uneven prompts and groups, one completion alone included. Within 1e-5 of tr Σ."""
-    kinds = [kind for kind, n in CUTS.items() if n == n_ranks]
-    ranks: Ranks = request.getfixturevalue(f"ranks{n_ranks}")
-    by_rank = ranks(readings, kinds)
-    for kind, reading in zip(kinds, by_rank[0], strict=True):
-        trace_cov, grad_sq, within = by_hand(kind)
-        assert reading.prompts_per_window == 7
-        assert reading.trace_cov == pytest.approx(trace_cov, rel=1e-5), kind
-        assert reading.grad_sq == pytest.approx(grad_sq, abs=1e-5 * trace_cov), kind
-        # bf16 rounds a prompt and its halves differently, so that their inner product is rounded.
-        assert reading.completions_share == pytest.approx(within / trace_cov, rel=2e-2 if "bf16" in kind else 1e-4)
-    assert all(repr(other) == repr(by_rank[0]) for other in by_rank)
+    ranks: Ranks = request.getfixturevalue(f"ranks{CUTS[kind]}")
+    reading, *others = ranks(reading_of, kind)
+    trace_cov, grad_sq, within = by_hand(kind)
+    assert reading.prompts_per_window == 7
+    assert reading.trace_cov == pytest.approx(trace_cov, rel=1e-5)
+    assert reading.grad_sq == pytest.approx(grad_sq, abs=1e-5 * trace_cov)
+    # bf16 rounds a prompt and its halves differently, so that their inner product is rounded.
+    assert reading.completions_share == pytest.approx(within / trace_cov, rel=2e-2 if "bf16" in kind else 1e-4)
+    assert all(repr(other) == repr(reading) for other in others)
+
+
+def test_every_cut_has_its_values_compared() -> None:
+    """The list above names each cut, so a new one could be forgotten there."""
+    (cases,) = (mark.args[1] for mark in test_values_are_those_of_one_process.pytestmark)  # type: ignore[attr-defined]
+    assert {case if isinstance(case, str) else case.values[0] for case in cases} == set(CUTS)
 
 
 def training_state(model: nn.Module) -> list[Any]:

@@ -67,8 +67,9 @@ def test_two_ranks(ranks2: Ranks, wrapped: bool) -> None:
     assert (measurement.ended, measurement.n_batches, measurement.n_units) == ("data ended", 60, 240)
     assert measurement.reading.windows == 8
     # In each window: what all did, the gradients, the probe's sums, whether to stop. Two objects are gathered at the
-    # beginning, and the probe compares its options; at the end a window is empty, and the ranks agree why.
-    assert {r["n_collectives"] - r["n_before"] for r in results} == {3 + 4 * 8 + 2}
+    # beginning, the probe compares its options, and then whether all have begun; at the end a window is empty, and the
+    # ranks agree why.
+    assert {r["n_collectives"] - r["n_before"] for r in results} == {4 + 4 * 8 + 2}
 
 
 @pytest.mark.shows("measure", "DDP")

@@ -194,7 +194,8 @@ def _line(reading: Mapping[str, Any], setup: Setup) -> str:
 def describe_cost(metrics: Mapping[str, float | None]) -> str:
     """The part of the step time that the probe takes, and of which windows."""
     which = f"one window in {number(metrics['cost/every'])}" if _leaves_out(metrics) else "while every window is"
-    return f"{percent(_cost(metrics))} of the step time, {which} measured"
+    allowed = "" if _leaves_out(metrics) else "; by default, sonde keeps to 1 %"
+    return f"{percent(_cost(metrics))} of the step time, {which} measured{allowed}"
 
 
 def _leaves_out(metrics: Mapping[str, float | None]) -> bool:
