@@ -121,11 +121,9 @@ def simulate(
     found: list[Tensor] = []
     for step in range(1, n_windows + 1):
         chosen = torch.randint(N_EXAMPLES, (n_runs, N_PIECES, UNITS_PER_PIECE), generator=generator)
-        counts = torch.zeros(n_runs, N_PIECES, N_EXAMPLES, dtype=torch.float64)
-        counts.scatter_add_(2, chosen, torch.ones_like(chosen, dtype=torch.float64))
         row, grads = [], []
         for x, error in layers(weights, inputs, targets):
-            pieces = piece_gradients(x, error, counts)
+            pieces = piece_gradients(x, error, chosen)
             row.append(estimated_and_exact(pieces, x, error))
             n_biases = error.shape[2]
             grads += pieces.mean(1).split([pieces.shape[2] - n_biases, n_biases], 1)
@@ -176,17 +174,17 @@ def with_one(x: Tensor) -> Tensor:
     return torch.cat([x, torch.ones_like(x[..., :1])], -1)
 
 
-def piece_gradients(x: Tensor, error: Tensor, counts: Tensor) -> Tensor:
+def piece_gradients(x: Tensor, error: Tensor, chosen: Tensor) -> Tensor:
     """The mean gradient of each piece: [runs, pieces, parameters], weights before biases.
 
     Args:
         x: a layer's inputs, [examples, inputs] or [runs, examples, inputs].
         error: the gradient of its outputs, [runs, examples, outputs].
-        counts: how often each example is in each piece, [runs, pieces, examples].
+        chosen: the examples of each piece, [runs, pieces, units].
     """
-    weighted = counts.mT[..., None] * error[:, :, None]  # [runs, examples, pieces, outputs]
-    sums = x.mT @ weighted.flatten(2)
-    return sums.unflatten(2, (N_PIECES, -1)).transpose(1, 2).flatten(2) / UNITS_PER_PIECE
+    run = torch.arange(len(error))[:, None, None]
+    x_chosen = x[chosen] if x.dim() == 2 else x[run, chosen]  # [runs, pieces, units, inputs]
+    return (x_chosen.mT @ error[run, chosen]).flatten(2) / chosen.shape[2]
 
 
 def estimated_and_exact(pieces: Tensor, x: Tensor, error: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from tests.new_process import Python
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-AS_WRITTEN = ("plain_loop.py", "ddp_torchrun.py", "fsdp2.py", "pipeline.py")
-"""Started by Python or torchrun, for a plain loop and each kind of wrapper. The others need no new interpreter."""
+AS_WRITTEN = ("plain_loop.py", "ddp_torchrun.py")
+"""Started by Python and by torchrun. The others get the same environment, and need no new interpreter."""
 MEASURES_NOISE = sorted(set(NAMES) - {"fsdp2_clip.py", "trl_grpo.py"})
 
 

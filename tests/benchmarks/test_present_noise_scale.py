@@ -67,7 +67,7 @@ def test_the_simulated_gradients_are_those_of_autograd() -> None:
     y = y.softmax(-1)
     shapes = ((4, 6), (6,), (6, 3), (3,))
     weights = [torch.randn(2, *shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    counts = torch.randint(3, (2, N_PIECES, 20), generator=draw).double()
+    chosen = torch.randint(20, (2, N_PIECES, UNITS_PER_PIECE), generator=draw)
 
     def gradients(k: int, run: int) -> torch.Tensor:
         """Of layer k: [examples, parameters]."""
@@ -78,11 +78,11 @@ def test_the_simulated_gradients_are_those_of_autograd() -> None:
 
     detached = [weight.detach() for weight in weights]
     for k, (inputs, error) in enumerate(layers(detached, x, y)):
-        pieces = piece_gradients(inputs, error, counts)
+        pieces = piece_gradients(inputs, error, chosen)
         found = estimated_and_exact(pieces, inputs, error)
         for run in range(2):
             each = gradients(k, run)
-            torch.testing.assert_close(pieces[run], counts[run] @ each / UNITS_PER_PIECE)
+            torch.testing.assert_close(pieces[run], each[chosen[run]].mean(1))
             exact = population(each)
             units = [float(UNITS_PER_PIECE)] * N_PIECES
             by_hand = window_by_hand(list(pieces[run]), [1.0] * N_PIECES, units, pieces[run].mean(0))
