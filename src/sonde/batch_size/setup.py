@@ -172,7 +172,14 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler
 
 
 def _is_number(value: object) -> TypeIs[float]:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Whether it is a number that a float can hold, or infinite, or not a number."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return False
+    return True
 
 
 def same_on_ranks(

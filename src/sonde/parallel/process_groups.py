@@ -47,6 +47,19 @@ def group_over(ranks: Sequence[int]) -> dist.ProcessGroup:
     return groups[key]
 
 
+def check_group(group: object) -> None:
+    """Refuse what is no process group with this rank; None is accepted.
+
+    Raises:
+        ValueError: naming the argument `process_group`.
+    """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group must be a torch.distributed.ProcessGroup that this rank is in, got {group!r:.60}: make one "
+            "by torch.distributed.new_group on all ranks, and pass it on its own ranks"
+        )
+
+
 def start_reduce(
     packed: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> dist.Work | None:

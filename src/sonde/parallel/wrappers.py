@@ -18,7 +18,7 @@ from sonde.parallel.expert_ranks import ExpertRanks, find_experts
 from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
 from sonde.parallel.meshes import check_mesh, ranks_of
 from sonde.parallel.placements import is_dtensor
-from sonde.parallel.process_groups import group_of_mesh
+from sonde.parallel.process_groups import check_group, group_of_mesh
 from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module, refuse_stage_alone
 
 if TYPE_CHECKING:
@@ -96,9 +96,13 @@ def find_wrapper(
             all of it.
 
     Raises:
-        ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones.
+        ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones; for
+            a mesh or a group that is none, or is without this rank.
     """
     check_model(model)
+    check_group(process_group)
+    if mesh is not None:
+        check_mesh("mesh", mesh)
     if pp_mesh is None:
         refuse_stage_alone(model)
     if expert_mesh is not None:

@@ -286,7 +286,7 @@ def test_a_replaced_parameter_is_named() -> None:
     assert "another parameter in its place" in squares.not_covered()["first.weight"]
     assert "first.bias" in squares.not_covered()
     assert squares.sq_norms[squares.names.index("first.weight")].isnan().all()
-    with pytest.raises(ValueError, match=r"the model has lost 1 parameter \(first.weight\): make"):
+    with pytest.raises(ValueError, match=r"the model has lost 1 parameter \(first.weight\): attach anew"):
         norms.open()
 
 
@@ -297,7 +297,8 @@ def test_a_replaced_parameter_is_named() -> None:
         (lambda m: PerExampleNorms(m, parameters={}), ValueError, "no parameters to measure"),
         (lambda m: PerExampleNorms(m.requires_grad_(False)), ValueError, "no trainable parameters"),
         (lambda m: PerExampleNorms(m).take(3), RuntimeError, "hooks are not installed"),
-        (lambda m: PerExampleNorms(m).__enter__().take(0), ValueError, "n_examples must be at least 1"),
+        (lambda m: PerExampleNorms(m).__enter__().take(0), ValueError, "n_examples must be a whole number from 1 up"),
+        (lambda m: PerExampleNorms(m).__enter__().take(8.5), ValueError, "n_examples .* got 8.5"),
         (lambda m: PerExampleNorms(m).__enter__().open(), RuntimeError, "installed already"),
     ],
 )

@@ -177,7 +177,8 @@ class PerExampleNorms:
         present = {self._indices[id(p)] for p in self._model.parameters() if id(p) in self._indices}
         if gone := [name for i, name in enumerate(self._unseen) if i not in present]:
             raise ValueError(
-                f"the model has lost {plural(len(gone), 'parameter')} ({some_of(gone)}): make a new PerExampleNorms"
+                f"the model has lost {plural(len(gone), 'parameter')} ({some_of(gone)}): attach anew (or make a new "
+                "PerExampleNorms)"
             )
         for name, layer in self._model.named_modules():
             if isinstance(layer, torch.jit.ScriptModule):
@@ -205,14 +206,14 @@ class PerExampleNorms:
 
         Raises:
             RuntimeError: if the hooks are not installed, or a CUDA graph is recorded.
-            ValueError: if `n_examples` is not positive.
+            ValueError: if `n_examples` is not a whole number from 1 up.
         """
         if not self._handles:
             raise RuntimeError(
                 "the hooks are not installed: take() belongs inside `with`, or between open() and close()"
             )
-        if n_examples < 1:
-            raise ValueError(f"n_examples must be at least 1, got {n_examples}")
+        if type(n_examples) is not int or n_examples < 1:
+            raise ValueError(f"n_examples must be a whole number from 1 up, got {n_examples!r}")
         if is_capturing(self._parameters[0].device):
             raise RuntimeError(f"take() was called while a CUDA graph is recorded: {_IN_CUDA_GRAPH}")
         reason = self._coupled

@@ -320,7 +320,7 @@ class PieceSums:
     def _reason(self, index: int, n_examples: int, reason_for_unseen: str) -> str | None:
         sums = self._sums[index]
         if index in self._replaced:
-            return "its layer holds another parameter in its place now: make a new PerExampleNorms"
+            return "its layer holds another parameter in its place now: attach anew (or make a new PerExampleNorms)"
         if sums.whole is None:
             return None
         if index in self._reasons:
