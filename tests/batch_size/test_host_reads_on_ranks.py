@@ -7,7 +7,6 @@ of a value is noted with the function of sonde that made it, over the set-ups th
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,93 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sonde
 from tests.batch_size import context_loops, expert_loops
 from tests.batch_size.ddp_loops import in_bf16
+from tests.batch_size.host_reads import AT_HAND, OF_A_MESH, ONCE, HostReads, nothing_at_hand
 from tests.batch_size.loops import batch, mean_loss, small_model
 from tests.batch_size.sharded_loops import Loop, data_rank, shard, tokens
 from tests.batch_size.sharded_loops import build as build_sharded
 from tests.batch_size.sharded_loops import loss_of as loss_of_sharded
 from tests.mutants import Mutant
-from tests.pretend_device import reads_host, sonde_functions
 from tests.ranks import Ranks, mesh_of
 
-AT_HAND = {
-    # A clip looks at its norm and at its ranks' errors, if they are on a CPU.
-    "gradient_norm/sum_over_ranks.py:error_of_sum",
-    "gradient_norm/scaling.py:_coefficient",
-    "gradient_norm/scaling.py:is_one",
-    "gradient_norm/fused_clip.py:fold",
-    "gradient_norm/summed_vector.py:parts_to_read_again",
-    "gradient_norm/disagreement.py:disagreement",
-    # torch works out a shard's place with tensors of its own, on the CPU, once for each placement.
-    "parallel/placements.py:shard_of",
-    # A mesh's ranks are a tensor on the CPU.
-    "parallel/meshes.py:axes_over",
-    "parallel/placements.py:sharding_ranks",
-}
-"""Functions that read. Those of the norm look at the device first, and read nothing of a GPU."""
-
-ONCE = {"batch_size/taps/context_pieces.py:learn"}
-"""Waits for a GPU once: ranks that share sequences agree on the order of gradients in the first piece."""
-
-ARRIVED = "batch_size/delivery.py:receive"
-"""Takes in copies that have arrived: what is read inside is on the host on any device."""
 WINDOWS = 6
 WINDOWS_OF_A_PACE = 20
 """The first 16 are all measured."""
 METRICS = ("euclidean", "adam", "sign")  # "spectral" needs whole matrices
-
-
-class HostReads(TorchDispatchMode):
-    """Notes sonde's reads of values on this thread. (Callbacks of DDP run the same code on other threads.)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_reads: Counter[str] = Counter()
-        self._lists = ListReads(self)
-
-    @property
-    def places(self) -> set[str]:
-        """Functions of sonde that read."""
-        assert all(self.n_reads[place] <= 1 for place in ONCE)
-        return set(self.n_reads)
-
-    def note(self) -> None:
-        """Note a read, if sonde makes it."""
-        if (functions := sonde_functions()) and ARRIVED not in functions:
-            self.n_reads[functions[0]] += 1
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if reads_host(function, args, kwargs, lambda x: isinstance(x, torch.Tensor)):
-            self.note()
-        return function(*args, **kwargs)
-
-    def __enter__(self) -> HostReads:
-        self._lists.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._lists.__exit__(*error)
-
-
-class ListReads(TorchFunctionMode):
-    """Notes reads of a whole tensor, which call no operator if it is on the CPU."""
-
-    def __init__(self, reads: HostReads) -> None:
-        super().__init__()
-        self._reads = reads
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (Tensor.tolist, Tensor.numpy):
-            self._reads.note()
-        return function(*args, **(kwargs or {}))
 
 
 SETUPS: dict[str, dict[str, Any]] = {
@@ -315,6 +243,41 @@ def test_only_what_a_cpu_has_at_hand_is_read(ranks2: Ranks, ranks4: Ranks) -> No
         seen |= {place: name for name, places in of_rank.items() for place in places}
     assert {place: name for place, name in seen.items() if place not in AT_HAND | ONCE} == {}
     assert sorted((AT_HAND | ONCE) - set(seen)) == []  # no place is allowed that is not needed
+
+
+def clips_of_a_gpu() -> dict[str, set[str]]:
+    """Reads of clips on 2 ranks, or on 4, where nothing is at hand."""
+    with nothing_at_hand():
+        if dist.get_world_size() == 4:
+            loops = {name: ON_FOUR_RANKS[name] for name in ("HSDP", "FSDP2 over tensor parallelism")}
+            found = {name: of_shards(loop) for name, loop in loops.items()}
+            return found | ({"a pipeline": in_pipeline("FSDP2")} if torch.__version__ >= "2.11" else {})
+        found = {name: under_ddp(**SETUPS[name]) for name in SETUPS if name.endswith(("leaf hooks", "optimizer"))}
+        clipped = ("FSDP2", "FSDP2, mixed precision", "tensor parallelism")
+        found |= {name: of_shards(SHARDED[name]) for name in clipped}
+        return found | {"LoRA below FSDP2": of_adapters()}
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_a_clip_reads_nothing_of_a_gpu(request: pytest.FixtureRequest, n_ranks: int) -> None:
+    ranks: Ranks = request.getfixturevalue(f"ranks{n_ranks}")
+    for of_rank in ranks(clips_of_a_gpu):
+        assert {name: places - OF_A_MESH for name, places in of_rank.items() if places - OF_A_MESH} == {}
+
+
+WAITS = Mutant(
+    "reads the norm of a GPU", "sonde.gradient_norm.scaling:_coefficient", "if is_at_hand(exact.device):", "if True:"
+)
+
+
+def clip_that_waits() -> set[str]:
+    with nothing_at_hand(), WAITS.applied():
+        return of_shards(Loop())
+
+
+def test_a_clip_that_waits_is_noticed(ranks2: Ranks) -> None:
+    for places in ranks2(clip_that_waits):
+        assert places - OF_A_MESH == {"gradient_norm/scaling.py:_coefficient"}
 
 
 READS = [

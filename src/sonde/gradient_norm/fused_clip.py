@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sonde.call_site import stack_level
-from sonde.parallel.devices import to_device
+from sonde.parallel.devices import is_at_hand, to_device
 from sonde.parallel.placements import local_tensor
 from sonde.parallel.unwrap import unwrap_optimizer
 
@@ -44,7 +44,7 @@ def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip
         once for each optimizer.
     """
     optimizer = unwrap_optimizer(optimizer)
-    if coefficient.device.type == "cpu" and 0 < float(coefficient) < _MIN_COEFFICIENT:
+    if is_at_hand(coefficient.device) and 0 < float(coefficient) < _MIN_COEFFICIENT:
         return False
     if reason := _reason_against(optimizer, parameters, may_skip=skip is not None):
         if optimizer not in _warned:

@@ -21,7 +21,7 @@ from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
 from sonde.gradient_norm.sum_over_ranks import Summed, error_of_sum, has_fp64, sum_over_ranks
 from sonde.gradient_norm.summed_vector import own_square_sum
-from sonde.parallel.devices import has_float64, zero_sums
+from sonde.parallel.devices import has_float64, is_at_hand, zero_sums
 from sonde.parallel.placements import local_tensor
 
 
@@ -66,7 +66,7 @@ class GlobalNorm:
 
         On a GPU, NaN if a rank has an error: only the rank with the error has raised. (On the CPU all ranks have.)
         """
-        if value.device.type != "cpu":
+        if not is_at_hand(value.device):
             value = torch.where(self.failed > 0, math.nan, value)
         return value.to(torch.float64 if has_fp64(self.collected) else torch.float32)
 
@@ -116,7 +116,7 @@ def global_norm(
     first = sum_over_ranks(plan, collected, request, first_order, problem, riding=riding)
     measured = _unpack(first, first_order, collected, request)
     error = first.error
-    if error is None and is_in_two and plan.device.type != "cpu":
+    if error is None and is_in_two and not is_at_hand(plan.device):
         error = measured.error_of_peers(plan)
     if error is not None:
         # With a mesh, all ranks have heard of the error. Without, some ranks share no sum with the failed one: they go
@@ -204,7 +204,7 @@ def _unpack(summed: Summed, order: float, collected: list[Collected], request: N
     else:
         norm, by_part = sums.sum().pow(1.0 / order), sums.pow(1.0 / order)
     failed = total.failed
-    if summed.has_peers and sums.device.type != "cpu":  # on the CPU the ranks have raised instead
+    if summed.has_peers and not is_at_hand(sums.device):  # on the CPU the ranks have raised instead
         failed = failed + disagreements(total.slots, uses_max=summed.uses_max).any()
     return GlobalNorm(norm, by_part, failed, total.is_double, total.is_single, collected, request, summed)
 

@@ -15,7 +15,7 @@ from sonde.gradient_norm.fused_clip import fold, unfold
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.devices import to_device, widened
+from sonde.parallel.devices import is_at_hand, to_device, widened
 
 Nonfinite = Literal["ignore", "skip", "raise", "assert_async"]
 """What to do when the norm is not finite; `clip_grad_norm_` says what each means."""
@@ -69,7 +69,7 @@ def clip_measured_(
         return norm
     _write_back(plan, measured.collected)
     coefficient = _coefficient(max_norm, measured).to(norm.dtype)
-    if norm.device.type != "cpu":
+    if not is_at_hand(norm.device):
         coefficient = torch.where(measured.failed > 0, 1.0, coefficient)
     if fold_into is not None and fold(fold_into, plan.parameters, coefficient, skip):
         return norm
@@ -95,7 +95,7 @@ def _coefficient(max_norm: float, measured: GlobalNorm) -> Tensor:
     """
     exact, rounded = measured.norm, measured.norm.to(torch.float32)
     uses_exact = (measured.is_double > 0) | rounded.isinf()
-    if exact.device.type == "cpu":  # to read it costs less than to compute both
+    if is_at_hand(exact.device):  # to read it costs less than to compute both
         return widened(clip_coefficient(max_norm, exact if uses_exact.item() else rounded))
     in_fp32 = widened(clip_coefficient(max_norm, rounded))
     return torch.where(uses_exact, clip_coefficient(max_norm, exact), in_fp32)
@@ -103,7 +103,7 @@ def _coefficient(max_norm: float, measured: GlobalNorm) -> Tensor:
 
 def is_one(coefficient: Tensor, max_norm: float) -> bool:
     """Whether a coefficient for `max_norm` is known to be 1. On a GPU it is not read, since that would wait."""
-    return max_norm == math.inf or (coefficient.device.type == "cpu" and coefficient.item() == 1.0)
+    return max_norm == math.inf or (is_at_hand(coefficient.device) and coefficient.item() == 1.0)
 
 
 def scale_(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None = None) -> None:
@@ -173,7 +173,7 @@ def check_max_norm(max_norm: object) -> float:
     Raises:
         ValueError: when it is negative, NaN or not a number.
     """
-    if isinstance(max_norm, Tensor) and max_norm.device.type == "cpu" and max_norm.numel() == 1:
+    if isinstance(max_norm, Tensor) and is_at_hand(max_norm.device) and max_norm.numel() == 1:
         max_norm = max_norm.item()
     if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
         raise ValueError(f"max_norm must be a number, got {max_norm!r}: convert it, for example by float()")

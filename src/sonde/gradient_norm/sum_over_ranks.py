@@ -27,6 +27,7 @@ from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.held_error import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.summed_vector import SummedVector, pack, pack_exact
+from sonde.parallel.devices import is_at_hand
 from sonde.parallel.placements import Layout
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
 
@@ -77,7 +78,7 @@ def sum_over_ranks(
     has_peers = False
     for started in under_way:
         has_peers |= started.wait(operation, riding)
-        if order == 2.0 and device.type == "cpu" and (error := _measure_again(plan, started)):
+        if order == 2.0 and is_at_hand(device) and (error := _measure_again(plan, started)):
             problem = problem or error
     total, *others = [started.packed for started in under_way]
     for packed in others:
@@ -90,7 +91,7 @@ def sum_over_ranks(
     # All sums are done and the peers have heard of the error: this rank may raise now.
     has_peers = has_peers and not any(is_fake(started.process_group) for started in under_way)
     summed = Summed(total, math.isinf(order), has_peers, problem)
-    if problem is None and has_peers and device.type == "cpu":  # on the CPU, reading waits for nothing
+    if problem is None and has_peers and is_at_hand(device):
         return dataclasses.replace(summed, error=error_of_sum(plan, request, summed))
     return summed
 

@@ -25,6 +25,11 @@ def default_device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
+def is_at_hand(device: torch.device) -> bool:
+    """Whether a value on the device can be read without waiting for it."""
+    return device.type == "cpu"
+
+
 def runs_beside_host(device: torch.device) -> bool:
     """Whether the host may run ahead of the device, which then has streams and events."""
     return device.type != "cpu" and _is_accelerator(device.type)

@@ -1,0 +1,99 @@
+"""Notes where sonde reads a value of a tensor on the host, and which functions may."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sonde.parallel import devices
+from tests.pretend_device import reads_host, sonde_functions
+
+OF_A_CLIP = {
+    "gradient_norm/sum_over_ranks.py:error_of_sum",
+    "gradient_norm/scaling.py:_coefficient",
+    "gradient_norm/scaling.py:is_one",
+    "gradient_norm/fused_clip.py:fold",
+    "gradient_norm/summed_vector.py:parts_to_read_again",
+    "gradient_norm/disagreement.py:disagreement",
+}
+"""A clip looks at its norm and at its ranks' errors, if these are at hand: not on a GPU."""
+OF_A_MESH = {
+    # torch works out a shard's place with tensors of its own, on the CPU, once for each placement.
+    "parallel/placements.py:shard_of",
+    # A mesh's ranks are a tensor on the CPU.
+    "parallel/meshes.py:axes_over",
+    "parallel/placements.py:sharding_ranks",
+}
+AT_HAND = OF_A_CLIP | OF_A_MESH
+"""Functions that read."""
+
+ONCE = {"batch_size/taps/context_pieces.py:learn"}
+"""Waits for a GPU once: ranks that share sequences agree on the order of gradients in the first piece."""
+
+ARRIVED = "batch_size/delivery.py:receive"
+"""Takes in copies that have arrived: what is read inside is on the host on any device."""
+
+
+class HostReads(TorchDispatchMode):
+    """Notes sonde's reads of values on this thread. (Callbacks of DDP run the same code on other threads.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_reads: Counter[str] = Counter()
+        self._lists = ListReads(self)
+
+    @property
+    def places(self) -> set[str]:
+        """Functions of sonde that read."""
+        assert all(self.n_reads[place] <= 1 for place in ONCE)
+        return set(self.n_reads)
+
+    def note(self) -> None:
+        """Note a read, if sonde makes it."""
+        if (functions := sonde_functions()) and ARRIVED not in functions:
+            self.n_reads[functions[0]] += 1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if reads_host(function, args, kwargs, lambda x: isinstance(x, torch.Tensor)):
+            self.note()
+        return function(*args, **kwargs)
+
+    def __enter__(self) -> HostReads:
+        self._lists.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._lists.__exit__(*error)
+
+
+class ListReads(TorchFunctionMode):
+    """Notes reads of a whole tensor, which call no operator if it is on the CPU."""
+
+    def __init__(self, reads: HostReads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.tolist, Tensor.numpy):
+            self._reads.note()
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def nothing_at_hand() -> Iterator[None]:
+    """Values on this device are not at hand, as those on a GPU: a clip does what it does there."""
+    was, devices.is_at_hand.__code__ = devices.is_at_hand.__code__, (lambda device: False).__code__
+    try:
+        yield
+    finally:
+        devices.is_at_hand.__code__ = was
