@@ -47,6 +47,9 @@ class Plain:
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         (loss / self.run.setup.micro_batches).backward()
 
+    def backwards(self, schedule: Callable[[], object]) -> None:
+        schedule()
+
     def step(self) -> None:
         self.run.optimizer.step()
         self.run.optimizer.zero_grad()
@@ -63,13 +66,17 @@ class Sonde(Plain):
 
     def __init__(self, run: Run, *, report_every: int = 2, **options: Any) -> None:
         super().__init__(run)
-        options = {"every": 1, "per_example": "never"} | options
+        options = {"every": 1, "per_example": "never"} | run.meshes | options
         log = sonde.RunLog(every=report_every)
         self.probe = sonde.attach(run.wrapped, run.optimizer, unit="sequences", log=log, verbose=False, **options)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         with self.probe.piece(units=self.run.setup.sequences):
             super().backward(loss, is_last=is_last)
+
+    def backwards(self, schedule: Callable[[], object]) -> None:
+        with self.probe.pieces(self.run.setup.micro_batches, units=self.run.setup.sequences):
+            schedule()
 
     def step(self) -> None:
         self.probe.step()

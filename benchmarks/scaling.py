@@ -28,7 +28,7 @@ from benchmarks.launch import on_ranks
 from benchmarks.machine import describe
 from benchmarks.memory import peak_bytes
 from benchmarks.timing import Cost, cost, in_words, time_blocks
-from benchmarks.training import Setup
+from benchmarks.training import Cut, Setup
 
 SHAPES = {
     75: GptShape(width=256, depth=6, heads=4, context=64),
@@ -48,6 +48,7 @@ METRICS: tuple[tuple[str, ...], ...] = (
     ("euclidean", "spectral"),
     ("euclidean", "adam", "sign", "spectral"),
 )
+CUTS_OF_TWO: tuple[Cut, ...] = ("FSDP2", "TP", "CP", "PP")
 CONTEXTS = (32, 128, 512)
 """Tokens in an example, of windows that are one piece and read by single examples."""
 MEASURED = ("control", "sonde", "sonde-leaf", "sonde-examples")
@@ -115,13 +116,14 @@ def questions(device: str, *, quick: bool) -> Iterator[tuple[str, Setup, Entry]]
         yield from (("tensors", alone(shape, 4, 2), entry) for entry in measured if entry.alone)
     most = count(device) if device != "cpu" else 2 if quick else max(RANKS)
     shape = QUICK_SHAPES[28] if quick else OF_RANKS
-    over = [Setup(n, 1, micro_batches=2, sequences=2, shape=shape, device=device) for n in RANKS if 1 < n <= most]
+    over = [Setup(n, 1, micro_batches=2, sequences=2, shape=shape, device=device) for n in RANKS if n <= most]
     for setup in over:
-        yield from (("ranks", setup, entry) for entry in measured if entry.ddp)
-    cuts: list[Literal["FSDP2", "TP"]] = ["FSDP2", "TP"]
-    for setup in over[:1]:
-        for cut in cuts:
+        yield from (("ranks", setup, entry) for entry in measured if (entry.ddp if setup.ranks > 1 else entry.alone))
+    for setup in over[1:2]:
+        for cut in CUTS_OF_TWO:
             yield from (("cut", dataclasses.replace(setup, cut=cut), entry) for entry in measured[:2])
+    for setup in over[2:3]:
+        yield from (("cut", dataclasses.replace(setup, cut="HSDP"), entry) for entry in measured[:2])
     setup = alone(QUICK_SHAPES[28] if quick else OF_METRICS, 4, 4)
     yield "metric", setup, ENTRIES["control"]
     for metric in METRICS[-1:] if quick else METRICS:

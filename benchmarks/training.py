@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.gpt import Gpt, GptShape, build
+from benchmarks.gpt import Gpt, GptShape, Stage, build
+
+Cut = Literal["DDP", "FSDP2", "HSDP", "TP", "CP", "PP"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,9 @@ class Setup:
         shape: the shape of the model.
         lr: learning rate of AdamW; 0 freezes the weights.
         device: "cpu", or the type of an accelerator, with a device for each rank.
-        cut: of the model over several ranks. "TP" cuts the matrices of each block's MLP, and all ranks have one batch.
+        cut: of the model over several ranks. "HSDP" has two copies of it. "TP" cuts the matrices of each block's MLP,
+            "CP" the sequences, below DDP, and "PP" the blocks into two stages, which run 1F1B: there, all ranks have
+            one batch.
     """
 
     ranks: int
@@ -39,12 +47,12 @@ class Setup:
     shape: GptShape
     lr: float = 3e-4
     device: str = "cpu"
-    cut: Literal["DDP", "FSDP2", "TP"] = "DDP"
+    cut: Cut = "DDP"
 
     @property
     def data_ranks(self) -> int:
         """Ranks with data of their own."""
-        return 1 if self.cut == "TP" else self.ranks
+        return 1 if self.cut in ("TP", "CP", "PP") else self.ranks
 
     @property
     def units(self) -> int:
@@ -73,6 +81,9 @@ class Contestant(Protocol):
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Differentiate the mean loss of one micro-batch; `is_last`: whether it is the last of its window."""
 
+    def backwards(self, schedule: Callable[[], object]) -> None:
+        """Run a pipeline's schedule, which differentiates the mean loss of all micro-batches of a window."""
+
     def step(self) -> None:
         """End the window: measure, step the optimizer, zero the gradients."""
 
@@ -83,7 +94,8 @@ class Run:
     Attributes:
         setup: how windows are cut.
         model: the plain model.
-        wrapped: the module that the loop calls: the model, cut in place, or DDP around it.
+        wrapped: the module that the loop calls: the model, cut in place, or DDP around it, or its stage.
+        meshes: for `sonde.attach`, by argument.
         optimizer: AdamW.
     """
 
@@ -93,13 +105,25 @@ class Run:
         self.model = build(setup.shape, self.device)
         if weights is not None:
             self.model.load_state_dict(weights)
-        self.wrapped: nn.Module = _wrapped(self.model, setup) if setup.ranks > 1 else self.model
+        self.meshes: dict[str, Any] = {}
+        self.wrapped: nn.Module = self.model
+        if setup.cut in ("CP", "PP"):
+            name = setup.cut.lower()
+            self.meshes[f"{name}_mesh"] = init_device_mesh(setup.device, (setup.ranks,), mesh_dim_names=(name,))
+        if setup.cut == "PP":
+            self.wrapped = Stage(self.model, is_first=rank_of(setup) == 0)
+        elif setup.ranks > 1:
+            self.wrapped = _wrapped(self.model, setup)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=setup.lr, weight_decay=0.0, fused=setup.device != "cpu"
+            self.wrapped.parameters(), lr=setup.lr, weight_decay=0.0, fused=setup.device != "cpu"
         )
 
     def train_window(self, contestant: Contestant, window: Tensor) -> None:
         """One optimizer step on this rank's part of a window, [micro-batches, sequences, tokens]."""
+        if self.setup.cut == "PP":
+            contestant.backwards(lambda: self._schedule(window.flatten(0, 1)))
+            contestant.step()
+            return
         for k, tokens in enumerate(window):
             is_last = k == len(window) - 1
             accumulates = isinstance(self.wrapped, DistributedDataParallel) and not is_last
@@ -109,14 +133,35 @@ class Run:
                 contestant.backward(loss, is_last=is_last)
         contestant.step()
 
+    @functools.cached_property
+    def _pipeline(self) -> Schedule1F1B:
+        mesh = self.meshes["pp_mesh"]
+        stage = PipelineStage(self.wrapped, mesh.get_local_rank(), mesh.size(), self.device, group=mesh.get_group())
+        return Schedule1F1B(stage, self.setup.micro_batches, loss_fn=_loss)
+
+    def _schedule(self, tokens: Tensor) -> None:
+        if rank_of(self.setup) == 0:
+            self._pipeline.step(tokens[:, :-1])
+        else:
+            self._pipeline.step(target=tokens[:, 1:])
+
+
+def _loss(logits: Tensor, expected: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1).float(), expected.flatten())
+
 
 def _wrapped(model: Gpt, setup: Setup) -> nn.Module:
-    if setup.cut == "DDP":
+    if setup.cut == "CP":
+        assert dist.group.WORLD is not None
+        model.share(dist.group.WORLD)
+    if setup.cut in ("DDP", "CP"):
         return DistributedDataParallel(model)
-    if setup.cut == "FSDP2":
+    if setup.cut in ("FSDP2", "HSDP"):
+        over = (2, setup.ranks // 2) if setup.cut == "HSDP" else (setup.ranks,)
+        mesh = init_device_mesh(setup.device, over, mesh_dim_names=("copies", "shards")[-len(over) :])
         for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
     mesh = init_device_mesh(setup.device, (setup.ranks,), mesh_dim_names=("tp",))
     for block in model.blocks:
         parallelize_module(block, mesh, {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()})

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from benchmarks.gpt import build
+import torch
+from benchmarks.contestants import Plain
+from benchmarks.gpt import build, sequences
 from benchmarks.noise_scale import main as noise_scale
+from benchmarks.training import Cut, Run, Setup, draw_windows
 
 from benchmarks import budget, device, norm, scaling
+from tests.ranks import Ranks
 
 
 @pytest.mark.parametrize("main", [noise_scale, norm.main, scaling.main, budget.main])
@@ -30,8 +36,6 @@ def test_results_have_the_name_of_the_device(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_models_have_the_tensors_that_the_table_says() -> None:
-    import torch
-
     for n, shape in scaling.SHAPES.items():
         parameters = list(build(shape, torch.device("cpu")).parameters()) if n < 7500 else []
         tensors = len(parameters) or 12 * shape.depth + 4
@@ -39,15 +43,51 @@ def test_models_have_the_tensors_that_the_table_says() -> None:
         assert shape.width % shape.heads == 0
 
 
+class Differentiates(Plain):
+    """Leaves the gradients of a window in place."""
+
+    def step(self) -> None:
+        pass
+
+
+def gradients(setup: Setup) -> dict[str, torch.Tensor]:
+    """Of the parameters of this rank's blocks, whole, after one window."""
+    run = Run(setup)
+    [window] = draw_windows(setup, sequences(setup.shape), 1, seed=1)
+    run.train_window(Differentiates(run), window)
+    held = {id(p) for p in run.wrapped.parameters()}
+    named = {name: p for name, p in run.model.named_parameters() if name.startswith("blocks") and id(p) in held}
+    grads: dict[str, Any] = {name: p.grad for name, p in named.items()}
+    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
+
+
+def same_windows(cut: Cut) -> tuple[Setup, Setup]:
+    """Of a model that is cut over ranks, and of one process."""
+    n_ranks = 4 if cut == "HSDP" else 2
+    setup = Setup(n_ranks, 1, micro_batches=2, sequences=2, shape=scaling.QUICK_SHAPES[28], cut=cut)
+    return setup, dataclasses.replace(setup, ranks=1, cut="DDP", micro_batches=2 * setup.data_ranks)
+
+
+@pytest.mark.parametrize("cut", ["DDP", *scaling.CUTS_OF_TWO, "HSDP"])
+def test_a_model_that_is_cut_has_the_gradient_of_one_process(request: pytest.FixtureRequest, cut: Cut) -> None:
+    setup, alone = same_windows(cut)
+    ranks: Ranks = request.getfixturevalue(f"ranks{setup.ranks}")
+    expected, found = gradients(alone), ranks(gradients, setup)
+    assert set().union(*found) == set(expected)
+    for grads in found:
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.slow
 def test_the_quick_table_runs_end_to_end(tmp_path: Path) -> None:
     scaling.main(["--quick", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "scaling_cpu.json").read_text())
-    assert [row["ranks"] for row in found["rows"]["ranks"]] == [2, 2, 2, 2]
+    assert [row["ranks"] for row in found["rows"]["ranks"]] == [1, 1, 1, 2, 2, 2, 2]
     assert len({row["tensors"] for row in found["rows"]["tensors"]}) == 2
     for row in itertools.chain(*found["rows"].values()):
         assert row["cost"]["window_seconds"] > 0
-    assert [row["cut"] for row in found["rows"]["cut"]] == ["FSDP2", "FSDP2", "TP", "TP"]
+    assert [row["cut"] for row in found["rows"]["cut"]] == [cut for cut in scaling.CUTS_OF_TWO for _ in range(2)]
     assert [row["tokens"] for row in found["rows"]["tokens"]] == [32, 32]
     assert [row["metric"] for row in found["rows"]["metric"]] == ["euclidean", "euclidean, adam, sign, spectral"]
     page = (tmp_path / "scaling_cpu.md").read_text()
