@@ -162,7 +162,7 @@ READS = [
     Mutant(
         "a clip looks at its coefficient",
         "sonde.gradient_norm.scaling:is_one",
-        'coefficient.device.type == "cpu" and coefficient.item()',
+        "is_at_hand(coefficient.device) and coefficient.item()",
         "coefficient.item()",
     ),
     Mutant(
