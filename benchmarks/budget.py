@@ -54,7 +54,7 @@ SETUPS = (
 """Short windows of models of about 75, 750 and 7,500 parameter tensors, and the part of the windows to time."""
 PROCESSES = 3
 STAYS = 400
-"""A pace has settled when it has stayed for so many windows."""
+"""A pace has settled when it has stayed for so many windows, or for the part of them that is timed."""
 MOST_SETTLING = 1000
 """Windows after which the cost is measured even if the pace still changes."""
 PLAIN, CONTROL, IDLE, AT_BUDGET = "plain", "control", "idle", "at budget"
@@ -90,15 +90,16 @@ class CostOfSetup:
     at_budget: Cost
 
 
-def cost_of(setup: Setup, n_windows: int, processes: int = PROCESSES) -> CostOfSetup:
+def cost_of(setup: Setup, n_windows: int, processes: int = PROCESSES, *, stays: int = STAYS) -> CostOfSetup:
     """Settle the pace once; then time training with a probe beside training without one.
 
     Args:
         setup: model and windows.
         n_windows: windows in each process, about. They are timed in blocks: a stretch with one measured window each.
         processes: how many.
+        stays: windows after which a pace that has stayed has settled.
     """
-    (state, pace), *_ = on_ranks(setup, settle, start="spawn")
+    (state, pace), *_ = on_ranks(setup, settle, stays, start="spawn")
     # The probe's clock takes windows of the other copies for its own, so N stays as it was when the pace had settled.
     block = min(pace.every, max(n_windows // len(ROLES), 1))
     n_blocks = max(round(n_windows / (block * len(ROLES))), 1)
@@ -116,8 +117,8 @@ def at_budget(run: Run, every: int | None = None) -> Sonde:
     return Sonde(run, every=every, per_example="auto", report_every=10)
 
 
-def settle(setup: Setup) -> tuple[dict[str, object], MeasuringCost]:
-    """Train at the default budget until one window in N is measured for 400 windows; the probe's state and its cost."""
+def settle(setup: Setup, stays: int) -> tuple[dict[str, object], MeasuringCost]:
+    """Train at the default budget until N has stayed for so many windows; the probe's state and its cost."""
     run = Run(setup)
     contestant = at_budget(run)
     windows = draw_windows(setup, sequences(setup.shape), MOST_SETTLING, seed=0)
@@ -127,7 +128,7 @@ def settle(setup: Setup) -> tuple[dict[str, object], MeasuringCost]:
         if k % REVIEW == 0:
             now = contestant.probe.cost().every
             since, every = (k, now) if now != every else (since, every)
-            if every > 1 and k - since >= STAYS:
+            if every > 1 and k - since >= stays:
                 break
     return contestant.probe.state_dict(), contestant.probe.cost()
 
@@ -315,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         on_cpu, part = SETUPS[number - 1]
         setup = replace(on_cpu, device=options.device)
         sys.stderr.write(f"{setup} {setup.shape}\n")
-        costs.append(cost_of(setup, round(part * options.windows)))
+        costs.append(cost_of(setup, round(part * options.windows), stays=round(part * STAYS)))
         sys.stderr.write(f"{line(costs[-1])}\n")
     covered = list(coverage(options.runs))
     asked = f"--device {options.device} --windows {options.windows} --runs {options.runs}"

@@ -106,12 +106,18 @@ def _time(setup: Setup, entry: Entry, blocks: int, contestant_first: bool) -> li
 
 
 def questions(device: str, *, quick: bool) -> Iterator[tuple[str, Setup, Entry]]:
-    """What is measured, by the question that it answers; as many ranks as there are devices, or processes on a CPU."""
+    """What is measured, by the question that it answers; as many ranks as there are devices, or processes on a CPU.
+
+    Args:
+        device: its type.
+        quick: tiny models, and the control once.
+    """
 
     def alone(shape: GptShape, micro_batches: int, sequences: int) -> Setup:
         return Setup(1, 1, micro_batches=micro_batches, sequences=sequences, shape=shape, device=device)
 
-    measured = [ENTRIES[name] for name in MEASURED]
+    measured = [ENTRIES[name] for name in (MEASURED[1:] if quick else MEASURED)]
+    by_pieces = measured[: 1 if quick else 2]
     for shape in (QUICK_SHAPES if quick else SHAPES).values():
         yield from (("tensors", alone(shape, 4, 2), entry) for entry in measured if entry.alone)
     most = count(device) if device != "cpu" else 2 if quick else max(RANKS)
@@ -121,9 +127,9 @@ def questions(device: str, *, quick: bool) -> Iterator[tuple[str, Setup, Entry]]
         yield from (("ranks", setup, entry) for entry in measured if (entry.ddp if setup.ranks > 1 else entry.alone))
     for setup in over[1:2]:
         for cut in CUTS_OF_TWO:
-            yield from (("cut", dataclasses.replace(setup, cut=cut), entry) for entry in measured[:2])
+            yield from (("cut", dataclasses.replace(setup, cut=cut), entry) for entry in by_pieces)
     for setup in over[2:3]:
-        yield from (("cut", dataclasses.replace(setup, cut="HSDP"), entry) for entry in measured[:2])
+        yield from (("cut", dataclasses.replace(setup, cut="HSDP"), entry) for entry in by_pieces)
     setup = alone(QUICK_SHAPES[28] if quick else OF_METRICS, 4, 4)
     yield "metric", setup, ENTRIES["control"]
     for metric in METRICS[-1:] if quick else METRICS:
@@ -161,6 +167,7 @@ def markdown(rows: dict[str, list[Row]], machine: dict[str, str], command: str) 
         for row in answers:
             value = getattr(row, question)
             against = f"{value:,}" if isinstance(value, int) else value
+            against += f" over {row.ranks} ranks" * (question == "cut")
             memory = f"{row.extra_bytes / 2**20:+.1f} MiB"
             lines.append(f"| {against} | {row.title} | {in_words(row.cost)} | {memory} |")
     return "\n".join(lines) + "\n"
