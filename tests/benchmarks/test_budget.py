@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.budget import CHECKPOINTS, N_WINDOWS, ROLES, judge, seconds_of_blocks, settle
+from benchmarks.budget import CHECKPOINTS, N_WINDOWS, ROLES, STAYS, judge, seconds_of_blocks, settle
 from benchmarks.gpt import GptShape
 from benchmarks.present_noise_scale import simulate
 from benchmarks.training import Setup
@@ -26,7 +26,7 @@ def test_intervals_of_sparse_windows_hold_the_present_value() -> None:
 
 def test_a_probe_beside_training_is_timed() -> None:
     setup = Setup(1, 1, micro_batches=2, sequences=1, shape=GptShape(width=8, depth=1, heads=2, context=8))
-    state, pace = settle(setup)
+    state, pace = settle(setup, STAYS)
     assert state
     assert pace.every > 1
     blocks = seconds_of_blocks(setup, state, 2, 3, 2, 0)
