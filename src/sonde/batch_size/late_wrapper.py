@@ -15,7 +15,7 @@ from sonde.parallel.unwrap import unwrap_model
 from sonde.parallel.wrappers import Wrapper
 
 _MOST_LOOKS = 5
-"""A look at every living object may take some tenths of a second, so a run takes few."""
+"""A look at every living object takes some hundredths of a second, so a run takes few."""
 
 
 class LateWrapper:
