@@ -31,8 +31,10 @@ OF_A_MESH = {
     "parallel/meshes.py:axes_over",
     "parallel/placements.py:sharding_ranks",
 }
-AT_HAND = OF_A_CLIP | OF_A_MESH
-"""Functions that read."""
+COPIES = {"parallel/devices.py:start_copy_to_host"}
+"""Copies at once where no device works beside the host. (Of a GPU, it starts a copy that does not wait.)"""
+AT_HAND = OF_A_CLIP | OF_A_MESH | COPIES
+"""Functions that may read on a CPU."""
 
 ONCE = {"batch_size/taps/context_pieces.py:learn"}
 """Waits for a GPU once: ranks that share sequences agree on the order of gradients in the first piece."""
@@ -47,7 +49,7 @@ class HostReads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.n_reads: Counter[str] = Counter()
-        self._lists = ListReads(self)
+        self._calls = CallsWithoutOperator(self)
 
     @property
     def places(self) -> set[str]:
@@ -67,26 +69,29 @@ class HostReads(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def __enter__(self) -> HostReads:
-        self._lists.__enter__()
+        self._calls.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._lists.__exit__(*error)
+        self._calls.__exit__(*error)
 
 
-class ListReads(TorchFunctionMode):
-    """Notes reads of a whole tensor, which call no operator if it is on the CPU."""
+class CallsWithoutOperator(TorchFunctionMode):
+    """Notes reads of a whole tensor, and copies to the CPU that wait: if it is there, they call no operator."""
 
     def __init__(self, reads: HostReads) -> None:
         super().__init__()
         self._reads = reads
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (Tensor.tolist, Tensor.numpy):
+        kwargs = kwargs or {}
+        named = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, str)]
+        to_cpu = function is Tensor.to and "cpu" in named
+        if function in (Tensor.tolist, Tensor.numpy, Tensor.cpu) or (to_cpu and not kwargs.get("non_blocking")):
             self._reads.note()
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -86,6 +86,24 @@ def test_batch_normalisation_counts_by_what_it_does_in_the_window(per_example: s
         assert probe.reading().windows == 1
 
 
+def test_batch_normalisation_in_a_forward_before_the_piece_counts_too() -> None:
+    """The piece's backward is its own; one before it, outside pieces, does not count, nor does it hide the layer."""
+    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    (x, y), (a, b) = pieces_of(6)[0], pieces_of(5)[0]
+    with attached(model, per_example="always") as probe:
+        for window in range(3):
+            loss = mean_loss(model, x, y)
+            if window:  # once pieces are declared
+                mean_loss(nn.Sequential(model[0], model[2]), a, b).backward()
+                model.zero_grad()
+            with probe.piece(units=6):
+                loss.backward()
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows == 0
+        assert "batch normalisation in train mode" in probe.reading().reason
+
+
 def test_layers_of_ones_own_have_rules() -> None:
     torch.manual_seed(0)
     pieces = pieces_of(6)

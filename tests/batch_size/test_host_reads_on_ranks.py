@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sonde
 from tests.batch_size import context_loops, expert_loops
 from tests.batch_size.ddp_loops import in_bf16
-from tests.batch_size.host_reads import AT_HAND, OF_A_MESH, ONCE, HostReads, nothing_at_hand
+from tests.batch_size.host_reads import AT_HAND, COPIES, OF_A_MESH, ONCE, HostReads, nothing_at_hand
 from tests.batch_size.loops import batch, mean_loss, small_model
 from tests.batch_size.sharded_loops import Loop, data_rank, shard, tokens
 from tests.batch_size.sharded_loops import build as build_sharded
@@ -262,7 +262,8 @@ def clips_of_a_gpu() -> dict[str, set[str]]:
 def test_a_clip_reads_nothing_of_a_gpu(request: pytest.FixtureRequest, n_ranks: int) -> None:
     ranks: Ranks = request.getfixturevalue(f"ranks{n_ranks}")
     for of_rank in ranks(clips_of_a_gpu):
-        assert {name: places - OF_A_MESH for name, places in of_rank.items() if places - OF_A_MESH} == {}
+        found = {name: places - OF_A_MESH - COPIES for name, places in of_rank.items()}
+        assert {name: places for name, places in found.items() if places} == {}
 
 
 WAITS = Mutant(
@@ -277,10 +278,16 @@ def clip_that_waits() -> set[str]:
 
 def test_a_clip_that_waits_is_noticed(ranks2: Ranks) -> None:
     for places in ranks2(clip_that_waits):
-        assert places - OF_A_MESH == {"gradient_norm/scaling.py:_coefficient"}
+        assert places - OF_A_MESH - COPIES == {"gradient_norm/scaling.py:_coefficient"}
 
 
 READS = [
+    Mutant(
+        "a copy to the host",
+        "sonde.batch_size.readback:Readback._copy",
+        "start_copy_to_host(packed)",
+        "start_copy_to_host(packed.cpu())",
+    ),
     Mutant(
         "buckets",
         "sonde.batch_size.taps.ddp_buckets:DDPBucketTap._assemble",
@@ -313,6 +320,7 @@ READS = [
     ),
 ]
 BROKEN: dict[str, Callable[[], set[str]]] = {
+    "a copy to the host": lambda: under_ddp(tap="leaf", clips=False),
     "buckets": lambda: under_ddp(tap="comm_hook"),
     "shards": lambda: of_shards(Loop()),
     "single examples": lambda: of_shards(SHARDED["FSDP2, single examples"]),

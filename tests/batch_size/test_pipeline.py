@@ -195,6 +195,24 @@ def test_a_mesh_without_the_stages_is_refused(ranks2: Ranks) -> None:
         assert "pp_mesh= is no axis of mesh=" in said
 
 
+def _measured_at_a_stage(name: str) -> str:
+    _, model, schedule, *_ = stages_of(PIPELINES[name])
+    try:
+        sonde.measure(model, lambda m, x: m(x).square().mean(), [torch.ones(2, 3)], unit="rows", verbose=False)
+    except ValueError as error:
+        return str(error)
+    finally:
+        del schedule
+        gc.collect()
+    return "no error"
+
+
+def test_a_stage_is_not_measured_at_a_checkpoint(ranks2: Ranks) -> None:
+    for said in ranks2(_measured_at_a_stage, "GPipe"):
+        assert re.match(r"the model (is|holds) stage \d of a pipeline of 2 stages", said)
+        assert ": sonde.measure takes whole models, so attach a probe with pp_mesh=" in said
+
+
 def _without_its_axis(name: str) -> tuple[str, str]:
     """What attach says of a stage that it is not told to be one; and `pieces`, where attach cannot know it yet."""
     _, model, schedule, numbers, n_stages = stages_of((PIPELINES | WIDER)[name])
@@ -218,5 +236,5 @@ def test_a_stage_is_not_taken_for_the_whole_model(request: pytest.FixtureRequest
     """Its norm and its noise scale would differ from stage to stage, and a clip would scale each by another number."""
     n_ranks = 2 * (PIPELINES | WIDER)[name].dp
     for at_attach, at_pieces in request.getfixturevalue(f"ranks{n_ranks}")(_without_its_axis, name):
-        assert re.match(r"the model is stage \d of a pipeline of \d stages.*pass pp_mesh=", at_attach)
+        assert re.match(r"the model (is|holds) stage \d of a pipeline of \d stages.*pass pp_mesh=", at_attach)
         assert "the probe knows of none: pass pp_mesh= to attach" in at_pieces

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import sonde
 from tests.batch_size.loops import attached, small_model
 from tests.batch_size.sharded_loops import Loop, build, shard
 from tests.ranks import Ranks, mesh_of
@@ -57,23 +58,28 @@ class _NoRoom:
     write = close = open
 
 
-def _attach_with_a_log_that_fails(wrapper: str) -> tuple[str, int]:
-    """What is said, and whether hooks are left."""
+def _attach_with_a_log_that_fails(wrapper: str) -> tuple[str, int, str]:
+    """What is said, whether hooks are left, and what the log says to a probe of this rank alone."""
     model: Any = shard(build(Loop()), Loop()) if wrapper == "FSDP2" else DistributedDataParallel(small_model())
-    sinks = [_NoRoom()] if dist.get_rank() == 0 else []
+    log = sonde.RunLog([_NoRoom()] if dist.get_rank() == 0 else [])
     try:
-        attached(model, sinks=sinks).close()
+        attached(model, log=log).close()
     except (OSError, RuntimeError) as error:
-        return str(error), sum(bool(p._backward_hooks) for p in model.parameters())
-    return "no error", 0
+        n_left = sum(bool(p._backward_hooks) for p in model.parameters())
+        try:
+            attached(small_model(), log=log)
+        except (OSError, RuntimeError) as again:
+            return str(error), n_left, str(again)
+    return "no error", 0, "no error"
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_a_log_that_one_rank_cannot_begin(ranks2: Ranks, wrapper: str) -> None:
-    (failed, _), (told, n_left) = ranks2(_attach_with_a_log_that_fails, wrapper)
+    (failed, _, own_log), (told, n_left, log) = ranks2(_attach_with_a_log_that_fails, wrapper)
     assert failed == "no space left on device"
     assert told == "the log of the run could not be begun on another rank, whose error says why: no rank measures"
     assert n_left == 0
+    assert own_log == log == "this log has ended, as every probe that wrote to it was closed: make a new RunLog"
 
 
 def _attach_stages(which: str) -> str:

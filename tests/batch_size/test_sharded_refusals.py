@@ -135,7 +135,10 @@ def test_a_probe_for_each_part_of_another_wrapper_measures(ranks2: Ranks) -> Non
     ("attribute", "message"),
     [
         ("ds_id", "DeepSpeed .ZeRO-3 holds '0.weight' in parts.*engine.get_global_grad_norm"),
-        ("main_grad", "'0.weight' is added up in .main_grad, as Megatron's own DDP"),
+        (
+            "main_grad",
+            "'0.weight' is added up in .main_grad, as Megatron's own DDP.*Megatron's own clip_grad measures the norm",
+        ),
         ("tensor_model_parallel", "'0.weight' is a shard of Megatron's tensor parallelism.*mesh= and replicas="),
     ],
 )

@@ -11,7 +11,7 @@ BYTES_PER_MARK = 16
 MOST_MARKED = 256
 
 
-def test_collectives_and_bytes_of_a_window_do_not_grow_with_ranks() -> None:
+def test_collectives_do_not_grow_with_ranks_nor_bytes_beyond_256() -> None:
     found = in_new_process(measure)
     assert [(sent.kind, sent.n_ranks) for sent in found] == [(kind, n) for kind in KINDS for n in RANKS]
     for sent in found:

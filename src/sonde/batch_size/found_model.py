@@ -22,6 +22,7 @@ from sonde.batch_size.setup import NoiseScaleOptions, join_comparison, same_on_r
 from sonde.batch_size.units import unit_names
 from sonde.parallel.data_ranks import axis_of_sequences
 from sonde.parallel.parameter_roles import parameter_roles
+from sonde.parallel.refused_models import refuse_stage_alone
 from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import ModelParameters, model_parameters, refuse_on_all_stages
 from sonde.parallel.wrappers import Wrapper, check_model, find_wrapper
@@ -92,6 +93,8 @@ def find_parameters(model: nn.Module, ranks: RanksOfModel) -> tuple[Wrapper, Mod
     if ranks.pp_mesh is not None:
         refuse_on_all_stages(_why_refused(model), ranks.pp_mesh)
     wrapper = find_wrapper(model, ranks.process_group, ranks.mesh, ranks.pp_mesh, ranks.expert_mesh, ranks.cp_mesh)
+    if ranks.pp_mesh is None:
+        refuse_stage_alone(model, "pass pp_mesh=, the axis of the mesh along which stages lie")
     refuse_steps_in_backward(model)
     return wrapper, model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
 

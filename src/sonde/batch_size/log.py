@@ -54,7 +54,7 @@ METRICS: dict[str, Metric] = {
         "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
     ),
     "grad/clip_fraction": Metric("fraction", "share of the windows that were clipped"),
-    "cost/seconds_per_window": Metric("seconds", "host time spent inside the probe, per window of training"),
+    "cost/seconds_per_window": Metric("seconds", "host time that the probe costs, per window of training"),
     "cost/fraction": Metric("fraction", "that host time over the time between windows"),
     "cost/share": Metric("fraction", "part of the run's time that measuring takes now, over the last measured windows"),
     "cost/share_error": Metric("fraction", "standard error of cost/share"),

@@ -13,16 +13,19 @@ from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.window_clock import WindowClock, marks_of
 
-_WITH_THE_WAY = 2.5
-"""What calls in windows that are not measured cost, over what they time of themselves. They are short, and training has
-pushed their code out of the caches, so the way in and out takes longer than they do: `python -m benchmarks.idle_calls`.
+_COST_OVER_TIMED = 2.5
+"""What calls in windows that are not measured cost, over the time that they see themselves.
+
+They are short, and training has pushed their code out of the caches, so it takes as long again to enter and to leave
+them. 2.3 to 2.4 was measured: `python -m benchmarks.idle_calls`.
 """
 
 
 class Pacing:
     """Lets a pace decide which windows are measured, and feeds it with their costs.
 
-    Costs are host time inside the probe, without what it waits for and without the clip that the user asked for. If
+    Costs are host time inside the probe, without what it waits for and without the clip that the user asked for. Calls
+    in windows that are not measured count 2.5 times what they see of themselves, since so much longer they take. If
     measured windows turn out to be longer than the others by more than that time, as on a device that does extra work,
     the difference counts.
 
@@ -49,7 +52,7 @@ class Pacing:
 
     @property
     def seconds(self) -> float:
-        """Host time spent so far."""
+        """Host time that the probe has cost so far."""
         return self._spent + self._reader.seconds
 
     def spent(self, start: float, *, waited: float = 0.0) -> None:
@@ -75,8 +78,8 @@ class Pacing:
         self._in_all = seconds
 
     def _spent_on_calls(self, seconds: float) -> None:
-        self._spent += seconds * _WITH_THE_WAY
-        self._idle += seconds * _WITH_THE_WAY
+        self._spent += seconds * _COST_OVER_TIMED
+        self._idle += seconds * _COST_OVER_TIMED
 
     def take_costs(self) -> WindowCosts:
         """This rank's costs since the last call, and what it has seen. They ride in the sum over ranks."""

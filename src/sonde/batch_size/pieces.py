@@ -56,7 +56,7 @@ class DeclaredPiece:
             self._counts = None
             pieces.loop.n_passed_pieces += 1
             pieces.seconds += time.perf_counter() - start
-            pieces.is_open = True  # last: what is interrupted on its way in is never left
+            pieces.is_open = True  # last: if Ctrl-C comes before this line, __exit__ never runs
         else:
             self._counts = pieces.begin(*self._given)
 

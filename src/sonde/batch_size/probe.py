@@ -266,7 +266,11 @@ class NoiseScaleProbe:
         except Exception:
             agree(has_failed=True)
             raise
-        agree(has_failed=False)
+        try:
+            agree(has_failed=False)
+        except RuntimeError:
+            log.leave("reading", "the log could not be begun on another rank", window=0)
+            raise
         return begun
 
     def _new_tracker(self, fixed_weights: FixedWeights | None, metric: str, groups_add_up: bool) -> NoiseScaleTracker:

@@ -94,11 +94,11 @@ class NoiseScaleOptions:
         if self.units_per_piece is not None:
             first, further = counted_in(names, self.units_per_piece)
             for units in (first, *further):
-                if not (_is_number(units) and 0 < units < math.inf):
+                if not (is_number(units) and 0 < units < math.inf):
                     raise ValueError(
                         f"units_per_piece must be positive and finite, got {units!r}: count a micro-batch's units"
                     )
-        if not (_is_number(self.horizon) and self.horizon > 1):
+        if not (is_number(self.horizon) and self.horizon > 1):
             raise ValueError(
                 f"horizon must be more than 1 window, got {self.horizon!r}: use 50, or math.inf for all windows"
             )
@@ -108,7 +108,7 @@ class NoiseScaleOptions:
             raise ValueError(f"log_groups must be True, False or None, got {self.log_groups!r}")
         if self.tap not in get_args(TapName):
             raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {self.tap!r}")
-        if not (_is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
+        if not (is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
             raise ValueError(f"staging_mib must be ≥ 0 and finite, got {self.staging_mib!r}")
         if self.per_example not in ("auto", "always", "never"):
             raise ValueError(f"per_example must be 'auto', 'always' or 'never', got {self.per_example!r}")
@@ -130,7 +130,7 @@ class NoiseScaleOptions:
                 f"allow_biased=True compares plain gradients of consecutive steps, got metric={self.metric!r}: use "
                 "metric='euclidean', or accumulate gradients over 2 or more micro-batches"
             )
-        if self.budget is not None and not (_is_number(self.budget) and 0 < self.budget < 1):
+        if self.budget is not None and not (is_number(self.budget) and 0 < self.budget < 1):
             raise ValueError(
                 f"budget must be a part of the run's time between 0 and 1, got {self.budget!r}: use 0.01 for 1 %, or "
                 "None to measure every window"
@@ -171,7 +171,7 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler
         raise ValueError(f"log must be a sonde.RunLog, got {log!r}: use sonde.RunLog(sonde.JsonlSink('runs/my-run'))")
 
 
-def _is_number(value: object) -> TypeIs[float]:
+def is_number(value: object) -> TypeIs[float]:
     """Whether it is a number that a float can hold, or infinite, or not a number."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
@@ -255,7 +255,7 @@ def setup_record(
         "metric": ", ".join(options.metrics),
         "allow_biased": options.allow_biased,
         "comm_hook": comm_hook_name(wrapper.ddp),
-        "units_per_piece": options.units_per_piece if _is_number(options.units_per_piece) else None,
+        "units_per_piece": options.units_per_piece if is_number(options.units_per_piece) else None,
         "further_units": list(unit_names(options.unit)[1:]),
     }
 

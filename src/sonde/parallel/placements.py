@@ -71,6 +71,12 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
 
 
+def is_fsdp1(kind: type) -> bool:
+    """Whether modules of this type are of FSDP's first version. Does not import it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and issubclass(kind, fsdp.FullyShardedDataParallel)
+
+
 def reshard(model: Any) -> None:
     """Make FSDP2 show the sharded parameters again, and gather them anew at the next forward.
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sonde.parallel.float_pairs import FloatPairs
 from sonde.parallel.meshes import ranks_of
 from sonde.parallel.pairs_over_ranks import spread_for_sum
-from sonde.parallel.placements import is_dtensor, is_fully_sharded
+from sonde.parallel.placements import is_dtensor, is_fsdp1
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,7 +107,7 @@ def data_parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             return module.process_group
-    if any(is_fully_sharded(m) and not hasattr(m, "reshard") for m in model.modules()):
+    if any(is_fsdp1(type(m)) for m in model.modules()):
         raise ValueError("FSDP's first version does not tell how it cuts parameters: use fully_shard (FSDP2)")
     meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if is_dtensor(p))  # type: ignore[attr-defined]
     if any(mesh.ndim > 1 for mesh in meshes) or len(meshes) > 1:

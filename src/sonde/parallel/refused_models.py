@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.parallel.placements import is_dtensor
+from sonde.parallel.placements import is_dtensor, is_fsdp1
 
 T = TypeVar("T")
 _INSTEAD = "sonde.attach measures DDP, FSDP2 (fully_shard) and DTensors"
@@ -31,17 +31,18 @@ def refuse_hidden_gradients(model: nn.Module) -> None:
         ValueError: for FSDP's first version, DeepSpeed, and Megatron's own parallelism.
     """
     for module in model.modules():
-        if _is_fsdp1(type(module)):
+        if is_fsdp1(type(module)):
             raise ValueError(_FSDP1)
         if _is_of_deepspeed(type(module)):
             raise ValueError(_deepspeed(type(module).__name__))
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise ValueError(_deepspeed(f"ZeRO-3 holds {name!r} in parts"))
-        if hasattr(parameter, "main_grad"):  # Megatron's DDP leaves .grad empty, and so do fused layers for it
+        # Megatron's DDP leaves .grad empty, and so do fused layers for it.
+        if getattr(parameter, "main_grad", None) is not None:
             raise ValueError(
                 f"the gradient of {name!r} is added up in .main_grad, as Megatron's own DDP and fused layers do, where "
-                f"no hook sees micro-batches: {_INSTEAD}"
+                f"no hook sees micro-batches: {_INSTEAD}, and Megatron's own clip_grad measures the norm"
             )
         if getattr(parameter, "tensor_model_parallel", False) and not is_dtensor(parameter):
             raise ValueError(
@@ -61,7 +62,7 @@ def refuse_inner_module(model: nn.Module) -> None:
     wrapper = wrapper_around(model)
     if wrapper is None:
         return
-    if _is_fsdp1(type(wrapper)):
+    if is_fsdp1(type(wrapper)):
         raise ValueError(f"the model is inside a module of FSDP's first version. {_FSDP1}")
     if not isinstance(wrapper, DistributedDataParallel):
         raise ValueError(_deepspeed(type(wrapper).__name__))
@@ -72,21 +73,32 @@ def refuse_inner_module(model: nn.Module) -> None:
     )
 
 
-def refuse_stage_alone(model: nn.Module) -> None:
+def refuse_stage_alone(model: nn.Module, instead: str) -> None:
     """Refuse a pipeline's stage whose other stages are not known: its own norm and noise are not the model's.
+
+    Args:
+        model: that may be, or hold, a part of a pipeline.
+        instead: what the user can do.
 
     Raises:
         ValueError: when a living stage of `torch.distributed.pipelining`, one of several, runs a part of the model.
     """
-    if not dist.is_initialized() or _STAGES not in sys.modules:
+    if not dist.is_initialized() or _STAGES not in sys.modules or _stage_in(model) is None:
         return
+    gc.collect()  # stages that the user has let go of may live on in a cycle of references
+    if (stage := _stage_in(model)) is not None:
+        relation = "is" if stage.submod is model else "holds"
+        raise ValueError(
+            f"the model {relation} stage {stage.stage_index} of a pipeline of {stage.num_stages} stages, and its own "
+            f"gradient is not that of the whole model: {instead}"
+        )
+
+
+def _stage_in(model: nn.Module) -> Any:
+    """A living stage, one of several, that runs a part of the model; None without one."""
     own = {id(module) for module in model.modules()}
-    for stage in _living(_kinds(sys.modules[_STAGES].PipelineStage.__base__)):  # also stages cut out by a tracer
-        if stage.num_stages > 1 and id(stage.submod) in own:
-            raise ValueError(
-                f"the model is stage {stage.stage_index} of a pipeline of {stage.num_stages} stages, and its own "
-                "gradient is not that of the whole model: pass pp_mesh=, the axis of the mesh along which stages lie"
-            )
+    stages = _living(_kinds(sys.modules[_STAGES].PipelineStage.__base__))  # also stages cut out by a tracer
+    return next((stage for stage in stages if stage.num_stages > 1 and id(stage.submod) in own), None)
 
 
 def wrapper_around(model: nn.Module) -> nn.Module | None:
@@ -96,7 +108,7 @@ def wrapper_around(model: nn.Module) -> nn.Module | None:
     """
     if not dist.is_initialized():  # as all of them need it
         return None
-    wraps = [kind for kind in _kinds(nn.Module) if _is_ddp(kind) or _is_fsdp1(kind) or _is_of_deepspeed(kind)]
+    wraps = [kind for kind in _kinds(nn.Module) if _is_ddp(kind) or is_fsdp1(kind) or _is_of_deepspeed(kind)]
     for candidate in _living(wraps):
         if candidate is not model and any(m is model for m in candidate.modules()):
             return candidate
@@ -125,11 +137,6 @@ def _kinds(kind: type[T]) -> list[type[T]]:
 
 def _is_ddp(kind: type) -> bool:
     return issubclass(kind, DistributedDataParallel)
-
-
-def _is_fsdp1(kind: type) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and issubclass(kind, fsdp.FullyShardedDataParallel)
 
 
 def _is_of_deepspeed(kind: type) -> bool:

@@ -19,7 +19,7 @@ from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
 from sonde.parallel.meshes import check_mesh, ranks_of
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import check_group, group_of_mesh
-from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module, refuse_stage_alone
+from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,8 +103,6 @@ def find_wrapper(
     check_group(process_group)
     if mesh is not None:
         check_mesh("mesh", mesh)
-    if pp_mesh is None:
-        refuse_stage_alone(model)
     if expert_mesh is not None:
         check_mesh("expert_mesh", expert_mesh, n_axes=1)
         expert_mesh = expert_mesh if expert_mesh.size() > 1 else None

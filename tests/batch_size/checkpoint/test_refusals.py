@@ -22,7 +22,7 @@ def refused(data: Any = None, error: type[Exception] = ValueError, **options: An
     return str(raised.value)
 
 
-@pytest.mark.parametrize("until", [0, 1, -0.1, 10, float("nan"), "0.1", True])
+@pytest.mark.parametrize("until", [0, 1, -0.1, 10, 10**400, float("nan"), "0.1", True])
 def test_until(until: object) -> None:
     assert "use 0.1 for ± 10 %" in refused(until=until)
 
@@ -33,6 +33,7 @@ def test_until(until: object) -> None:
         ({"most_batches": 0}, "most_batches must be a whole number from 1 up, got 0"),
         ({"most_batches": 2.5}, "most_batches must be a whole number"),
         ({"batch": -1}, "batch must be a positive number of units, got -1"),
+        ({"batch": 10**400}, "batch must be a positive number of units, got 1000"),
         ({"loss": 3}, "loss must be a function of the model and a batch, got 3"),
         ({"unit": ""}, "unit must name the independent sample"),
         ({"groups": 7}, "groups must be 'blocks', 'kinds', 'parameters', None or a function"),

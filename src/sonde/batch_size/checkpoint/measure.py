@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 import torch
@@ -32,9 +31,10 @@ from sonde.batch_size.checkpoint.model import MeasuredModel
 from sonde.batch_size.checkpoint.ranks import WindowTotals
 from sonde.batch_size.parameter_groups import Groups, group_names
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.setup import NoiseScaleOptions
+from sonde.batch_size.setup import NoiseScaleOptions, is_number
 from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
 from sonde.parallel.parameter_roles import parameter_roles
+from sonde.parallel.refused_models import refuse_stage_alone
 from sonde.parallel.stages import model_parameters
 from sonde.parallel.wrappers import Wrapper, find_wrapper
 from sonde.records import RunLog
@@ -126,6 +126,9 @@ def measure(
         ('precise', 'resolved')
     """
     wrapper = find_wrapper(model, process_group)
+    refuse_stage_alone(
+        model, "sonde.measure takes whole models, so attach a probe with pp_mesh= while the pipeline trains"
+    )
     if wrapper.experts is not None:
         raise ValueError(
             "sonde.measure does not read experts that are spread over ranks yet: attach a probe while the model "
@@ -172,15 +175,13 @@ def _digest(model: nn.Module, wrapper: Wrapper, groups: Groups) -> str:
 def _check_options(loss: object, until: object, most_batches: object, batch: object) -> None:
     if not callable(loss):
         raise ValueError(f"loss must be a function of the model and a batch, got {loss!r:.60}: lambda model, batch: …")
-    if isinstance(until, bool) or not isinstance(until, Real) or not 0 < float(until) < 1:
+    if not (is_number(until) and 0 < until < 1):
         raise ValueError(f"until must be a part of B_simple between 0 and 1, got {until!r}: use 0.1 for ± 10 %")
     if most_batches is not None and (
         isinstance(most_batches, bool) or not isinstance(most_batches, int) or most_batches < 1
     ):
         raise ValueError(f"most_batches must be a whole number from 1 up, got {most_batches!r}: leave it out for all")
-    if batch is not None and (
-        isinstance(batch, bool) or not isinstance(batch, Real) or not 0 < float(batch) < math.inf
-    ):
+    if batch is not None and not (is_number(batch) and 0 < batch < math.inf):
         raise ValueError(f"batch must be a positive number of units, got {batch!r}: leave it out for no verdict")
 
 

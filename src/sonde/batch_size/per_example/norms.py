@@ -248,7 +248,7 @@ class PerExampleNorms:
         if self._backwards:
             self._checkpoints.forget_gradients()
             self._piece.forget_gradients()
-            self._forget_piece()
+            self._backwards, self._n_backwards = set(), 0
 
     @_timed
     def close(self) -> None:

@@ -140,7 +140,7 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
             "called_twice",
             "no piece was declared since the last window: either the same window was ended twice (call probe.step() or "
             "probe.clip_grad_norm_() once per optimizer step), or its backwards ran outside 'with probe.piece():', "
-            "which they must not once a piece was declared",
+            "where they do not count once a piece was declared",
         )
     if row.n_pieces == 0:
         return Drop(

@@ -23,7 +23,7 @@ from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.further_sums import FurtherSums
 from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem, StepOfWindow
 from sonde.parallel.data_ranks import DataRanks
-from sonde.parallel.devices import to_device, widened, zero_sums
+from sonde.parallel.devices import is_at_hand, to_device, widened, zero_sums
 from sonde.parallel.float_pairs import rounded
 
 
@@ -60,7 +60,7 @@ def piece_counts(
         ValueError: for a number that is not positive and finite, or a tensor of the wrong shape.
     """
     effective: Number | None = None
-    if isinstance(unit_weights, Tensor) and unit_weights.dim() == 1 and at_hand(unit_weights):
+    if isinstance(unit_weights, Tensor) and unit_weights.dim() == 1 and is_at_hand(unit_weights.device):
         unit_weights = unit_weights.tolist()
     if isinstance(unit_weights, Tensor):
         if unit_weights.dim() != 1 or not unit_weights.numel():
@@ -97,7 +97,9 @@ def check_counts(
     Raises:
         ValueError: for a number that is not positive and finite.
     """
-    if not any(isinstance(value, Tensor) and not at_hand(value) for value in (units, weight, unit_weights, *further)):
+    if not any(
+        isinstance(value, Tensor) and not is_at_hand(value.device) for value in (units, weight, unit_weights, *further)
+    ):
         piece_counts(units, weight, unit_weights, further)
 
 
@@ -105,7 +107,7 @@ def _positive(name: str, value: Number) -> Number:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a 0-dim tensor, got shape {tuple(value.shape)}")
-        if not at_hand(value):
+        if not is_at_hand(value.device):
             return widened(value.detach().reshape(()))
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -116,11 +118,6 @@ def _positive(name: str, value: Number) -> Number:
             f"{name} must be positive and finite, got {value}: leave out a micro-batch that does not count"
         )
     return value
-
-
-def at_hand(value: Tensor) -> bool:
-    """Whether a tensor's value can be read without waiting for a device."""
-    return value.device.type == "cpu"
 
 
 _N_COUNTS = 9

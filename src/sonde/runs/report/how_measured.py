@@ -252,7 +252,7 @@ def _overhead(totals: Totals) -> str:
         return "not measured"
     per_window = "" if seconds is None else f", {duration(seconds)} per window"
     share = "" if fraction is None else f"{percent(fraction)} of the training time{per_window}"
-    return f"{share or per_window.removeprefix(', ')}. This is host time spent inside the probe, averaged over the run."
+    return f"{share or per_window.removeprefix(', ')}. This is host time that the probe cost, averaged over the run."
 
 
 def _pace(setup: Mapping[str, Any], metrics: Mapping[str, float | None]) -> str:
