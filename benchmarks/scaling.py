@@ -118,8 +118,6 @@ def questions(device: str, *, quick: bool) -> Iterator[tuple[str, Setup, Entry]]
 
     measured = [ENTRIES[name] for name in (MEASURED[1:] if quick else MEASURED)]
     by_pieces = measured[: 1 if quick else 2]
-    for shape in (QUICK_SHAPES if quick else SHAPES).values():
-        yield from (("tensors", alone(shape, 4, 2), entry) for entry in measured if entry.alone)
     most = count(device) if device != "cpu" else 2 if quick else max(RANKS)
     shape = QUICK_SHAPES[28] if quick else OF_RANKS
     over = [Setup(n, 1, micro_batches=2, sequences=2, shape=shape, device=device) for n in RANKS if n <= most]
@@ -137,10 +135,12 @@ def questions(device: str, *, quick: bool) -> Iterator[tuple[str, Setup, Entry]]
     for context in CONTEXTS[:1] if quick else CONTEXTS:
         shape = dataclasses.replace(QUICK_SHAPES[28] if quick else OF_METRICS, context=context)
         yield from (("tokens", alone(shape, 1, 8), ENTRIES[name]) for name in ("control", "sonde-examples"))
+    for shape in (QUICK_SHAPES if quick else SHAPES).values():
+        yield from (("tensors", alone(shape, 4, 2), entry) for entry in measured if entry.alone)
 
 
-def measure(device: str, *, quick: bool) -> dict[str, list[Row]]:
-    """Rows by the question that they answer."""
+def measure(device: str, *, quick: bool) -> Iterator[dict[str, list[Row]]]:
+    """All rows so far by the question that they answer, after each row."""
     rows: dict[str, list[Row]] = {}
     for question, setup, entry in questions(device, quick=quick):
         sys.stderr.write(f"{entry.title}: {setup}\n")
@@ -149,7 +149,7 @@ def measure(device: str, *, quick: bool) -> dict[str, list[Row]]:
         else:
             row = timed(entry, setup, processes=3, blocks=6, start="spawn")
         rows.setdefault(question, []).append(row)
-    return rows
+        yield rows
 
 
 def markdown(rows: dict[str, list[Row]], machine: dict[str, str], command: str) -> str:
@@ -180,19 +180,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a minute, to see that it works")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
     options = parser.parse_args(arguments)
-    rows = measure(options.device, quick=options.quick)
     machine = describe(options.device)
     command = f"python -m benchmarks.scaling --device {options.device}" + " --quick" * options.quick
-    page = markdown(rows, machine, command)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / stem("scaling", options.device)
-    as_json = {
-        "machine": machine,
-        "quick": options.quick,
-        "rows": {question: [dataclasses.asdict(row) for row in answers] for question, answers in rows.items()},
-    }
-    path.with_suffix(".json").write_text(json.dumps(as_json, indent=1) + "\n")
-    path.with_suffix(".md").write_text(page)
+    page = ""
+    for rows in measure(options.device, quick=options.quick):  # written after each row: an interrupted run leaves these
+        page = markdown(rows, machine, command)
+        as_json = {
+            "machine": machine,
+            "quick": options.quick,
+            "rows": {question: [dataclasses.asdict(row) for row in answers] for question, answers in rows.items()},
+        }
+        path.with_suffix(".json").write_text(json.dumps(as_json, indent=1) + "\n")
+        path.with_suffix(".md").write_text(page)
     print(page)
 
 
