@@ -47,11 +47,13 @@ SETUPS = (
     (Setup(1, 1, micro_batches=4, sequences=2, shape=SMALL), 1.0),
     (Setup(1, 1, micro_batches=4, sequences=2, shape=GptShape(width=16, depth=62, heads=4, context=32)), 0.5),
     (Setup(1, 1, micro_batches=4, sequences=2, shape=GptShape(width=8, depth=625, heads=4, context=16)), 0.2),
-    (Setup(1, 1, micro_batches=1, sequences=8, shape=SMALL), 1.0),
-    (Setup(2, 1, micro_batches=2, sequences=2, shape=SMALL), 0.5),
-    (Setup(2, 1, micro_batches=2, sequences=2, shape=SMALL, cut="FSDP2"), 0.5),
+    (Setup(1, 1, micro_batches=1, sequences=8, shape=SMALL), 4.0),
+    (Setup(2, 1, micro_batches=2, sequences=2, shape=SMALL), 1.0),
+    (Setup(2, 1, micro_batches=2, sequences=2, shape=SMALL, cut="FSDP2"), 1.0),
 )
 """Short windows of models of about 75, 750 and 7,500 parameter tensors, and the part of the windows to time."""
+WARM_UP_OF_RANKS = 48
+"""Windows after attach until several ranks have seen that their options are the same: before that, all are measured."""
 PROCESSES = 3
 STAYS = 400
 """A pace has settled when it has stayed for so many windows, or for the part of them that is timed."""
@@ -147,15 +149,16 @@ def seconds_of_blocks(
         seed: of the windows.
     """
     runs = [Run(setup) for _ in ROLES]
-    drawn = draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + block * n_blocks, seed=seed)
+    warm_up = WARM_UP_WINDOWS if setup.ranks == 1 else WARM_UP_OF_RANKS
+    drawn = draw_windows(setup, sequences(setup.shape), warm_up + block * n_blocks, seed=seed)
     blocks = [dict.fromkeys(ROLES, 0.0) for _ in range(n_blocks)]
     for shift in range(len(ROLES)):
         run_in = {role: runs[(i + shift) % len(runs)] for i, role in enumerate(ROLES)}
         trained = {role: in_role(role, run, state, every) for role, run in run_in.items()}
         for k, window in enumerate(drawn):
             seconds = _seconds_of_each(setup, run_in, trained, window, k)
-            if k >= WARM_UP_WINDOWS:
-                took = blocks[(k - WARM_UP_WINDOWS) // block]
+            if k >= warm_up:
+                took = blocks[(k - warm_up) // block]
                 for role, each in seconds.items():
                     took[role] += each / (block * len(ROLES))
         for role, contestant in trained.items():
@@ -316,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         on_cpu, part = SETUPS[number - 1]
         setup = replace(on_cpu, device=options.device)
         sys.stderr.write(f"{setup} {setup.shape}\n")
-        costs.append(cost_of(setup, round(part * options.windows), stays=round(part * STAYS)))
+        costs.append(cost_of(setup, round(part * options.windows), stays=round(min(part, 1.0) * STAYS)))
         sys.stderr.write(f"{line(costs[-1])}\n")
     covered = list(coverage(options.runs))
     asked = f"--device {options.device} --windows {options.windows} --runs {options.runs}"
