@@ -35,7 +35,7 @@ from benchmarks.gpt import GptShape, build, sequences
 from benchmarks.launch import on_ranks
 from benchmarks.machine import page
 from benchmarks.present_noise_scale import HORIZON, Windows, as_window, holds, simulate
-from benchmarks.timing import WARM_UP_WINDOWS, Cost, cost, in_words
+from benchmarks.timing import Cost, cost, in_words
 from benchmarks.training import Run, Setup, draw_windows
 from sonde.batch_size.budget import REVIEW, Pace
 from sonde.batch_size.measuring_cost import Cost as MeasuringCost
@@ -52,8 +52,11 @@ SETUPS = (
     (Setup(2, 1, micro_batches=2, sequences=2, shape=SMALL, cut="FSDP2"), 1.0),
 )
 """Short windows of models of about 75, 750 and 7,500 parameter tensors, and the part of the windows to time."""
+WARM_UP = 12
+"""Windows after attach, of which the first is measured: its reading is written within `REPORTS` windows."""
 WARM_UP_OF_RANKS = 48
 """Windows after attach until several ranks have seen that their options are the same: before that, all are measured."""
+REPORTS = 10
 PROCESSES = 3
 STAYS = 400
 """A pace has settled when it has stayed for so many windows, or for the part of them that is timed."""
@@ -116,7 +119,7 @@ def cost_of(setup: Setup, n_windows: int, processes: int = PROCESSES, *, stays: 
 
 def at_budget(run: Run, every: int | None = None) -> Sonde:
     """sonde at its defaults: a budget of 1 %, or the pace that it came to; pieces or examples; frequent reports."""
-    return Sonde(run, every=every, per_example="auto", report_every=10)
+    return Sonde(run, every=every, per_example="auto", report_every=REPORTS)
 
 
 def settle(setup: Setup, stays: int) -> tuple[dict[str, object], MeasuringCost]:
@@ -149,7 +152,7 @@ def seconds_of_blocks(
         seed: of the windows.
     """
     runs = [Run(setup) for _ in ROLES]
-    warm_up = WARM_UP_WINDOWS if setup.ranks == 1 else WARM_UP_OF_RANKS
+    warm_up = WARM_UP if setup.ranks == 1 else WARM_UP_OF_RANKS
     drawn = draw_windows(setup, sequences(setup.shape), warm_up + block * n_blocks, seed=seed)
     blocks = [dict.fromkeys(ROLES, 0.0) for _ in range(n_blocks)]
     for shift in range(len(ROLES)):
@@ -314,21 +317,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    costs = []
-    for number in options.setups:
+    options.out.mkdir(parents=True, exist_ok=True)
+    covered = list(coverage(options.runs))
+    costs: list[CostOfSetup] = []
+    for i, number in enumerate(options.setups):  # written after each: a run that is cut off leaves these
         on_cpu, part = SETUPS[number - 1]
         setup = replace(on_cpu, device=options.device)
         sys.stderr.write(f"{setup} {setup.shape}\n")
         costs.append(cost_of(setup, round(part * options.windows), stays=round(min(part, 1.0) * STAYS)))
         sys.stderr.write(f"{line(costs[-1])}\n")
-    covered = list(coverage(options.runs))
+        _write(options, options.setups[: i + 1], costs, covered)
+
+
+def _write(options: argparse.Namespace, setups: list[int], costs: list[CostOfSetup], covered: list[Coverage]) -> None:
+    """Write the page, with the command that measures these set-ups again, and all numbers."""
     asked = f"--device {options.device} --windows {options.windows} --runs {options.runs}"
-    command = f"python -m benchmarks.budget {asked} --setups {' '.join(map(str, options.setups))}"
-    text = page("Windows within a budget", command, as_tables(costs, covered), options.device)
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
+    command = f"python -m benchmarks.budget {asked} --setups {' '.join(map(str, setups))}"
     path = options.out / stem("budget", options.device)
-    path.with_suffix(".md").write_text(text)
+    path.with_suffix(".md").write_text(
+        page("Windows within a budget", command, as_tables(costs, covered), options.device)
+    )
     found = {"cost": [asdict(c) for c in costs], "coverage": [asdict(c) for c in covered]}
     path.with_suffix(".json").write_text(json.dumps(found, indent=1))
 
