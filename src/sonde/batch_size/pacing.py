@@ -17,7 +17,7 @@ _COST_OVER_TIMED = 2.5
 """What calls in windows that are not measured cost, over the time that they see themselves.
 
 They are short, and training has pushed their code out of the caches, so it takes as long again to enter and to leave
-them. 2.3 to 2.4 was measured: `python -m benchmarks.idle_calls`.
+them. 2.1 to 2.3 was measured: `python -m benchmarks.idle_calls`.
 """
 
 
