@@ -209,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append(row)
     print(json.dumps([asdict(row) for row in rows]))
     if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
         table = "\n".join([HEADER, *map(line, rows)])
         command = f"python -m benchmarks.planning{' --quick' * options.quick}"
         (options.out / "planning.md").write_text(page("What attach itself costs", command, table))

@@ -143,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(measured))
     print(json.dumps([asdict(sent) for sent in measured]))
     if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
         text = page("What a window sends", "python -m benchmarks.windows_at_scale", table(measured))
         (options.out / "windows_at_scale.md").write_text(text)
 
