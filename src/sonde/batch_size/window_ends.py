@@ -34,9 +34,9 @@ class WindowEnds:
 
     Args:
         reader: of the windows.
-        loop: is told of the end of each window.
+        loop: counts the end of each window.
         pieces: of the windows.
-        pacing: says which windows are measured, and is told what each costs.
+        pacing: chooses the windows that are measured, and adds up what each costs.
         taps: the choice of the tap, which may change after a measured window.
         mechanism: may keep the tap as it is.
         delivery: brings the numbers of windows to the host.

@@ -117,9 +117,9 @@ def wrapper_around(model: nn.Module) -> nn.Module | None:
 
 def _living(kinds: Sequence[type[T]]) -> Iterator[T]:
     """Every living object of these types, but not of types derived from them."""
-    # An object refers to its type. The garbage collector finds what does in C, some ten times as fast as Python looks
-    # at each object. By type(), since some objects make up their __class__, or import modules to know it; by id, since
-    # a type may have no hash.
+    # Each object refers to its type, and the garbage collector finds referrers in C: to look at each object in Python
+    # takes much longer. By type(), since some objects make up their __class__, or import modules to know it; by id,
+    # since a type may have no hash.
     ids = {id(kind) for kind in kinds}
     return (each for each in gc.get_referrers(*kinds) if id(type(each)) in ids)
 
