@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde.parallel.wrappers import block_of
+from tests.batch_size import norms_by_hand
 from tests.batch_size.cut_models import Values, last_window, local_weights, n_collectives, whole_parameters, with_total
-from tests.oracles import window_by_hand
 from tests.ranks import mesh_of
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH = 13, 16, 512, 8
@@ -97,6 +97,7 @@ class Loop:
         in_order: layers are defined in the order of forward.
         twice: a piece has two backwards.
         declared: whether pieces are declared; otherwise each backward is a piece of 4 units.
+        rounds: second moments are gathered in bf16.
         windows: how many windows.
     """
 
@@ -107,6 +108,7 @@ class Loop:
     in_order: bool = True
     twice: bool = False
     declared: bool = True
+    rounds: bool = False
     windows: int = 2
     options: dict[str, Any] = field(default_factory=lambda: {"staging_mib": 0.0})
 
@@ -156,7 +158,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rank, part = divmod(dist.get_rank(), loop.n_sharing)
     probe: Any = None
-    result: dict[str, Any] = {"norms": [], "windows": [], "by hand": []}
+    result: dict[str, Any] = {"norms": [], "windows": [], "by hand": [], "further": [], "further by hand": []}
     if probed:
         options: dict[str, Any] = {"unit": "sequences", "verbose": False, "every": 1, "log": sonde.RunLog(every=1000)}
         options |= {} if loop.declared else {"units_per_piece": 4}
@@ -164,6 +166,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
     before = n_collectives()
     for window in range(loop.windows):
         whole = whole_parameters(model) if values else {}
+        squares = further_squares(model, optimizer, loop) if values and probed else {}
         for k in range(2):
             ids = tokens(rank, window, k)
             counts: dict[str, Any] = {"units": len(ids)} | ({"weight": len(ids)} if loop.weighted else {})
@@ -182,7 +185,10 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
         optimizer.zero_grad()
         if values and probe:
             result["windows"].append(last_window(probe))
-            result["by hand"].append(by_hand(whole, loop, window))
+            result["by hand"].append(by_hand(whole, loop, window, norms_by_hand.euclidean))
+            result["further"].append({name: last_window(probe, name) for name in squares})
+            exact = {name: by_hand(whole, loop, window, square) for name, square in squares.items()}
+            result["further by hand"].append(exact)
     result["collectives"] = n_collectives() - before
     if probe:
         result |= {"reading": probe.reading(), "alerts": dict(probe.alerts), "setup": probe._setup()}
@@ -206,8 +212,25 @@ def _end(probe: Any, model: nn.Module, loop: Loop) -> float:
     return float(sonde.clip_grad_norm_(list(model.parameters()), 0.5, mesh=whole_mesh(loop)))
 
 
-def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> Values:
-    """(tr Σ, |G|²) of the total and of each group, from the gradients of whole sequences in float64."""
+def further_squares(model: nn.Module, optimizer: torch.optim.Optimizer, loop: Loop) -> dict[str, norms_by_hand.Square]:
+    """The squared norm of a gradient in each further metric, with the optimizer's present moments; once there are any.
+
+    (All ranks take part.)
+    """
+    metrics = loop.options.get("metric", ())
+    named = {n.removeprefix("module."): p for n, p in model.named_parameters() if "exp_avg_sq" in optimizer.state[p]}
+    rounded = torch.bfloat16 if loop.rounds else None
+    squares = {"sign": norms_by_hand.sign}
+    if "adam" in metrics and named:
+        squares["adam"] = norms_by_hand.adam(norms_by_hand.adam_weights(optimizer, named, rounded))
+    return {name: square for name, square in squares.items() if name in metrics}
+
+
+def by_hand(whole: dict[str, Tensor], loop: Loop, window: int, square: norms_by_hand.Square) -> Values:
+    """(tr Σ, |G|²) from the gradients of whole sequences in float64: of the total and of each group.
+
+    In a metric whose norms add up before they are squared, groups do not add up, and the whole model is the only one.
+    """
     model = copy.deepcopy(build(loop)).double()
     for name, p in model.named_parameters():
         p.data = whole[name].double()
@@ -219,12 +242,14 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> Values:
             ids = tokens(rank, window, k)
             loss = loss_of(model, ids, loop) + 0.0 * model.unused.sum()
             grads = torch.autograd.grad(loss, list(model.parameters()))
-            pieces.append(dict(zip(names, (g.flatten() for g in grads), strict=True)))
+            pieces.append({n: g for n, g in zip(names, grads, strict=True) if n != "unused"})
             units.append(float(len(ids)) if loop.declared else 4.0)
     weights = units if loop.weighted else [1.0] * len(units)
+    groups = [[n for n in names if block_of(n) == group] for group in dict.fromkeys(map(block_of, names))]
+    if square is norms_by_hand.sign:
+        groups = [names]
     solved = []
-    for group in dict.fromkeys(map(block_of, names)):
-        gradients = [torch.cat([piece[n] for n in names if block_of(n) == group]) for piece in pieces]
-        final = torch.stack(gradients).sum(0) / n_data
-        solved.append((0.0, 0.0) if group == "unused" else window_by_hand(gradients, weights, units, final))
+    for group in groups:
+        parts = [{n: piece[n] for n in group if n in piece} for piece in pieces]
+        solved.append(norms_by_hand.window(parts, weights, units, square, 1 / n_data))
     return with_total(solved)

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import sonde
+from tests.batch_size import norms_by_hand
 from tests.batch_size.cut_models import Values, last_window, local_weights, n_collectives, whole_parameters, with_total
 from tests.gradient_norm.routed_experts import LENGTH, VOCABULARY, Mixture, build
-from tests.oracles import window_by_hand
 from tests.ranks import mesh_of
 
 UNITS = ((4, 2), (3, 5), (1, 6), (2, 2))
@@ -128,7 +128,7 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
     model, arguments = cut(loop)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rank, probe, before = dist.get_rank() // (4 // loop.n_data), None, 0
-    result: dict[str, Any] = {"norms": [], "windows": [], "by hand": []}
+    result: dict[str, Any] = {"norms": [], "windows": [], "by hand": [], "adam": []}
     if probed:
         options: dict[str, Any] = {"unit": "sequences", "verbose": False, "every": 1, "groups": group_of}
         options |= {} if loop.declared else {"units_per_piece": 4}
@@ -136,7 +136,9 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
         probe = sonde.attach(model, optimizer, log=log, **(options | arguments | loop.options))
     before = n_collectives()
     for window in range(loop.windows):
-        whole = whole_parameters(model) if values else {}
+        whole, moments = whole_parameters(model) if values else {}, {}
+        if values and optimizer.state and "adam" in loop.options.get("metric", ()):
+            moments = norms_by_hand.adam_weights(optimizer, dict(model.named_parameters()))
         with contextlib.ExitStack() as merged:
             for k in range(loop.n_pieces):
                 ids = tokens(rank, window, k)
@@ -156,7 +158,10 @@ def train(loop: Loop, *, probed: bool = True, values: bool = False) -> dict[str,
         optimizer.zero_grad()
         if values and probe is not None:
             result["windows"].append(last_window(probe))
-            result["by hand"].append(by_hand(whole, loop, window))
+            result["by hand"].append(by_hand(whole, loop, window, norms_by_hand.euclidean))
+            if moments:
+                exact = by_hand(whole, loop, window, norms_by_hand.adam(moments))
+                result["adam"].append((last_window(probe, "adam"), exact))
     result["collectives"] = n_collectives() - before
     if probe is not None:
         result |= {"reading": probe.reading(), "alerts": dict(probe.alerts), "setup": probe._setup()}
@@ -174,7 +179,7 @@ def _end(probe: Any, model: nn.Module, arguments: dict[str, Any], loop: Loop) ->
     return float(sonde.clip_grad_norm_(list(model.parameters()), 0.5, mesh=mesh))
 
 
-def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> Values:
+def by_hand(whole: dict[str, Tensor], loop: Loop, window: int, square: norms_by_hand.Square) -> Values:
     """(tr Σ, |G|²) of the total and of each group, from every rank's whole gradients in float64.
 
     An expert's piece is the sum of what the ranks that feed it have sent in one backward, with their joint weight and
@@ -188,7 +193,7 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> Values:
     for rank in range(loop.n_data):
         for k in range(loop.n_pieces):
             grads = torch.autograd.grad(loss_of(model, tokens(rank, window, k), loop), list(model.parameters()))
-            h[rank, k] = dict(zip(names, (g.flatten() for g in grads), strict=True))
+            h[rank, k] = dict(zip(names, grads, strict=True))
     n = {(rank, k): float(UNITS[rank][k]) if loop.declared else 4.0 for rank, k in h}
     w = {key: n[key] if loop.weighted else 1.0 for key in h}
     n_feeding = min(loop.n_feeding, loop.n_data)
@@ -203,14 +208,14 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int) -> Values:
             part = [n for n in names if group_of(n) == group and n.startswith("experts") == is_expert]
             if not part:
                 continue
-            gradients = [sum(torch.cat([h[key][name] for name in part]) for key in piece) for piece in pieces]
+            gradients = [{n: torch.stack([h[key][n] for key in piece]).sum(0) for n in part} for piece in pieces]
             weights = [sum(w[key] for key in piece) for piece in pieces]
             units = [sum(w[key] for key in p) ** 2 / sum(w[key] ** 2 / n[key] for key in p) for p in pieces]
             divisor = float(loop.n_data)
             if is_expert:
                 # Below tensor parallelism, both ranks of a pair send the same tokens.
                 divisor = (4.0 if loop.averaged else 4.0 / loop.n_feeding) * loop.n_data / 4
-            t, g = window_by_hand(gradients, weights, units, sum(gradients) / divisor)  # type: ignore[arg-type]
+            t, g = norms_by_hand.window(gradients, weights, units, square, 1 / divisor)
             trace_cov, grad_sq = trace_cov + t, grad_sq + g
         solved.append((trace_cov, grad_sq))
     return with_total(solved)

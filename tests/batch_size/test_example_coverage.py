@@ -70,6 +70,19 @@ def test_units_that_are_not_rows_give_a_reason() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
+def test_units_that_are_no_whole_number_give_a_reason() -> None:
+    model, (x, y) = small_model(), pieces_of(6)[0]
+    with attached(model, per_example="always") as probe:
+        with probe.piece(units=6.5):
+            mean_loss(model, x, y).backward()
+        probe.step()
+        reading = probe.reading()
+    assert reading.windows == 0
+    why = "in no piece could one example be told from another: the number of units of a piece is no whole number"
+    assert why in reading.reason
+    assert "pass an int" in reading.reason
+
+
 @pytest.mark.parametrize("per_example", ["auto", "always"])
 def test_batch_normalisation_counts_by_what_it_does_in_the_window(per_example: str) -> None:
     """It couples the examples in train mode alone, and is often put in evaluation mode after attach."""

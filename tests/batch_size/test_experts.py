@@ -150,16 +150,46 @@ def test_refusals(ranks4: Ranks) -> None:
             assert message.startswith(start)
 
 
-def _with_another_metric() -> str:
-    model, options = cut(Loop())
-    try:
-        sonde.attach(model, torch.optim.AdamW(model.parameters()), unit="rows", metric=("euclidean", "sign"), **options)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+BOTH, ALONE = {"metric": ("euclidean", "adam")}, {"metric": "adam"}
+IN_ADAMS_METRIC = {
+    "EP2 × FSDP2, weights, no clip": Loop(weighted=True, clips=False, windows=3, options=BOTH),
+    "EP2 × FSDP2, experts divided otherwise": Loop(averaged=False, windows=3, options=ALONE),
+    "EP4": Loop(n_feeding=4, weighted=True, windows=3, options=BOTH),
+    "EP4 beside FSDP2 × TP": Loop(n_feeding=4, dense="fsdp over tp", averaged=False, windows=3, options=BOTH),
+    "EP2 beside plain parameters": Loop(dense="plain", weighted=True, windows=3, options=ALONE),
+    "EP1 × FSDP2": Loop(n_feeding=1, windows=3, options=BOTH),
+}
 
 
-def test_other_metrics_are_refused(ranks4: Ranks) -> None:
-    for message in ranks4(_with_another_metric):
-        assert "is not measured where several ranks feed one gradient" in message
-        assert "with experts over 2 ranks" in message
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("EP4", marks=pytest.mark.shows("adam metric", "EP")),
+        *(name for name in IN_ADAMS_METRIC if name != "EP4"),
+    ],
+)
+def test_adams_metric(ranks4: Ranks, name: str) -> None:
+    """Of the total and of groups, from the second window on: in the first there is no second moment."""
+    loop = IN_ADAMS_METRIC[name]
+    plain = ranks4(_trained, loop, False)
+    for result, without in zip(ranks4(_values, loop), plain, strict=True):
+        assert result["alerts"] == {}
+        assert len(result["adam"]) == 2
+        for window, exact in result["adam"]:
+            assert window is not None, result["reading"].dropped
+            assert_same_values(window, exact, result["reading"].effective_units)
+        if loop.options is BOTH:
+            for window, exact in zip(result["windows"], result["by hand"], strict=True):
+                assert_same_values(window, exact, result["reading"].effective_units)
+        assert all(map(torch.equal, result["weights"], without["weights"]))
+        assert result["norms"] == without["norms"]
+
+
+@pytest.mark.parametrize("name", ["EP4", "EP2 beside plain parameters", "EP2 × FSDP2, weights, no clip"])
+def test_adams_metric_takes_no_collective_but_one_that_gathers(ranks4: Ranks, name: str) -> None:
+    """Besides those of the plain metric: what FSDP2 has cut is gathered after each step, over each set of ranks."""
+    loop = IN_ADAMS_METRIC[name]
+    n_sets = {"fsdp": 1 if loop.n_feeding == 4 else 2, "plain": 0}[loop.dense]
+    for with_probe, without in zip(ranks4(_trained, loop, True), ranks4(_trained, loop, False), strict=True):
+        n_more = with_probe["collectives"] - without["collectives"]
+        assert n_more == loop.windows * (1 + (not loop.clips) + n_sets)

@@ -373,20 +373,6 @@ def _refused(name: str) -> str:
     return "no error"
 
 
-def _in_context_parallelism() -> str:
-    model, mesh = build(Loop()), mesh_of((2,))
-    try:
-        sonde.attach(model, unit="rows", metric=("euclidean", "sign"), cp_mesh=mesh, verbose=False)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_further_metrics_of_shared_sequences_are_refused(ranks2: Ranks) -> None:
-    for message in ranks2(_in_context_parallelism):
-        assert message.startswith("metric=('euclidean', 'sign') is not measured where several ranks feed one gradient")
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(ranks2: Ranks, name: str) -> None:
     for message in ranks2(_refused, name):

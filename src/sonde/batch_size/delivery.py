@@ -113,7 +113,7 @@ class Delivery:
                 examples = ExamplesOfWindow(vector, big[0] if big else None, covered)
                 example_row = read_examples(examples, row.sq_norm_big, weight=row.weight, n_pieces=row.n_pieces)
             elif has_experts:
-                row = with_experts(row, ExpertsOfWindow(*of_part))
+                row, further = with_experts(row, further, ExpertsOfWindow(*of_part))
             by_name = dict(zip(names, values.tolist(), strict=True))
             return MeasuredWindow(row, known, by_name, costs, frozen, example_row, further, step)
 
@@ -124,7 +124,8 @@ class Delivery:
             if window.examples.sq_norm_big is not None:
                 vectors.append(window.examples.sq_norm_big)
         elif window.experts is not None:
-            vectors += [window.experts.vector, window.experts.sq_norm_big, window.experts.witness_final]
+            experts = window.experts
+            vectors += [experts.vector, experts.sq_norm_big, experts.witness_final, experts.further_big]
         if window.step is not None:
             vectors.append(window.step.products)
         self.put(vectors, read, window.work)

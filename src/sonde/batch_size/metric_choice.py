@@ -82,21 +82,16 @@ def choose_metrics(
     Raises:
         ValueError: when the model, its optimizer or the bound do not allow a metric, with the way out.
     """
-    if names != ("euclidean",) and (wrapper.experts is not None or wrapper.sequence_group is not None):
-        raise ValueError(
-            f"metric={names[0] if len(names) == 1 else names!r} is not measured where several ranks feed one gradient, "
-            f"as with experts or sequences that ranks share, got {wrapper.name}: use metric='euclidean'"
-        )
     inner = None if optimizer is None else unwrap_optimizer(optimizer)
     adam = _adam(wrapper, inner, staging_bytes) if "adam" in names and inner is not None else None
-    if adam is not None and names == ("adam",) and wrapper.mesh is None:
+    if adam is not None and names == ("adam",) and wrapper.mesh is None and wrapper.sequence_group is None:
         return ChosenMetrics(names, adam, None)
     further: list[FurtherMetric] = []
     for name in names:
         if name == "adam" and adam is not None:
             further.append(adam)
         elif name == "sign":
-            _check_whole_gradients(wrapper)
+            _check_norms_add_up(wrapper)
             further.append(SignMetric())
         elif name == "spectral":
             further.append(_spectral(model, wrapper, inner, staging_bytes))
@@ -109,9 +104,15 @@ def _adam(wrapper: Wrapper, optimizer: Any, staging_bytes: int) -> AdamMetric:
     return AdamMetric(SecondMoments(optimizer, parameters, wrapper.leaves, most_bytes=staging_bytes))
 
 
-def _check_whole_gradients(wrapper: Wrapper) -> None:
+def _check_norms_add_up(wrapper: Wrapper) -> None:
     """Refuse models of which no rank sees the whole gradient of a piece: norms add up before they are squared."""
-    if wrapper.pp_mesh is not None or wrapper.data.n_sharing > 1:
+    if wrapper.experts is not None:
+        raise ValueError(
+            f"metric='sign' adds up the norms of all parameters, but experts have other pieces than the rest, got "
+            f"{wrapper.name}: use metric='adam' or 'euclidean', whose squares are solved apart"
+        )
+    # Ranks that share sequences share each piece too, and the first of them sees the sum of its gradients.
+    if wrapper.pp_mesh is not None or (wrapper.data.n_sharing > 1 and wrapper.sequence_group is None):
         raise ValueError(
             f"metric='sign' needs the whole gradient of each piece on one rank, got a model cut by {wrapper.name}: use "
             "metric='adam' or 'euclidean', whose squares add up over ranks"
@@ -119,7 +120,7 @@ def _check_whole_gradients(wrapper: Wrapper) -> None:
 
 
 def _spectral(model: nn.Module, wrapper: Wrapper, optimizer: Any, staging_bytes: int) -> SpectralMetric:
-    if wrapper.mesh is not None:
+    if wrapper.mesh is not None or wrapper.sequence_group is not None:
         raise ValueError(
             f"metric='spectral' needs each matrix whole on one rank, got a model cut by {wrapper.name}: use DDP, or "
             "metric='adam' or 'euclidean'"

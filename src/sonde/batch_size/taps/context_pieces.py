@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Problem
@@ -54,6 +55,7 @@ class ContextPieces:
         group: the ranks that share the sequences.
         witness: elements to copy besides the norms.
         metric: how gradients are squared; the plain one.
+        further: metrics beside it; None without.
         staging_bytes: length of a chunk in bytes.
     """
 
@@ -64,9 +66,11 @@ class ContextPieces:
         witness: Witness,
         metric: GradientMetric,
         *,
+        further: FurtherMetrics | None = None,
         staging_bytes: int,
     ) -> None:
         self.leaves, self.group, self.witness, self.metric = list(leaves), group, witness, metric
+        self.further = further
         self.n_ranks, self.is_first, self.device = group.size(), group.rank() == 0, leaves[0].device
         self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
         self.chunk_numel = max(staging_bytes // self.dtype.itemsize, _SHORTEST_CHUNK)
@@ -121,6 +125,7 @@ class ContextPiece:
         self._is_lost = False
         self._arrived: dict[int, None] = {}
         self._parts: list[Part] = []
+        self._further: list[Norms] = []
         self._witnessed: dict[int, Tensor] = {}
 
     def take(self, index: int, grad: Tensor, *, grad_is_sum: bool = False) -> Problem | None:
@@ -166,14 +171,18 @@ class ContextPiece:
 
     def _sum_next(self) -> None:
         """Sum one chunk over ranks, and square the mean."""
-        buffer = self._buffer(self._next)
+        pieces, buffer = self._pieces, self._buffer(self._next)
         del self._waiting[self._next]
-        dist.all_reduce(buffer, group=self._pieces.group)
-        if self._pieces.is_first:
-            buffer /= self._pieces.n_ranks
-            for segment in self._pieces.of_chunk[self._next]:
-                values = buffer[segment.place : segment.place + segment.stop - segment.start]
-                self._parts.append(((segment.index,), self._pieces.metric.roots(segment.index, values)))
+        dist.all_reduce(buffer, group=pieces.group)
+        if pieces.is_first:
+            buffer /= pieces.n_ranks
+            for segment in pieces.of_chunk[self._next]:
+                index, values = segment.index, buffer[segment.place : segment.place + segment.stop - segment.start]
+                self._parts.append(((index,), pieces.metric.roots(index, values)))
+                if pieces.further is not None:
+                    shape, is_known = pieces.leaves[index].shape, index in self._arrived
+                    norms = pieces.further.norms_of_range(index, values, segment.start, shape, is_known=is_known)
+                    self._further.append(norms)
         self._next += 1
 
     @torch.no_grad()
@@ -190,5 +199,6 @@ class ContextPiece:
         if not pieces.order_is_known:
             pieces.learn(list(self._arrived))
         sq_norms = add_squares(len(pieces.leaves), self._parts, pieces.device)
+        further = pieces.further and pieces.further.join_ranges(self._further, len(pieces.leaves), pieces.device)
         # The parts of different ranks may nearly cancel, as those of a key's bias do: rounding is relative to them.
-        return GradientSummary(sq_norms, witness[0], n_backwards, witness_squares=witness[1])
+        return GradientSummary(sq_norms, witness[0], n_backwards, witness_squares=witness[1], further=further)

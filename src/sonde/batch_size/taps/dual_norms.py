@@ -20,6 +20,7 @@ from sonde.parallel.devices import accumulation_dtype
 
 _ITERATIONS = {torch.float64: 20, torch.float32: 14}
 """Newton–Schulz iterations. More of them would let rounding grow: negative eigenvalues, by 2.25 in each."""
+_NEEDS_ALL = "the nuclear norm of a matrix needs all of it on one rank: use metric='euclidean'"
 _MATRICES_HELD = 5
 """Square matrices of the smaller dim that are held at once, in the dtype of sums."""
 
@@ -47,6 +48,10 @@ class SignMetric:
         for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
             total += absolute_sum(x + y)
         return total
+
+    def norm_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Tensor:
+        """Σ |g_j| of some elements."""
+        return absolute_sum(values)
 
     def norm_of_shard(self, index: int, grad: Tensor) -> Tensor:
         """Σ |g_j| of what this rank holds."""
@@ -80,13 +85,21 @@ class SpectralMetric:
         """The nuclear norm of a + b."""
         return nuclear_norm(a, b) if index in self._matrices else a.new_zeros((), dtype=accumulation_dtype(a.device))
 
+    def norm_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Tensor:
+        """Not for some elements of a matrix.
+
+        Raises:
+            RuntimeError: always; attach refuses models whose gradients come in ranges.
+        """
+        raise RuntimeError(_NEEDS_ALL)
+
     def norm_of_shard(self, index: int, grad: Tensor) -> Tensor:
         """Not for matrices that are cut over ranks.
 
         Raises:
             RuntimeError: always; attach refuses models that are cut.
         """
-        raise RuntimeError("the nuclear norm of a matrix needs all of it on one rank: use metric='euclidean'")
+        raise RuntimeError(_NEEDS_ALL)
 
     def take_problems(self) -> list[Problem]:
         """Always empty."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sonde.batch_size.stats.expert_sums import ExpertSums
 from sonde.batch_size.stats.window_row import WindowRow
+from sonde.batch_size.taps.further_sums import FurtherRow
 from sonde.batch_size.taps.tap import ExpertsOfWindow, GradientSummary, Number
 from sonde.batch_size.taps.window_sums import PieceCounts, as_vector
 from sonde.batch_size.taps.witness import Witness
@@ -34,6 +35,7 @@ class ExpertPieces:
         n_groups: number of groups.
         witness: elements that are compared.
         counts_pieces: whether this rank counts the pieces of its data.
+        n_further: further metrics, whose squares add up over parameters.
         device: where the sums live.
     """
 
@@ -45,8 +47,10 @@ class ExpertPieces:
         n_groups: int,
         witness: Witness,
         counts_pieces: bool,
+        n_further: int = 0,
         device: torch.device,
     ) -> None:
+        self._n_further = n_further
         self._experts, self._witness, self._n_groups, self._device = experts, witness, n_groups, device
         self._counts_pieces = counts_pieces and experts.is_first
         self._dtype = accumulation_dtype(device)
@@ -60,6 +64,7 @@ class ExpertPieces:
     def forget(self) -> None:
         """Forget the pieces since the last window ended."""
         self._squares: list[Tensor] = []
+        self._further: list[Tensor] = []
         self._counts: list[Number] = []
         self._sum = torch.zeros(self._witness.size, dtype=self._dtype, device=self._device)
         self._sum_of_squares = torch.zeros_like(self._sum)
@@ -80,15 +85,30 @@ class ExpertPieces:
         Returns:
             The other part, with 0 for experts.
         """
-        squares = torch.zeros(self._n_groups, dtype=self._dtype, device=self._device)
-        self._squares.append(squares.index_add_(0, self._group_index, gradient.sq_norms[self._indices]))
+        self._squares.append(self._per_group(gradient.sq_norms))
+        if gradient.further is not None:
+            self._further.append(self._per_group(gradient.further.square()))
         self._counts += [counts.weight, counts.weight * counts.weight / counts.effective_units]
         own = gradient.witness * self.own_elements
         of_experts = gradient.witness - own
         self._sum += of_experts
         self._sum_of_squares += of_experts.square()
         # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
-        return GradientSummary(gradient.sq_norms * self._is_own, own, gradient.n_backwards)
+        further = None if gradient.further is None else gradient.further * self._is_own
+        return GradientSummary(gradient.sq_norms * self._is_own, own, gradient.n_backwards, further=further)
+
+    def _per_group(self, squares: Tensor) -> Tensor:
+        """The experts' squares, added up per parameter group; [(further metrics,) parameters] → [(…,) groups]."""
+        sums = torch.zeros(*squares.shape[:-1], self._n_groups, dtype=self._dtype, device=self._device)
+        return sums.index_add_(-1, self._group_index, squares[..., self._indices])
+
+    def split_further(self, norms: Tensor) -> tuple[Tensor, Tensor]:
+        """The final gradient's norms in further metrics, [further metrics, parameters], in two parts.
+
+        Returns:
+            The norms with 0 for experts; and the experts' squares per parameter group, [further metrics, groups].
+        """
+        return norms * self._is_own, self._per_group(norms.square())
 
     def pack(self) -> tuple[Tensor, Tensor]:
         """The sums of the window as the vector that is summed over ranks; starts the next window.
@@ -109,23 +129,31 @@ class ExpertPieces:
         differs = differs + float(len(self._squares) > _MOST_PIECES)
         weight = torch.where(n_feeding > 0, weight, 1.0)
         small = torch.zeros(self._n_groups, dtype=self._dtype, device=self._device)
+        further = small.new_zeros(self._n_further, self._n_groups)
         if n:
             small = (torch.stack(self._squares[:n]) / weight[:n, None]).sum(0)
+        if n and self._further:
+            further = (torch.stack(self._further[:n]) / weight[:n, None, None]).sum(0)
         counts = torch.stack([(sq_weight_over_units / weight).sum(), (n_feeding > 0).sum().to(self._dtype)])
-        vector = torch.cat([small, counts * float(self._counts_pieces), self._sum, self._sum_of_squares])
+        counts *= float(self._counts_pieces)
+        vector = torch.cat([small, counts, self._sum, self._sum_of_squares, further.view(-1)])
         self.forget()
         return vector, differs
 
 
-def with_experts(row: WindowRow, window: ExpertsOfWindow) -> WindowRow:
-    """A window's row with the experts' numbers, once they are on the host.
+def with_experts(
+    row: WindowRow, further: Sequence[FurtherRow], window: ExpertsOfWindow
+) -> tuple[WindowRow, tuple[FurtherRow, ...]]:
+    """A window's rows with the experts' numbers, once they are on the host.
 
     Args:
         row: of the other parameters.
+        further: of the other parameters in each further metric.
         window: summed over ranks, on the CPU.
     """
     n_groups, n_witness = len(window.sq_norm_big), len(window.witness_final)
-    small, counts, summed, squares = window.vector.split([n_groups, 2, n_witness, n_witness])
+    lengths = [n_groups, 2, n_witness, n_witness, len(further) * n_groups]
+    small, counts, summed, squares, further_small = window.vector.split(lengths)
     weight_over_units, n_pieces = counts.tolist()
     experts = ExpertSums(
         sq_norm_over_weight=small.tolist(),
@@ -138,4 +166,6 @@ def with_experts(row: WindowRow, window: ExpertsOfWindow) -> WindowRow:
         witness_squares=squares.double(),
         witness_final=window.witness_final.double(),
     )
-    return replace(row, experts=experts)
+    of_pieces, of_window = (t.view(len(further), n_groups).tolist() for t in (further_small, window.further_big))
+    rows = zip(further, of_pieces, of_window, strict=True)
+    return replace(row, experts=experts), tuple(replace(f, experts=(small, big)) for f, small, big in rows)

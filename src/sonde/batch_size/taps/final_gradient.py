@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from sonde.batch_size.taps.expert_pieces import ExpertPieces
 from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
@@ -173,14 +174,20 @@ class FinalGradient:
             norms = self._further.join(parts, len(grads), self._device)
         return self._sums.further.per_group(norms).view(-1)
 
-    def further_of_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """The pieces in further metrics, and this rank's part of the final gradient; empty without such metrics."""
+    def further_of_shards(self, grads: Sequence[Tensor | None], experts: ExpertPieces | None) -> list[Tensor]:
+        """The pieces in further metrics, this rank's part of the final gradient, and that of experts if there are any.
+
+        Empty without such metrics.
+        """
         if self._further is None or self._sums.further is None:
             return []
         shards = self.counted_shards(grads)
         norms = [self._further.norms_of_shard(i, shard) for i, shard in enumerate(shards) if shard is not None]
-        big = self._sums.further.per_group(self._further.join(norms, len(grads), self._device))
-        return [self._sums.further.pack(), big.view(-1)]
+        joined, more = self._further.join(norms, len(grads), self._device), []
+        if experts is not None:
+            joined, of_experts = experts.split_further(joined)
+            more = [of_experts.view(-1)]
+        return [self._sums.further.pack(), self._sums.further.per_group(joined).view(-1), *more]
 
     def counted_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What this rank counts of each gradient, so that every element of it counts once; [parameters]."""

@@ -33,6 +33,18 @@ class FurtherMetric(Protocol):
     def norm_of_sum(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """The norm of the sum of two dense gradients of parameter `index`; 0-dim."""
 
+    def norm_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Tensor:
+        """The norm of some elements that follow each other in a gradient; 0-dim.
+
+        Args:
+            index: of the parameter.
+            values: the elements, 1-D.
+            start: the first of them.
+            shape: of the whole gradient, as hooks see it.
+            is_known: whether a backward of this rank has reached the parameter. Otherwise the elements may be 0 because
+                no rank's has.
+        """
+
     def norm_of_shard(self, index: int, grad: Tensor) -> Tensor:
         """The norm of the part of a gradient in `.grad` that this rank holds; 0-dim."""
 
@@ -66,6 +78,11 @@ class FurtherMetrics:
         """The norms of the sum of two gradients of one parameter."""
         return (index,), self._stacked([metric.norm_of_sum(index, a, b).view(1) for metric in self.metrics])
 
+    def norms_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Norms:
+        """The norms of some elements that follow each other in a gradient; see `FurtherMetric.norm_of_range`."""
+        norms = [metric.norm_of_range(index, values, start, shape, is_known=is_known) for metric in self.metrics]
+        return (index,), self._stacked([norm.view(1) for norm in norms])
+
     def norms_of_shard(self, index: int, grad: Tensor) -> Norms:
         """The norms of what this rank holds of a gradient in `.grad`."""
         return (index,), self._stacked([metric.norm_of_shard(index, grad).view(1) for metric in self.metrics])
@@ -93,6 +110,24 @@ class FurtherMetrics:
         if len(last) < len(owners):
             norms, owners = norms[:, _indices(last, device)], tuple(owners[at] for at in last)
         return joined.index_copy_(1, _indices(owners, device), norms)
+
+    def join_ranges(self, parts: Sequence[Norms], n_parameters: int, device: torch.device) -> Tensor:
+        """The norms of all parameters from those of ranges, 0 where there is none; [metrics, parameters].
+
+        Args:
+            parts: of ranges that do not overlap, on one device. A parameter may have several.
+            n_parameters: number of parameters.
+            device: of the result.
+        """
+        shape = len(self.metrics), n_parameters
+        sums = torch.zeros(shape, dtype=accumulation_dtype(device), device=device)
+        if not parts:
+            return sums
+        norms = to_device(torch.cat([each for _, each in parts], 1), device).to(sums.dtype)
+        owners = tuple(index for indices, _ in parts for index in indices)
+        adds_squares = to_device(torch.tensor([[m.adds == "squares"] for m in self.metrics], device="cpu"), device)
+        sums.index_add_(1, _indices(owners, device), torch.where(adds_squares, norms.square(), norms))
+        return torch.where(adds_squares, sums.sqrt(), sums)
 
     def take_problems(self) -> list[list[Problem]]:
         """The problems that each metric has met since the last call."""

@@ -80,22 +80,30 @@ class FurtherRow:
         sq_norm_over_weight: Σ |h_k|²/w_k per parameter group and, last, of the whole model; [groups + 1].
         sq_norm_big: |F|² likewise; [groups + 1].
         problems: that only this metric has.
+        experts: where experts are solved apart, their Σ |h_k|²/w_k and |F|² per parameter group, and the other numbers
+            are of the rest; None without experts.
     """
 
     adds: Adds
     sq_norm_over_weight: Sequence[float]
     sq_norm_big: Sequence[float]
     problems: Sequence[Drop]
+    experts: tuple[Sequence[float], Sequence[float]] | None = None
 
     def in_place_of(self, row: WindowRow) -> WindowRow:
         """The window with these squares in place of its own."""
         (*small, whole_small), (*big, whole_big) = self.sq_norm_over_weight, self.sq_norm_big
+        experts = row.experts
+        if experts is not None and self.experts is not None:
+            of_pieces, of_window = self.experts
+            experts = replace(experts, sq_norm_over_weight=of_pieces, sq_norm_big=of_window)
         return replace(
             row,
             sq_norm_over_weight=small,
             sq_norm_big=big,
             whole=(whole_small, whole_big) if self.adds == "norms" else None,
             problems=[*row.problems, *self.problems],
+            experts=experts,
         )
 
 

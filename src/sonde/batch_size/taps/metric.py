@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -123,6 +123,21 @@ class AdamMetric:
         aa, ab, bb = (self._product(index, x, y, parts) for x, y in ((a, a), (a, b), (b, b)))
         return (aa + 2 * ab + bb).clamp_(min=0.0).sqrt_()
 
+    def norm_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Tensor:
+        """√(Σ P_j g_j²) of some elements that follow each other in a gradient."""
+        total = torch.zeros((), dtype=accumulation_dtype(values.device), device=values.device)
+        moments = self.moments.of_leaf(index)
+        if not moments and not is_known:  # a parameter that is never reached has no second moment, and needs none
+            return torch.where(values.any(), torch.nan, total)
+        if not self._may_weigh(moments, shape):
+            return total.fill_(torch.nan)
+        correction, eps = self.moments.scale(index)
+        for moment in moments:
+            for own, v_of_own in moment.along(shape, start, values):
+                for x, v in zip(own.split(CHUNK), v_of_own.split(CHUNK), strict=True):
+                    total += moment.weight * _weighted(x, x, v, moment.rounded_to, correction, eps, total.dtype)
+        return total.sqrt_()
+
     def norm_of_shard(self, index: int, grad: Tensor) -> Tensor:
         """√(Σ P_j g_j²) of the elements that this rank's optimizer holds."""
         return self._product(index, grad, grad, self.moments.own(index)).sqrt_()
@@ -130,35 +145,40 @@ class AdamMetric:
     def _product(self, index: int, a: Tensor, b: Tensor, moments: Sequence[MomentPart]) -> Tensor:
         """Σ P_j a_j b_j; NaN where the second moment is not known."""
         total = torch.zeros((), dtype=accumulation_dtype(a.device), device=a.device)
-        if not moments:
-            self._problems[Problem.NO_SECOND_MOMENT] = None
-            return total.fill_(torch.nan)
-        if any(m.values.shape != _range(a, m).shape for m in moments):
-            self._problems[Problem.MOMENT_CUT_APART] = None
+        if not self._may_weigh(moments, a.shape):
             return total.fill_(torch.nan)
         correction, eps = self.moments.scale(index)
         for moment in moments:
             part = torch.zeros_like(total)
             # Chunk by chunk, so that no temporary has the size of a gradient.
-            chunks = (t.reshape(-1).split(CHUNK) for t in (_range(a, moment), _range(b, moment), moment.values))
+            chunks = (t.reshape(-1).split(CHUNK) for t in (moment.range_of(a), moment.range_of(b), moment.values))
             for x, y, v in zip(*chunks, strict=True):
-                v = v if moment.rounded_to is None else v.to(moment.rounded_to)
-                root = widened(v).sqrt().div_(correction).add_(eps)  # not sqrt_: v belongs to the optimizer
-                root = to_device(root.masked_fill_(v == 0, torch.inf).sqrt_(), a.device)
-                # Each factor is divided by the fourth root of v̂ before they are multiplied, so that squares of small
-                # gradients do not vanish in fp32.
-                weighted = x / root
-                part += (weighted.square_() if a is b else weighted.mul_(y / root)).sum(dtype=total.dtype)
+                part += _weighted(x, x if a is b else y, v, moment.rounded_to, correction, eps, total.dtype)
             total += moment.weight * part
         return total
 
+    def _may_weigh(self, moments: Sequence[MomentPart], shape: torch.Size) -> bool:
+        """Whether the second moment of a gradient of this shape is known; if not, that is noted as a problem."""
+        if not moments:
+            self._problems[Problem.NO_SECOND_MOMENT] = None
+        elif not all(moment.fits(shape) for moment in moments):
+            self._problems[Problem.MOMENT_CUT_APART] = None
+        else:
+            return True
+        return False
 
-def _range(grad: Tensor, moment: MomentPart) -> Tensor:
-    """The range of a gradient that a part of the second moment belongs to."""
-    if moment.values.shape == grad.shape or grad.dim() == 0:
-        return grad
-    length = min(moment.values.shape[moment.dim], grad.shape[moment.dim] - moment.start)
-    return grad.narrow(moment.dim, moment.start, max(length, 0)) if moment.start <= grad.shape[moment.dim] else grad
+
+def _weighted(
+    x: Tensor, y: Tensor, v: Tensor, rounded_to: torch.dtype | None, correction: Any, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Σ P_j x_j y_j; 0-dim, in a dtype."""
+    v = v if rounded_to is None else v.to(rounded_to)
+    root = widened(v).sqrt().div_(correction).add_(eps)  # not sqrt_: v belongs to the optimizer
+    root = to_device(root.masked_fill_(v == 0, torch.inf).sqrt_(), x.device)
+    # Each factor is divided by the fourth root of v̂ before they are multiplied, so that squares of small gradients do
+    # not vanish in fp32.
+    weighted = x / root
+    return (weighted.square_() if x is y else weighted.mul_(y / root)).sum(dtype=dtype)
 
 
 def widened(values: Tensor) -> Tensor:

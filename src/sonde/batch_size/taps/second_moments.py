@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -40,6 +40,43 @@ class MomentPart:
     values: Tensor
     rounded_to: torch.dtype | None = None
     weight: float = 1.0
+
+    def fits(self, shape: torch.Size) -> bool:
+        """Whether this is the second moment of a range of a gradient of this shape."""
+        return self.values.shape == self._range(shape)
+
+    def _range(self, shape: torch.Size) -> torch.Size:
+        if self.values.shape == shape or not shape or self.start > shape[self.dim]:
+            return shape
+        length = min(self.values.shape[self.dim], shape[self.dim] - self.start)
+        return torch.Size([*shape[: self.dim], length, *shape[self.dim + 1 :]])
+
+    def range_of(self, grad: Tensor) -> Tensor:
+        """The range of a gradient that this belongs to."""
+        shape = self._range(grad.shape)
+        return grad if shape == grad.shape else grad.narrow(self.dim, self.start, shape[self.dim])
+
+    def along(self, shape: torch.Size, start: int, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The second moment of those of some elements of a gradient that lie in this range.
+
+        Args:
+            shape: of the whole gradient.
+            start: the first of the elements, which follow each other.
+            values: they themselves, 1-D.
+
+        Yields:
+            Elements that follow each other, and v of each: [elements].
+        """
+        # The range is a block in each stretch of so many elements: the only one if the first dim is cut.
+        inner = math.prod(shape[self.dim + 1 :])
+        n_stretch, n_block = (size[self.dim] * inner if shape else 1 for size in (shape, self.values.shape))
+        flat, stop = self.values.reshape(-1), start + len(values)
+        for stretch in range(start // n_stretch, -(-stop // n_stretch)):
+            block = stretch * n_stretch + self.start * inner
+            low, high = max(start, block), min(stop, block + n_block)
+            if low < high:
+                own = stretch * n_block - block
+                yield values[low - start : high - start], flat[own + low : own + high]
 
 
 class GatherAfterSteps:

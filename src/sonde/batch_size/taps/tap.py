@@ -88,11 +88,13 @@ class ExpertsOfWindow:
         vector: sums over their pieces, as `ExpertPieces.pack` returned them; 1-D, equally long on all ranks.
         sq_norm_big: |F|² of experts, [groups].
         witness_final: the witness's elements of F, 0 for those of other parameters; [witness].
+        further_big: |F|² of experts in further metrics, [further metrics · groups].
     """
 
     vector: Tensor
     sq_norm_big: Tensor
     witness_final: Tensor
+    further_big: Tensor
 
 
 class CountedBackwards:

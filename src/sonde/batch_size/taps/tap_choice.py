@@ -187,7 +187,7 @@ class TapChoice:
         if group is None:
             return None
         leaves, staging = self._wrapper.leaves, self._staging_bytes
-        return ContextPieces(leaves, group, self._witness, self._metric, staging_bytes=staging)
+        return ContextPieces(leaves, group, self._witness, self._metric, further=self._further, staging_bytes=staging)
 
     def _bucket_tap(self, comm_hook: CommHook | None, comm_state: object) -> Tap:
         if self._wrapper.ddp is None or self._wrapper.mesh is not None:

@@ -120,6 +120,7 @@ class WindowReader:
                 n_groups=len(self.groups),
                 witness=witness,
                 counts_pieces=wrapper.data.counts_pieces,
+                n_further=0 if further is None else len(further.metrics),
                 device=self.device,
             )
         self._may_be_recorded = runs_beside_host(self.device)
@@ -321,11 +322,11 @@ class WindowReader:
         witness = self.final.witness_of_shards(grads)
         shares = self.final.sq_norms(self.final.counted_shards(grads)) if self._reads_examples else None
         examples = self._examples.end_window(self._sums, shares) if self._examples is not None else None
-        further = self.final.further_of_shards(grads)
+        further = self.final.further_of_shards(grads, self._experts)
         if self._experts is not None:
             own = witness * self._experts.own_elements
             of_experts, differ = self._experts.pack()
-            parts = [self._pack(problems, {Problem.EXPERTS_DIFFER: differ}), own, of_experts, witness - own]
+            parts = [self._pack(problems, {Problem.EXPERTS_DIFFER: differ}), own, of_experts, witness - own, *further]
         else:
             parts = [self._pack(problems), witness, *([] if examples is None else [examples.vector]), *further]
         lengths = list(map(len, parts))
@@ -355,8 +356,9 @@ class WindowReader:
         packed, witness, *more = summed
         experts = None
         if self._experts is not None:
-            vector, witness_of_experts = more
-            experts = ExpertsOfWindow(vector, squares[len(self.groups) :], witness_of_experts)
+            vector, witness_of_experts, *more = more
+            further_big = more.pop() if has_further else vector.new_zeros(0)
+            experts = ExpertsOfWindow(vector, squares[len(self.groups) :], witness_of_experts, further_big)
         sizes = dict(self._witness.sizes)
         further = (more[-2], more[-1]) if has_further else None
         of_groups = squares[: len(self.groups)]
