@@ -182,6 +182,21 @@ def test_windows_that_are_longer_by_more_than_was_timed_count_as_dearer() -> Non
     assert pace.every > 20  # by the host's clock alone it would be 3
 
 
+def test_cost_that_overlaps_with_waiting_does_not_slow_the_pace() -> None:
+    """Ranks wait for each other while they measure, so measured windows are longer by less than their cost."""
+    rng = random.Random(3)
+    pace, chosen = Pace(budget=0.01), []
+    for i in range(60):
+        measured = 0.008 if pace.every == 1 else 0.016
+        costs = timed(measured=measured, idle=1.3e-4, window=0.03, every=pace.every, rng=rng)
+        costs["measured_time"] -= 0.75 * costs["seconds"]
+        feed(pace, costs | {"has_verdict": float(i > 30)})
+        chosen.append(pace.every)
+    expected = naive_every(0.016, 1.3e-4, 0.03, 0.009)
+    assert max(chosen) < 1.5 * expected
+    assert chosen[-1] > 0.67 * expected
+
+
 def test_the_shares_error_is_its_scatter() -> None:
     """The true share lies within two standard errors in about 95 % of runs."""
     rng = random.Random(3)

@@ -12,6 +12,11 @@ MOST_EVERY = 1000
 """At least one window in so many is measured, however small the budget."""
 FEWEST = 8
 """Fewest measured windows from which a cost is computed."""
+_FEWEST_STRETCHES = 3
+"""Stretches of windows that were not measured, whose median is their length: not that of an evaluation in one of them.
+
+Before, it is that of measured windows without their cost, which is too short where ranks wait for each other meanwhile.
+"""
 _AIM = 0.9
 """Part of the budget that is aimed at, since costs scatter."""
 _OUTLIER = 10.0
@@ -140,7 +145,7 @@ def _mean_costs(rows: Sequence[CostRow]) -> _Costs:
     idle = math.fsum(row.costs.idle_seconds for row in rows) / n_idle if n_idle else 0.0
     idle_lengths, measured_lengths = _lengths(rows)
     # The median: evaluations and checkpoints make some windows very long.
-    if len(idle_lengths) >= FEWEST:
+    if len(idle_lengths) >= _FEWEST_STRETCHES:
         window = statistics.median(idle_lengths) - idle
     else:
         window = _median_of_pairs(measured_lengths) - _median_of_pairs(of_measured) if measured_lengths else 0.0
