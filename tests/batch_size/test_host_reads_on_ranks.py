@@ -231,8 +231,11 @@ def everything() -> dict[str, set[str]]:
 
 def everything_on_four_ranks() -> dict[str, set[str]]:
     found = {name: of_shards(loop) for name, loop in ON_FOUR_RANKS.items()}
+    in_metrics = {"metric": METRICS, "staging_mib": 8.0}
     found["FSDP2 over context parallelism"] = of_shared_sequences(context_loops.Loop())
+    found["the same, further metrics"] = of_shared_sequences(context_loops.Loop(options=in_metrics))
     found["expert parallelism"] = of_experts(expert_loops.Loop())
+    found["the same, Adam's metric"] = of_experts(expert_loops.Loop(options={"metric": METRICS[:2]}))
     over = ("DDP", "FSDP2") if torch.__version__ >= "2.11" else ()
     return found | {f"a pipeline over {name}": in_pipeline(name) for name in over}
 
