@@ -1,9 +1,10 @@
-"""The README keeps its word: its snippet runs as printed, and what it points to is there."""
+"""The README keeps its word: its snippets run as printed, and what it points to is there."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,20 +16,25 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_snippet_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=["three lines", "declared pieces"])
+def test_a_snippet_runs_as_printed(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(5, 1)
     loader = [[torch.randn(4, 5) for _ in range(3)] for _ in range(30)]
-    names = {
+    names: dict[str, Any] = {
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
         "loader": loader,
         "loss_of": lambda model, micro: (model(micro) - micro[:, :1] - 0.3).square().mean(),
     }
     exec(compile(snippet, "README.md", "exec"), names)
+    names["probe"].close()
     run = sonde.read_run("runs/my-run")
     assert run.readings[-1].window == 30
+    assert run.readings[-1].metrics["gns/units_per_window"] == 12
     assert run.header.unit == "sequences"
 
 

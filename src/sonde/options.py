@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import types
 from collections.abc import Mapping, Sequence
@@ -85,14 +86,18 @@ def _value(name: str, hint: Any, value: object, where: object) -> object:
     if value is None and type(None) in get_args(hint):
         return None
     takes_several = any(get_origin(kind) is Sequence for kind in get_args(hint))
-    [hint] = _plain_kinds(hint)
-    try:
-        if takes_several and isinstance(value, list):
-            return tuple(_converted(hint, each) for each in value)
-        return _converted(hint, value)
-    except (TypeError, ValueError) as error:
-        expected = f"one of {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else _CALLED[hint]
-        raise ValueError(f"{name} in {where} must be {expected}, got {value!r}: change that line") from error
+    kinds = _plain_kinds(hint)
+    for kind in kinds:
+        with contextlib.suppress(TypeError, ValueError):
+            if takes_several and isinstance(value, list):
+                return tuple(_converted(kind, each) for each in value)
+            return _converted(kind, value)
+    expected = " or ".join(map(_in_words, kinds))
+    raise ValueError(f"{name} in {where} must be {expected}, got {value!r}: change that line")
+
+
+def _in_words(kind: Any) -> str:
+    return f"one of {', '.join(map(str, get_args(kind)))}" if get_origin(kind) is Literal else _CALLED[kind]
 
 
 def _plain_kinds(hint: Any) -> list[Any]:

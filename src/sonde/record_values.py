@@ -82,6 +82,11 @@ def _metric_value(name: str, value: object) -> float | None:
         ) from None
 
 
+def known(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """The metrics whose numbers are known."""
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
 def json_number(value: float | None) -> float | None:
     """A number as records hold it: JSON has no NaN and no infinity, so these become None."""
     return value if value is not None and math.isfinite(value) else None

@@ -28,6 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -36,7 +37,7 @@ from sonde.deprecation import warn_deprecated
 from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
 from sonde.record_values import check_setup, metric_values, step_number
 from sonde.record_writer import RecordWriter
-from sonde.sink import Sink
+from sonde.sink import Sink, named_sink
 from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
@@ -285,17 +286,19 @@ class RunLog:
         self._writer.end(reason, window=window)
 
 
-def log_of(log: RunLog | None, deprecated: dict[str, Any], *, every: int = 10) -> RunLog:
+def log_of(log: RunLog | str | Path | None, deprecated: dict[str, Any], *, every: int = 10) -> RunLog:
     """The log passed as `log=`, or a log made from the deprecated keywords.
 
     Args:
-        log: None for a log without sinks.
+        log: None for a log without sinks; a folder for one that writes there.
         deprecated: keywords that the call does not list; those of the older spelling are taken out.
         every: windows between readings, if neither spelling says.
 
     Raises:
         TypeError: for both at once.
     """
+    if isinstance(log, str | Path):
+        log = RunLog(named_sink("jsonl", log), every=every)
     old = {name: deprecated.pop(name) for name in ("sinks", "run", "metadata", "log_every") if name in deprecated}
     if not old:
         return RunLog(every=every) if log is None else log

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 logger = logging.getLogger("sonde")
@@ -26,6 +28,29 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """No record follows."""
+
+
+_BY_NAME = {"jsonl": ("sonde.runs.sinks", "JsonlSink"), "tensorboard": ("sonde.runs.tensorboard", "TensorBoardSink")}
+"""The module and class of each sink that has a name. They are imported when they are asked for: some need packages that
+are not always there, and they stand on a higher floor than this file, since they write reports."""
+
+
+def named_sink(name: str, folder: str | Path) -> Sink:
+    """A sink by its name.
+
+    Args:
+        name: "jsonl" or "tensorboard".
+        folder: to write to.
+
+    Raises:
+        ValueError: for another name.
+        ImportError: without the package that the sink needs.
+    """
+    if name not in _BY_NAME:
+        raise ValueError(f"there is no sink {name!r}: use one of {', '.join(map(repr, _BY_NAME))}")
+    module, kind = _BY_NAME[name]
+    sink: Sink = getattr(importlib.import_module(module), kind)(folder)
+    return sink
 
 
 class GuardedSink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,19 +201,21 @@ def test_sinks_may_come_from_a_generator() -> None:
 NEVER_CLOSED = """
 import sys, torch, sonde
 model = torch.nn.Linear(5, 1)
-probe = sonde.attach(model, unit="rows", log=sonde.RunLog(sonde.JsonlSink(sys.argv[1])), verbose=False)
+probe = sonde.attach(model, unit="rows", units_per_piece="first dim", log=sys.argv[1])
+torch.manual_seed(0)
 for _ in range(8):
     for _ in range(3):
-        with probe.piece(units=4):
-            model(torch.randn(4, 5)).square().mean().backward()
+        model(torch.randn(4, 5)).square().mean().backward()
     probe.step()
     model.zero_grad()
 """
 
 
-def test_a_script_that_ends_without_close_leaves_a_whole_log(tmp_path: Path) -> None:
+def test_a_script_that_ends_without_close_leaves_a_whole_log_and_a_verdict(tmp_path: Path) -> None:
     with Python("-c", NEVER_CLOSED, str(tmp_path / "run"), folder=tmp_path) as python:
-        assert python.wait().status == 0
+        ended = python.wait()
+    assert (ended.status, ended.out) == (0, "")
+    assert re.fullmatch(r"sonde: B_simple .* rows.*, batch 12, 8 windows: the batch .*", ended.err.splitlines()[-1])
     run = sonde.read_run(tmp_path / "run")
     assert run.readings[-1].window == 8
     assert run.ended == "the process ended without probe.close()"

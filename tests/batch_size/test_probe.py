@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,3 +209,38 @@ def test_close_removes_every_hook_and_may_be_called_again() -> None:
     probe.close()
     assert not any(p._backward_hooks for p in model.parameters())
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_reading_says_what_it_means_for_the_batch() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    with attached(model, optimizer) as probe:
+        assert probe.reading().verdict is None
+        train(model, probe, optimizer, windows=40)
+        reading = probe.reading()
+    assert reading.status == "resolved"
+    assert reading.verdict.headline.startswith("The batch of 12 rows is ")
+    in_short = reading.verdict.headline.split(":")[0].replace("The batch of 12 rows", "the batch")
+    assert str(reading).endswith(f", 40 windows: {in_short}")
+
+
+def test_metrics_that_are_not_known_can_be_left_out() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    with attached(model, optimizer) as probe:
+        train(model, probe, optimizer, windows=4)
+        everything, known = probe.metrics(), probe.metrics(known_only=True)
+    assert None in everything.values()
+    assert known == {name: value for name, value in everything.items() if value is not None}
+
+
+def test_a_log_may_be_the_name_of_its_folder(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    for folder in (tmp_path / "path", str(tmp_path / "text")):
+        probe = sonde.attach(model, optimizer, unit="rows", log=folder, verbose=False)
+        train(model, probe, optimizer, windows=3)
+        probe.close()
+        assert sonde.read_run(folder).readings[-1].window == 3
+    with pytest.raises(ValueError, match=r"log must be a folder or a sonde\.RunLog, got 7"):
+        sonde.attach(model, optimizer, unit="rows", log=7)  # type: ignore[arg-type]

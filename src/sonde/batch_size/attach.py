@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sonde.batch_size.budget import DEFAULT_BUDGET
+from sonde.batch_size.forward_units import UnitsPerPiece
 from sonde.batch_size.found_model import RanksOfModel, find_parameters
 from sonde.batch_size.parameter_groups import Groups
 from sonde.batch_size.per_example.rules import GradientsOf
@@ -33,7 +35,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     unit: str | Sequence[str],
-    units_per_piece: float | Mapping[str, float] | None = None,
+    units_per_piece: UnitsPerPiece = None,
     horizon: float = 50.0,
     groups: Groups = "blocks",
     metric: MetricName | Sequence[MetricName] = "euclidean",
@@ -53,7 +55,7 @@ def attach(
     cp_mesh: DeviceMesh | None = None,
     comm_hook: CommHook | None = None,
     comm_state: object = None,
-    log: RunLog | None = None,
+    log: RunLog | str | Path | None = None,
     verbose: bool = True,
     **deprecated: Any,
 ) -> NoiseScaleProbe:
@@ -70,6 +72,7 @@ def attach(
         unit: plural name of the independent sample ("sequences", "images"); results are in it. With several names,
             ("sequences", "tokens"), they are converted to those after the first.
         units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives them.
+            "first dim" counts the rows that each forward is called with.
         horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks", "kinds", "parameters", None, or a function from a parameter's name to its group's.
         metric: "euclidean", "adam", "sign" or "spectral"; or several of them, the headline first.
@@ -92,7 +95,8 @@ def attach(
             same numbers, those of the whole sequences. In measured windows, their gradients are summed piece by piece.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
-        log: of the run; give the same log to every probe of the run.
+        log: of the run; give the same log to every probe of the run. Or the folder for a log of its own, as
+            "runs/my-run".
         verbose: print the setup that was found, on rank 0.
         **deprecated: `sinks`, `run`, `metadata` and `log_every`, which are arguments of `RunLog` now.
 

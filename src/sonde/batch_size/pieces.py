@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from sonde.batch_size.forward_units import ForwardUnits
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.taps.tap import Problem
@@ -69,12 +71,20 @@ class DeclaredPiece:
             self._pieces.end(self._counts, failed=kind is not None)
 
 
+@dataclass(frozen=True)
+class CountedByForward:
+    """A declared piece whose units its forward will show; `weight` is its weight in the loss."""
+
+    weight: float | Tensor
+
+
 class Pieces:
     """Begins and ends pieces, and knows how many units each has.
 
     Args:
         names: of the units, the independent sample first.
         units_per_piece: units in a piece whose number the user does not give; None if it is not known.
+        forwards: counts the units of such a piece in its forward, in place of `units_per_piece`; None if it does not.
         reader: of the pieces.
         loop: counts pieces of windows that are not measured.
         pacing: says whether a window is measured.
@@ -87,6 +97,7 @@ class Pieces:
         self,
         names: Sequence[str],
         units_per_piece: float | Mapping[str, float] | None,
+        forwards: ForwardUnits | None = None,
         *,
         reader: WindowReader,
         loop: LoopWatch,
@@ -94,23 +105,24 @@ class Pieces:
         in_pipeline: bool = False,
         has_peers: bool = False,
     ) -> None:
-        self._names, self._units_per_piece = tuple(names), units_per_piece
+        self._names, self._units_per_piece, self._forwards = tuple(names), units_per_piece, forwards
         self._reader, self.loop, self._pacing = reader, loop, pacing
         self.is_open = False
         """Whether a declared piece has begun, and not ended."""
         self.is_quiet = False
         """Whether the present window is not measured, and a piece's number of units alone says its size."""
-        self.knows_units = units_per_piece is not None
+        self.knows_units = units_per_piece is not None or forwards is not None
         """Whether the number of units need not be given for each piece."""
         self.seconds = 0.0
         """Host time spent so far on declared pieces in all windows, in measured ones without their reading."""
         self._in_pipeline, self._has_peers = in_pipeline, has_peers
-        self._units_unknown = self._ran_outside = False
+        self._error: Exception | None = None
+        self._units_unknown = self._units_unclear = self._ran_outside = False
         """Errors that are raised from the user's own call, not inside autograd."""
 
     def begin(
         self, units: Units, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
-    ) -> PieceCounts | None:
+    ) -> PieceCounts | CountedByForward | None:
         """Begin a declared piece; see `NoiseScaleProbe.piece`.
 
         Returns:
@@ -118,15 +130,24 @@ class Pieces:
         """
         start = time.perf_counter()
         self._check_closed("piece()")
+        is_counted_later = self._forwards is not None and units is None and unit_weights is None
         if not self._pacing.is_measured or self._reader.is_recorded():
-            first, further = self._counted(units, has_weights=unit_weights is not None)
-            check_counts(first, weight, unit_weights, further)
+            if not is_counted_later:
+                first, further = self._counted(units, has_weights=unit_weights is not None)
+                check_counts(first, weight, unit_weights, further)
             self.loop.n_passed_pieces += not self._pacing.is_measured
             self._pacing.spent_idle(start)
             self.is_open = True
             return None
-        first, further = self._counted(units, has_weights=unit_weights is not None)
-        counts = piece_counts(first, weight, unit_weights, further)
+        counts: PieceCounts | CountedByForward
+        if self._forwards is not None:
+            self._forwards.forget()  # of before the piece
+        if is_counted_later:
+            check_counts(1.0, weight, None)
+            counts = CountedByForward(weight)
+        else:
+            first, further = self._counted(units, has_weights=unit_weights is not None)
+            counts = piece_counts(first, weight, unit_weights, further)
         self._units_unknown = False
         self._reader.begin_piece()
         self._pacing.spent(start)
@@ -136,8 +157,10 @@ class Pieces:
     def begin_window(self, *, is_measured: bool) -> None:
         """Note whether the window that begins is measured."""
         self.is_quiet = not is_measured and len(self._names) == 1
+        if self._forwards is not None:
+            self._forwards.forget()
 
-    def end(self, counts: PieceCounts, *, failed: bool) -> None:
+    def end(self, counts: PieceCounts | CountedByForward, *, failed: bool) -> None:
         """End a declared piece of a measured window.
 
         Args:
@@ -147,8 +170,28 @@ class Pieces:
         self.is_open = False
         if failed or self._reader.is_recorded():
             self._reader.discard_piece()
-        else:
-            self._reader.end_piece(counts)
+            return
+        if isinstance(counts, CountedByForward):
+            by_forward = self._counted_by_forward(counts.weight)
+            if by_forward is None:
+                self._reader.leave_out_backward(Problem.BAD_COUNTS)
+                self._units_unclear = not self._has_peers
+                return
+            counts = by_forward
+        self._reader.end_piece(counts)
+
+    def _counted_by_forward(self, weight: float | Tensor) -> PieceCounts | None:
+        """The counts of a piece that is ending, by its forward; None if its forward does not show them."""
+        assert self._forwards is not None
+        try:
+            units = self._forwards.take()
+            if units is None:
+                return None
+            first, further = counted_in(self._names, units)
+            return piece_counts(first, weight, None, further)
+        except Exception as error:  # of the user's function, or a number that cannot be: raised when the window ends
+            self._error = None if self._has_peers else error
+            return None
 
     @contextmanager
     def scheduled(
@@ -215,6 +258,12 @@ class Pieces:
         if self._in_pipeline:
             self._reader.leave_out_backward(Problem.OUTSIDE_SCHEDULE)
             self._ran_outside = not self._has_peers
+        elif self._forwards is not None:
+            counts = self._counted_by_forward(1.0)
+            if counts is None:
+                self._reader.leave_out_backward(Problem.UNITS_UNCLEAR)
+            else:
+                self._reader.end_piece(counts, is_declared=False)
         elif self._units_per_piece is None:
             self._reader.leave_out_backward(Problem.UNITS_UNKNOWN)
             self._units_unknown = not self._has_peers
@@ -235,6 +284,25 @@ class Pieces:
             raise RuntimeError(Problem.OUTSIDE_SCHEDULE.message)
         if self._units_unknown:
             self._known_units()
+        if (error := self._error) is not None:
+            self._error, self._units_unclear = None, False
+            raise RuntimeError(
+                f"the units of a piece could not be counted by units_per_piece= ({type(error).__name__}: {error}): it "
+                "is called as the model is, and must return a number of units > 0"
+            ) from error
+        if self._units_unclear:
+            self._units_unclear = False
+            raise RuntimeError(Problem.UNITS_UNCLEAR.message)
+
+    @property
+    def seconds_in_all_windows(self) -> float:
+        """Host time spent on pieces and in hooks of forwards so far, measured or not; see `seconds`."""
+        return self.seconds + (self._forwards.seconds if self._forwards is not None else 0.0)
+
+    def close(self) -> None:
+        """Remove the hook of forwards."""
+        if self._forwards is not None:
+            self._forwards.close()
 
     def _known_units(self) -> float | Mapping[str, float]:
         if self._units_per_piece is None:

@@ -15,7 +15,8 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from sonde.batch_size.arrivals import Arrivals
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.consecutive_steps import consecutive_steps
 from sonde.batch_size.delivery import Delivery
+from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model
 from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.late_wrapper import LateWrapper
@@ -65,6 +67,7 @@ from sonde.parallel.process_groups import n_summed
 from sonde.parallel.same_on_ranks import check_all_succeeded
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric
+from sonde.record_values import known
 from sonde.records import RunLog, log_of
 from sonde.stats.sealed_state import sealed
 
@@ -98,7 +101,7 @@ class NoiseScaleProbe:
         cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
-        log: of the run; give the same log to every probe of the run.
+        log: of the run; give the same log to every probe of the run. Or the folder for a log of its own.
         verbose: print the setup that was found, on rank 0.
         fixed_weights: averages the windows of a model that does not train: `sonde.measure` passes it.
         **deprecated: see `attach`.
@@ -127,7 +130,7 @@ class NoiseScaleProbe:
         cp_mesh: DeviceMesh | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
-        log: RunLog | None = None,
+        log: RunLog | str | Path | None = None,
         verbose: bool = True,
         fixed_weights: FixedWeights | None = None,
         **deprecated: Any,
@@ -137,6 +140,11 @@ class NoiseScaleProbe:
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
         ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         self._found = found = find_model(model, optimizer, options, ranks, has_comm_hook=comm_hook is not None)
+        if found.in_pipeline and is_of_forward(options.units_per_piece):  # on all ranks, since options are the same
+            raise ValueError(
+                f"units_per_piece={options.units_per_piece!r} counts the forwards of a model, and a pipeline's stage "
+                "is not called as one: pass a number, or units= to pieces()"
+            )
         self._wrapper, self._options = (wrapper := found.wrapper), options
         self._unmeasured = UnmeasuredParameters(model, found.parameters, wrapper.leaves, wrapper.stand_ins)
         self._late_wrapper = LateWrapper(model, wrapper, self._unmeasured)
@@ -204,9 +212,11 @@ class NoiseScaleProbe:
             device=self._reader.device,
         )
         self._loop = LoopWatch(model, optimizer, wrapper, self._frozen, self._reader, alert=self._alert)
+        units = options.units_per_piece
         self._pieces = Pieces(
             found.units,
-            options.units_per_piece,
+            None if is_of_forward(units) else units,
+            ForwardUnits(model, units) if is_of_forward(units) else None,
             reader=self._reader,
             loop=self._loop,
             pacing=self._pacing,
@@ -445,11 +455,23 @@ class NoiseScaleProbe:
             self._delivery.receive_all()
             return self._metrics.of(metric).last
 
-    def metrics(self) -> Mapping[str, float | None]:
-        """The first metric's reading by name; None where a number is not known or not bounded. Waits for the device."""
+    @overload
+    def metrics(self, *, known_only: Literal[True]) -> Mapping[str, float]: ...
+
+    @overload
+    def metrics(self, *, known_only: bool = False) -> Mapping[str, float | None]: ...
+
+    def metrics(self, *, known_only: bool = False) -> Mapping[str, float | None] | Mapping[str, float]:
+        """The first metric's reading by name. Waits for the device.
+
+        Args:
+            known_only: leave out what is not known or not bounded, as trackers of experiments want it, which is None
+                otherwise.
+        """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._tracker.reading(with_groups=False, now=self._ends.n_windows).metrics()
+            metrics = self._tracker.reading(with_groups=False, now=self._ends.n_windows).metrics()
+        return known(metrics) if known_only else metrics
 
     def cost(self) -> Cost:
         """How many windows are measured now, and the part of the run's time that it takes. Waits for the device."""
@@ -538,12 +560,14 @@ class NoiseScaleProbe:
         """
         self._close(reason, abandon_unfinished=False)
 
-    def _close(self, reason: str, *, abandon_unfinished: bool) -> None:
+    def _close(self, reason: str, *, abandon_unfinished: bool, says_reading: bool = False) -> None:
         with self._delivery.alone():
             if not self._closed:
                 self._closed = True
                 self._ends.catch_up()
                 self._end(reason, abandon_unfinished=abandon_unfinished)
+                if says_reading:
+                    self._say(str(self._tracker.reading(with_groups=False, now=self._ends.n_windows)))
 
     def _end(self, reason: str, *, abandon_unfinished: bool) -> None:
         atexit.unregister(self._at_exit)
@@ -561,6 +585,7 @@ class NoiseScaleProbe:
 
     def _remove_hooks(self) -> None:
         self._mechanism.close()
+        self._pieces.close()
         self._taps.close()
         self._loop.close()
         if self._gathers is not None:
@@ -599,7 +624,8 @@ class NoiseScaleProbe:
 def _close_left_open(probe: weakref.ref[NoiseScaleProbe], pid: int) -> None:
     """Complete the log of a script that ends without `close()`, but for windows that peers have not summed yet.
 
-    A child that the script forked inherits this call. The log is not the child's, and its device may be unusable there.
+    The last reading is printed: nobody may have asked for one. A child that the script forked inherits this call. The
+    log is not the child's, and its device may be unusable there.
     """
     if os.getpid() == pid and (left_open := probe()) is not None:
-        left_open._close("the process ended without probe.close()", abandon_unfinished=True)
+        left_open._close("the process ended without probe.close()", abandon_unfinished=True, says_reading=True)

@@ -14,6 +14,12 @@ from torch import nn
 from typing_extensions import TypeIs
 
 from sonde.batch_size.budget import DEFAULT_BUDGET, FIRST_WINDOWS
+from sonde.batch_size.forward_units import (
+    FIRST_DIM,
+    UnitsPerPiece,
+    check_units_of_forward,
+    is_of_forward,
+)
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.metric_choice import metric_names
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
@@ -40,7 +46,8 @@ class NoiseScaleOptions:
             ("sequences", "tokens"), count each piece in all of them: results are converted to those after the first.
         units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives their
             number. Without `piece()`, each backward is one piece. Once `piece()` is used, only backwards inside
-            `piece()` count.
+            `piece()` count. "first dim" counts the rows of each forward: the size of dim 0 of the first tensor that the
+            model is called with. A function is called as the model is, and returns the number of units.
         horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks" for one group per top-level block; "kinds" for embeddings, attention, mlp, experts, norms,
             biases, head and the like; "parameters" for one group each; None for one group in all; or a function from a
@@ -76,7 +83,7 @@ class NoiseScaleOptions:
     """
 
     unit: str | Sequence[str]
-    units_per_piece: float | Mapping[str, float] | None = None
+    units_per_piece: UnitsPerPiece = None
     horizon: float = 50.0
     groups: Groups = "blocks"
     metric: MetricName | Sequence[MetricName] = "euclidean"
@@ -91,7 +98,8 @@ class NoiseScaleOptions:
 
     def __post_init__(self) -> None:
         names = unit_names(self.unit)
-        if self.units_per_piece is not None:
+        check_units_of_forward(self.units_per_piece, names)
+        if self.units_per_piece is not None and not is_of_forward(self.units_per_piece):
             first, further = counted_in(names, self.units_per_piece)
             for units in (first, *further):
                 if not (is_number(units) and 0 < units < math.inf):
@@ -168,7 +176,10 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler
             "out grad_scaler= if there is none"
         )
     if not isinstance(log, RunLog):
-        raise ValueError(f"log must be a sonde.RunLog, got {log!r}: use sonde.RunLog(sonde.JsonlSink('runs/my-run'))")
+        raise ValueError(
+            f"log must be a folder or a sonde.RunLog, got {log!r}: pass 'runs/my-run', or "
+            "sonde.RunLog(sonde.JsonlSink('runs/my-run'))"
+        )
 
 
 def is_number(value: object) -> TypeIs[float]:
@@ -211,6 +222,7 @@ def same_on_ranks(
         "every": options.every,
         "budget": options.budget,
         "per_example": options.per_example,
+        "whether units are counted in forwards": is_of_forward(options.units_per_piece),
         "allow_biased": options.allow_biased,
         "whether the optimizer has second moments": has_moments,
         "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
@@ -256,8 +268,18 @@ def setup_record(
         "allow_biased": options.allow_biased,
         "comm_hook": comm_hook_name(wrapper.ddp),
         "units_per_piece": options.units_per_piece if is_number(options.units_per_piece) else None,
+        "units_by_forward": _units_by_forward(options.units_per_piece),
         "further_units": list(unit_names(options.unit)[1:]),
     }
+
+
+def _units_by_forward(units_per_piece: UnitsPerPiece) -> str | None:
+    """How units are counted in forward, in words; None where they are not."""
+    if not is_of_forward(units_per_piece):
+        return None
+    if units_per_piece == FIRST_DIM:
+        return "the rows of the first tensor that the model is called with"
+    return "counted by your function from what the model is called with"
 
 
 def describe_context_axis(axis: str, *, trains: bool) -> str:
@@ -284,7 +306,9 @@ def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
         "model": f"{setup['wrapper']}, {n_trainable} on {setup['device']}{hook}",
         "ranks": plural(setup["ranks"], "data-parallel rank"),
         "pieces": f"read by {setup['tap']}; the first window shows how many there are",
-        "unit": unit + (f", also counted in {', '.join(further)}" if (further := setup["further_units"]) else ""),
+        "unit": unit
+        + (f": {how}" if (how := setup["units_by_forward"]) else "")
+        + (f", also counted in {', '.join(further)}" if (further := setup["further_units"]) else ""),
         "windows": _windows_in_words(setup["budget"], setup["every"]),
         "groups": f"{len(groups)}: {shown}" + ("" if setup["groups"] else "; their values are not written to the log"),
         "steps": setup["optimizer"],

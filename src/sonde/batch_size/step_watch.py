@@ -21,6 +21,9 @@ _PASSED_OVER_AFTER = 3
 """Windows without a step, after which another optimizer that steps the same parameters takes the place."""
 _UNSEEN_AFTER = 20
 """Windows without any step that could be seen, after which the check is said to be blind."""
+_OFTEN_AFTER = 5
+"""Steps in a row that ended several windows each, after which the windows are certainly ended too often. A GradScaler
+that finds its scale may leave out a few steps."""
 _UNENDED_AFTER = 2
 """Steps after a forward pass, without the end of a window between them, after which a window that is not measured was
 certainly not ended. Two optimizers that share a model's parameters may step once each."""
@@ -58,7 +61,7 @@ class StepWatch:
         """Host time spent in hooks of optimizers so far."""
         self.is_measured = True
         """Whether the present window is measured."""
-        self._n_runs_stepped = self._n_unended = 0
+        self._n_runs_stepped = self._n_unended = self._n_often = 0
         self._parameters, self._ids = list(parameters), frozenset(id(p) for p in parameters)
         self._held: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
         """By optimizer: how many parameters it has, and the measured ones among them."""
@@ -198,6 +201,8 @@ class StepWatch:
         start = time.perf_counter()
         is_usual = self._ended_since_step and not self._others and self._watched == [optimizer]
         if is_usual and not in_backward():  # nearly all steps, so this is short
+            if self._windows_unstepped > 1 or self._n_often:
+                self._count_windows()
             self._windows_unstepped, self._ended_since_step = 0, False
         else:
             self._before_step(optimizer, args, kwargs)
@@ -226,11 +231,22 @@ class StepWatch:
         elif not any(optimizer is watched for watched in self._watched):
             self._others.add(optimizer)
         elif self._held_by(optimizer) or not self._others:  # another model's gives way to one of this model
+            self._count_windows()
             self._windows_unstepped = 0
             self._others.clear()
             if not (self._ended_since_step or has_closure):
                 self._step_was_not_announced()
             self._ended_since_step = False
+
+    def _count_windows(self) -> None:
+        """Notice that a window is ended with each micro-batch: several windows before each step."""
+        self._n_often = self._n_often + 1 if self._windows_unstepped > 1 else 0
+        if self._n_often == _OFTEN_AFTER:
+            self._alert(
+                "called_often",
+                f"probe.step() was called {self._windows_unstepped} times between optimizer steps, {_OFTEN_AFTER} "
+                "steps in a row: call it once, after the last backward and before optimizer.step()",
+            )
 
     def _while_alive(self, method: Callable[..., None]) -> Callable[..., None]:
         """A method as a hook that does not keep its object alive: a hook for all optimizers outlives every model."""

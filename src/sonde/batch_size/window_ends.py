@@ -115,7 +115,9 @@ class WindowEnds:
 
     def _end_checked(self, clip: WindowClip | None) -> Tensor | None:
         self.catch_up()
-        self._pacing.spent_in_all_windows(self._loop.seconds + self._pieces.seconds + self._quiet_seconds)
+        self._pacing.spent_in_all_windows(
+            self._loop.seconds + self._pieces.seconds_in_all_windows + self._quiet_seconds
+        )
         self._deliver()
         if clip is not None:
             self._reader.final.clip_also(self._unmeasured.now())

@@ -10,7 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sonde.batch_size.stats.reading import GroupReading, doubling_windows
+from sonde.batch_size.stats.drift import doubling_windows
+from sonde.batch_size.stats.reading import GroupReading
 from sonde.probe import ReportSection
 from sonde.runs.policy_reading import PolicyReading, PromptEffect
 from sonde.stats.intervals import Status

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from sonde.batch_size.stats.reading import drift_in_words
+from sonde.batch_size.stats.drift import drift_in_words
 from sonde.batch_size.stats.step_pairs import IN_WORDS as BIASED
 from sonde.stats.intervals import Status
 from sonde.wording import number
@@ -72,11 +72,13 @@ class Verdict:
         kind: what the data allow; "unknown" where they allow a batch that is too small and one that is too large.
         headline: one sentence.
         detail: the consequences, with numbers, what to do next, and the assumption behind them.
+        in_short: "the batch is about right" or the like; empty where there is no verdict.
     """
 
     kind: Kind
     headline: str
     detail: str
+    in_short: str = ""
 
 
 _WORDS: dict[Kind, str] = {
@@ -137,13 +139,14 @@ def judge_batch(
         known = f"more than {number(low)} {unit}" if math.isinf(high) else f"less than {number(high)} {unit}"
         headline = f"The batch of {size} {_WORDS[kind]}: the noise scale is {known}."
         cost = _cost_of_bound(batch, low, high, unit) if kind in ("too_small", "too_large") else ""
-        return Verdict(kind, headline, _sentences(cost, reason, advice, _PROXY))
+        return Verdict(kind, headline, _sentences(cost, reason, advice, _PROXY), _in_short(kind))
     known = f"{number(b_simple)} {unit} [{number(low)} – {number(high)}]"
     headline = f"The batch of {size} {_WORDS[kind]}: the noise scale is {known}."
     outlook = _outlook(batch, b_simple, doubling_windows)
     if kind in ("too_small", "about_right", "too_large"):
         advice = ""  # the interval is narrow enough to decide
-    return Verdict(kind, headline, _sentences(_cost(kind, batch, b_simple, unit), outlook, advice, _PROXY))
+    detail = _sentences(_cost(kind, batch, b_simple, unit), outlook, advice, _PROXY)
+    return Verdict(kind, headline, detail, _in_short(kind))
 
 
 def _judge_biased(
@@ -165,7 +168,11 @@ def _judge_biased(
     headline = f"The batch of {size} {_WORDS[kind]}: the noise scale was read as {known}, which is biased."
     cost = _cost_of_bound(batch, 0.0, high, unit) if kind == "too_large" else ""
     remedy = "" if kind == "too_large" else "Accumulate over 2 or more micro-batches for a reading without bias"
-    return Verdict(kind, headline, _sentences(BIASED, cost, reason, advice, remedy, _PROXY))
+    return Verdict(kind, headline, _sentences(BIASED, cost, reason, advice, remedy, _PROXY), _in_short(kind))
+
+
+def _in_short(kind: Kind) -> str:
+    return f"the batch {_WORDS[kind]}"
 
 
 def _kind(batch: float, low: float, high: float) -> Kind:

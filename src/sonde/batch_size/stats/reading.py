@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from sonde.batch_size.stats.critical_batch import Verdict, judge_batch
+from sonde.batch_size.stats.drift import doubling_windows, drift_in_words
 from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.step_pairs import ALERT as BIASED_ALERT
 from sonde.batch_size.stats.step_pairs import IN_WORDS as BIASED
@@ -224,6 +226,24 @@ class NoiseScaleReading:
         """Windows in which B_simple doubles, negative where it halves; None where its drift may be 0."""
         return doubling_windows(self.drift, self.drift_error)
 
+    @property
+    def verdict(self) -> Verdict | None:
+        """A judgement of the batch size; None before the first window. `sonde.judge_batch` judges another batch."""
+        if self.units_per_window is None:
+            return None
+        return judge_batch(
+            self.units_per_window,
+            unit=self.unit,
+            status=self.status,
+            b_simple=self.b_simple,
+            low=self.low,
+            high=self.high,
+            reason=self.reason,
+            doubling_windows=self.doubling_windows,
+            advice=self.advice,
+            is_biased=self.is_biased,
+        )
+
     def __str__(self) -> str:
         batch = f"batch {number(self.units_per_window, 4)}, " if self.units_per_window is not None else ""
         # Of pairs, `every` counts two windows for each one that is measured.
@@ -234,15 +254,16 @@ class NoiseScaleReading:
         seen = f"{batch}{self.windows} {counted}{of_these}{dropped}"
         seen += f" ({self.coverage})" if self.coverage is not None else ""
         seen += f" ({BIASED})" if self.is_biased else ""
+        judged = f": {self.verdict.in_short}" if self.verdict and self.verdict.in_short else ""
         if self.status == "resolved":
             moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
             known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"
             also = "".join(f" = {number(c.b_simple)} {c.unit}" for c in map(self.in_unit, self.further_units))
-            return f"B_simple {known}{also}{moves}, {seen}"
+            return f"B_simple {known}{also}{moves}, {seen}{judged}"
         if self.status == "lower_bound":
-            return f"B_simple > {number(self.low)} {self.unit}, {seen}; {self.advice}"
+            return f"B_simple > {number(self.low)} {self.unit}, {seen}{judged}; {self.advice}"
         if self.status == "upper_bound":
-            return f"B_simple < {number(self.high)} {self.unit}, {seen}; {self.advice}"
+            return f"B_simple < {number(self.high)} {self.unit}, {seen}{judged}; {self.advice}"
         return f"B_simple not known yet ({self.reason}), {seen}"
 
 
@@ -272,30 +293,6 @@ def _without_lower_bound(group: GroupReading) -> GroupReading:
     if group.status != "lower_bound":
         return group
     return replace(group, status="unresolved", b_simple=None, low=None, high=None)
-
-
-def doubling_windows(drift: float | None, drift_error: float | None) -> float | None:
-    """Windows in which B_simple doubles, negative where it halves; None where the drift may be 0.
-
-    Args:
-        drift: change of log(B_simple) per window.
-        drift_error: its standard error.
-    """
-    if drift is None or drift_error is None or abs(drift) <= 2 * drift_error or drift == 0:
-        return None
-    return math.log(2) / drift
-
-
-def drift_in_words(windows: float | None) -> str:
-    """Where the noise scale is going, such as "doubles every 60 windows"; empty where that is not known.
-
-    Args:
-        windows: in which it doubles, negative where it halves.
-    """
-    if windows is None:
-        return ""
-    every = number(abs(windows), 2)
-    return f"{'doubles' if windows > 0 else 'halves'} every {'window' if every == '1' else f'{every} windows'}"
 
 
 def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:

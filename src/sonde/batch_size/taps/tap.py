@@ -166,6 +166,7 @@ class Problem(IntEnum):
     ENDED_LATE = 0
     NOT_ALL_DECLARED = 31
     UNITS_UNKNOWN = 32
+    UNITS_UNCLEAR = 34
     OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
@@ -208,13 +209,16 @@ class Problem(IntEnum):
         if self is Problem.NOT_ALL_DECLARED:
             return are_declared
         # Beside declared pieces such backwards fill up, and do not count: they need no number of units.
-        return not (are_declared and self in (Problem.UNITS_UNKNOWN, Problem.OUTSIDE_SCHEDULE))
+        return not (are_declared and self in _OUTSIDE_PIECES)
 
     @property
     def message(self) -> str:
         """The cause, and what to do about it."""
         return _MESSAGES[self]
 
+
+_OUTSIDE_PIECES = (Problem.UNITS_UNKNOWN, Problem.UNITS_UNCLEAR, Problem.OUTSIDE_SCHEDULE)
+"""Backwards that need no number of units where pieces are declared."""
 
 _MESSAGES = {
     Problem.CUT_LATE: (
@@ -244,6 +248,11 @@ _MESSAGES = {
     Problem.UNITS_UNKNOWN: (
         "the number of units in a piece is not known: pass units_per_piece= to attach, or enter "
         "'with probe.piece(units=…):' around the backward of each micro-batch"
+    ),
+    Problem.UNITS_UNCLEAR: (
+        "a backward does not follow one forward of the model, whose inputs would show the piece's units: there was no "
+        "such forward, or several, or it was called without a tensor, or is compiled by model.compile(). Enter 'with "
+        "probe.piece(units=…):' around the backward of each micro-batch"
     ),
     Problem.OUTSIDE_SCHEDULE: (
         "a pipeline schedule ran outside pieces(), so its micro-batches cannot be told apart: run each step in "

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from sonde.batch_size.stats.critical_batch import Verdict, judge_batch, steps_and_examples
-from sonde.batch_size.stats.reading import drift_in_words
+from sonde.batch_size.stats.drift import drift_in_words
 from sonde.batch_size.stats.step_pairs import IN_SHORT as BIASED_IN_SHORT
 from sonde.batch_size.stats.step_pairs import IN_WORDS as BIASED
 from sonde.batch_size.stats.step_pairs import window_noun

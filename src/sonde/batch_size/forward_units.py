@@ -1,0 +1,141 @@
+"""The units of a piece, counted in what its forward was called with."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import TypeIs
+
+FirstDim = Literal["first dim"]
+"""The size of dim 0 of the first tensor that the model is called with: the rows of a micro-batch."""
+[FIRST_DIM] = get_args(FirstDim)
+UnitsOfForward = Callable[..., Any]
+"""Called as the model is, it returns the micro-batch's units: a number, a 0-dim tensor, or one of these by unit."""
+UnitsPerPiece = float | Mapping[str, float] | FirstDim | UnitsOfForward | None
+"""The units of a piece whose number the user does not give."""
+
+
+def rows(*inputs: object) -> int | None:
+    """The size of dim 0 of the first tensor of one or more dims, in order, also inside of mappings, lists and objects.
+
+    Args:
+        *inputs: what a model is called with, or a batch.
+
+    Returns:
+        The number of rows; None where there is no such tensor.
+
+    Example:
+        >>> rows({"input_ids": torch.zeros(8, 128), "labels": torch.zeros(8, 128)})
+        8
+    """
+    for value in inputs:
+        found: int | None = None
+        if isinstance(value, Tensor):
+            found = value.shape[0] if value.dim() else None
+        elif isinstance(value, Mapping):
+            found = rows(*value.values())
+        elif isinstance(value, list | tuple):
+            found = rows(*value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            found = rows(*(getattr(value, field.name) for field in dataclasses.fields(value)))
+        elif isinstance(data := getattr(value, "data", None), Mapping):  # a UserDict, as encodings of texts are
+            found = rows(*data.values())
+        if found is not None:
+            return found
+    return None
+
+
+class ForwardUnits:
+    """Counts the units of each forward that builds a graph, for the backward that follows it.
+
+    A forward in train mode goes before those in evaluation mode: an evaluation that forgets `torch.no_grad()` has no
+    backward. A model whose forward was compiled with its hooks (`model.compile()`) shows nothing here.
+
+    Args:
+        model: as the user calls it.
+        count: called as the model is, it returns the units.
+    """
+
+    def __init__(self, model: nn.Module, count: UnitsOfForward | FirstDim) -> None:
+        self._hook = _Hook(_rows_of_call if isinstance(count, str) else count)
+        self._handle = model.register_forward_pre_hook(self._hook, with_kwargs=True)
+
+    @property
+    def seconds(self) -> float:
+        """Host time spent in the hook so far."""
+        return self._hook.seconds
+
+    def take(self) -> Any:
+        """The units of the one forward since the last call; None where there was none, or several.
+
+        Raises:
+            Exception: what the user's function has raised.
+        """
+        seen, self._hook.seen = self._hook.seen, []
+        forwards = [units for is_training, units in seen if is_training] or [units for _, units in seen]
+        if len(forwards) != 1:
+            return None
+        if isinstance(forwards[0], Exception):
+            raise forwards[0]
+        return forwards[0]
+
+    def forget(self) -> None:
+        """Forget forwards without a backward, at the end of a window."""
+        self._hook.seen = []
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+
+class _Hook:
+    """An object, so that a model can be pickled whole, and a copy counts for itself."""
+
+    def __init__(self, count: UnitsOfForward) -> None:
+        self.seen: list[tuple[bool, Any]] = []
+        """Whether the model was in train mode, and the units, of each forward since they were taken."""
+        self.seconds = 0.0
+        self._count = count
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        start = time.perf_counter()
+        try:
+            units = self._count(*args, **kwargs)
+        except Exception as error:  # raised where the units are needed, not inside the user's forward
+            units = error
+        self.seen.append((module.training, units))
+        self.seconds += time.perf_counter() - start
+
+
+def _rows_of_call(*args: object, **kwargs: object) -> int | None:
+    return rows(*args, *kwargs.values())
+
+
+def is_of_forward(units_per_piece: UnitsPerPiece) -> TypeIs[FirstDim | UnitsOfForward]:
+    """Whether units are counted in what forward is called with."""
+    return units_per_piece == FIRST_DIM or callable(units_per_piece)
+
+
+def check_units_of_forward(units_per_piece: object, names: Iterable[str]) -> None:
+    """Refuse a text or a function that cannot count the units.
+
+    Raises:
+        ValueError: for another text, and for rows where pieces are counted in several units.
+    """
+    if isinstance(units_per_piece, str) and units_per_piece != FIRST_DIM:
+        raise ValueError(
+            f"units_per_piece must be a number, {FIRST_DIM!r} or a function, got {units_per_piece!r}: "
+            f"{FIRST_DIM!r} counts the rows of the first tensor that the model is called with"
+        )
+    if units_per_piece == FIRST_DIM and len(several := tuple(names)) > 1:
+        raise ValueError(
+            f"units_per_piece={FIRST_DIM!r} counts one unit, and pieces are counted in {', '.join(several)}: pass a "
+            "function that is called as the model is and returns a count for each"
+        )

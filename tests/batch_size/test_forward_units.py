@@ -1,0 +1,184 @@
+"""Units that are counted in what forward is called with, in a loop that declares no pieces."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sonde
+from sonde.batch_size.forward_units import rows
+from sonde.batch_size.taps.tap import Problem
+from tests.batch_size.loops import attached, batch, mean_loss, small_model
+from tests.ranks import Ranks
+
+SIZES = (4, 7, 2)
+"""Rows of the pieces of each window: unequal, so that a wrong count gives another number."""
+
+
+def train(
+    probe: sonde.NoiseScaleProbe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    declares: bool = False,
+    windows: int = 6,
+    before_window: Callable[[Tensor], object] = lambda x: None,
+    seed: int = 0,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(windows):
+        before_window(batch(5, generator)[0])
+        for n in SIZES:
+            x, y = batch(n, generator)
+            with probe.piece(units=n) if declares else nullcontext():
+                mean_loss(model, x, y).backward()
+        probe.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def reading_of(
+    units_per_piece: Any, make: Callable[[], nn.Module] = small_model, **options: Any
+) -> tuple[sonde.NoiseScaleReading, list[Tensor], dict[str, str]]:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+    with attached(model, optimizer, units_per_piece=units_per_piece) as probe:
+        train(probe, model, optimizer, **options)
+        reading, alerts = probe.reading(), dict(probe.alerts)
+    assert not model._forward_pre_hooks
+    return reading, [p.detach().clone() for p in model.parameters()], alerts
+
+
+def known(reading: sonde.NoiseScaleReading) -> tuple[Any, ...]:
+    return reading.windows, reading.trace_cov, reading.grad_sq, reading.units_per_window, reading.u
+
+
+@pytest.mark.parametrize("units", ["first dim", len, lambda x: torch.tensor(float(len(x)))])
+def test_each_backward_is_a_piece_with_the_units_of_its_forward(units: Any) -> None:
+    declared, weights, _ = reading_of(None, declares=True)
+    reading, weights_too, alerts = reading_of(units)
+    assert known(reading) == pytest.approx(known(declared), rel=1e-9)
+    assert reading.units_per_window == sum(SIZES)
+    assert alerts == {}
+    assert all(map(torch.equal, weights, weights_too))
+
+
+def test_a_declared_piece_may_leave_its_units_to_its_forward() -> None:
+    declared, *_ = reading_of(None, declares=True)
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, optimizer, units_per_piece="first dim") as probe:
+        for _ in range(6):
+            model(batch(5, generator)[0])  # before the piece: not counted
+            for n in SIZES:
+                with probe.piece():
+                    mean_loss(model, *batch(n, generator)).backward()
+            probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert known(probe.reading()) == pytest.approx(known(declared), rel=1e-9)
+
+
+def test_an_evaluation_with_a_graph_does_not_count() -> None:
+    model = small_model()
+
+    def evaluate(x: Tensor) -> None:
+        model.eval()
+        model(x)
+        model.train()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+    with attached(model, optimizer, units_per_piece="first dim") as probe:
+        train(probe, model, optimizer, before_window=evaluate)
+        reading = probe.reading()
+    assert (reading.windows, reading.dropped, reading.units_per_window) == (6, {}, sum(SIZES))
+
+
+def test_several_forwards_before_one_backward_give_a_reason_and_no_number() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, optimizer, units_per_piece="first dim") as probe:
+        for _ in range(4):
+            (mean_loss(model, *batch(4, generator)) + mean_loss(model, *batch(4, generator))).backward()
+            mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        reading = probe.reading()
+        assert reading.windows == 0
+        assert reading.dropped == {Problem.UNITS_UNCLEAR.message: 4}
+        assert "does not follow one forward" in probe.alerts["units_unclear"]
+
+
+@pytest.mark.parametrize(("units", "why"), [(lambda x: 1 / 0, "ZeroDivisionError"), (lambda x: 0, "must be positive")])
+def test_a_function_that_cannot_count_is_named(units: Any, why: str) -> None:
+    model = small_model()
+    with attached(model, units_per_piece=units) as probe:
+        mean_loss(model, *batch(4, torch.Generator().manual_seed(0))).backward()
+        with pytest.raises(RuntimeError, match=f"could not be counted by units_per_piece=.*{why}"):
+            probe.step()
+
+
+@pytest.mark.parametrize("units", ["first", "rows", ""])
+def test_another_text_is_refused(units: str) -> None:
+    with pytest.raises(ValueError, match="a number, 'first dim' or a function"):
+        attached(small_model(), units_per_piece=units)
+
+
+def test_rows_count_one_unit_and_a_function_counts_several() -> None:
+    with pytest.raises(ValueError, match="'first dim' counts one unit"):
+        attached(small_model(), unit=("rows", "tokens"), units_per_piece="first dim")
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+    count = lambda x: {"rows": len(x), "tokens": x.numel()}  # noqa: E731
+    with attached(model, optimizer, unit=("rows", "tokens"), units_per_piece=count) as probe:
+        train(probe, model, optimizer)
+        assert probe.reading().in_unit("tokens").units_per_window == 12 * sum(SIZES)
+
+
+@dataclass
+class Batch:
+    number: int
+    images: Tensor
+
+
+def test_the_first_tensor_is_found_inside_of_containers() -> None:
+    images = torch.zeros(3, 5)
+    assert rows(torch.tensor(7.0), images) == 3  # a tensor without dims has no rows
+    assert rows({"scale": 2.0, "images": images}) == 3
+    assert rows([None, ("text", [images])]) == 3
+    assert rows(UserDict(input_ids=images)) == 3
+    assert rows(Batch(9, images)) == 3
+    assert rows(1, "text", None, {}, Batch) is None
+
+
+def _on_ranks(declares: bool, rank: int) -> tuple[tuple[Any, ...], list[Tensor], dict[str, str]]:
+    reading, weights, alerts = reading_of(
+        None if declares else "first dim",
+        lambda: DistributedDataParallel(small_model()),
+        declares=declares,
+        seed=rank,
+    )
+    return known(reading), weights, alerts
+
+
+def _both_on_ranks() -> list[Any]:
+    rank = torch.distributed.get_rank()
+    return [_on_ranks(True, rank), _on_ranks(False, rank)]
+
+
+def test_two_ranks(ranks2: Ranks) -> None:
+    for declared, counted in ranks2(_both_on_ranks):
+        assert counted[0] == pytest.approx(declared[0], rel=1e-6)
+        assert all(map(torch.equal, declared[1], counted[1]))
+        assert counted[2] == {}
