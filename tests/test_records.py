@@ -140,12 +140,6 @@ def test_a_second_probe_that_cannot_be_logged_leaves_the_first_its_log() -> None
     assert [r["kind"] for r in sink.records] == ["header", "reading", "end"]
 
 
-@pytest.mark.parametrize("sinks", [3, "runs/my-run", [object()], print])
-def test_what_is_no_sink_is_refused(sinks: Any) -> None:
-    with pytest.raises(ValueError, match="sinks must be a sink or a list of sinks"):
-        sonde.RunLog(sinks)
-
-
 def test_the_older_spelling_of_attach_warns_and_logs_the_same() -> None:
     sink = Recording()
     with pytest.warns(DeprecationWarning, match=r"write log=sonde\.RunLog\(sinks=…, run=…, metadata=…, every=…\)"):

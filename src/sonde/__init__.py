@@ -36,6 +36,7 @@ from sonde.runs.replay import ReplayedReading, replay_windows
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from sonde.runs.tensorboard import TensorBoardSink
+from sonde.runs.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink
 from sonde.sink import Sink
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from sonde.version import __version__
@@ -45,10 +46,12 @@ __all__ = [
     "EntropyChangeOptions",
     "EntropyChangeProbe",
     "EntropyForecast",
+    "FunctionSink",
     "GroupReading",
     "JsonlSink",
     "Measurement",
     "Metric",
+    "MlflowSink",
     "NoiseScaleOptions",
     "NoiseScaleProbe",
     "NoiseScaleReading",
@@ -76,8 +79,10 @@ __all__ = [
     "Sink",
     "TensorBoardSink",
     "TokenStatistics",
+    "TrackioSink",
     "Tradeoff",
     "Verdict",
+    "WandbSink",
     "WindowEstimate",
     "WindowReading",
     "__version__",

@@ -37,7 +37,7 @@ from sonde.deprecation import warn_deprecated
 from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
 from sonde.record_values import check_setup, metric_values, step_number
 from sonde.record_writer import RecordWriter
-from sonde.sink import Sink, named_sink
+from sonde.sink import sinks_for
 from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
@@ -74,7 +74,9 @@ class RunLog:
     report is written when the log ends.
 
     Args:
-        sinks: one sink, or several.
+        sinks: one place for the records, or several: a folder, for the log that reports are made from; "wandb",
+            "mlflow", "trackio" or "tensorboard", each with such a log in the folder `runs/`; a run or writer of one of
+            these; a function that takes metrics and a step; or an object with the methods of `Sink`.
         run: the run's name.
         metadata: anything worth remembering with the run, JSON values.
         every: windows between two readings of the noise scale.
@@ -95,17 +97,14 @@ class RunLog:
 
     def __init__(
         self,
-        sinks: Sink | Iterable[Sink] = (),
+        sinks: Any = (),
         *,
         run: str = "",
         metadata: Mapping[str, object] | None = None,
         every: int = 10,
         log_windows: bool = False,
     ) -> None:
-        given: object = (sinks,) if callable(getattr(sinks, "write", None)) else sinks
-        checked: tuple[Sink, ...] = tuple(given) if isinstance(given, Iterable) else ()
-        if not isinstance(given, Iterable) or any(not callable(getattr(s, "write", None)) for s in checked):
-            raise ValueError(f"sinks must be a sink or a list of sinks, got {sinks!r}: sonde.JsonlSink('runs/my-run')")
+        checked = sinks_for(sinks, Path("runs") / (run or time.strftime("%Y-%m-%d_%H-%M-%S")))
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of windows from 1 up, got {every!r}")
         self.run, self.metadata, self.every, self.log_windows = run, dict(metadata or {}), every, log_windows
@@ -298,7 +297,7 @@ def log_of(log: RunLog | str | Path | None, deprecated: dict[str, Any], *, every
         TypeError: for both at once.
     """
     if isinstance(log, str | Path):
-        log = RunLog(named_sink("jsonl", log), every=every)
+        log = RunLog(Path(log), every=every)
     old = {name: deprecated.pop(name) for name in ("sinks", "run", "metadata", "log_every") if name in deprecated}
     if not old:
         return RunLog(every=every) if log is None else log

@@ -30,27 +30,21 @@ class Sink(Protocol):
         """No record follows."""
 
 
-_BY_NAME = {"jsonl": ("sonde.runs.sinks", "JsonlSink"), "tensorboard": ("sonde.runs.tensorboard", "TensorBoardSink")}
-"""The module and class of each sink that has a name. They are imported when they are asked for: some need packages that
-are not always there, and they stand on a higher floor than this file, since they write reports."""
-
-
-def named_sink(name: str, folder: str | Path) -> Sink:
-    """A sink by its name.
+def sinks_for(given: object, folder: Path) -> tuple[Sink, ...]:
+    """What a user gives as a place for records, as sinks.
 
     Args:
-        name: "jsonl" or "tensorboard".
-        folder: to write to.
+        given: see `sonde.runs.trackers.sink_for`; or several of these.
+        folder: for a log whose place is not given.
 
     Raises:
-        ValueError: for another name.
-        ImportError: without the package that the sink needs.
+        ValueError: for an object that takes no records, naming what does.
+        ImportError: for the name of a tracker that is not installed.
     """
-    if name not in _BY_NAME:
-        raise ValueError(f"there is no sink {name!r}: use one of {', '.join(map(repr, _BY_NAME))}")
-    module, kind = _BY_NAME[name]
-    sink: Sink = getattr(importlib.import_module(module), kind)(folder)
-    return sink
+    # Imported when needed: these sinks stand on a higher floor than this file, since they write reports.
+    trackers = importlib.import_module("sonde.runs.trackers")
+    sinks: tuple[Sink, ...] = trackers.sinks_for(given, folder)
+    return sinks
 
 
 class GuardedSink:

@@ -6,7 +6,9 @@ import html
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
+
+from sonde.runs.known_metrics import known_metrics
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -19,21 +21,25 @@ class TensorBoardSink:
     `gns_by_group/NAME`. TensorBoard is a view: the log that a report is made from is `JsonlSink`'s.
 
     Args:
-        log_dir: the folder TensorBoard is pointed at.
+        log_dir: the folder TensorBoard is pointed at; or a writer of yours, which is flushed at the end, not closed.
         flush_secs: seconds between two flushes to disk, done by a thread of TensorBoard's own.
 
     Raises:
         ImportError: without the `tensorboard` package.
     """
 
-    def __init__(self, log_dir: str | Path, *, flush_secs: int = 10) -> None:
+    def __init__(self, log_dir: str | Path | SummaryWriter, *, flush_secs: int = 10) -> None:
+        self._opened: SummaryWriter | None = None
+        self._is_own = isinstance(log_dir, str | Path)
+        if not isinstance(log_dir, str | Path):
+            self._opened = log_dir
+            return
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("TensorBoardSink needs tensorboard: pip install tensorboard") from error
         # Made with the first record: a writer makes a file at once, and every rank may make a sink.
         self._open = lambda: SummaryWriter(str(log_dir), flush_secs=flush_secs)
-        self._opened: SummaryWriter | None = None
 
     @property
     def _writer(self) -> SummaryWriter:
@@ -54,15 +60,11 @@ class TensorBoardSink:
     def close(self) -> None:
         """Write out what is pending and close the file."""
         if self._opened is not None:
-            self._opened.close()
+            (self._opened.close if self._is_own else self._opened.flush)()
 
     def _add_reading(self, record: Mapping[str, object]) -> None:
-        metrics = cast(Mapping[str, float | None], record["metrics"])
-        groups = cast(Mapping[str, Mapping[str, float | None]], record.get("groups", {}))
-        by_group = {f"gns_by_group/{name}": group["b_simple"] for name, group in groups.items()}
-        for tag, value in {**metrics, **by_group}.items():
-            if value is not None:
-                self._writer.add_scalar(tag, value, global_step=record["window"], walltime=record["time"])
+        for tag, value in known_metrics(record).items():
+            self._writer.add_scalar(tag, value, global_step=record["window"], walltime=record["time"])
 
     def _add_text(self, tag: str, text: str, record: Mapping[str, object]) -> None:
         # TensorBoard renders text as Markdown with HTML in it: escaped and in <pre>, it shows as it was written.
