@@ -232,9 +232,8 @@ def _sink_for(place: Any, folder: Path) -> Sink:
         return _OF_PACKAGE[package](place)
     if package == "mlflow" and hasattr(place, "info"):
         return MlflowSink(place.info.run_id)
-    if not isinstance(place, type) and callable(
-        log := getattr(place, "log_metrics", place)
-    ):  # the module mlflow, Lightning's loggers
+    log = getattr(place, "log_metrics", place)  # Lightning's loggers have this method
+    if callable(log) and not isinstance(place, type):
         return FunctionSink(log)
     names = ", ".join(map(repr, _NAMES))
     raise ValueError(
@@ -244,8 +243,4 @@ def _sink_for(place: Any, folder: Path) -> Sink:
 
 
 def _is_sink(place: object) -> bool:
-    return (
-        not isinstance(place, type)
-        and callable(getattr(place, "write", None))
-        and callable(getattr(place, "close", None))
-    )
+    return not isinstance(place, type) and all(callable(getattr(place, name, None)) for name in ("write", "close"))
