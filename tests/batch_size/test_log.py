@@ -200,12 +200,12 @@ def test_sinks_may_come_from_a_generator() -> None:
 
 NEVER_CLOSED = """
 import sys, torch, sonde
+torch.manual_seed(0)
 model = torch.nn.Linear(5, 1)
 probe = sonde.attach(model, unit="rows", units_per_piece="first dim", log=sys.argv[1])
-torch.manual_seed(0)
 for _ in range(8):
     for _ in range(3):
-        model(torch.randn(4, 5)).square().mean().backward()
+        (model(torch.randn(4, 5)) - 2).square().mean().backward()
     probe.step()
     model.zero_grad()
 """
