@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -120,6 +121,24 @@ def test_several_forwards_before_one_backward_give_a_reason_and_no_number() -> N
         assert "does not follow one forward" in probe.alerts["units_unclear"]
 
 
+def test_forwards_are_counted_in_measured_windows_alone() -> None:
+    calls: list[int] = []
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+
+    def count(x: Tensor) -> int:
+        calls.append(len(x))
+        return len(x)
+
+    with attached(model, optimizer, units_per_piece=count, every=4) as probe:
+        train(probe, model, optimizer, windows=40)
+        reading = probe.reading()
+    assert 0 < reading.windows < 20
+    assert reading.units_per_window == sum(SIZES)
+    # A window is found to be measured when the one before ends, so the count is exact but for the last one.
+    assert reading.windows <= len(calls) / len(SIZES) <= reading.windows + 1
+
+
 @pytest.mark.parametrize(("units", "why"), [(lambda x: 1 / 0, "ZeroDivisionError"), (lambda x: 0, "must be positive")])
 def test_a_function_that_cannot_count_is_named(units: Any, why: str) -> None:
     model = small_model()
@@ -182,3 +201,25 @@ def test_two_ranks(ranks2: Ranks) -> None:
         assert counted[0] == pytest.approx(declared[0], rel=1e-6)
         assert all(map(torch.equal, declared[1], counted[1]))
         assert counted[2] == {}
+
+
+def _a_function_that_fails(rank_that_fails: int) -> tuple[int, str]:
+    fails = torch.distributed.get_rank() == rank_that_fails
+    model = DistributedDataParallel(small_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+    said: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sonde").addHandler(handler)
+    with attached(model, optimizer, units_per_piece=lambda x: 1 / 0 if fails else len(x)) as probe:
+        train(probe, model, optimizer, windows=3)
+        windows = probe.reading().windows
+    logging.getLogger("sonde").removeHandler(handler)
+    return windows, "".join(said)
+
+
+def test_a_function_that_fails_on_one_rank_is_named_there_and_no_rank_waits(ranks2: Ranks) -> None:
+    (windows, said), (peers_windows, peer_said) = ranks2(_a_function_that_fails, 0)
+    assert (windows, peers_windows) == (0, 0)
+    assert "units_per_piece= could not count a piece: ZeroDivisionError" in said
+    assert peer_said == ""

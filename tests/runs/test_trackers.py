@@ -30,7 +30,13 @@ def reading(window: int, b_simple: float | None, **groups: float | None) -> dict
 READINGS = [reading(10, None), reading(20, 38.0, **{"layers.0": 30.0}), reading(15, 36.0)]
 """A number that is not known, and a record that comes late."""
 ALERT = {"kind": "alert", "time": 1021.0, "window": 20, "name": "same_data", "message": "ranks share data"}
-RECORDS = [{"kind": "header", "time": 1000.0, "run": "r"}, *READINGS, ALERT, {"kind": "end", "time": 1.0, "window": 20}]
+RECORDS = [
+    {"kind": "header", "time": 1000.0, "run": "r"},
+    ALERT,
+    *READINGS,
+    ALERT | {"name": "late", "message": "after the readings"},
+    {"kind": "end", "time": 1.0, "window": 20},
+]
 
 
 def write(sink: sonde.Sink) -> None:
@@ -90,6 +96,21 @@ def test_mlflow(mlflow: Any) -> None:
         assert [(m.step, m.value) for m in history] == [(20, 38.0), (15, 36.0)]
         assert client.get_run(run_id).data.metrics["gns_by_group/layers_0"] == 30.0
         assert client.get_run(run_id).data.tags["sonde/alert/same_data"] == "ranks share data"
+        assert client.get_run(run_id).data.tags["sonde/alert/late"] == "after the readings"
+
+
+def test_no_run_is_begun_before_there_are_numbers(mlflow: Any) -> None:
+    """The user may begin one after attach, and MLflow refuses a second active run."""
+    sink = MlflowSink()
+    for record in RECORDS[:2]:
+        sink.write(record)
+    assert mlflow.active_run() is None
+    with mlflow.start_run() as run:
+        for record in RECORDS[2:]:
+            sink.write(record)
+        sink.close()
+        assert mlflow.active_run() is not None
+    assert mlflow.get_run(run.info.run_id).data.tags["sonde/alert/same_data"] == "ranks share data"
 
 
 def rows_of_wandb(file: Path) -> list[dict[str, Any]]:

@@ -54,7 +54,8 @@ class ForwardUnits:
     """Counts the units of each forward that builds a graph, for the backward that follows it.
 
     A forward in train mode goes before those in evaluation mode: an evaluation that forgets `torch.no_grad()` has no
-    backward. A model whose forward was compiled with its hooks (`model.compile()`) shows nothing here.
+    backward. Nothing is counted in windows that are not measured. A model whose forward was compiled with its hooks
+    (`model.compile()`) shows nothing here.
 
     Args:
         model: as the user calls it.
@@ -85,8 +86,12 @@ class ForwardUnits:
         return forwards[0]
 
     def forget(self) -> None:
-        """Forget forwards without a backward, at the end of a window."""
+        """Forget forwards whose backward has not come, before a declared piece."""
         self._hook.seen = []
+
+    def begin_window(self, *, is_measured: bool) -> None:
+        """Forget forwards of the window before, and count those that come if the window is measured."""
+        self._hook.seen, self._hook.counts = [], is_measured
 
     def close(self) -> None:
         """Remove the hook."""
@@ -100,10 +105,12 @@ class _Hook:
         self.seen: list[tuple[bool, Any]] = []
         """Whether the model was in train mode, and the units, of each forward since they were taken."""
         self.seconds = 0.0
+        self.counts = True
+        """Whether the present window is measured."""
         self._count = count
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not (self.counts and torch.is_grad_enabled()):
             return
         start = time.perf_counter()
         try:

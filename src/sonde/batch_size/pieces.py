@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ Units = float | Tensor | Mapping[str, float | Tensor] | None
 """Of one piece: a number, or one by each unit's name."""
 UnitsOfPieces = float | Sequence[float] | Mapping[str, float | Sequence[float]] | None
 """Of several pieces: likewise, each one number for all or [pieces]."""
+logger = logging.getLogger("sonde")
+
 _MANY = 2**53
 """Whole numbers of units below it are floats without rounding."""
 
@@ -158,7 +161,7 @@ class Pieces:
         """Note whether the window that begins is measured."""
         self.is_quiet = not is_measured and len(self._names) == 1
         if self._forwards is not None:
-            self._forwards.forget()
+            self._forwards.begin_window(is_measured=is_measured)
 
     def end(self, counts: PieceCounts | CountedByForward, *, failed: bool) -> None:
         """End a declared piece of a measured window.
@@ -189,8 +192,11 @@ class Pieces:
                 return None
             first, further = counted_in(self._names, units)
             return piece_counts(first, weight, None, further)
-        except Exception as error:  # of the user's function, or a number that cannot be: raised when the window ends
-            self._error = None if self._has_peers else error
+        except Exception as error:  # of the user's function, or a number that cannot be
+            if self._has_peers:  # they would wait for a rank that raises: the window is dropped
+                logger.error("sonde: units_per_piece= could not count a piece: %s: %s", type(error).__name__, error)
+            else:
+                self._error = error  # raised when the window ends
             return None
 
     @contextmanager

@@ -566,7 +566,7 @@ class NoiseScaleProbe:
                 self._closed = True
                 self._ends.catch_up()
                 self._end(reason, abandon_unfinished=abandon_unfinished)
-                if says_reading:
+                if says_reading and self._ends.n_windows:
                     self._say(str(self._tracker.reading(with_groups=False, now=self._ends.n_windows)))
 
     def _end(self, reason: str, *, abandon_unfinished: bool) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sonde.batch_size.checkpoint.measure import measure
 from sonde.batch_size.checkpoint.measurement import Measurement
-from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT, judge_batch
+from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.commands.measure_options import MeasureOptions, check_ranges
 from sonde.commands.text import read_documents, sequences
@@ -210,17 +210,7 @@ def _meaning(measurement: Measurement, options: MeasureOptions) -> Iterator[str]
     if reading.b_simple is not None:
         tokens = [number(n * options.tokens) for n in (reading.b_simple, reading.low or 0.0, reading.high or 0.0)]
         yield f"In tokens: {tokens[0]} [{tokens[1]} – {tokens[2]}]"
-    if options.batch is not None:
-        verdict = judge_batch(
-            options.batch,
-            unit=_UNIT,
-            status=reading.status,
-            b_simple=reading.b_simple,
-            low=reading.low,
-            high=reading.high,
-            reason=reading.reason,
-            advice=reading.advice,
-        )
+    if (verdict := reading.verdict) is not None:  # with --batch
         yield f"\n{verdict.headline}\n{verdict.detail}"
     elif reading.b_simple is not None:
         least, most = number(reading.b_simple / ABOUT_RIGHT), number(reading.b_simple * ABOUT_RIGHT)

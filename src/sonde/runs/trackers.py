@@ -7,6 +7,7 @@ that is lower than the last one it was given. W&B does not: there, the window is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -24,40 +25,93 @@ Step = Callable[[int], int]
 
 WINDOW = "sonde/window"
 """The metric that is W&B's x axis for the others."""
-_FAMILIES = ("gns", "gns_by_group", "grad", "cost", "run", "entropy")
-"""First parts of sonde's metric names."""
 _LONGEST_TAG = 5000
 """Characters that MLflow takes."""
 
 
-class FunctionSink:
-    """Calls a function with the known metrics of each reading: `FunctionSink(mlflow.log_metrics)`.
+class _TrackerSink(ABC):
+    """Hands over the known metrics of each reading, and alerts.
+
+    The user may begin a run of the tracker after the probe is attached. So nothing is begun before the first metrics,
+    and alerts wait for them.
+
+    Args:
+        step: gives the user's own number of a step from the number of a window, from 1; None if they are the same.
+    """
+
+    def __init__(self, step: Step | None) -> None:
+        self._step_of: Step = step or (lambda window: window)
+        self._has_begun = False
+        self._alerts: list[Mapping[str, object]] = []
+        """Those that wait."""
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Take one record; kinds that a tracker has no place for are left out."""
+        if record["kind"] == "alert":
+            self._alerts.append(record)
+        elif metrics := known_metrics(record):
+            if not self._has_begun:
+                self._begin()
+                self._has_begun = True
+            self._log(metrics, self._step_of(cast(int, record["window"])), cast(float, record["time"]))
+        if self._has_begun:
+            for alert in self._alerts:
+                self._alert(f"sonde/alert/{alert['name']}", str(alert["message"]))
+            self._alerts.clear()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what this sink began."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Find the run, or begin one."""
+
+    @abstractmethod
+    def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
+        """Hand over metrics of a step; `time` in seconds since the epoch."""
+
+    @abstractmethod
+    def _alert(self, name: str, message: str) -> None:
+        """Hand over an alert."""
+
+
+class FunctionSink(_TrackerSink):
+    """Calls a function with the known metrics of each reading: `FunctionSink(mlflow.log_metrics)`. It gets no alerts.
 
     Args:
         log: called as `log(metrics, step)`, a dictionary of floats by name and the step they belong to.
         step: gives your own number of a step from the number of a window, from 1; by default they are the same.
+
+    Raises:
+        ValueError: for a `log` that cannot be called.
     """
 
     def __init__(self, log: Log, *, step: Step | None = None) -> None:
+        super().__init__(step)
         if not callable(log):
             raise ValueError(f"log must be a function of metrics and a step, got {log!r:.60}")
-        self._log, self._step = log, step
-
-    def write(self, record: Mapping[str, object]) -> None:
-        """Hand over the numbers of one record, if it has any."""
-        if metrics := known_metrics(record):
-            window = cast(int, record["window"])
-            self._log(metrics, window if self._step is None else self._step(window))
+        self._function = log
 
     def close(self) -> None:
         """Nothing is to be closed."""
 
+    def _begin(self) -> None:
+        pass
 
-class MlflowSink:
+    def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
+        self._function(metrics, step)
+
+    def _alert(self, name: str, message: str) -> None:
+        pass
+
+
+class MlflowSink(_TrackerSink):
     """Writes metrics to an MLflow run, alerts as its tags.
 
     Args:
-        run_id: of the run; by default the active one, or a new one that is begun with the first record.
+        run_id: of the run; by default the active one, or a new one that is begun with the first metrics and ended at
+            the end.
         step: as for `FunctionSink`.
 
     Raises:
@@ -65,41 +119,36 @@ class MlflowSink:
     """
 
     def __init__(self, run_id: str | None = None, *, step: Step | None = None) -> None:
+        super().__init__(step)
         try:
             import mlflow
         except ImportError as error:
             raise ImportError("MlflowSink needs mlflow: pip install mlflow-skinny, or mlflow") from error
         self._mlflow: Any = mlflow
-        self._run_id, self._step, self._is_own = run_id, step, False
-
-    def write(self, record: Mapping[str, object]) -> None:
-        """Take one record; kinds that MLflow has no place for are left out."""
-        metrics = known_metrics(record)
-        if record["kind"] != "alert" and not metrics:  # the user may not have begun a run yet
-            return
-        client, run_id = self._mlflow.MlflowClient(), self._begin()
-        if record["kind"] == "alert":
-            client.set_tag(run_id, f"sonde/alert/{record['name']}", str(record["message"])[:_LONGEST_TAG])
-            return
-        window, time = cast(int, record["window"]), int(1000 * cast(float, record["time"]))
-        step = window if self._step is None else self._step(window)
-        client.log_batch(run_id, [self._mlflow.entities.Metric(name, v, time, step) for name, v in metrics.items()])
+        self._run_id, self._is_own = run_id, False
 
     def close(self) -> None:
         """End the run, if this sink began it."""
         if self._is_own:
             self._mlflow.end_run()
 
-    def _begin(self) -> str:
+    def _begin(self) -> None:
         if self._run_id is None:
             active = self._mlflow.active_run()
             self._is_own = active is None
             self._run_id = (active or self._mlflow.start_run()).info.run_id
-        return cast(str, self._run_id)
+
+    def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
+        milliseconds, metric = int(1000 * time), self._mlflow.entities.Metric
+        values = [metric(name, value, milliseconds, step) for name, value in metrics.items()]
+        self._mlflow.MlflowClient().log_batch(self._run_id, values)
+
+    def _alert(self, name: str, message: str) -> None:
+        self._mlflow.MlflowClient().set_tag(self._run_id, name, message[:_LONGEST_TAG])
 
 
-class TrackioSink:
-    """Writes metrics to a trackio run.
+class TrackioSink(_TrackerSink):
+    """Writes metrics to a trackio run, and no alerts.
 
     Args:
         run: what `trackio.init` returned; it is not finished here. By default a new run of the project "sonde", begun
@@ -111,36 +160,39 @@ class TrackioSink:
     """
 
     def __init__(self, run: Any = None, *, step: Step | None = None) -> None:
+        super().__init__(step)
         try:
             import trackio
         except ImportError as error:
             raise ImportError("TrackioSink needs trackio: pip install trackio") from error
         self._trackio: Any = trackio
-        self._run, self._step, self._is_own = run, step, False
-
-    def write(self, record: Mapping[str, object]) -> None:
-        """Hand over the numbers of one record, if it has any."""
-        if not (metrics := known_metrics(record)):
-            return
-        if self._run is None:
-            self._run, self._is_own = self._trackio.init(project="sonde"), True
-        window = cast(int, record["window"])
-        self._run.log(metrics, window if self._step is None else self._step(window))
+        self._run, self._is_own = run, False
 
     def close(self) -> None:
         """Finish the run, if this sink began it."""
         if self._is_own:
             self._run.finish()
 
+    def _begin(self) -> None:
+        if self._run is None:
+            self._run, self._is_own = self._trackio.init(project="sonde"), True
 
-class WandbSink:
+    def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
+        self._run.log(metrics, step)
+
+    def _alert(self, name: str, message: str) -> None:
+        pass
+
+
+class WandbSink(_TrackerSink):
     """Writes metrics to a W&B run, against the number of the window as their x axis; alerts to its summary.
 
-    In a run of your own, numbers join the next row that you log, so that your steps stay as they are.
+    In a run of your own, numbers join the next row that you log, so that your steps stay as they are. If two readings
+    come before you log a row, the row has the second.
 
     Args:
         run: what `wandb.init` returned; it is not finished here. By default the active run, or a new one that is begun
-            with the first record and finished at the end.
+            with the first metrics and finished at the end.
         step: as for `FunctionSink`.
 
     Raises:
@@ -148,42 +200,37 @@ class WandbSink:
     """
 
     def __init__(self, run: Any = None, *, step: Step | None = None) -> None:
+        super().__init__(step)
         try:
             import wandb
         except ImportError as error:
             raise ImportError("WandbSink needs wandb: pip install wandb") from error
         self._wandb: Any = wandb
-        self._run, self._step, self._is_own, self._has_begun = run, step, False, False
-
-    def write(self, record: Mapping[str, object]) -> None:
-        """Take one record; kinds that W&B has no place for are left out."""
-        metrics = known_metrics(record)
-        if record["kind"] != "alert" and not metrics:  # the user may not have begun a run yet
-            return
-        run = self._begin()
-        if record["kind"] == "alert":
-            run.summary[f"sonde/alert/{record['name']}"] = record["message"]
-            return
-        window = cast(int, record["window"])
-        step = window if self._step is None else self._step(window)
-        run.log({**metrics, WINDOW: step}, commit=self._is_own)
+        self._run, self._is_own = run, False
+        self._has_axis: set[str] = set()
+        """Metrics whose x axis W&B knows."""
 
     def close(self) -> None:
         """Finish the run, if this sink began it."""
         if self._is_own:
             self._run.finish()
 
-    def _begin(self) -> Any:
+    def _begin(self) -> None:
         if self._run is None:
             self._run = self._wandb.run
         if self._run is None:
             self._run, self._is_own = self._wandb.init(), True
-        if not self._has_begun:
-            self._has_begun = True
-            self._run.define_metric(WINDOW, hidden=True)
-            for family in _FAMILIES:
-                self._run.define_metric(f"{family}/*", step_metric=WINDOW)
-        return self._run
+        self._run.define_metric(WINDOW, hidden=True)
+
+    def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
+        for name in metrics.keys() - self._has_axis:
+            if "/" in name:  # sonde's own: a plain "loss" may be the user's, with an axis of its own
+                self._run.define_metric(name, step_metric=WINDOW)
+        self._has_axis |= metrics.keys()
+        self._run.log({**metrics, WINDOW: step}, commit=self._is_own)
+
+    def _alert(self, name: str, message: str) -> None:
+        self._run.summary[name] = message
 
 
 _BY_NAME: dict[str, Callable[[], Sink]] = {"wandb": WandbSink, "mlflow": MlflowSink, "trackio": TrackioSink}
