@@ -473,6 +473,11 @@ class NoiseScaleProbe:
             metrics = self._tracker.reading(with_groups=False, now=self._ends.n_windows).metrics()
         return known(metrics) if known_only else metrics
 
+    @property
+    def measures_now(self) -> bool:
+        """Whether the present window is measured. In the others, `piece()` makes no use of its numbers."""
+        return self._pacing.is_measured
+
     def cost(self) -> Cost:
         """How many windows are measured now, and the part of the run's time that it takes. Waits for the device."""
         with self._delivery.alone():

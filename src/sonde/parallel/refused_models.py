@@ -22,15 +22,22 @@ _FSDP1 = (
     f"FSDP's first version does not show the gradients of micro-batches: {_INSTEAD}, and FSDP's own clip_grad_norm_ "
     "measures the norm"
 )
+_DATA_PARALLEL = (
+    "nn.DataParallel copies the model to every GPU in each forward, and adds up their gradients before a hook sees "
+    "them: start one process for each GPU (torchrun, accelerate launch), or show the process a single GPU by "
+    "CUDA_VISIBLE_DEVICES=0"
+)
 
 
 def refuse_hidden_gradients(model: nn.Module) -> None:
     """Refuse wrappers that do not show the gradients of micro-batches.
 
     Raises:
-        ValueError: for FSDP's first version, DeepSpeed, and Megatron's own parallelism.
+        ValueError: for `nn.DataParallel`, FSDP's first version, DeepSpeed, and Megatron's own parallelism.
     """
     for module in model.modules():
+        if isinstance(module, nn.DataParallel):
+            raise ValueError(_DATA_PARALLEL)
         if is_fsdp1(type(module)):
             raise ValueError(_FSDP1)
         if _is_of_deepspeed(type(module)):

@@ -1,0 +1,169 @@
+"""A noise-scale probe that a trainer's events drive, and that is never the reason why a training stops."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from sonde.batch_size.attach import attach
+from sonde.batch_size.probe import NoiseScaleProbe
+from sonde.batch_size.setup import NoiseScaleOptions
+from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.batch_size.units import unit_names
+from sonde.records import RunLog, log_of, logger
+
+_PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group")
+"""Arguments of `sonde.attach` that are not in `NoiseScaleOptions`."""
+LOGGED = (
+    "gns/b_simple",
+    "gns/b_simple_low",
+    "gns/b_simple_high",
+    "gns/b_simple_average",
+    "gns/grad_sq",
+    "gns/trace_cov",
+    "gns/units_per_window",
+)
+"""What trainers' own logs get, which many print whole. The log of the run has all metrics."""
+
+
+class Counts(TypedDict, total=False):
+    """The arguments of `NoiseScaleProbe.piece`."""
+
+    units: float | Tensor | Mapping[str, float | Tensor]
+    weight: float | Tensor
+    unit_weights: Tensor
+
+
+class TrainerProbe:
+    """A `NoiseScaleProbe` for as long as a trainer trains.
+
+    An error of the probe is logged, and the training goes on without the probe, or without that window.
+
+    Args:
+        options: of `sonde.attach`, by name; `unit` is one of them.
+        log: of the run, or its folder; None for none.
+        strict: raise the probe's errors instead.
+        verbose: print the set-up that was found, and the reading when training ends, on rank 0.
+
+    Raises:
+        TypeError: for an option that does not exist.
+        ValueError: for an option outside its range.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        *,
+        log: RunLog | str | Path | None = None,
+        strict: bool = False,
+        verbose: bool = True,
+    ) -> None:
+        names = unit_names(NoiseScaleOptions(**{n: v for n, v in options.items() if n not in _PARTNERS}).unit)
+        self.probe: NoiseScaleProbe | None = None
+        self._options, self._log, self._run_log = dict(options), log, RunLog()
+        self._last: NoiseScaleReading | None = None
+        self._unused: Counts = {"units": 1 if len(names) == 1 else dict.fromkeys(names, 1)}
+        """The counts of a piece in windows that are not measured."""
+        self._strict, self._verbose = strict, verbose
+        self._said: set[str] = set()
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        state: Mapping[str, Any] | None = None,
+        refused: str | None = None,
+    ) -> None:
+        """Attach the probe to the model as the trainer calls it. All ranks call this together.
+
+        Args:
+            model: in its wrapper.
+            optimizer: of the model.
+            grad_scaler: in use.
+            state: of a checkpoint, to continue from.
+            refused: why this trainer cannot be measured, the same on all ranks; None if it can.
+        """
+        self.end("training began again")
+        with self._forgiven("this training is not measured"):
+            if refused is not None:
+                raise ValueError(refused)
+            self._run_log = log_of(self._log, {})
+            self.probe = attach(
+                model, optimizer, **self._options, grad_scaler=grad_scaler, log=self._run_log, verbose=self._verbose
+            )
+        if state is not None and self.probe is not None:
+            with self._forgiven("the averages of the checkpoint are not used, and begin anew"):
+                self.probe.load_state_dict(state)
+
+    @contextlib.contextmanager
+    def piece(self, count: Callable[[], Counts]) -> Iterator[None]:
+        """A context around the backward of one micro-batch.
+
+        Args:
+            count: called in measured windows only, it returns the piece's units and weights.
+        """
+        if self.probe is None:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            # A backward outside of a piece is a gradient that no piece explains, so the probe leaves its window out.
+            with self._forgiven("a micro-batch is not measured, so its window is left out"):
+                counts = count() if self.probe.measures_now else self._unused
+                stack.enter_context(self.probe.piece(**counts))
+            yield
+
+    def end_window(self) -> None:
+        """The optimizer is about to step."""
+        if self.probe is not None:
+            with self._forgiven("a window is not measured"):
+                self.probe.step()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Those of `LOGGED` that are known now, for the trainer's own logs. Waits for the device."""
+        if self.probe is not None:
+            with self._forgiven("the trainer's log lacks the noise scale"):
+                known = self.probe.metrics(known_only=True)
+                return {name: known[name] for name in LOGGED if name in known}
+        return {}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The averages so far, for a checkpoint; None if nothing is measured."""
+        if self.probe is not None:
+            with self._forgiven("the checkpoint lacks the averages of the noise scale"):
+                return self.probe.state_dict()
+        return None
+
+    def reading(self) -> NoiseScaleReading | None:
+        """The present reading, or the last one of a training that has ended. Waits for the device."""
+        return self._last if self.probe is None else self.probe.reading()
+
+    def end(self, reason: str) -> None:
+        """Close the probe, and print its last reading."""
+        probe, self.probe = self.probe, None
+        if probe is None:
+            return
+        with self._forgiven("the log of the noise scale has no proper end"):
+            self._last = probe.reading()
+            if self._verbose and self._run_log.is_first_rank:
+                sys.stderr.write(f"sonde: {self._last}\n")
+            probe.close(reason)
+
+    @contextlib.contextmanager
+    def _forgiven(self, consequence: str) -> Iterator[None]:
+        """Log an error once, unless errors are to be raised."""
+        try:
+            yield
+        except Exception as error:
+            if self._strict:
+                raise
+            if (said := f"{consequence}: {type(error).__name__}: {error}") not in self._said:
+                self._said.add(said)
+                logger.error("sonde: %s", said)

@@ -1,0 +1,160 @@
+"""The noise scale of a run of transformers' Trainer, or TRL's SFTTrainer and DPOTrainer, in the trainer's own logs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sonde.batch_size.probe import NoiseScaleProbe
+from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.integrations.trainer_probe import TrainerProbe
+from sonde.integrations.versions import warn_if_untested
+from sonde.integrations.wrapped_methods import WrappedMethods
+from sonde.records import RunLog
+
+try:
+    import transformers
+    from transformers import Trainer, TrainerCallback
+
+    from sonde.integrations.transformers_batches import MicroBatches, UnitsOfBatch
+except ImportError as error:
+    raise ImportError("this needs transformers: run pip install '.[transformers]' in the checkout of sonde") from error
+
+TESTED = ("5.23", "6")
+"""The tests ran with the first of these versions; they may not hold from the second on."""
+SAVED_AS = "sonde_noise_scale"
+"""The entry of `TrainerState.stateful_callbacks` with the averages. transformers saves that mapping with a checkpoint.
+No callback has this name, so transformers restores no callback from the entry."""
+
+
+def attach(
+    trainer: Trainer,
+    *,
+    unit: str | None = None,
+    units: UnitsOfBatch | None = None,
+    log: RunLog | str | Path | None = None,
+    strict: bool = False,
+    verbose: bool = True,
+    **options: Any,
+) -> TransformersProbe:
+    """Measure the gradient noise scale of a trainer's run. Call it before `trainer.train()`.
+
+    Weights are bit for bit those of a run without it. The probe is attached when training begins, and reads each
+    `training_step` as a piece. Sequences are weighed by their loss tokens, and so are pieces where the loss is divided
+    by the tokens of the whole window. The trainer's own logs have the headline's metrics, so `log_history` and every
+    reporter have them. A training that resumes from a checkpoint goes on with its averages.
+
+    Args:
+        trainer: a `Trainer`, `SFTTrainer` or `DPOTrainer`; a trainer of your own whose batches have one row per unit.
+        unit: plural name of the independent sample; by default "sequences" (also of packed documents), "pairs" for
+            preferences, or "examples" where the model does not read tokens.
+        units: counts a micro-batch, if its rows or packed documents are not the units.
+        log: of the run, or the folder for a log of its own.
+        strict: raise errors of the probe. By default, they are logged and training goes on.
+        verbose: print the set-up that was found, and the reading at the end, on rank 0.
+        **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `per_example`, `allow_biased`, `budget`,
+            `every` and the like.
+
+    Returns:
+        The callback that measures; `reading()` is the present reading.
+
+    Raises:
+        ValueError: for something that is no trainer, one that has a probe already, a GRPOTrainer, another trainer of
+            TRL without `units`, or an option outside its range.
+        TypeError: for an option that does not exist.
+
+    Example:
+        `sonde.integrations.transformers.attach(trainer, log="runs/my-run")`, then `trainer.train()`.
+    """
+    if not isinstance(trainer, Trainer):
+        raise ValueError(f"trainer must be a transformers.Trainer, got {trainer!r:.80}: pass the object that trains")
+    if any(isinstance(callback, TransformersProbe) for callback in trainer.callback_handler.callbacks):
+        raise ValueError("this trainer has a probe already: attach once, or close the first")
+    batches = MicroBatches(trainer, units)
+    warn_if_untested("transformers", transformers.__version__, TESTED)
+    probe = TrainerProbe({"unit": unit or batches.unit} | options, log=log, strict=strict, verbose=verbose)
+    return TransformersProbe(trainer, batches, probe)
+
+
+class TransformersProbe(TrainerCallback):  # type: ignore[misc]
+    """The probe of a trainer, as `attach` returns it: already a callback of the trainer."""
+
+    def __init__(self, trainer: Trainer, batches: MicroBatches, probe: TrainerProbe) -> None:
+        self._trainer, self._batches, self._probe = trainer, batches, probe
+        self._micro_batch: tuple[contextlib.ExitStack, Mapping[str, Any], Any] | None = None
+        """The training step that goes on, until its backward: its context, inputs and number of items."""
+        self._of_trainer = WrappedMethods(trainer, training_step=self._training_step, log=self._log)
+        self._of_accelerator = WrappedMethods(trainer.accelerator, backward=self._backward)
+        trainer.add_callback(self)
+
+    @property
+    def probe(self) -> NoiseScaleProbe | None:
+        """The probe while training goes on."""
+        return self._probe.probe
+
+    def reading(self) -> NoiseScaleReading | None:
+        """The present reading, or that of the end of training; None before training, or if nothing is measured."""
+        return self._probe.reading()
+
+    def close(self) -> None:
+        """Stop measuring, and leave the trainer as it was."""
+        self._probe.end("closed")
+        self._of_trainer.restore()
+        self._of_accelerator.restore()
+        self._trainer.remove_callback(self)
+
+    # Wrappers of the trainer's methods, and of its accelerator's.
+
+    def _training_step(
+        self, original: Callable[..., Any], model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+    ) -> Any:
+        with contextlib.ExitStack() as piece:
+            self._micro_batch = piece, dict(inputs), num_items_in_batch
+            try:
+                return original(model, inputs, num_items_in_batch)
+            finally:
+                self._micro_batch = None
+
+    def _backward(self, original: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The first backward of a training step begins its piece, whose loss shows how it is normalised."""
+        if self._micro_batch is not None:
+            (piece, inputs, n_items), self._micro_batch = self._micro_batch, None
+            piece.enter_context(self._probe.piece(lambda: self._batches.count(inputs, loss, n_items)))
+        return original(loss, *args, **kwargs)
+
+    def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        if "loss" in logs:  # not of an evaluation, nor the summary at the end
+            logs = {**logs, **self._probe.metrics()}
+        return original(logs, *args, **kwargs)
+
+    # Events of the trainer, in their order.
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach: the model has its wrapper, and the optimizer exists."""
+        trainer = self._trainer
+        self._probe.begin(
+            trainer.model_wrapped,
+            trainer.optimizer,
+            grad_scaler=trainer.accelerator.scaler,
+            state=state.stateful_callbacks.get(SAVED_AS),
+        )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the window: gradients are whole, and clipped."""
+        self._probe.end_window()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the averages to a checkpoint that follows."""
+        if control.should_save and (averages := self._probe.state_dict()) is not None:
+            state.stateful_callbacks[SAVED_AS] = averages
+
+    on_epoch_end = on_step_end
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the log."""
+        is_whole = state.global_step >= state.max_steps
+        self._probe.end("training ended" if is_whole else f"stopped at step {state.global_step} of {state.max_steps}")

@@ -1,0 +1,192 @@
+"""A micro-batch of transformers' Trainer or TRL's: its independent samples and their weights in the loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from sonde.batch_size.forward_units import rows
+from sonde.integrations.trainer_probe import Counts
+
+UnitsOfBatch = Callable[[Mapping[str, Any]], Any]
+"""Given a micro-batch, it returns its units (a number, or one for each name), or the weights of each, [units]."""
+_OF_PAIRS = ("DPOTrainer", "RewardTrainer")
+"""Trainers of TRL whose batches have the preferred and the other answer of each pair."""
+_LEAST = 1e-6
+"""Tokens of a sample without any: it counts for nothing, and the samples' weights stay positive."""
+
+
+class MicroBatches:
+    """Counts the micro-batches of one trainer.
+
+    Args:
+        trainer: a `Trainer`, or one of TRL's.
+        units: the user's function of a micro-batch; None to count rows, pairs or packed documents.
+
+    Attributes:
+        unit: the plural name of what is counted, if the user does not name it.
+
+    Raises:
+        ValueError: for a trainer of TRL whose independent samples are not known.
+    """
+
+    def __init__(self, trainer: Any, units: UnitsOfBatch | None) -> None:
+        self._trainer, self._units = trainer, units
+        of_trl = next((c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")), None)
+        if of_trl == "GRPOTrainer":
+            raise ValueError(
+                "completions of one prompt depend on each other, so GRPO is measured in prompts: use "
+                "sonde.integrations.trl.attach(trainer, {'gns_probe': {'enabled': True, 'unit': 'prompts'}})"
+            )
+        if of_trl not in (None, "SFTTrainer", *_OF_PAIRS) and units is None:
+            raise ValueError(
+                f"the independent samples of TRL's {of_trl} are not known: pass units=, a function that is given a "
+                "micro-batch and returns their number"
+            )
+        self._has_pairs = of_trl in _OF_PAIRS
+        model: Any = trainer.accelerator.unwrap_model(trainer.model)
+        self._model: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+        reads_tokens = getattr(self._model, "main_input_name", "input_ids") == "input_ids"
+        self.unit = "pairs" if self._has_pairs else "sequences" if reads_tokens else "examples"
+        # SFTTrainer divides by a copy of the window's tokens, which its graph does not show.
+        self._is_over_window: bool | None = True if of_trl == "SFTTrainer" else trainer.loss_is_scaled_for_ga or None
+        if trainer.loss_is_scaled_for_ga is False:
+            self._is_over_window = False
+        self._shifts = shifts_labels(self._model)
+
+    def count(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> Counts:
+        """The units and weights of a micro-batch. Its first call waits for the device.
+
+        Args:
+            inputs: of the model.
+            loss: whose backward follows.
+            n_items: the loss tokens of the window, as the trainer counts them; None if it does not.
+
+        Raises:
+            ValueError: for a batch that does not show its units.
+        """
+        if self._has_pairs and self._units is None:
+            return {"units": n_pairs(inputs)}
+        n_units, tokens = samples(inputs, shifts=self._shifts)
+        counts: Counts = {"units": n_units}
+        if self._units is not None:
+            counts = _given(self._units(inputs))
+        elif tokens is not None:
+            counts["unit_weights"] = tokens
+        if n_items is not None and self._divides_by(loss, n_items):
+            n_own = torch.as_tensor(n_units) if tokens is None else tokens.sum()
+            counts["weight"] = n_own / torch.as_tensor(n_items, device=n_own.device).sum()
+        return counts
+
+    def _divides_by(self, loss: Tensor, n_items: Any) -> bool:
+        """Whether the loss is divided by the tokens of the whole window. The first micro-batch shows it for all."""
+        if self._is_over_window is None:
+            found = is_divided_by(loss, torch.as_tensor(n_items))
+            names = inspect.unwrap(type(self._model).forward).__code__.co_names
+            self._is_over_window = "loss_function" in names if found is None else found
+        return self._is_over_window
+
+
+def _given(units: Any) -> Counts:
+    """What the user's function has returned."""
+    if isinstance(units, Tensor) and units.dim():
+        return {"unit_weights": units}
+    return {"units": units}
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's loss compares position i with label i + 1.
+
+    `Trainer._loss_shifts_labels` says so of fewer models: it is False for GPT-2, whose loss shifts by default.
+    """
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return getattr(model, "loss_function", None) is ForCausalLMLoss and not is_encoder_decoder
+
+
+def n_pairs(inputs: Mapping[str, Any]) -> int:
+    """The pairs of a preference batch, [2 · pairs, tokens].
+
+    Raises:
+        ValueError: for an odd number of rows.
+    """
+    n = rows(inputs)
+    if n is None or n % 2:
+        raise ValueError(f"a batch of pairs has two rows for each, got {n} rows: pass units= to attach")
+    return n // 2
+
+
+def samples(inputs: Mapping[str, Any], *, shifts: bool) -> tuple[float | Tensor, Tensor | None]:
+    """The samples of a batch, and the loss tokens of each.
+
+    Args:
+        inputs: of the model. A batch that packs documents without padding has `cu_seq_lens_q` [documents + 1], or
+            `position_ids` [rows, tokens] that begin again at 0, and no `attention_mask`.
+        shifts: whether the loss shifts `labels`.
+
+    Returns:
+        The number of rows, or of packed documents that have loss tokens; and the loss tokens of each sample, [samples].
+        None where the loss has no tokens. Documents without loss tokens are listed with next to no tokens.
+
+    Raises:
+        ValueError: if the batch has no tensor with rows.
+    """
+    labels = inputs.get("shift_labels")
+    if labels is None and isinstance(labels := inputs.get("labels"), Tensor) and labels.dim() > 1 and shifts:
+        labels = labels[..., 1:]
+    if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
+        if (n := rows(inputs)) is None:
+            raise ValueError("the batch has no tensor with rows: pass units= to attach, a function of the batch")
+        return n, None
+    is_in_loss = labels.ne(-100).flatten(1)
+    document = _documents(inputs) if "attention_mask" not in inputs else None
+    if document is None:
+        return len(is_in_loss), is_in_loss.sum(1).clamp(min=_LEAST)
+    n_shifted = document.shape[1] - is_in_loss.shape[1]
+    of_label = document[:, n_shifted:].flatten()
+    tokens = torch.zeros(document.numel(), device=document.device)
+    tokens.index_add_(0, of_label, is_in_loss.flatten().to(tokens))
+    return tokens.gt(0).sum().clamp(min=1), tokens.clamp(min=_LEAST / document.numel())
+
+
+def _documents(inputs: Mapping[str, Any]) -> Tensor | None:
+    """The number of the document that each token is of, from 0, [rows, tokens]; None if nothing is packed."""
+    borders, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
+    if borders is not None:
+        ids = inputs["input_ids"]
+        places = torch.arange(ids.numel(), device=borders.device)
+        return torch.bucketize(places, borders[1:], right=True).view(ids.shape[0], -1).to(ids.device)
+    if isinstance(positions, Tensor) and positions.dim() == 2:
+        begins = positions == 0
+        begins[:, 0] = True
+        return begins.flatten().cumsum(0).sub(1).view(positions.shape)
+    return None
+
+
+def is_divided_by(loss: Tensor, n_items: Tensor) -> bool | None:
+    """Whether a division by this number is among the last operations that made a loss. Waits for the device.
+
+    Args:
+        loss: with its graph.
+        n_items: 0-dim.
+
+    Returns:
+        None if the graph is compiled, and shows no operations.
+    """
+    nodes, seen = deque([loss.grad_fn]), 0
+    while nodes and seen < 64:
+        node, seen = nodes.popleft(), seen + 1
+        if node is None:
+            continue
+        if "Compiled" in node.name():
+            return None
+        divisor = getattr(node, "_saved_other", None) if node.name().startswith("DivBackward") else None
+        if isinstance(divisor, Tensor) and divisor.numel() == 1 and divisor.item() == n_items.item():
+            return True
+        nodes.extend(parent for parent, _ in node.next_functions)
+    return False

@@ -1,0 +1,27 @@
+"""Versions of trainers that the tests ran with."""
+
+from __future__ import annotations
+
+from packaging.version import Version
+
+from sonde.records import logger
+
+
+def warn_if_untested(package: str, version: str, tested: tuple[str, str]) -> None:
+    """Log a warning for a version outside the tested range, since a trainer's hooks may have moved.
+
+    Args:
+        package: its name.
+        version: installed.
+        tested: the first version that the tests ran with, and the first one above it that they did not.
+    """
+    first, beyond = tested
+    if not Version(first).release <= Version(version).release < Version(beyond).release:
+        logger.warning(
+            "sonde: %s %s is not a version that sonde was tested with, which are those from %s to below %s: compare "
+            "the pieces and units per window that sonde prints with your own",
+            package,
+            version,
+            first,
+            beyond,
+        )

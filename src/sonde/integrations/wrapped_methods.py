@@ -1,0 +1,41 @@
+"""Methods of a trainer that an integration replaces on the object itself, and restores."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class WrappedMethods:
+    """Methods of one object, each replaced by a wrapper until `restore`.
+
+    Args:
+        owner: the object. Its class stays as it is, and so do other objects.
+        **wrappers: by the method's name; called with the method as it was, then with the caller's own arguments.
+    """
+
+    def __init__(self, owner: object, **wrappers: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._originals = {name: getattr(owner, name) for name in wrappers}
+        self._wrapped = {name: _wrapped(self._originals[name], wrapper) for name, wrapper in wrappers.items()}
+        for name, wrapped in self._wrapped.items():
+            setattr(owner, name, wrapped)
+
+    def restore(self) -> None:
+        """Put the methods back. One that was wrapped again since keeps its newer wrapper."""
+        for name, wrapped in self._wrapped.items():
+            if vars(self._owner).get(name) is not wrapped:
+                continue
+            delattr(self._owner, name)
+            if getattr(self._owner, name) != self._originals[name]:  # it had a wrapper before ours
+                setattr(self._owner, name, self._originals[name])
+        self._wrapped = {}
+
+
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return call

@@ -1,0 +1,153 @@
+"""Trainers of transformers on tiny models, and the same pieces through a plain loop; import it only with transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import sonde
+
+VOCABULARY, WIDEST = 29, 12
+
+
+def gpt2(**options: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 64, "vocab_size": VOCABULARY}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**(sizes | no_dropout | tokens | options)))
+
+
+def ragged_texts(n: int) -> list[dict[str, list[int]]]:
+    """n sequences of 3 to `WIDEST` tokens; some of their first tokens are not in the loss."""
+    generator = torch.Generator().manual_seed(1)
+    texts = []
+    for length in torch.randint(3, WIDEST + 1, (n,), generator=generator).tolist():
+        first = int(torch.randint(1, VOCABULARY, (), generator=generator))
+        ids = [(first + 5 * k) % VOCABULARY for k in range(length)]
+        labels = [-100 if k < length // 4 else token for k, token in enumerate(ids)]
+        texts.append({"input_ids": ids, "labels": labels})
+    return texts
+
+
+def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+
+    def stacked(name: str, fill: int) -> Tensor:
+        return torch.tensor([[*row[name], *[fill] * (width - len(row[name]))] for row in rows])
+
+    ids, labels = stacked("input_ids", 0), stacked("labels", -100)
+    lengths = torch.tensor([[len(row["input_ids"])] for row in rows])
+    return {"input_ids": ids, "labels": labels, "attention_mask": (torch.arange(width) < lengths).long()}
+
+
+def arguments(folder: Path | str, **options: Any) -> dict[str, Any]:
+    """7 windows of three micro-batches in an epoch, but for the last one, which has two."""
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 3,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 5,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "seed": 0,
+        "disable_tqdm": True,
+    }
+    return settings | options
+
+
+def trainer_of(folder: Path | str, *, kind: type[Trainer] = Trainer, model: Any = None, **options: Any) -> Trainer:
+    ours = {name: options.pop(name) for name in ("train_dataset", "data_collator", "callbacks") if name in options}
+    return kind(
+        model=gpt2() if model is None else model,
+        args=TrainingArguments(**arguments(folder, **options)),
+        **({"train_dataset": ragged_texts(80), "data_collator": padded} | ours),
+    )
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@dataclass
+class Recorded:
+    """The micro-batches of a training, by window."""
+
+    windows: list[list[tuple[dict[str, Any], float | None]]] = field(default_factory=list)
+    """Inputs and `num_items_in_batch` of each micro-batch."""
+
+
+def record(trainer: Trainer) -> Recorded:
+    """Note what the trainer trains on."""
+    recorded, original, step = Recorded(), trainer.training_step, -1
+
+    def training_step(model: Any, inputs: Any, n_items: Any = None) -> Tensor:
+        nonlocal step
+        if trainer.state.global_step != step:
+            step = trainer.state.global_step
+            recorded.windows.append([])
+        recorded.windows[-1].append((dict(inputs), None if n_items is None else float(n_items)))
+        return original(model, inputs, n_items)
+
+    trainer.training_step = training_step
+    return recorded
+
+
+@dataclass
+class Piece:
+    """A micro-batch of the plain loop, with its counts."""
+
+    inputs: dict[str, Any]
+    counts: dict[str, Any]
+    scale: float
+    """What its mean loss is multiplied by."""
+
+
+def plain_loop(model: nn.Module, windows: Sequence[Sequence[Piece]], loss_of: Any = None, **options: Any) -> Any:
+    """The reading of a loop that anybody would write: each piece's mean loss is scaled, and weighs as much."""
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    probe = sonde.attach(model, optimizer, unit="rows", every=1, verbose=False, **options)
+    for window in windows:
+        for piece in window:
+            loss = model(**piece.inputs).loss if loss_of is None else loss_of(model, piece.inputs)
+            with probe.piece(**piece.counts, weight=piece.scale):
+                (loss * piece.scale).backward()
+        probe.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    probe.close()
+    return probe.reading()
+
+
+def by_tokens(windows: Sequence[Sequence[tuple[dict[str, Any], float | None]]]) -> Iterator[list[Piece]]:
+    """Pieces of ragged sequences whose loss is the sum over tokens, divided by the window's tokens."""
+    for window in windows:
+        pieces = []
+        for inputs, n_items in window:
+            tokens = [sum(label != -100 for label in row[1:]) for row in inputs["labels"].tolist()]
+            assert n_items is not None
+            pieces.append(Piece(inputs, {"unit_weights": tokens}, sum(tokens) / n_items))
+        yield pieces
+
+
+def same_numbers(reading: Any, expected: Any) -> bool:
+    """To 1e-5: sums of fp32 squares in another order."""
+    names = ("b_simple", "low", "high", "grad_sq", "trace_cov", "units_per_window")
+    pairs = [(getattr(reading, name), getattr(expected, name)) for name in names]
+    return reading.windows == expected.windows and all(
+        a == b or (a is not None and b is not None and abs(a - b) <= 1e-5 * abs(b)) for a, b in pairs
+    )
