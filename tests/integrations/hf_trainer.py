@@ -1,4 +1,4 @@
-"""Trainers of transformers on tiny models, and the same pieces through a plain loop; import it only with transformers."""
+"""Trainers of transformers on tiny models, and the same pieces through a plain loop. It imports transformers."""
 
 from __future__ import annotations
 
@@ -112,20 +112,29 @@ class Piece:
 
     inputs: dict[str, Any]
     counts: dict[str, Any]
-    scale: float
-    """What its mean loss is multiplied by."""
+    weight: float
+    """Of its mean loss, in the loss of the window."""
+    n_items: Tensor | None = None
+    """Loss tokens of the window."""
 
 
 def plain_loop(model: nn.Module, windows: Sequence[Sequence[Piece]], loss_of: Any = None, **options: Any) -> Any:
-    """The reading of a loop that anybody would write: each piece's mean loss is scaled, and weighs as much."""
+    """The reading of a loop that anybody would write.
+
+    Args:
+        model: at the beginning.
+        windows: of pieces.
+        loss_of: given the model and a piece, returns the loss; by default the model's mean times the piece's weight.
+        **options: of `sonde.attach`.
+    """
     model = copy.deepcopy(model).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     probe = sonde.attach(model, optimizer, unit="rows", every=1, verbose=False, **options)
     for window in windows:
         for piece in window:
-            loss = model(**piece.inputs).loss if loss_of is None else loss_of(model, piece.inputs)
-            with probe.piece(**piece.counts, weight=piece.scale):
-                (loss * piece.scale).backward()
+            loss = model(**piece.inputs).loss * piece.weight if loss_of is None else loss_of(model, piece)
+            with probe.piece(**piece.counts, weight=piece.weight):
+                loss.backward()
         probe.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -140,7 +149,7 @@ def by_tokens(windows: Sequence[Sequence[tuple[dict[str, Any], float | None]]]) 
         for inputs, n_items in window:
             tokens = [sum(label != -100 for label in row[1:]) for row in inputs["labels"].tolist()]
             assert n_items is not None
-            pieces.append(Piece(inputs, {"unit_weights": tokens}, sum(tokens) / n_items))
+            pieces.append(Piece(inputs, {"unit_weights": tokens}, sum(tokens) / n_items, torch.tensor(n_items)))
         yield pieces
 
 

@@ -1,0 +1,315 @@
+"""A real Trainer of transformers: the values of a plain loop, weights as without sonde, and its own logs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
+# transformers and what it imports cause various warnings.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from accelerate.state import AcceleratorState  # noqa: E402
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+)
+
+import sonde  # noqa: E402
+from sonde.integrations import transformers as integration  # noqa: E402
+from sonde.integrations.transformers_batches import is_divided_by, samples, shifts_labels  # noqa: E402
+from tests.integrations.hf_trainer import (  # noqa: E402
+    Piece,
+    by_tokens,
+    gpt2,
+    padded,
+    plain_loop,
+    ragged_texts,
+    record,
+    same_numbers,
+    trainer_of,
+    weights,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_state() -> Iterator[None]:
+    """Accelerate holds one state for the process, and refuses another precision while it is there."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def trained(folder: Path, **options: Any) -> Tensor:
+    """The weights that training without sonde gives."""
+    trainer = trainer_of(folder, **options)
+    trainer.train()
+    return weights(trainer.model)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"max_grad_norm": 0.0}], ids=str)
+def test_ragged_sequences_read_as_in_a_plain_loop(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The last window of each epoch is shorter. Sequences have 2 to 11 tokens in the loss."""
+    trainer = trainer_of(tmp_path, **options)
+    start, recorded = copy.deepcopy(trainer.model), record(trainer)
+    probe = integration.attach(trainer, every=1, log=tmp_path / "log", verbose=False)
+    trainer.train()
+    assert torch.equal(weights(trainer.model), trained(tmp_path, **options))
+    reading = probe.reading()
+    assert reading is not None
+    assert (reading.windows, reading.dropped, reading.unit) == (14, {}, "sequences")
+    if not options:
+        assert [len(window) for window in recorded.windows] == [3, 3, 3, 3, 3, 3, 2] * 2
+        assert same_numbers(reading, plain_loop(start, list(by_tokens(recorded.windows))))
+        wrongly = [
+            [Piece(i, {"units": 4}, 1 / len(window)) for i, _ in window] for window in recorded.windows
+        ]  # as means of micro-batches
+        assert not same_numbers(reading, plain_loop(start, wrongly))
+    run = sonde.read_run(tmp_path / "log")
+    assert run.ended == "training ended"
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["step"] for row in logged] == [5, 10]
+    _, values = run.series("gns/b_simple")
+    assert logged[-1]["gns/b_simple"] == pytest.approx(values[0])  # both of window 10
+    assert logged[-1]["gns/units_per_window"] == pytest.approx(12, abs=0.5)  # one window of 8 among them
+    assert not any("gns/b_simple" in row for row in trainer.state.log_history if "train_runtime" in row)
+
+
+def test_bf16(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, bf16=True)
+    start, recorded = copy.deepcopy(trainer.model), record(trainer)
+    probe = integration.attach(trainer, every=1, verbose=False)
+    trainer.train()
+    assert torch.equal(weights(trainer.model), trained(tmp_path, bf16=True))
+
+    def loss_of(model: Any, piece: Piece) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**piece.inputs, num_items_in_batch=piece.n_items).loss  # in the trainer's order: bf16 rounds
+
+    assert same_numbers(probe.reading(), plain_loop(start, list(by_tokens(recorded.windows)), loss_of))
+
+
+class WeighsClasses(Trainer):
+    """As in transformers' documentation of `compute_loss`: a mean over the micro-batch, whatever the window holds."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        loss = nn.functional.cross_entropy(model(**inputs).logits, labels, torch.tensor([1.0, 3.0]))
+        return (loss, None) if return_outputs else loss
+
+
+def classifier() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(vocab_size=29, num_labels=2, **sizes, **no_dropout))
+
+
+def classified(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    batch = padded(rows)
+    return batch | {"labels": batch["input_ids"].sum(1) % 2}
+
+
+@pytest.mark.parametrize("kind", [Trainer, WeighsClasses])
+def test_a_loss_that_ignores_the_windows_tokens_is_not_weighed_by_them(tmp_path: Path, kind: Any) -> None:
+    """BERT's own loss is a mean over the micro-batch, and the trainer adds these up. The last micro-batch has 2 rows."""
+    options = {"kind": kind, "train_dataset": ragged_texts(42), "data_collator": classified, "max_grad_norm": 0.5}
+    trainer = trainer_of(tmp_path, model=classifier(), **options)
+    start, recorded = copy.deepcopy(trainer.model), record(trainer)
+    probe = integration.attach(trainer, every=1, verbose=False)
+    trainer.train()
+    assert recorded.windows[-1][-1][1] is not None  # the trainer counts items, and nobody uses them
+    windows = [[Piece(i, {"units": len(i["labels"])}, 1.0) for i, _ in window] for window in recorded.windows]
+    assert [piece.counts["units"] for piece in windows[-1]] == [4, 2]
+
+    def loss_of(model: Any, piece: Piece) -> Any:
+        labels = piece.inputs["labels"]
+        logits = model(**{name: value for name, value in piece.inputs.items() if name != "labels"}).logits
+        return nn.functional.cross_entropy(logits, labels, torch.tensor([1.0, 3.0]) if kind is not Trainer else None)
+
+    assert same_numbers(probe.reading(), plain_loop(start, windows, loss_of))
+
+
+def test_a_resumed_training_goes_on_with_its_averages(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 6}
+    whole = trainer_of(tmp_path / "whole", **options)
+    uninterrupted = integration.attach(whole, every=1, verbose=False)
+    whole.train()
+    resumed = trainer_of(tmp_path / "resumed", **options)
+    probe = integration.attach(resumed, every=1, verbose=False)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert same_numbers(probe.reading(), uninterrupted.reading())
+    reading = probe.reading()
+    assert reading is not None
+    assert reading.windows == 14
+
+
+class Fails(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyError("of the user's own")
+
+
+def test_a_training_that_fails_fails_as_without_sonde_and_may_be_started_again(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, callbacks=[failing := Fails()])
+    probe = integration.attach(trainer, every=1, verbose=False)
+    with pytest.raises(KeyError, match="of the user's own"):
+        trainer.train()
+    trainer.remove_callback(failing)
+    trainer.train()
+    reading = probe.reading()
+    assert reading is not None
+    assert reading.windows == 14
+    probe.close()
+    assert "training_step" not in vars(trainer)
+    assert "backward" not in vars(trainer.accelerator)
+
+
+def test_an_error_of_the_probe_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def units(inputs: Mapping[str, Any]) -> int:
+        if len(inputs["input_ids"]) == 4 and int(inputs["input_ids"][0, 0]) % 3 == 0:
+            raise KeyError("length")
+        return 4
+
+    trainer = trainer_of(tmp_path)
+    probe = integration.attach(trainer, units=units, every=1, verbose=False)
+    with caplog.at_level(logging.ERROR):
+        trainer.train()
+    assert torch.equal(weights(trainer.model), trained(tmp_path))
+    assert "a micro-batch is not measured, so its window is left out: KeyError: 'length'" in caplog.text
+    reading = probe.reading()
+    assert reading is not None
+    assert 0 < reading.windows < 14
+    strict = trainer_of(tmp_path)
+    integration.attach(strict, units=units, every=1, verbose=False, strict=True)
+    with pytest.raises(KeyError, match="length"):
+        strict.train()
+
+
+def test_what_cannot_be_measured_trains_on_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The model that a DataParallel wraps, as on a machine with several GPUs that one process sees."""
+    trainer = trainer_of(tmp_path)
+    probe = integration.attach(trainer, verbose=False)
+    trainer.model_wrapped = nn.DataParallel(trainer.model)
+    with caplog.at_level(logging.ERROR):
+        trainer.train()
+    assert "this training is not measured: ValueError: nn.DataParallel copies the model" in caplog.text
+    assert "start one process for each GPU" in caplog.text
+    assert probe.reading() is None
+    assert trainer.state.global_step == 14
+
+
+def test_bad_arguments_are_refused_before_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match=r"trainer must be a transformers\.Trainer, got Linear"):
+        integration.attach(nn.Linear(1, 1))
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'horizn'"):
+        integration.attach(trainer, horizn=3)
+    with pytest.raises(ValueError, match="horizon must be more than 1 window"):
+        integration.attach(trainer, horizon=0)
+    integration.attach(trainer)
+    with pytest.raises(ValueError, match="has a probe already: attach once, or close the first"):
+        integration.attach(trainer)
+
+
+def test_another_version_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", "6.1.0")
+    with caplog.at_level(logging.WARNING):
+        integration.attach(trainer_of(tmp_path))
+    assert "transformers 6.1.0 is not a version that sonde was tested with, which are those from 5.23" in caplog.text
+
+
+def test_guard_the_order_of_the_trainers_calls(tmp_path: Path) -> None:
+    """What the integration leans on: training steps, the clip, the event before the step, the step, then the log."""
+    calls: list[str] = []
+
+    class Notes(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            calls.append(f"begin {trainer.optimizer is not None} {trainer.model_wrapped is not None}")
+
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            norm = torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).norm()
+            calls.append(f"before the step {norm:.3f}")
+
+    trainer = trainer_of(tmp_path, callbacks=[Notes()], max_steps=1, logging_steps=1, max_grad_norm=0.25)
+
+    def noted(name: str, owner: Any, method: str) -> None:
+        original = getattr(owner, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        setattr(owner, method, call)
+
+    noted("training step", trainer, "training_step")
+    noted("backward", trainer.accelerator, "backward")
+    noted("log", trainer, "log")
+    trainer.train()
+    micro_batch = ["training step", "backward"]
+    assert calls == ["begin True True", *micro_batch * 3, "before the step 0.250", "log", "log"]
+
+
+def test_which_losses_shift_labels() -> None:
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    t5 = T5Config(d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1, vocab_size=9)
+    assert shifts_labels(gpt2())
+    assert not trainer_of("unused")._loss_shifts_labels  # for the same GPT-2: why sonde does not ask the trainer
+    assert shifts_labels(Qwen2ForCausalLM(Qwen2Config(**small, num_key_value_heads=1, vocab_size=9)))
+    assert not shifts_labels(BertForMaskedLM(BertConfig(**small, vocab_size=9)))
+    assert not shifts_labels(T5ForConditionalGeneration(t5))
+
+
+def test_a_division_by_the_windows_items_is_seen_in_the_graph() -> None:
+    model, ids, n_items = gpt2(), torch.arange(12).view(2, 6), torch.tensor(44)
+    over_window = model(input_ids=ids, labels=ids, num_items_in_batch=n_items).loss
+    assert is_divided_by(over_window / 3, n_items)
+    assert not is_divided_by(over_window, torch.tensor(43))
+    assert not is_divided_by(model(input_ids=ids, labels=ids).loss / 3, n_items)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert is_divided_by(compiled(input_ids=ids, labels=ids, num_items_in_batch=n_items).loss, n_items) is None
+
+
+PACKED = {"input_ids": torch.zeros(1, 7, dtype=torch.long), "labels": torch.tensor([[-100, 3, 4, -100, 5, -100, -100]])}
+
+
+@pytest.mark.parametrize(
+    "borders",
+    [
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0]])},
+        {"cu_seq_lens_q": torch.tensor([0, 3, 5, 6, 7], dtype=torch.int32)},
+    ],
+    ids=lambda borders: next(iter(borders)),
+)
+def test_packed_documents(borders: dict[str, Tensor]) -> None:
+    """Three and two tokens, then padding, which position ids show as documents of one token."""
+    n_units, tokens = samples(PACKED | borders, shifts=True)
+    assert n_units == 2
+    assert tokens is not None
+    assert [round(float(n), 3) for n in tokens[tokens > 0.1]] == [2.0, 1.0]
+
+
+def test_rows_of_padded_batches_are_not_taken_for_packed_documents() -> None:
+    batch = padded(ragged_texts(3)) | {"position_ids": torch.zeros(3, 12, dtype=torch.long)}
+    n_units, tokens = samples(batch, shifts=True)
+    assert n_units == 3
+    assert tokens is not None
+    assert tokens.tolist() == batch["labels"][:, 1:].ne(-100).sum(1).tolist()
