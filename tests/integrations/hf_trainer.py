@@ -128,14 +128,16 @@ def plain_loop(model: nn.Module, windows: Sequence[Sequence[Piece]], loss_of: An
         **options: of `sonde.attach`.
     """
     model = copy.deepcopy(model).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    # Fused, as the trainer takes it: in bf16, the last bit of another step would soon be another training.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
     probe = sonde.attach(model, optimizer, unit="rows", every=1, verbose=False, **options)
     for window in windows:
         for piece in window:
             loss = model(**piece.inputs).loss * piece.weight if loss_of is None else loss_of(model, piece)
             with probe.piece(**piece.counts, weight=piece.weight):
                 loss.backward()
-        probe.clip_grad_norm_(0.5)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        probe.step()
         optimizer.step()
         optimizer.zero_grad()
     probe.close()

@@ -127,7 +127,7 @@ def classified(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", [Trainer, WeighsClasses])
 def test_a_loss_that_ignores_the_windows_tokens_is_not_weighed_by_them(tmp_path: Path, kind: Any) -> None:
-    """BERT's own loss is a mean over the micro-batch, and the trainer adds these up. The last micro-batch has 2 rows."""
+    """BERT's own loss is a mean over the micro-batch, and the trainer adds these up. The last one has 2 rows."""
     options = {"kind": kind, "train_dataset": ragged_texts(42), "data_collator": classified, "max_grad_norm": 0.5}
     trainer = trainer_of(tmp_path, model=classifier(), **options)
     start, recorded = copy.deepcopy(trainer.model), record(trainer)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,34 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integrations.as_launched import as_launched, free_port
 from tests.ranks import Ranks
 
 pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 
-def _as_launched(port: int) -> None:
-    """The environment that torchrun sets, for accelerate."""
-    import torch.distributed as dist
-
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-
-
 def _trained(port: int, folder: str, watched: bool) -> dict[str, Any]:
-    import warnings
+    with as_launched(port):
+        from sonde.integrations import trl as integration
+        from sonde.records import RunLog
+        from sonde.runs.sinks import JsonlSink
+        from tests.integrations.grpo_trainer import trainer_of, weights
 
-    warnings.simplefilter("ignore")
-    _as_launched(port)
-    from accelerate.state import AcceleratorState
-
-    from sonde.integrations import trl as integration
-    from sonde.records import RunLog
-    from sonde.runs.sinks import JsonlSink
-    from tests.integrations.grpo_trainer import trainer_of, weights
-
-    try:
         trainer = trainer_of(Path(tempfile.mkdtemp()), steps=4, per_device_train_batch_size=8)
         probes = None
         if watched:
@@ -58,16 +42,10 @@ def _trained(port: int, folder: str, watched: bool) -> dict[str, Any]:
             "n": [(f.n_evaluation, f.causes and len(f.causes.prompts)) for f in forecasts],
             "explained": [f.causes.explained for f in forecasts if f.causes],
         }
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_CPU"):
-            os.environ.pop(name, None)
 
 
 def test_two_ranks_train_as_without_probes_and_agree_on_every_number(ranks2: Ranks, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     plain = ranks2(_trained, port, "", False)
     first, second = ranks2(_trained, port, str(tmp_path), True)
     assert first["ranks"] == 2
