@@ -177,6 +177,7 @@ def test_a_training_that_fails_fails_as_without_sonde_and_may_be_started_again(t
     assert reading is not None
     assert reading.windows == 14
     probe.close()
+    probe.close()  # a second time: nothing happens
     assert "training_step" not in vars(trainer)
     assert "backward" not in vars(trainer.accelerator)
 

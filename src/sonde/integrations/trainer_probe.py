@@ -20,6 +20,7 @@ from sonde.records import RunLog, log_of, logger
 
 _PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group")
 """Arguments of `sonde.attach` that are not in `NoiseScaleOptions`."""
+_NOT_MEASURED = "a micro-batch is not measured, so its window is left out"
 LOGGED = (
     "gns/b_simple",
     "gns/b_simple_low",
@@ -110,15 +111,23 @@ class TrainerProbe:
         Args:
             count: called in measured windows only, it returns the piece's units and weights.
         """
-        if self.probe is None:
-            yield
-            return
-        with contextlib.ExitStack() as stack:
+        probe, entered = self.probe, None
+        if probe is not None:
             # A backward outside of a piece is a gradient that no piece explains, so the probe leaves its window out.
-            with self._forgiven("a micro-batch is not measured, so its window is left out"):
-                counts = count() if self.probe.measures_now else self._unused
-                stack.enter_context(self.probe.piece(**counts))
+            with self._forgiven(_NOT_MEASURED):
+                piece = probe.piece(**(count() if probe.measures_now else self._unused))
+                piece.__enter__()
+                entered = piece
+        try:
             yield
+        except BaseException as error:  # of the training
+            if entered is not None:
+                with self._forgiven(_NOT_MEASURED):
+                    entered.__exit__(type(error), error, error.__traceback__)
+            raise
+        if entered is not None:
+            with self._forgiven(_NOT_MEASURED):
+                entered.__exit__(None, None, None)
 
     def end_window(self) -> None:
         """The optimizer is about to step."""

@@ -25,7 +25,7 @@ except ImportError as error:
     raise ImportError("this needs transformers: run pip install '.[transformers]' in the checkout of sonde") from error
 
 TESTED = ("5.23", "6")
-"""The tests ran with the first of these versions; they may not hold from the second on."""
+"""The first version that the tests ran with, and the first one above it that they did not."""
 SAVED_AS = "sonde_noise_scale"
 """The entry of `TrainerState.stateful_callbacks` with the averages. transformers saves that mapping with a checkpoint.
 No callback has this name, so transformers restores no callback from the entry."""
@@ -105,7 +105,7 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
         self._probe.end("closed")
         self._of_trainer.restore()
         self._of_accelerator.restore()
-        self._trainer.remove_callback(self)
+        self._trainer.pop_callback(self)
 
     # Wrappers of the trainer's methods, and of its accelerator's.
 

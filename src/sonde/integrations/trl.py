@@ -28,12 +28,17 @@ try:
     from accelerate.utils import gather_object
     from transformers import TrainerCallback
     from trl import GRPOTrainer
+    from trl import __version__ as trl_version
 
     from sonde.integrations.trl_checks import check_arguments, default_prompts
     from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts
+    from sonde.integrations.versions import warn_if_untested
+    from sonde.integrations.wrapped_methods import WrappedMethods
 except ImportError as error:
     raise ImportError("this needs trl: run pip install '.[trl]' in the checkout of sonde") from error
 
+TESTED = ("1.16", "2")
+"""The first version of TRL that the tests ran with, and the first one above it that they did not."""
 WRAPPED = ("_generate_and_score_completions", "_compute_loss")
 """Methods of the trainer that `attach` wraps."""
 DEFAULT = {name: {"enabled": True} for name in ("entropy_probe", "policy_entropy_probe")}
@@ -92,6 +97,7 @@ def attach(
     refuse_unknown(attach, deprecated)
     config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
     config.warn_if_nothing_is_on()
+    warn_if_untested("trl", trl_version, TESTED)
     if evaluation_prompts is None:
         evaluation_prompts = default_prompts(trainer)
     check_arguments(
@@ -152,11 +158,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._metrics: dict[str, float | None] = {}
         self._forecast: EntropyForecast | None = None
         self.texts: dict[int, str] = {}
-        self._originals: dict[str, Callable[..., Any]] = {}
-        self._wrappers = dict(zip(WRAPPED, (self._generated, self._micro_batch), strict=True))
-        for name, wrapper in self._wrappers.items():
-            self._originals[name] = getattr(trainer, name)
-            setattr(trainer, name, wrapper)
+        wrappers = (self._generated, self._micro_batch)
+        self._wrapped = WrappedMethods(trainer, **dict(zip(WRAPPED, wrappers, strict=True)))
         trainer.add_callback(self)
 
     @property
@@ -172,27 +175,20 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         """
         if self._policy_log is not None:
             self._policy_log.end(reason)
-        for name, original in self._originals.items():
-            if vars(self._trainer).get(name) != self._wrappers[name]:  # wrapped again since: the newer wrapper stays
-                continue
-            delattr(self._trainer, name)
-            if getattr(self._trainer, name) != original:  # it had a wrapper before ours
-                setattr(self._trainer, name, original)
-        if self._originals:
-            self._trainer.remove_callback(self)
-        self._originals = {}
+        self._wrapped.restore()
+        self._trainer.pop_callback(self)
 
     # Wrappers of the trainer's methods.
 
-    def _generated(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output: dict[str, Any] = self._originals[WRAPPED[0]](inputs)
+    def _generated(self, original: Callable[..., Any], inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output: dict[str, Any] = original(inputs)
         if self._trainer.model.training:
             self._rollouts.generated(inputs, output)
         return output
 
-    def _micro_batch(self, model: Any, inputs: Mapping[str, Any]) -> Any:
+    def _micro_batch(self, original: Callable[..., Any], model: Any, inputs: Mapping[str, Any]) -> Any:
         self._rollouts.learned_from(inputs)
-        return self._originals[WRAPPED[1]](model, inputs)
+        return original(model, inputs)
 
     # Events of the trainer, in their order.
 

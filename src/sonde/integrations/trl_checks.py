@@ -93,6 +93,8 @@ def _check_config(trainer: Any, config: ProbesConfig, evaluation: str, *, causes
     }
     for probe, names in used.items():
         options = getattr(config, probe)
+        if probe == "gns_probe" and options.unit == "prompts":  # which it is in any case
+            names = (*names, "unit")
         idle = [n for n, value in vars(options).items() if n not in names and value != getattr(type(options)(), n)]
         if idle:
             raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out (temperatures are the trainer's)")

@@ -198,6 +198,10 @@ class ExampleWindow:
             self._norms.discard()
             return
         n = int(counts.units)
+        if counts.unit_weights is not None and len(counts.unit_weights) != n:  # units that count for nothing among them
+            self.reasons[""] = f"the weights of {len(counts.unit_weights)} units do not say which {n} are the examples"
+            self._norms.discard()
+            return
         if 8 * n * len(self._names) > _MOST_BYTES:
             examples, parameters = plural(n, "example"), plural(len(self._names), "parameter")
             self.reasons[""] = f"the norms of {examples} in {parameters} take too much memory: is the unit a row?"
