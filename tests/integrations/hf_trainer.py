@@ -1,18 +1,17 @@
-"""Trainers of transformers on tiny models, and the same pieces through a plain loop. It imports transformers."""
+"""Trainers of transformers on tiny models, and what they train on. It imports transformers."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import sonde
+from tests.integrations.plain_loop import Piece
 
 VOCABULARY, WIDEST = 29, 12
 
@@ -78,10 +77,6 @@ def trainer_of(folder: Path | str, *, kind: type[Trainer] = Trainer, model: Any 
     )
 
 
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 @dataclass
 class Recorded:
     """The micro-batches of a training, by window."""
@@ -106,44 +101,6 @@ def record(trainer: Trainer) -> Recorded:
     return recorded
 
 
-@dataclass
-class Piece:
-    """A micro-batch of the plain loop, with its counts."""
-
-    inputs: dict[str, Any]
-    counts: dict[str, Any]
-    weight: float
-    """Of its mean loss, in the loss of the window."""
-    n_items: Tensor | None = None
-    """Loss tokens of the window."""
-
-
-def plain_loop(model: nn.Module, windows: Sequence[Sequence[Piece]], loss_of: Any = None, **options: Any) -> Any:
-    """The reading of a loop that anybody would write.
-
-    Args:
-        model: at the beginning.
-        windows: of pieces.
-        loss_of: given the model and a piece, returns the loss; by default the model's mean times the piece's weight.
-        **options: of `sonde.attach`.
-    """
-    model = copy.deepcopy(model).train()
-    # Fused, as the trainer takes it: in bf16, the last bit of another step would soon be another training.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
-    probe = sonde.attach(model, optimizer, unit="rows", every=1, verbose=False, **options)
-    for window in windows:
-        for piece in window:
-            loss = model(**piece.inputs).loss * piece.weight if loss_of is None else loss_of(model, piece)
-            with probe.piece(**piece.counts, weight=piece.weight):
-                loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        probe.step()
-        optimizer.step()
-        optimizer.zero_grad()
-    probe.close()
-    return probe.reading()
-
-
 def by_tokens(windows: Sequence[Sequence[tuple[dict[str, Any], float | None]]]) -> Iterator[list[Piece]]:
     """Pieces of ragged sequences whose loss is the sum over tokens, divided by the window's tokens."""
     for window in windows:
@@ -153,12 +110,3 @@ def by_tokens(windows: Sequence[Sequence[tuple[dict[str, Any], float | None]]]) 
             assert n_items is not None
             pieces.append(Piece(inputs, {"unit_weights": tokens}, sum(tokens) / n_items, torch.tensor(n_items)))
         yield pieces
-
-
-def same_numbers(reading: Any, expected: Any) -> bool:
-    """To 1e-5: sums of fp32 squares in another order."""
-    names = ("b_simple", "low", "high", "grad_sq", "trace_cov", "units_per_window")
-    pairs = [(getattr(reading, name), getattr(expected, name)) for name in names]
-    return reading.windows == expected.windows and all(
-        a == b or (a is not None and b is not None and abs(a - b) <= 1e-5 * abs(b)) for a, b in pairs
-    )

@@ -32,18 +32,8 @@ from transformers import (  # noqa: E402
 import sonde  # noqa: E402
 from sonde.integrations import transformers as integration  # noqa: E402
 from sonde.integrations.transformers_batches import is_divided_by, samples, shifts_labels  # noqa: E402
-from tests.integrations.hf_trainer import (  # noqa: E402
-    Piece,
-    by_tokens,
-    gpt2,
-    padded,
-    plain_loop,
-    ragged_texts,
-    record,
-    same_numbers,
-    trainer_of,
-    weights,
-)
+from tests.integrations.hf_trainer import by_tokens, gpt2, padded, ragged_texts, record, trainer_of  # noqa: E402
+from tests.integrations.plain_loop import Piece, plain_loop, same_numbers, weights  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.integrations.as_launched import as_launched, free_port
+from tests.integrations.plain_loop import Piece, plain_loop, same_numbers, weights
 from tests.ranks import Ranks
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
@@ -22,7 +23,7 @@ def _trained(port: int, options: dict[str, Any]) -> dict[str, Any]:
     """Once without sonde and once with it."""
     with as_launched(port):
         from sonde.integrations import transformers as integration
-        from tests.integrations.hf_trainer import record, trainer_of, weights
+        from tests.integrations.hf_trainer import record, trainer_of
 
         plain = trainer_of(tempfile.mkdtemp(), **options)
         plain.train()
@@ -42,7 +43,7 @@ def _trained(port: int, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("over_ranks", [True, False])
 def test_two_ranks(ranks2: Ranks, over_ranks: bool) -> None:
     """Tokens are averaged over ranks, or the ranks' means are averaged, each with tokens of its own number."""
-    from tests.integrations.hf_trainer import Piece, gpt2, plain_loop, same_numbers
+    from tests.integrations.hf_trainer import gpt2
 
     first, second = ranks2(_trained, free_port(), {"average_tokens_across_devices": over_ranks})
     assert first["is_bitwise"]

@@ -24,7 +24,8 @@ import sonde  # noqa: E402
 from sonde.demos.arithmetic import task  # noqa: E402
 from sonde.integrations import transformers as integration  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of as grpo_trainer_of  # noqa: E402
-from tests.integrations.hf_trainer import Piece, arguments, plain_loop, record, same_numbers, weights  # noqa: E402
+from tests.integrations.hf_trainer import arguments, record  # noqa: E402
+from tests.integrations.plain_loop import Piece, plain_loop, same_numbers, weights  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

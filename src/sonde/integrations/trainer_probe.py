@@ -41,6 +41,19 @@ class Counts(TypedDict, total=False):
     unit_weights: Tensor
 
 
+def as_counts(units: Any, weight: float | Tensor | None = None) -> Counts:
+    """The counts of a piece by what a user's function has returned.
+
+    Args:
+        units: a number or 0-dim tensor, one for each name, or the weight of each unit, [units].
+        weight: of the piece in the loss; None where all weigh the same.
+    """
+    counts: Counts = {"unit_weights": units} if isinstance(units, Tensor) and units.dim() else {"units": units}
+    if weight is not None:
+        counts["weight"] = weight
+    return counts
+
+
 class TrainerProbe:
     """A `NoiseScaleProbe` for as long as a trainer trains.
 
@@ -69,6 +82,7 @@ class TrainerProbe:
         self.probe: NoiseScaleProbe | None = None
         self._options, self._log, self._run_log = dict(options), log, RunLog()
         self._last: NoiseScaleReading | None = None
+        self._final_state: dict[str, Any] | None = None
         self._unused: Counts = {"units": 1 if len(names) == 1 else dict.fromkeys(names, 1)}
         """The counts of a piece in windows that are not measured."""
         self._strict, self._verbose = strict, verbose
@@ -77,7 +91,7 @@ class TrainerProbe:
     def begin(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
         state: Mapping[str, Any] | None = None,
@@ -144,10 +158,11 @@ class TrainerProbe:
         return {}
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The averages so far, for a checkpoint; None if nothing is measured."""
-        if self.probe is not None:
-            with self._forgiven("the checkpoint lacks the averages of the noise scale"):
-                return self.probe.state_dict()
+        """The averages so far, for a checkpoint, also after training; None if nothing is measured."""
+        if self.probe is None:
+            return self._final_state
+        with self._forgiven("the checkpoint lacks the averages of the noise scale"):
+            return self.probe.state_dict()
         return None
 
     def reading(self) -> NoiseScaleReading | None:
@@ -160,10 +175,17 @@ class TrainerProbe:
         if probe is None:
             return
         with self._forgiven("the log of the noise scale has no proper end"):
-            self._last = probe.reading()
+            self._last, self._final_state = probe.reading(), probe.state_dict()
             if self._verbose and self._run_log.is_first_rank:
                 sys.stderr.write(f"sonde: {self._last}\n")
             probe.close(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Close the probe after an error of the training, without waiting for ranks that may be gone."""
+        probe, self.probe = self.probe, None
+        if probe is not None:
+            with self._forgiven("the log of the noise scale has no proper end"):
+                probe.__exit__(type(error), error, error.__traceback__)
 
     @contextlib.contextmanager
     def _forgiven(self, consequence: str) -> Iterator[None]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from sonde.batch_size.forward_units import rows
-from sonde.integrations.trainer_probe import Counts
+from sonde.integrations.trainer_probe import Counts, as_counts
 
 UnitsOfBatch = Callable[[Mapping[str, Any]], Any]
 """Given a micro-batch, it returns its units (a number, or one for each name), or the weights of each, [units]."""
@@ -76,7 +76,7 @@ class MicroBatches:
         n_units, tokens = samples(inputs, shifts=self._shifts)
         counts: Counts = {"units": n_units}
         if self._units is not None:
-            counts = _given(self._units(inputs))
+            counts = as_counts(self._units(inputs))
         elif tokens is not None:
             counts["unit_weights"] = tokens
         if n_items is not None and self._divides_by(loss, n_items):
@@ -91,13 +91,6 @@ class MicroBatches:
             names = inspect.unwrap(type(self._model).forward).__code__.co_names
             self._is_over_window = "loss_function" in names if found is None else found
         return self._is_over_window
-
-
-def _given(units: Any) -> Counts:
-    """What the user's function has returned."""
-    if isinstance(units, Tensor) and units.dim():
-        return {"unit_weights": units}
-    return {"units": units}
 
 
 def shifts_labels(model: nn.Module) -> bool:

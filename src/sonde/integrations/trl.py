@@ -39,8 +39,6 @@ except ImportError as error:
 
 TESTED = ("1.16", "2")
 """The first version of TRL that the tests ran with, and the first one above it that they did not."""
-WRAPPED = ("_generate_and_score_completions", "_compute_loss")
-"""Methods of the trainer that `attach` wraps."""
 DEFAULT = {name: {"enabled": True} for name in ("entropy_probe", "policy_entropy_probe")}
 """The probes of `attach` without a config."""
 DIVIDED_BY_TOKENS = ("bnpo", "dapo", "cispo", "vespo")
@@ -158,8 +156,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._metrics: dict[str, float | None] = {}
         self._forecast: EntropyForecast | None = None
         self.texts: dict[int, str] = {}
-        wrappers = (self._generated, self._micro_batch)
-        self._wrapped = WrappedMethods(trainer, **dict(zip(WRAPPED, wrappers, strict=True)))
+        self._wrapped = WrappedMethods(
+            trainer, _generate_and_score_completions=self._generated, _compute_loss=self._micro_batch
+        )
         trainer.add_callback(self)
 
     @property

@@ -1,0 +1,155 @@
+"""The noise scale of a run of Lightning's Trainer, as a callback."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonde.batch_size.forward_units import rows
+from sonde.batch_size.probe import NoiseScaleProbe
+from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.integrations.trainer_probe import Counts, TrainerProbe, as_counts
+from sonde.integrations.versions import warn_if_untested
+from sonde.records import RunLog
+
+try:
+    import lightning
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise ImportError("this needs lightning: run pip install '.[lightning]' in the checkout of sonde") from error
+
+TESTED = ("2.6.6", "2.7")
+"""The first version that the tests ran with, and the first one above it that they did not."""
+
+
+class NoiseScale(Callback):  # type: ignore[misc]
+    """Measures the gradient noise scale of a Lightning run: `L.Trainer(callbacks=[NoiseScale(unit="images")])`.
+
+    Weights are bit for bit those of a run without it, with automatic and with manual optimization. The probe is
+    attached when training starts. Each batch is a piece, and each optimizer step ends a window, before gradients are
+    clipped. The trainer's loggers have the headline's metrics every `log_every_n_steps`. Checkpoints hold the averages,
+    and a training that resumes goes on with them.
+
+    Args:
+        unit: plural name of the independent sample.
+        units: called with each batch of a measured window, it returns the number of units, or the weight of each in the
+            batch's loss, [units]; by default the rows of the batch's first tensor.
+        weight: called with each batch, it returns the batch's weight in the loss. By default, batches weigh the same,
+            as means of batches do.
+        log: of the run, or the folder for a log of its own.
+        strict: raise errors of the probe. By default, they are logged and training goes on.
+        verbose: print the set-up that was found, and the reading at the end, on rank 0.
+        **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `per_example`, `allow_biased`, `budget`,
+            `every` and the like.
+
+    Raises:
+        ValueError: for an option outside its range.
+        TypeError: for an option that does not exist.
+    """
+
+    def __init__(
+        self,
+        *,
+        unit: str = "examples",
+        units: Callable[[Any], Any] | None = None,
+        weight: Callable[[Any], float | Tensor] | None = None,
+        log: RunLog | str | Path | None = None,
+        strict: bool = False,
+        verbose: bool = True,
+        **options: Any,
+    ) -> None:
+        warn_if_untested("lightning", lightning.__version__, TESTED)
+        self._probe = TrainerProbe({"unit": unit} | options, log=log, strict=strict, verbose=verbose)
+        self._units, self._weight = units, weight
+        self._saved: dict[str, Any] | None = None
+        self._batch: Any = None
+        self._piece = contextlib.ExitStack()
+        self._is_open = self._has_stepped = False
+
+    @property
+    def probe(self) -> NoiseScaleProbe | None:
+        """The probe while training goes on."""
+        return self._probe.probe
+
+    def reading(self) -> NoiseScaleReading | None:
+        """The present reading, or that of the end of training; None before training, or if nothing is measured."""
+        return self._probe.reading()
+
+    def _counts(self) -> Counts:
+        found: Any = rows(self._batch) if self._units is None else self._units(self._batch)
+        if found is None:
+            raise ValueError("the batch has no tensor with rows: pass units= to NoiseScale, a function of the batch")
+        return as_counts(found, None if self._weight is None else self._weight(self._batch))
+
+    # Hooks of Lightning, in their order.
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach to the model in its wrapper."""
+        optimizer, refused = trainer.optimizers[0] if trainer.optimizers else None, None
+        if len(trainer.optimizers) != 1:
+            refused = (
+                f"the module has {len(trainer.optimizers)} optimizers, and steps of one are the windows: train with "
+                "one, or use sonde.attach in training_step for each of the modules"
+            )
+        elif isinstance(optimizer, torch.optim.LBFGS):
+            refused = "LBFGS evaluates the loss several times in each step, so that no gradient is the step's"
+        self._probe.begin(
+            trainer.model,
+            optimizer,
+            grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
+            state=self._saved,
+            refused=refused,
+        )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep the batch, whose units are counted if its window is measured."""
+        self._batch, self._has_stepped = batch, False
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Begin the piece, unless it is a further backward of the same batch."""
+        if not self._is_open:
+            self._piece.enter_context(self._probe.piece(self._counts))
+            self._is_open = True
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """End the piece, whose backward ran in the optimizer's closure, and the window: gradients are unscaled."""
+        self._end_piece()
+        self._probe.end_window()
+        self._has_stepped = True
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        """End the piece of a batch without a step; after steps, log."""
+        self._end_piece()
+        self._batch = None
+        if self._has_stepped and trainer.global_step % trainer.log_every_n_steps == 0:
+            pl_module.log_dict(self._probe.metrics())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the log."""
+        self._probe.end("training ended")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End the log, without waiting for ranks that may be gone."""
+        self._piece.pop_all()  # the backward of this piece may have failed
+        self._is_open = False
+        self._probe.fail(exception)
+
+    def _end_piece(self) -> None:
+        self._piece.close()
+        self._is_open = False
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages so far."""
+        averages = self._probe.state_dict()
+        return {} if averages is None else {"averages": averages}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with these averages when training starts."""
+        self._saved = state_dict.get("averages")

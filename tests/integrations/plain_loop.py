@@ -1,0 +1,77 @@
+"""The loop that anybody would write: the values that a trainer's integration must find."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sonde
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def whole_weights(model: nn.Module) -> Tensor:
+    """Of a model whose parameters may be cut over ranks."""
+    return torch.cat([getattr(p, "full_tensor", lambda p=p: p)().detach().flatten() for p in model.parameters()])
+
+
+@dataclass
+class Piece:
+    """A micro-batch of the plain loop, with its counts."""
+
+    inputs: dict[str, Any]
+    counts: dict[str, Any]
+    weight: float
+    """Of its mean loss, in the loss of the window."""
+    n_items: Tensor | None = None
+    """Loss tokens of the window."""
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Fused, as transformers takes it: in bf16, the last bit of another step would soon be another training."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+
+
+def plain_loop(
+    model: nn.Module, windows: Sequence[Sequence[Piece]], loss_of: Any = None, max_norm: float = 0.5, **options: Any
+) -> Any:
+    """The reading of a loop that anybody would write.
+
+    Args:
+        model: at the beginning.
+        windows: of pieces.
+        loss_of: given the model and a piece, returns the loss; by default the model's mean times the piece's weight.
+        max_norm: of the clip before each step.
+        **options: of `sonde.attach`.
+    """
+    model = copy.deepcopy(model).train()
+
+    optimizer = optimizer_of(model)
+    probe = sonde.attach(model, optimizer, unit="rows", every=1, verbose=False, **options)
+    for window in windows:
+        for piece in window:
+            loss = model(**piece.inputs).loss * piece.weight if loss_of is None else loss_of(model, piece)
+            with probe.piece(**piece.counts, weight=piece.weight):
+                loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        probe.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    probe.close()
+    return probe.reading()
+
+
+def same_numbers(reading: Any, expected: Any) -> bool:
+    """To 1e-5: sums of fp32 squares in another order."""
+    names = ("b_simple", "low", "high", "grad_sq", "trace_cov", "units_per_window")
+    pairs = [(getattr(reading, name), getattr(expected, name)) for name in names]
+    return reading.windows == expected.windows and all(
+        a == b or (a is not None and b is not None and abs(a - b) <= 1e-5 * abs(b)) for a, b in pairs
+    )
