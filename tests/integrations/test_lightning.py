@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 import lightning as L  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
 import sonde  # noqa: E402
 from sonde.integrations import lightning as integration  # noqa: E402
@@ -103,6 +104,25 @@ def test_bf16(tmp_path: Path) -> None:
         return loss * piece.weight
 
     assert same_numbers(probe.reading(), plain_loop(network(), windows_of(), loss_in_bf16, max_norm=1e9))
+
+
+def test_a_grad_scalers_skipped_steps_are_no_windows(tmp_path: Path) -> None:
+    """The first scales are too large for fp16, and these steps are left out without an alert."""
+    probe = integration.NoiseScale(unit="rows", every=1, log=tmp_path / "log", verbose=False, strict=True)
+    options: dict[str, Any] = {"gradient_clip_val": None, "max_epochs": 4}
+
+    def in_fp16() -> list[Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)  # type: ignore[attr-defined]
+        return [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+
+    with_probe, _ = trained(tmp_path, probe, plugins=in_fp16(), **options)
+    assert torch.equal(with_probe, trained(tmp_path, plugins=in_fp16(), **options)[0])
+    reading = probe.reading()
+    assert reading is not None
+    assert reading.windows + sum(reading.dropped.values()) == 20
+    assert len(reading.dropped) == 1
+    assert "GradScaler" in next(iter(reading.dropped))
+    assert sonde.read_run(tmp_path / "log").alerts == ()
 
 
 def test_a_resumed_training_goes_on_with_its_averages(tmp_path: Path) -> None:
