@@ -1,4 +1,4 @@
-"""Accelerate: `prepare`, `accumulate` and `clip_grad_norm_`, on one process or several.
+"""Accelerate on one process or several: one line of sonde, after `prepare`.
 
 torchrun --nproc-per-node 2 examples/accelerate_ddp.py
 """
@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import sonde
+from sonde.integrations.accelerate import attach
 
 CONTEXT, MICRO_BATCH, STEPS = 16, 16, 150
 
@@ -28,26 +28,20 @@ model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEX
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-# Attach after prepare, so that the probe sees the DDP wrapper.
-log = sonde.RunLog(sonde.JsonlSink("runs/accelerate"))
-probe = sonde.attach(model, optimizer, unit="contexts", log=log, every=1)  # a run this short measures every window
+# Attach after prepare, so that the probe sees the DDP wrapper. A run this short measures every window.
+probe = attach(accelerator, model, optimizer, unit="contexts", every=1, log="runs/accelerate")
 
 steps = 0
 for inputs, targets in loader:
     with accelerator.accumulate(model):
-        with probe.piece(units=len(inputs)):
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            accelerator.backward(loss)
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        accelerator.backward(loss)
         if accelerator.sync_gradients:
-            probe.log(loss=loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            probe.step()  # before or after the clip: both give the same noise scale
             steps += 1
         optimizer.step()
         optimizer.zero_grad()
     if steps == STEPS:
         break
 
-accelerator.print(probe.reading())
-probe.close()
-accelerator.end_training()
+accelerator.end_training()  # ends the log, and prints the last reading

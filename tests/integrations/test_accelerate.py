@@ -1,35 +1,226 @@
-"""What sonde takes from Accelerate."""
+"""A real loop with Accelerate: the values of a plain loop, weights as without sonde, trackers and checkpoints."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[accelerate]'")
 # Accelerate and what it imports cause various warnings.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+import accelerate  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.tracking import GeneralTracker  # noqa: E402
+
+import sonde  # noqa: E402
+from sonde.integrations import accelerate as integration  # noqa: E402
+from tests.integrations.accelerate_loop import batches, loop, loss_of, network, tokens  # noqa: E402
+from tests.integrations.plain_loop import Piece, optimizer_of, plain_loop, same_numbers, weights  # noqa: E402
 
 
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    """In bf16. Accelerate holds one state for the process, and refuses another precision while it is there."""
+@pytest.fixture(autouse=True)
+def no_state() -> Iterator[None]:
+    """Accelerate holds one state for the process, and refuses another precision while it is there."""
+    yield
+    GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(mixed_precision="bf16", cpu=True)
+
+
+def accelerator(**options: Any) -> Accelerator:
+    GradientState._reset_state()
+    return Accelerator(**({"gradient_accumulation_steps": 3, "cpu": True} | options))
+
+
+class Attached:
+    """Attaches, and keeps what it gets."""
+
+    def __init__(self, to: Accelerator, **options: Any) -> None:
+        self._to, self._options = to, {"unit": "rows", "every": 1, "verbose": False, "strict": True} | options
+        self.probe: Any = None
+
+    def __call__(self, model: Any, optimizer: Any) -> None:
+        self.probe = integration.attach(self._to, model, optimizer, **self._options)
+
+
+def windows_of(epochs: int = 3, weight: Any = lambda batch: 1.0) -> list[list[Piece]]:
+    """Accelerate divides by 3 also in the last window of an epoch, which has 2 micro-batches."""
+    data = batches()
+    pieces = [Piece({"batch": b}, {"unit_weights": tokens(b).tolist()}, weight(b) / 3) for b in data]
+    return [pieces[0:3], pieces[3:6], pieces[6:8]] * epochs
+
+
+def loss_of_piece(model: Any, piece: Piece) -> Tensor:
+    return loss_of(model, piece.inputs["batch"]) * piece.weight
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["clipped by torch", "clipped by sonde"])
+def test_reads_as_a_plain_loop(tmp_path: Path, clips: bool) -> None:
+    a = accelerator()
+    attached = Attached(a, units=tokens, clips=clips, log=tmp_path)
+    model = loop(a, attached)
+    reading = attached.probe.reading()
+    assert (reading.windows, reading.dropped) == (9, {})
+    assert same_numbers(reading, plain_loop(network(), windows_of(), loss_of_piece))
+    a.end_training()
+    assert "backward" not in vars(a)
+    plain = loop(accelerator())
+    if clips:  # the norm's sum is exact, torch's is not: the last bit may differ
+        assert torch.allclose(weights(model), weights(plain), rtol=0, atol=1e-6)
+    else:
+        assert torch.equal(weights(model), weights(plain))
+    run = sonde.read_run(tmp_path)
+    assert (run.ended, run.alerts) == ("training ended", ())
+    assert (run.readings[-1].metrics["grad/clip_fraction"] is not None) == clips
+
+
+def test_weights_of_micro_batches(tmp_path: Path) -> None:
+    a = accelerator()
+    attached = Attached(a, units=tokens, weight=lambda batch: float(tokens(batch).sum()))
+    loop(a, attached, scale=lambda batch: float(tokens(batch).sum()))
+    expected = plain_loop(network(), windows_of(weight=lambda batch: float(tokens(batch).sum())), loss_of_piece)
+    assert same_numbers(attached.probe.reading(), expected)
+
+
+def test_rows_are_counted_where_nothing_is_said() -> None:
+    a = accelerator()
+    attached = Attached(a)
+    loop(a, attached)
+    reading = attached.probe.reading()
+    assert (reading.windows, reading.dropped) == (9, {})
+    assert reading.units_per_window == pytest.approx(28 / 3, rel=0.05)  # an average that forgets
+
+
+def test_bf16() -> None:
+    """The trained network is that without sonde, and the reading that of a plain loop under autocast."""
+    a = accelerator(mixed_precision="bf16")
+    attached = Attached(a, units=tokens)
+    measured = weights(loop(a, attached))
     AcceleratorState._reset_state(reset_partial_state=True)
+    assert torch.equal(measured, weights(loop(accelerator(mixed_precision="bf16"))))
+
+    def loss_in_bf16(model: nn.Module, piece: Piece) -> Tensor:
+        def in_fp32(batch: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(batch).float()  # type: ignore[no-any-return]
+
+        return loss_of(in_fp32, piece.inputs["batch"]) * piece.weight  # type: ignore[arg-type]
+
+    assert same_numbers(attached.probe.reading(), plain_loop(network(), windows_of(), loss_in_bf16))
 
 
-def test_guard_accelerate_keeps_the_forward_that_it_wraps(accelerator: Accelerator) -> None:
-    """FullPrecision scores by this forward, since the wrapped one casts to 16 bits."""
-    model = nn.Linear(3, 2)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-        model.bias.fill_(2.0**-12)  # bf16 has 8 bits: 3 + 2⁻¹² is 3 there
-    prepared = accelerator.prepare(model)
-    assert prepared(torch.ones(1, 3)).tolist() == [[3.0, 3.0]]
-    assert prepared._original_forward(torch.ones(1, 3)).tolist() == [[3.0 + 2.0**-12] * 2]
+class Tracker(GeneralTracker):
+    name, requires_logging_directory = "of the test", False
+    tracker = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[dict[str, Any], int]] = []
+
+    def store_init_configuration(self, values: Any) -> None:
+        pass
+
+    def log(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
+        assert step is not None
+        self.rows.append((values, step))
+
+
+def test_trackers_get_the_metrics_at_the_users_own_step() -> None:
+    tracker = Tracker()
+    a = accelerator(log_with=[tracker])
+    a.init_trackers("project")
+    loop(a, Attached(a))
+    assert len(tracker.rows) == 24
+    assert {step for _, step in tracker.rows} == {7}
+    with_metrics = [k for k, (values, _) in enumerate(tracker.rows) if "gns/units_per_window" in values]
+    assert with_metrics == [k for k in range(24) if k % 8 in (2, 5, 7)]  # after each step
+
+
+def test_a_checkpoint_takes_the_averages_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = accelerator()
+    uninterrupted = Attached(whole)
+    loop(whole, uninterrupted)
+    first = accelerator()
+    loop(first, Attached(first), epochs=2)
+    first.save_state(str(tmp_path / "with"))
+    second = accelerator()
+    resumed = Attached(second)
+    loop(second, resumed, epochs=1, begin=lambda: second.load_state(str(tmp_path / "with")))
+    assert resumed.probe.reading().windows == 9
+    assert same_numbers(resumed.probe.reading(), uninterrupted.probe.reading())
+
+    without = accelerator()
+    loop(without, epochs=2)
+    without.save_state(str(tmp_path / "without"))
+    third = accelerator()
+    begun = Attached(third)
+    with caplog.at_level(logging.WARNING):
+        loop(third, begun, epochs=1, begin=lambda: third.load_state(str(tmp_path / "without")))
+    assert "the checkpoint has no sonde_noise_scale.json: the averages of the noise scale begin anew" in caplog.text
+    assert begun.probe.reading().windows == 3
+
+
+def test_units_that_cannot_be_counted_do_not_stop_training(caplog: pytest.LogCaptureFixture) -> None:
+    def units(batch: Tensor) -> int:
+        raise KeyError("length")
+
+    a = accelerator()
+    attached = Attached(a, units=units, strict=False)
+    with caplog.at_level(logging.ERROR):
+        model = loop(a, attached)
+    assert "a micro-batch is not measured, so its window is left out: KeyError: 'length'" in caplog.text
+    assert attached.probe.reading().windows == 0
+    assert torch.equal(weights(model), weights(loop(accelerator())))
+
+
+def test_two_forwards_before_a_backward_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    a = accelerator()
+    model, optimizer = a.prepare(net := network(), optimizer_of(net))
+    integration.attach(a, model, optimizer, every=1, verbose=False)
+    with caplog.at_level(logging.ERROR):
+        a.backward(loss_of(model, batches()[0]) + loss_of(model, batches()[1]))
+    assert "no forward of the model, or several, came before this accelerator.backward" in caplog.text
+
+
+def test_bad_arguments(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, net = accelerator(), network()
+    with pytest.raises(ValueError, match=r"accelerator must be an accelerate\.Accelerator, got Sequential"):
+        integration.attach(net, net, optimizer_of(net))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the optimizer is not one that accelerator\.prepare has returned: attach"):
+        integration.attach(a, net, optimizer_of(net))
+    model, optimizer = a.prepare(net, optimizer_of(net))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'horizn'"):
+        integration.attach(a, model, optimizer, horizn=3)
+    monkeypatch.setattr(accelerate, "__version__", "2.0")
+    with caplog.at_level(logging.WARNING):
+        probe = integration.attach(a, model, optimizer, verbose=False)
+    assert "accelerate 2.0 is not a version that sonde was tested with, which are those from 1.15" in caplog.text
+    with pytest.raises(ValueError, match="this accelerator has a probe already: close it first"):
+        integration.attach(a, model, optimizer)
+    probe.close()
+    integration.attach(a, model, optimizer, verbose=False).close()
+
+
+def test_guard_what_accelerate_does_at_a_backward_and_a_step() -> None:
+    """Gradients are synchronised in the last backward of a window; the loss is divided by 3 also in a shorter one."""
+    a = accelerator()
+    calls: list[str] = []
+    gradients: list[float] = []
+
+    def watch(model: Any, optimizer: Any) -> None:
+        optimizer.optimizer.register_step_pre_hook(lambda *args: calls.append(f"step {a.sync_gradients}"))
+        model[2].bias.register_hook(lambda g: gradients.append(float(g)))
+        model.register_forward_pre_hook(lambda *args: calls.append("forward"))
+
+    loop(a, watch, epochs=1)
+    assert calls == [*["forward"] * 3, "step True"] * 2 + [*["forward"] * 2, "step True"]
+    net = network()
+    (alone,) = torch.autograd.grad(loss_of(net, batches()[0]), net[2].bias)
+    assert gradients[0] == pytest.approx(float(alone) / 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +122,13 @@ class NoiseScale(Callback):  # type: ignore[misc]
         self._probe.end_window()
         self._has_stepped = True
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """End the piece of a batch without a step; after steps, log."""
         self._end_piece()
+        if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
+            self._probe.log(loss=loss)
         self._batch = None
         if self._has_stepped and trainer.global_step % trainer.log_every_n_steps == 0:
             pl_module.log_dict(self._probe.metrics())

@@ -114,7 +114,12 @@ class TrainerProbe:
             self.probe = attach(
                 model, optimizer, **self._options, grad_scaler=grad_scaler, log=self._run_log, verbose=self._verbose
             )
-        if state is not None and self.probe is not None:
+        if state is not None:
+            self.resume(state)
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on with the averages of a checkpoint."""
+        if self.probe is not None:
             with self._forgiven("the averages of the checkpoint are not used, and begin anew"):
                 self.probe.load_state_dict(state)
 
@@ -148,6 +153,12 @@ class TrainerProbe:
         if self.probe is not None:
             with self._forgiven("a window is not measured"):
                 self.probe.step()
+
+    def log(self, **scalars: float | Tensor) -> None:
+        """Give scalars of the present window to the log of the run: see `NoiseScaleProbe.log`."""
+        if self.probe is not None:
+            with self._forgiven("the log of the run lacks what the trainer logs"):
+                self.probe.log(**scalars)
 
     def metrics(self) -> Mapping[str, float]:
         """Those of `LOGGED` that are known now, for the trainer's own logs. Waits for the device."""

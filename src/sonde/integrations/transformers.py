@@ -128,6 +128,7 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if "loss" in logs:  # not of an evaluation, nor the summary at the end
+            self._probe.log(**{name: logs[name] for name in ("loss", "learning_rate") if name in logs})
             logs = {**logs, **self._probe.metrics()}
         return original(logs, *args, **kwargs)
 

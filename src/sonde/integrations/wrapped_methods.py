@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+_MARK = "is_wrapped_by_sonde"
+"""Attribute of a wrapper."""
+
 
 class WrappedMethods:
     """Methods of one object, each replaced by a wrapper until `restore`.
@@ -33,9 +36,15 @@ class WrappedMethods:
         self._wrapped = {}
 
 
+def is_wrapped(owner: object, name: str) -> bool:
+    """Whether `WrappedMethods` has replaced this method of the object, and nobody has replaced it since."""
+    return hasattr(vars(owner).get(name), _MARK)
+
+
 def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
+    setattr(call, _MARK, True)
     return call

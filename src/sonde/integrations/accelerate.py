@@ -1,0 +1,212 @@
+"""The noise scale of a loop with Accelerate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from sonde.batch_size.forward_units import ForwardUnits, rows
+from sonde.batch_size.probe import NoiseScaleProbe
+from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.gradient_norm.clip import clip_grad_norm_
+from sonde.integrations.trainer_probe import Counts, TrainerProbe, as_counts
+from sonde.integrations.versions import warn_if_untested
+from sonde.integrations.wrapped_methods import WrappedMethods, is_wrapped
+from sonde.records import RunLog, logger
+
+try:
+    import accelerate
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+except ImportError as error:
+    raise ImportError("this needs accelerate: run pip install '.[accelerate]' in the checkout of sonde") from error
+
+TESTED = ("1.15", "2")
+"""The first version that the tests ran with, and the first one above it that they did not."""
+SAVED_AS = "sonde_noise_scale.json"
+"""The file with the averages in a folder that `accelerator.save_state` writes."""
+
+
+def attach(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    unit: str = "examples",
+    units: Callable[..., Any] | None = None,
+    weight: Callable[..., float | Tensor] | None = None,
+    clips: bool = False,
+    log: RunLog | str | Path | None = None,
+    strict: bool = False,
+    verbose: bool = True,
+    **options: Any,
+) -> AccelerateProbe:
+    """Measure the gradient noise scale of a loop. Call it after `accelerator.prepare`.
+
+    Each `accelerator.backward` is a piece, and each step of the optimizer with `sync_gradients` ends a window; the loop
+    needs no other line. `accelerator.log` also gets the headline's metrics, at the user's own step. `save_state` and
+    `load_state` take the averages along, in a file of their own: a checkpoint from before sonde was attached is loaded
+    as it was.
+
+    Args:
+        accelerator: of the loop.
+        model: as `prepare` has returned it.
+        optimizer: as `prepare` has returned it.
+        unit: plural name of the independent sample.
+        units: called as the model is, it returns the number of units of a micro-batch, or the weight of each in the
+            micro-batch's loss, [units]; by default the rows of the first tensor that the model is called with.
+        weight: called as the model is, it returns the micro-batch's weight in the loss, such as its loss tokens where
+            the loss is divided by the tokens of the whole window. By default, micro-batches weigh the same.
+        clips: have `accelerator.clip_grad_norm_` clip by `sonde.clip_grad_norm_`: one collective for parameters on any
+            meshes, and the log has the share of windows that were clipped.
+        log: of the run, or the folder for a log of its own.
+        strict: raise errors of the probe. By default, they are logged and training goes on.
+        verbose: print the set-up that was found, and the reading at the end, on rank 0.
+        **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `per_example`, `allow_biased`, `budget`,
+            `every` and the like.
+
+    Returns:
+        The probe: `reading()` is the present reading, `close()` ends it, and so does `accelerator.end_training()`.
+
+    Raises:
+        ValueError: for something that is no Accelerator, one that has a probe already, an optimizer that is not
+            prepared, or an option outside its range.
+        TypeError: for an option that does not exist.
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise ValueError(f"accelerator must be an accelerate.Accelerator, got {accelerator!r:.80}")
+    if is_wrapped(accelerator, "backward"):
+        raise ValueError(
+            "this accelerator has a probe already: close it first; for several models that are trained side by side, "
+            "use sonde.attach for each, with 'with probe.piece():' around its backwards"
+        )
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise ValueError(
+            "the optimizer is not one that accelerator.prepare has returned: attach after 'model, optimizer = "
+            "accelerator.prepare(model, optimizer)', with what it returns"
+        )
+    warn_if_untested("accelerate", accelerate.__version__, TESTED)
+    probe = TrainerProbe({"unit": unit} | options, log=log, strict=strict, verbose=verbose)
+    return AccelerateProbe(accelerator, model, optimizer, probe, units=units, weight=weight, clips=clips)
+
+
+class AccelerateProbe:
+    """The probe of a loop with Accelerate, as `attach` returns it."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Any,
+        probe: TrainerProbe,
+        *,
+        units: Callable[..., Any] | None,
+        weight: Callable[..., float | Tensor] | None,
+        clips: bool,
+    ) -> None:
+        self._accelerator, self._model, self._probe = accelerator, model, probe
+        self._units, self._weight = units, weight
+        self._has_ended = self._has_news = False
+        probe.begin(model, optimizer, grad_scaler=accelerator.scaler)
+        self._forwards = ForwardUnits(model, self._counts)
+        of_accelerator: dict[str, Callable[..., Any]] = {
+            "backward": self._backward,
+            "log": self._log,
+            "end_training": self._end_training,
+        }
+        if clips:
+            of_accelerator["clip_grad_norm_"] = self._clip_grad_norm_
+        self._wrapped = [WrappedMethods(accelerator, **of_accelerator), WrappedMethods(optimizer, step=self._step)]
+        self._hooks = [
+            accelerator.register_save_state_pre_hook(self._save),
+            accelerator.register_load_state_pre_hook(self._load),
+        ]
+
+    @property
+    def probe(self) -> NoiseScaleProbe | None:
+        """The probe while it measures."""
+        return self._probe.probe
+
+    def reading(self) -> NoiseScaleReading | None:
+        """The present reading, or that of the end; None if nothing is measured."""
+        return self._probe.reading()
+
+    def close(self, reason: str = "closed") -> None:
+        """End the log, and leave the accelerator and the optimizer as they were."""
+        self._probe.end(reason)
+        self._forwards.close()
+        for wrapped in self._wrapped:
+            wrapped.restore()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _counts(self, *args: Any, **kwargs: Any) -> Counts:
+        """The counts of a micro-batch, by what the model is called with."""
+        found: Any = rows(*args, *kwargs.values()) if self._units is None else self._units(*args, **kwargs)
+        if found is None:
+            raise ValueError("the model is called without a tensor with rows: pass units= to attach")
+        return as_counts(found, None if self._weight is None else self._weight(*args, **kwargs))
+
+    def _of_forward(self) -> Counts:
+        counts: Counts | None = self._forwards.take()
+        if counts is None:
+            raise ValueError(
+                "no forward of the model, or several, came before this accelerator.backward, so the units of the "
+                "micro-batch are not known: use sonde.attach with 'with probe.piece(units=…):' around each backward"
+            )
+        return counts
+
+    # Wrappers of the accelerator's methods, and of its optimizer's.
+
+    def _backward(self, original: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
+        self._probe.log(loss=loss.detach())
+        with self._probe.piece(self._of_forward):
+            return original(loss, **kwargs)
+
+    def _clip_grad_norm_(
+        self, original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._accelerator.unscale_gradients()
+        is_whole = {id(p) for p in parameters} == {id(p) for p in self._model.parameters()}
+        if self.probe is None or not (is_whole and self._accelerator.sync_gradients) or self._has_ended:
+            return clip_grad_norm_(parameters, max_norm, norm_type)
+        self._has_ended = self._has_news = True
+        return self.probe.clip_grad_norm_(max_norm, norm_type)
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._accelerator.sync_gradients:
+            if not self._has_ended:
+                self._probe.end_window()
+            self._has_ended, self._has_news = False, True
+            result = original(*args, **kwargs)
+            self._forwards.begin_window(is_measured=self.probe is not None and self.probe.measures_now)
+            return result
+        return original(*args, **kwargs)
+
+    def _log(self, original: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self._has_news:
+            self._has_news, values = False, {**values, **self._probe.metrics()}
+        return original(values, *args, **kwargs)
+
+    def _end_training(self, original: Callable[..., Any]) -> Any:
+        self.close("training ended")
+        return original()
+
+    # Checkpoints.
+
+    def _save(self, models: Any, weights: Any, folder: str) -> None:
+        state = self._probe.state_dict()
+        if state is not None and self._accelerator.is_main_process:
+            (Path(folder) / SAVED_AS).write_text(json.dumps(state))
+
+    def _load(self, models: Any, folder: str) -> None:
+        file = Path(folder) / SAVED_AS
+        if file.exists():
+            self._probe.resume(json.loads(file.read_text()))
+        else:
+            logger.warning("sonde: the checkpoint has no %s: the averages of the noise scale begin anew", SAVED_AS)
