@@ -128,7 +128,7 @@ class NoiseScale(Callback):  # type: ignore[misc]
         """End the piece of a batch without a step; after steps, log."""
         self._end_piece()
         if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
-            self._probe.log(loss=loss)
+            self._probe.log(loss=loss * trainer.accumulate_grad_batches)  # Lightning has divided it
         self._batch = None
         if self._has_stepped and trainer.global_step % trainer.log_every_n_steps == 0:
             pl_module.log_dict(self._probe.metrics())
