@@ -31,7 +31,8 @@ def is_private(name: object) -> bool:
 
 
 def mentioned(tree: ast.AST) -> Iterator[str]:
-    """Private names that a file takes from somewhere: attributes, imports, and strings as in `getattr(x, "_spec")`."""
+    """Private names that a file takes from somewhere: attributes, imports, keywords of a call, and strings as in
+    `getattr(x, "_spec")`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -40,6 +41,8 @@ def mentioned(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (part for alias in node.names for part in alias.name.split("."))
+        elif isinstance(node, ast.keyword) and node.arg is not None:
+            yield node.arg
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 

@@ -269,7 +269,7 @@ def test_which_losses_shift_labels() -> None:
     assert not shifts_labels(T5ForConditionalGeneration(t5))
 
 
-def test_a_division_by_the_windows_items_is_seen_in_the_graph() -> None:
+def test_guard_a_division_by_the_windows_items_is_seen_in_the_graph() -> None:
     model, ids, n_items = gpt2(), torch.arange(12).view(2, 6), torch.tensor(44)
     over_window = model(input_ids=ids, labels=ids, num_items_in_batch=n_items).loss
     assert is_divided_by(over_window / 3, n_items)

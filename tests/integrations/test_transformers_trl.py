@@ -18,7 +18,17 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 from accelerate.state import AcceleratorState  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+from transformers import Qwen2Config, Qwen2ForSequenceClassification  # noqa: E402
+from trl import (  # noqa: E402
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 import sonde  # noqa: E402
 from sonde.demos.arithmetic import task  # noqa: E402
@@ -61,6 +71,21 @@ def dpo(folder: Path, **options: Any) -> DPOTrainer:
         args=DPOConfig(**options_of(folder, **options)),
         train_dataset=Dataset.from_list(rows),
         processing_class=task.tokenizer(),
+    )
+
+
+def reward(folder: Path, **options: Any) -> RewardTrainer:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    tokenizer = task.tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), num_labels=1, intermediate_size=16, pad_token_id=tokenizer.pad_token_id, **sizes
+    )
+    return RewardTrainer(
+        model=Qwen2ForSequenceClassification(config),
+        args=RewardConfig(**options_of(folder, **options)),
+        train_dataset=Dataset.from_list([{"chosen": s + right, "rejected": s + wrong} for s, right, wrong in SUMS]),
+        processing_class=tokenizer,
     )
 
 
@@ -111,8 +136,9 @@ def test_supervised_fine_tuning(tmp_path: Path, options: dict[str, Any]) -> None
     assert same_numbers(reading, plain_loop(start, windows, loss_of))
 
 
-def test_preferences_are_counted_in_pairs(tmp_path: Path) -> None:
-    start, recorded, probe, other = both(dpo, tmp_path)
+@pytest.mark.parametrize("trainer_of", [dpo, reward])
+def test_preferences_are_counted_in_pairs(tmp_path: Path, trainer_of: Any) -> None:
+    start, recorded, probe, other = both(trainer_of, tmp_path)
     windows = [
         [Piece(inputs, {"units": len(inputs["input_ids"]) // 2}, 1 / len(window)) for inputs, _ in window]
         for window in recorded
