@@ -17,11 +17,12 @@ found["with sonde"] = sorted(sys.modules)
 from sonde.cli import main
 main(["--help"])
 found["with --help"] = sorted(sys.modules)
-sys.modules["trl"] = None  # as if it were not installed
-try:
-    sonde.integrations.trl
-except ImportError as error:
-    found["without trl"] = str(error)
+for name in ("trl", "transformers", "lightning", "accelerate"):
+    sys.modules[name] = None  # as if it were not installed
+    try:
+        getattr(sonde.integrations, name)
+    except ImportError as error:
+        found["without " + name] = str(error)
 print(json.dumps(found))
 """
 
@@ -53,5 +54,6 @@ def test_help_starts_no_training_code(found: dict[str, list[str]]) -> None:
     assert not [name for name in found["with --help"] if name.startswith(heavy)]
 
 
-def test_without_the_trainers_package_the_error_names_the_extra(found: dict[str, list[str]]) -> None:
-    assert "pip install '.[trl]'" in found["without trl"]
+@pytest.mark.parametrize("trainer", ["trl", "transformers", "lightning", "accelerate"])
+def test_without_the_trainers_package_the_error_names_the_extra(trainer: str, found: dict[str, list[str]]) -> None:
+    assert f"this needs {trainer}: run pip install '.[{trainer}]'" in found[f"without {trainer}"]
