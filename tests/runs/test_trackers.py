@@ -87,11 +87,12 @@ def test_mlflow(mlflow: Any) -> None:
             write(sink)
             assert mlflow.active_run() is not None  # it is the user's to end
             runs.append(run)
-    (own,) = sinks_for("mlflow", Path("unused"))[:1]
+    (own,) = sinks_for("mlflow", Path("runs/mine"))[:1]
     write(own)
     assert mlflow.active_run() is None
     client = mlflow.MlflowClient()
     newest = client.search_runs(["0"], order_by=["attributes.start_time DESC"])[0]
+    assert newest.info.run_name == "mine"  # as the log beside it
     for run_id in {run.info.run_id for run in (*runs, newest)}:
         history = client.get_metric_history(run_id, "gns/b_simple")
         assert [(m.step, m.value) for m in history] == [(20, 38.0), (15, 36.0)]

@@ -113,19 +113,20 @@ class MlflowSink(_TrackerSink):
         run_id: of the run; by default the active one, or a new one that is begun with the first metrics and ended at
             the end.
         step: as for `FunctionSink`.
+        name: of a new run; by default the tracker names it.
 
     Raises:
         ImportError: without the `mlflow` package.
     """
 
-    def __init__(self, run_id: str | None = None, *, step: Step | None = None) -> None:
+    def __init__(self, run_id: str | None = None, *, step: Step | None = None, name: str | None = None) -> None:
         super().__init__(step)
         try:
             import mlflow
         except ImportError as error:
             raise ImportError("MlflowSink needs mlflow: pip install mlflow-skinny, or mlflow") from error
         self._mlflow: Any = mlflow
-        self._run_id, self._is_own = run_id, False
+        self._run_id, self._is_own, self._new_name = run_id, False, name
 
     def close(self) -> None:
         """End the run, if this sink began it."""
@@ -136,7 +137,7 @@ class MlflowSink(_TrackerSink):
         if self._run_id is None:
             active = self._mlflow.active_run()
             self._is_own = active is None
-            self._run_id = (active or self._mlflow.start_run()).info.run_id
+            self._run_id = (active or self._mlflow.start_run(run_name=self._new_name)).info.run_id
 
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
         milliseconds, metric = int(1000 * time), self._mlflow.entities.Metric
@@ -154,19 +155,20 @@ class TrackioSink(_TrackerSink):
         run: what `trackio.init` returned; it is not finished here. By default a new run of the project "sonde", begun
             with the first metrics and finished at the end.
         step: as for `FunctionSink`.
+        name: of a new run; by default the tracker names it.
 
     Raises:
         ImportError: without the `trackio` package.
     """
 
-    def __init__(self, run: Any = None, *, step: Step | None = None) -> None:
+    def __init__(self, run: Any = None, *, step: Step | None = None, name: str | None = None) -> None:
         super().__init__(step)
         try:
             import trackio
         except ImportError as error:
             raise ImportError("TrackioSink needs trackio: pip install trackio") from error
         self._trackio: Any = trackio
-        self._run, self._is_own = run, False
+        self._run, self._is_own, self._new_name = run, False, name
 
     def close(self) -> None:
         """Finish the run, if this sink began it."""
@@ -175,7 +177,7 @@ class TrackioSink(_TrackerSink):
 
     def _begin(self) -> None:
         if self._run is None:
-            self._run, self._is_own = self._trackio.init(project="sonde"), True
+            self._run, self._is_own = self._trackio.init(project="sonde", name=self._new_name, embed=False), True
 
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
         self._run.log(metrics, step)
@@ -194,19 +196,20 @@ class WandbSink(_TrackerSink):
         run: what `wandb.init` returned; it is not finished here. By default the active run, or a new one that is begun
             with the first metrics and finished at the end.
         step: as for `FunctionSink`.
+        name: of a new run; by default the tracker names it.
 
     Raises:
         ImportError: without the `wandb` package.
     """
 
-    def __init__(self, run: Any = None, *, step: Step | None = None) -> None:
+    def __init__(self, run: Any = None, *, step: Step | None = None, name: str | None = None) -> None:
         super().__init__(step)
         try:
             import wandb
         except ImportError as error:
             raise ImportError("WandbSink needs wandb: pip install wandb") from error
         self._wandb: Any = wandb
-        self._run, self._is_own = run, False
+        self._run, self._is_own, self._new_name = run, False, name
         self._has_axis: set[str] = set()
         """Metrics whose x axis W&B knows."""
 
@@ -219,7 +222,7 @@ class WandbSink(_TrackerSink):
         if self._run is None:
             self._run = self._wandb.run
         if self._run is None:
-            self._run, self._is_own = self._wandb.init(), True
+            self._run, self._is_own = self._wandb.init(name=self._new_name), True
         self._run.define_metric(WINDOW, hidden=True)
 
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
@@ -233,7 +236,7 @@ class WandbSink(_TrackerSink):
         self._run.summary[name] = message
 
 
-_BY_NAME: dict[str, Callable[[], Sink]] = {"wandb": WandbSink, "mlflow": MlflowSink, "trackio": TrackioSink}
+_BY_NAME: dict[str, Callable[..., Sink]] = {"wandb": WandbSink, "mlflow": MlflowSink, "trackio": TrackioSink}
 _OF_PACKAGE: dict[str, Callable[[Any], Sink]] = {"wandb": WandbSink, "trackio": TrackioSink}
 
 
@@ -266,7 +269,7 @@ def _sink_for(place: Any, folder: Path) -> Sink:
     if _is_sink(place):
         return cast(Sink, place)
     if isinstance(place, str) and place in _BY_NAME:
-        return _BY_NAME[place]()
+        return _BY_NAME[place](name=folder.name)
     if isinstance(place, str) and place == "tensorboard":
         return TensorBoardSink(folder)
     if isinstance(place, Path) or (isinstance(place, str) and "/" in place):
