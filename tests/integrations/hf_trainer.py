@@ -69,7 +69,11 @@ def arguments(folder: Path | str, **options: Any) -> dict[str, Any]:
 
 
 def trainer_of(folder: Path | str, *, kind: type[Trainer] = Trainer, model: Any = None, **options: Any) -> Trainer:
-    ours = {name: options.pop(name) for name in ("train_dataset", "data_collator", "callbacks") if name in options}
+    ours = {
+        name: options.pop(name)
+        for name in ("train_dataset", "eval_dataset", "data_collator", "callbacks")
+        if name in options
+    }
     return kind(
         model=gpt2() if model is None else model,
         args=TrainingArguments(**arguments(folder, **options)),

@@ -98,6 +98,20 @@ def test_rows_are_counted_where_nothing_is_said() -> None:
     assert reading.units_per_window == pytest.approx(28 / 3, rel=0.05)  # an average that forgets
 
 
+def test_several_units() -> None:
+    def both(batch: Tensor) -> dict[str, Any]:
+        return {"rows": len(batch), "tokens": tokens(batch).sum()}
+
+    a = accelerator()
+    attached = Attached(a, unit=("rows", "tokens"), units=both)
+    loop(a, attached)
+    reading = attached.probe.reading()
+    rows_of_a_step = sum(len(batch) for batch in batches()) / 3
+    tokens_of_a_step = sum(float(tokens(batch).sum()) for batch in batches()) / 3
+    expected = reading.b_simple * tokens_of_a_step / rows_of_a_step
+    assert reading.in_unit("tokens").b_simple == pytest.approx(expected, rel=0.05)  # an average that forgets
+
+
 def test_bf16() -> None:
     """The trained network is that without sonde, and the reading that of a plain loop under autocast."""
     a = accelerator(mixed_precision="bf16")
@@ -198,6 +212,8 @@ def test_bad_arguments(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
     model, optimizer = a.prepare(net, optimizer_of(net))
     with pytest.raises(TypeError, match="unexpected keyword argument 'horizn'"):
         integration.attach(a, model, optimizer, horizn=3)
+    with pytest.raises(ValueError, match=r"a batch is counted in one unit, got unit=\('rows', 'tokens'\): pass units="):
+        integration.attach(a, model, optimizer, unit=("rows", "tokens"))
     monkeypatch.setattr(accelerate, "__version__", "2.0")
     with caplog.at_level(logging.WARNING):
         probe = integration.attach(a, model, optimizer, verbose=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def attach(
     model: nn.Module,
     optimizer: Any,
     *,
-    unit: str = "examples",
+    unit: str | Sequence[str] = "examples",
     units: Callable[..., Any] | None = None,
     weight: Callable[..., float | Tensor] | None = None,
     clips: bool = False,
@@ -56,9 +56,10 @@ def attach(
         accelerator: of the loop.
         model: as `prepare` has returned it.
         optimizer: as `prepare` has returned it.
-        unit: plural name of the independent sample.
-        units: called as the model is, it returns the number of units of a micro-batch, or the weight of each in the
-            micro-batch's loss, [units]; by default the rows of the first tensor that the model is called with.
+        unit: plural name of the independent sample. Several names need `units`.
+        units: called as the model is, it returns the number of units of a micro-batch, the weight of each in the
+            micro-batch's loss, [units], or a number for each name; by default the rows of the first tensor that the
+            model is called with.
         weight: called as the model is, it returns the micro-batch's weight in the loss, such as its loss tokens where
             the loss is divided by the tokens of the whole window. By default, micro-batches weigh the same.
         clips: have `accelerator.clip_grad_norm_` clip by `sonde.clip_grad_norm_`: one collective for parameters on any
@@ -90,7 +91,8 @@ def attach(
             "accelerator.prepare(model, optimizer)', with what it returns"
         )
     warn_if_untested("accelerate", accelerate.__version__, TESTED)
-    probe = TrainerProbe({"unit": unit} | options, log=log, strict=strict, verbose=verbose)
+    has_units, options["unit"] = units is not None, unit
+    probe = TrainerProbe(options, has_units=has_units, log=log, strict=strict, verbose=verbose)
     return AccelerateProbe(accelerator, model, optimizer, probe, units=units, weight=weight, clips=clips)
 
 

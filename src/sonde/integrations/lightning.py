@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ class NoiseScale(Callback):  # type: ignore[misc]
     and a training that resumes goes on with them.
 
     Args:
-        unit: plural name of the independent sample.
-        units: called with each batch of a measured window, it returns the number of units, or the weight of each in the
-            batch's loss, [units]; by default the rows of the batch's first tensor.
+        unit: plural name of the independent sample. Several names need `units`.
+        units: called with each batch of a measured window, it returns the number of units, the weight of each in the
+            batch's loss, [units], or a number for each name; by default the rows of the batch's first tensor.
         weight: called with each batch, it returns the batch's weight in the loss. By default, batches weigh the same,
             as means of batches do.
         log: of the run, or the folder for a log of its own.
@@ -55,7 +55,7 @@ class NoiseScale(Callback):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        unit: str = "examples",
+        unit: str | Sequence[str] = "examples",
         units: Callable[[Any], Any] | None = None,
         weight: Callable[[Any], float | Tensor] | None = None,
         log: RunLog | str | Path | None = None,
@@ -64,7 +64,8 @@ class NoiseScale(Callback):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         warn_if_untested("lightning", lightning.__version__, TESTED)
-        self._probe = TrainerProbe({"unit": unit} | options, log=log, strict=strict, verbose=verbose)
+        has_units, options["unit"] = units is not None, unit
+        self._probe = TrainerProbe(options, has_units=has_units, log=log, strict=strict, verbose=verbose)
         self._units, self._weight = units, weight
         self._saved: dict[str, Any] | None = None
         self._batch: Any = None

@@ -61,6 +61,7 @@ class TrainerProbe:
 
     Args:
         options: of `sonde.attach`, by name; `unit` is one of them.
+        has_units: whether a function of the user's counts the units.
         log: of the run, or its folder; None for none.
         strict: raise the probe's errors instead.
         verbose: print the set-up that was found, and the reading when training ends, on rank 0.
@@ -74,11 +75,17 @@ class TrainerProbe:
         self,
         options: Mapping[str, Any],
         *,
+        has_units: bool = False,
         log: RunLog | str | Path | None = None,
         strict: bool = False,
         verbose: bool = True,
     ) -> None:
         names = unit_names(NoiseScaleOptions(**{n: v for n, v in options.items() if n not in _PARTNERS}).unit)
+        if len(names) > 1 and not has_units:
+            raise ValueError(
+                f"a batch is counted in one unit, got unit={names}: pass units=, a function that returns a number for "
+                "each of them by name"
+            )
         self.probe: NoiseScaleProbe | None = None
         self._options, self._log, self._run_log = dict(options), log, RunLog()
         self._last: NoiseScaleReading | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ No callback has this name, so transformers restores no callback from the entry."
 def attach(
     trainer: Trainer,
     *,
-    unit: str | None = None,
+    unit: str | Sequence[str] | None = None,
     units: UnitsOfBatch | None = None,
     log: RunLog | str | Path | None = None,
     strict: bool = False,
@@ -51,8 +51,9 @@ def attach(
     Args:
         trainer: a `Trainer`, `SFTTrainer` or `DPOTrainer`; a trainer of your own whose batches have one row per unit.
         unit: plural name of the independent sample; by default "sequences" (also of packed documents), "pairs" for
-            preferences, or "examples" where the model does not read tokens.
-        units: counts a micro-batch, if its rows or packed documents are not the units.
+            preferences, or "examples" where the model does not read tokens. Several names need `units`.
+        units: called with each batch of a measured window, if its rows or packed documents are not the units. It
+            returns their number, the weight of each in the batch's loss, [units], or a number for each name.
         log: of the run, or the folder for a log of its own.
         strict: raise errors of the probe. By default, they are logged and training goes on.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
@@ -76,7 +77,8 @@ def attach(
         raise ValueError("this trainer has a probe already: attach once, or close the first")
     batches = MicroBatches(trainer, units)
     warn_if_untested("transformers", transformers.__version__, TESTED)
-    probe = TrainerProbe({"unit": unit or batches.unit} | options, log=log, strict=strict, verbose=verbose)
+    options["unit"] = unit or batches.unit
+    probe = TrainerProbe(options, has_units=units is not None, log=log, strict=strict, verbose=verbose)
     return TransformersProbe(trainer, batches, probe)
 
 
