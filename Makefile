@@ -14,7 +14,7 @@ TORCH_ENVS ?= .torch
 TORCH_ENV  := $(TORCH_ENVS)/$(TORCH)-$(notdir $(PYTHON))
 TORCH_PIN  := $(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
 
-.PHONY: help demo demo-entropy test test-torch check bench bench-present bench-budget bench-norm bench-entropy bench-log newest-torch clean
+.PHONY: help demo demo-entropy test test-torch check bench bench-present bench-budget bench-norm bench-entropy bench-log docs docs-figures newest-torch clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,8 @@ help:
 	@echo "make test    run all tests"
 	@echo "make test-torch TORCH=2.9.1   run the tests with another torch; PYTHON=python3.13 with another Python"
 	@echo "make check   lint, type-check, then run all tests (what CI runs)"
+	@echo "make docs    build the documentation as a site, in build/docs"
+	@echo "make docs-figures   run both demos and make the pictures of docs/ again (about 4 minutes; needs Chromium)"
 	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/; DEVICE=cuda on a GPU"
 	@echo "make bench-present   compare the noise scale with exact values while weights move; writes benchmarks/results/"
 	@echo "make bench-budget   measure what a budget of 1 % costs, and the intervals of sparse windows; writes benchmarks/results/"
@@ -43,9 +45,13 @@ $(VENV)/.trl: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "==> installing sonde, TRL and what the report needs (torch is large: a few minutes on a slow line)"
 	@$(PIP) install --constraint constraints.txt --editable '.[report,trl]' && touch $@ $(VENV)/.demo
 
+$(VENV)/.docs: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "==> installing sonde and what its documentation needs (torch is large: a few minutes on a slow line)"
+	@$(PIP) install --constraint constraints.txt --editable '.[docs]' && touch $@
+
 $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "==> installing sonde with everything its tests and benchmarks need"
-	@$(PIP) install --constraint constraints.txt --editable '.[dev]' && touch $@ $(VENV)/.demo
+	@$(PIP) install --constraint constraints.txt --editable '.[dev]' && touch $@ $(VENV)/.demo $(VENV)/.docs
 
 $(VENV)/.bench: $(VENV)/.dev benchmarks/requirements.txt
 	@echo "==> installing the estimators that sonde is compared with, without their own requirements"
@@ -87,6 +93,15 @@ check: $(VENV)/.dev
 	@echo "==> tests"
 	@$(TESTS)
 
+# Every warning is an error, also a link or a name in a docstring that leads nowhere. `make check` builds the site in a test.
+docs: $(VENV)/.docs
+	@$(BIN)/python -m sphinx -q -b html -E -n -W --keep-going -c docs . build/docs
+	@echo "documentation  $(CURDIR)/build/docs/index.html"
+
+docs-figures: $(VENV)/.dev
+	@echo "==> running both demos, and taking pictures of their reports"
+	@$(BIN)/python -m docs.figures
+
 bench: $(VENV)/.bench
 	@echo "==> benchmarks (more than an hour on 2 cores; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.noise_scale --device $(DEVICE)
@@ -120,4 +135,4 @@ bench-log: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks.long_run
 
 clean:
-	rm -rf $(VENV) $(TORCH_ENVS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCH_ENVS) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
