@@ -78,8 +78,9 @@ class PerExampleNorms:
         leaves: the tensor that forward uses for each of them, [parameters], where it is another one: FSDP2 gathers it.
         rules: rules for layers of your own, by type. A rule takes the layer, a tuple of what it was called with, and
             the gradient of its output. It returns each example's gradient by the parameter's name within the layer: a
-            tensor `[examples, *shape of the parameter]`, or `OuterProducts` for a matrix. It may raise `NotCoveredError`
-            with the reason. Tensors come in fp32 or better. A layer's only input tensor comes in chunks of examples.
+            tensor `[examples, *shape of the parameter]`, or `OuterProducts` for a matrix. It may raise
+            `NotCoveredError` with the reason. Tensors come in fp32 or better. A layer's only input tensor comes in
+            chunks of examples.
         staging_bytes: memory for intermediate results. A single example's weight gradient is formed in blocks that fit.
             A single example's activations at one layer may take more. It also bounds what is kept of a parameter that
             is used several times (unless one gradient of it takes more); beyond that, the parameter is not covered.

@@ -1,0 +1,97 @@
+"""Every block of Python in README.md and docs/ runs, and prints what it claims. Commands and options exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sonde
+from sonde.cli import _parse, main
+from tests.docs_blocks import PAGES, ROOT, Block, Page, commands, pattern_of, python_blocks
+from tests.docs_scenes import NOT_RUN, SCENES, plain
+from tests.ranks import Ranks
+
+WITH_BLOCKS = [page for page in PAGES if python_blocks(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # pages use TRL and other packages, which warn of this and that
+@pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: path.name)
+def test_blocks_run_as_printed(path: Path, ranks2: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Which windows a budget leaves out depends on the clock.
+    monkeypatch.setitem(sonde.attach.__kwdefaults__, "budget", None)
+    page = Page(path, ranks2, {number for name, number in NOT_RUN if name == path.name})
+    SCENES.get(path.name, plain)(page)
+    assert page.left == [], f"no scene runs line {page.left[0].line} of {path.name}"
+
+
+def test_a_claim_that_is_not_printed_is_found() -> None:
+    claim = "B_simple 38.2 sequences [34.9 – 43.1], …, 240 windows: the batch is about right"
+    assert re.search(
+        pattern_of(claim), "B_simple 6 sequences [4 – 1,000], batch 12, 20 windows: the batch is about right"
+    )
+    assert not re.search(pattern_of(claim), "B_simple > 6 sequences, batch 12, 20 windows: the batch is about right")
+    with pytest.raises(AssertionError, match=r"README claims 'norm 1\.5'"):
+        Block(Path("README"), 1, 'print("n", 2)  # norm 1.5\n').run({})
+
+
+def test_the_first_example_of_the_readme_takes_three_lines() -> None:
+    first, *_ = python_blocks(ROOT / "README.md")
+    index, *_ = python_blocks(ROOT / "docs" / "index.md")
+    for block in (first, index):
+        added = [line.strip().split("  #")[0] for line in block.code.splitlines() if re.search("sonde|probe", line)]
+        assert added[::2] == ["import sonde", "probe.step()"]
+        assert len(added) == 3
+
+
+def test_readings_are_printed_as_the_pages_show_them() -> None:
+    known: dict[str, Any] = {field.name: None for field in dataclasses.fields(sonde.NoiseScaleReading)}
+    known |= {"b_simple": 38.2, "low": 34.9, "high": 43.1, "status": "resolved", "reason": "", "advice": ""}
+    known |= {"drift": math.log(2) / 60, "drift_error": 1e-3, "windows": 240, "units_per_window": 32.0, "every": 1.0}
+    known |= {"unit": "sequences", "is_biased": False, "set_aside": 0, "doubts": {}, "dropped": {}, "further_units": {}}
+    reading = sonde.NoiseScaleReading(**known)
+    shown = [line for path in PAGES for line in re.findall(r"^    (B_simple [\d>].*)$", path.read_text(), flags=re.M)]
+    assert set(shown) == {str(reading)}
+
+
+# Commands.
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands_exist(path: Path) -> None:
+    for command in commands(path):
+        check(command)
+
+
+def check(command: list[str]) -> None:
+    """Fail unless this command could be given in the repository."""
+    match command:
+        case ["pip", "install", what] if found := re.fullmatch(r"\.\[(.+)\]", what):
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert set(found[1].split(",")) <= set(extras), command
+        case ["pip", "install", "sonde"]:  # a page says not to do this
+            pass
+        case ["make", target, *variables]:
+            makefile = (ROOT / "Makefile").read_text()
+            assert re.search(rf"^{re.escape(target)}:", makefile, flags=re.M), command
+            for variable in variables:
+                assert f"$({variable.split('=')[0]})" in makefile, command
+        case ["python", "-m", module, *_]:
+            assert importlib.util.find_spec(module) is not None, command
+        case ["python" | "torchrun", *words]:
+            scripts = [word for word in words if word.startswith("examples/")]
+            assert all((ROOT / script).is_file() for script in scripts), command
+        case ["sonde", name]:  # the command's name alone
+            assert main([name, "--help"]) == 0, command
+        case ["sonde", *words]:
+            _parse(["anything" if word == "…" else word for word in words])
+        case _:
+            raise AssertionError(f"no rule for {command}")
