@@ -30,23 +30,22 @@ highlight_language = "text"  # blocks that name no language are equations, shell
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_extra_path = ["_static/index.html"]  # leads from the site's root to the first page
+html_extra_path = ["_extra"]  # leads from the site's root to the first page
 html_copy_source = False
 html_show_copyright = False
 templates_path: list[str] = []
 
 # The reference, from docstrings.
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 autodoc_class_signature = "mixed"
 autodoc_mock_imports = ["accelerate", "datasets", "transformers", "trl"]  # not needed for names, and slow to import
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_custom_sections = ["Reference"]
+napoleon_custom_sections = ["Reference", ("Attributes", "params_style")]  # the signature has the attributes' types
 python_maximum_signature_line_length = 80
 python_display_short_literal_types = True
 toc_object_entries_show_parents = "hide"

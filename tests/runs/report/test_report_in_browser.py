@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +12,11 @@ import pytest
 
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
+from tests.chromium import chromium, in_browser
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
 from tests.runs.report.plausible_run import GROUPS, alert_record, end_record, header_record, reading_record, write_run
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver (Debian: chromium-driver)"),
-]
+pytestmark = in_browser
 
 ATTACK = "<script>alert(1)</script><img src=x onerror='window.attacked = 1'>"
 
@@ -52,28 +47,8 @@ return [...document.querySelectorAll('figure [data-root-id]')].map(drawn);
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--window-size=1200,900",
-        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
-    ):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))  # named, so nothing is downloaded
-    yield driver
-    driver.quit()
+    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
 
 
 def _open(browser: Any, report: Path, *, width: int = 1200) -> None:
