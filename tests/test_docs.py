@@ -79,6 +79,11 @@ def test_files_named_exist(page: Path) -> None:
         assert (DOCS.parent / path).exists(), f"{page.name} names {path}"
 
 
+def test_every_picture_is_made_by_the_script() -> None:
+    script = (DOCS / "figures" / "__main__.py").read_text()
+    assert {picture.name for picture in DOCS.glob("*.png")} == set(re.findall(r'"([\w-]+\.png)"', script))
+
+
 @each_page
 def test_metrics_named_exist(page: Path) -> None:
     """Metric names in backticks: `gns/b_simple`. The page of one's own probe declares its own."""

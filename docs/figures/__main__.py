@@ -1,0 +1,73 @@
+"""Makes the pictures of docs/ anew: runs both demos, and takes pictures of their reports in Chromium.
+
+python -m docs.figures [batch-size] [entropy]
+"""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.chromium import chromium
+
+DOCS = Path(__file__).parent.parent
+WIDTH = 985  # px
+
+# Chromium waits for the plots: they are drawn when every document of Bokeh has come to rest.
+AT_REST = "return window.Bokeh !== undefined && Bokeh.documents.every(d => d.is_idle)"
+# The box around the first and the last of the elements, with a margin.
+BOX = """
+const boxes = arguments[0].map(e => e.getBoundingClientRect()), margin = 16;
+const top = Math.max(0, Math.min(...boxes.map(b => b.top)) + scrollY - margin);
+const bottom = Math.max(...boxes.map(b => b.bottom)) + scrollY + margin;
+return {x: 0, y: top, width: innerWidth, height: bottom - top, scale: 1};
+"""
+
+
+def report_of(demo: list[str], folder: Path) -> Path:
+    """Run a demo; return its report."""
+    subprocess.run([sys.executable, "-m", "sonde", "demo", *demo, "--out", str(folder)], check=True)
+    return folder / "report.html"
+
+
+def open_report(browser: Any, report: Path) -> None:
+    """Show it, and wait until it is drawn."""
+    browser.set_window_size(WIDTH, 1000)
+    browser.get(report.as_uri())
+    while not browser.execute_script(AT_REST):
+        time.sleep(0.1)
+
+
+def picture(browser: Any, name: str, *selectors: str) -> None:
+    """Write a picture of the part of the report from the first to the last of these elements."""
+    elements = [browser.find_element("xpath", selector) for selector in selectors]
+    clip = browser.execute_script(BOX, elements)
+    taken = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
+    (DOCS / name).write_bytes(base64.b64decode(taken["data"]))
+    sys.stdout.write(f"{DOCS / name}\n")
+
+
+def section(title: str) -> str:
+    """The section of the report with this heading."""
+    return f"//section[h2[text()='{title}']]"
+
+
+def main(demos: list[str]) -> None:
+    """Three pictures, from both demos or from those named."""
+    with tempfile.TemporaryDirectory() as folder, chromium(Path(folder) / "profile") as browser:
+        if "batch-size" in demos:
+            open_report(browser, report_of([], Path(folder) / "batch-size"))
+            picture(browser, "report.png", "//header", section("Noise scale and batch size"))
+            picture(browser, "tradeoff.png", section("What the batch size costs"))
+        if "entropy" in demos:
+            open_report(browser, report_of(["entropy"], Path(folder) / "entropy"))
+            picture(browser, "entropy-report.png", section("Forecast against truth"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["batch-size", "entropy"])
