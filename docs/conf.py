@@ -41,7 +41,13 @@ autodoc_default_options = {"members": True}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
-autodoc_mock_imports = ["accelerate", "datasets", "transformers", "trl"]  # not needed for names, and slow to import
+autodoc_mock_imports = [
+    "accelerate",
+    "datasets",
+    "lightning",
+    "transformers",
+    "trl",
+]  # not needed for names, and slow to import
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
@@ -64,7 +70,7 @@ nitpick_ignore_regex = [
     # Handed from one call of sonde to another, and read by no user.
     (
         r"py:class",
-        r"sonde\..*\.(Collected|Key|Layout|NoiseScaleAverages|ParameterGroup|Point|Responses|RowSums|SolvedWindow|T|_TrackerSink)",
+        r"sonde\..*\.(Collected|Key|Layout|NoiseScaleAverages|ParameterGroup|Point|Responses|RowSums|SolvedWindow|T|TrainerProbe|_TrackerSink)",
     ),
 ]
 default_role = "py:obj"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -17,18 +18,29 @@ from tests.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+Names = dict[str, Any]
+NEEDS = {
+    ("entropy-change.md", 3): "trl",
+    ("trainers.md", 1): "transformers",
+    ("trainers.md", 2): "transformers",
+    ("trainers.md", 3): "lightning",
+    ("trainers.md", 4): "accelerate",
+    ("trainers.md", 5): "accelerate",
+}
+"""Blocks, by page and number, that run only where a package is installed. All others run everywhere."""
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(DOCS.glob("*.md"))]
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of Python of a page, with the line of the page on which its code begins."""
+    """A block of Python of a page: its number there, from 1, and the line on which its code begins."""
 
     page: Path
+    number: int
     line: int
     code: str
 
-    def run(self, names: dict[str, Any]) -> str:
+    def run(self, names: Names) -> str:
         """Run it with these names; return what it prints. A traceback shows the page and its line."""
         code = compile("\n" * (self.line - 1) + self.code, str(self.page), "exec")
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -53,7 +65,10 @@ def python_blocks(page: Path) -> list[Block]:
     """The page's blocks of Python, in order."""
     text = page.read_text()
     found = re.finditer(r"^( *)```python\n(.*?)^ *```", text, flags=re.S | re.M)
-    return [Block(page, text[: m.start(2)].count("\n") + 1, textwrap.dedent(m[2])) for m in found]
+    return [
+        Block(page, number, text[: m.start(2)].count("\n") + 1, textwrap.dedent(m[2]))
+        for number, m in enumerate(found, start=1)
+    ]
 
 
 @dataclass
@@ -63,20 +78,28 @@ class Page:
     Args:
         path: of the page.
         ranks: two processes, for blocks that every rank runs.
-        not_run: numbers of blocks to leave out, from 1.
     """
 
     path: Path
     ranks: Ranks
-    not_run: set[int]
+    printed: str = ""
     left: list[Block] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = [block for i, block in enumerate(python_blocks(self.path), start=1) if i not in self.not_run]
+        self.left = python_blocks(self.path)
 
-    def run(self, names: dict[str, Any]) -> str:
-        """Run the next block with these names, to which it adds its own; return what it prints."""
-        return self.left.pop(0).run(names)
+    def run(self, names: Names | Callable[[], Names]) -> Names | None:
+        """Run the next block with these names, and return them with those that it adds.
+
+        None if it `NEEDS` a package that is not there.
+        """
+        block = self.left.pop(0)
+        package = NEEDS.get((block.page.name, block.number))
+        if package is not None and importlib.util.find_spec(package) is None:
+            return None
+        found = names() if callable(names) else names
+        self.printed = block.run(found)
+        return found
 
     def run_on_ranks(self, scene: Callable[[list[Block], str], None], n: int = 1) -> None:
         """Let `scene` run the next n blocks on both ranks, from the folder in which this process is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
 import json
 import math
 import os
@@ -10,7 +10,6 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,18 +18,12 @@ from torch import Tensor, nn
 
 import sonde
 from tests import small_policy
-from tests.docs_blocks import Block, Page
+from tests.docs_blocks import Block, Names, Page
 from tests.ranks import mesh_of
 
-Names = dict[str, Any]
 Scene = Callable[[Page], None]
 SCENES: dict[str, Scene] = {}
 """By the name of the page."""
-NOT_RUN: dict[tuple[str, int], str] = {}
-"""Blocks that no scene runs, by page and number from 1, and why."""
-if importlib.util.find_spec("trl") is None:
-    NOT_RUN["entropy-change.md", 3] = "TRL is not installed"
-
 N_WINDOWS, N_MICRO, N_EACH = 150, 3, 4
 
 
@@ -133,9 +126,9 @@ def batch_size(page: Page) -> None:
     reinforced["policy_log"].end("measured")
 
     at_checkpoint = images()
-    said = page.run(at_checkpoint)
+    page.run(at_checkpoint)
     assert at_checkpoint["measurement"].reading.units_per_window == 512  # the batch to judge
-    assert "GroupReading(status='resolved'" in said
+    assert "GroupReading(status='resolved'" in page.printed
 
     names["optimizer"] = torch.optim.Adam(names["model"].parameters(), lr=1e-4)
     train(names, names["probe"], 1)  # Adam's metric needs a step's second moment
@@ -214,7 +207,7 @@ def with_stages(blocks: list[Block], folder: str) -> None:
     stage(torch.randn(4, 5)).square().mean().backward()
     names: Names = {"sonde": sonde, "model": stage, "loader": [1]}
     names["optimizer"] = torch.optim.SGD(stage.parameters(), lr=0.1)
-    Block(plan.page, plan.line, code).run(names)
+    dataclasses.replace(plan, code=code).run(names)
     assert names["norm"] > 0
     names |= {"model": nn.Linear(4, 1), "mesh": mesh_of((2,))}
     names["model"](torch.ones(1, 4)).sum().backward()
@@ -268,14 +261,17 @@ def entropy_change(page: Page) -> None:
     page.run(names)  # a forecast
     assert names["forecast"].causes is not None
     page.run(names)  # options
-    if ("entropy-change.md", 3) not in NOT_RUN:
-        from tests.integrations.grpo_trainer import trainer_of
-
-        page.run({"trainer": trainer_of(Path.cwd() / "trained", steps=1)})
+    page.run(of_trl)
     page.run(names)  # from a loop of one's own
     run = sonde.read_run("runs/mine")
     assert [reading.window for reading in run.policy] == [1]
     assert run.ended == "training ended"
+
+
+def of_trl() -> Names:
+    from tests.integrations.grpo_trainer import trainer_of
+
+    return {"trainer": trainer_of(Path("trained"), steps=1)}
 
 
 # Using it.

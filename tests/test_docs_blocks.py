@@ -14,8 +14,9 @@ import pytest
 
 import sonde
 from sonde.cli import _parse, main
+from tests import docs_trainer_scenes  # noqa: F401 (declares a scene)
 from tests.docs_blocks import PAGES, ROOT, Block, Page, commands, pattern_of, python_blocks
-from tests.docs_scenes import NOT_RUN, SCENES, plain
+from tests.docs_scenes import SCENES, plain
 from tests.ranks import Ranks
 
 WITH_BLOCKS = [page for page in PAGES if python_blocks(page)]
@@ -28,7 +29,7 @@ def test_blocks_run_as_printed(path: Path, ranks2: Ranks, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     # Which windows a budget leaves out depends on the clock.
     monkeypatch.setitem(sonde.attach.__kwdefaults__, "budget", None)
-    page = Page(path, ranks2, {number for name, number in NOT_RUN if name == path.name})
+    page = Page(path, ranks2)
     SCENES.get(path.name, plain)(page)
     assert page.left == [], f"no scene runs line {page.left[0].line} of {path.name}"
 
@@ -40,7 +41,7 @@ def test_a_claim_that_is_not_printed_is_found() -> None:
     )
     assert not re.search(pattern_of(claim), "B_simple > 6 sequences, batch 12, 20 windows: the batch is about right")
     with pytest.raises(AssertionError, match=r"README claims 'norm 1\.5'"):
-        Block(Path("README"), 1, 'print("n", 2)  # norm 1.5\n').run({})
+        Block(Path("README"), 1, 1, 'print("n", 2)  # norm 1.5\n').run({})
 
 
 def test_the_first_example_of_the_readme_takes_three_lines() -> None:
