@@ -1,4 +1,4 @@
-"""The command line: `sonde demo`, `sonde demo entropy`, `sonde measure MODEL`, `sonde report RUN`."""
+"""The command line: `sonde run -- SCRIPT`, `sonde demo`, `sonde demo entropy`, `sonde measure MODEL`, `sonde report RUN`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tyro
 from tyro.conf import Positional, arg, subcommand
 
 from sonde.commands.measure_options import MeasureOptions
+from sonde.commands.run_options import RunOptions
 from sonde.demos.arithmetic.options import EntropyDemoOptions
 from sonde.demos.byte_lm.options import DemoOptions
 from sonde.version import __version__
@@ -33,7 +34,7 @@ class ReportOptions:
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: report.html beside the log)")] = None
 
 
-Command = DemoOptions | EntropyDemoOptions | MeasureOptions | ReportOptions
+Command = RunOptions | DemoOptions | EntropyDemoOptions | MeasureOptions | ReportOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sonde {__version__}")
         return 0
     try:
+        if args[:1] == ["run"]:
+            return _run_script(args[1:])
         return _run(_parse(args))
     except SystemExit as exit_of_parser:  # after --help, or after a message about wrong arguments
         return int(exit_of_parser.code or 0)
@@ -71,7 +74,8 @@ def _parse(args: Sequence[str]) -> Command:
 
 def _parse_with(args: Sequence[str], demo: DemoOptions) -> Command:
     commands = (
-        Annotated[DemoOptions, subcommand("demo", default=demo)]
+        Annotated[RunOptions, subcommand("run")]
+        | Annotated[DemoOptions, subcommand("demo", default=demo)]
         | Annotated[MeasureOptions, subcommand("measure")]
         | Annotated[ReportOptions, subcommand("report")]
     )
@@ -90,6 +94,16 @@ def _parse_entropy_demo(args: Sequence[str]) -> EntropyDemoOptions:
 
     options = parsed(EntropyDemoOptions())
     return options if options.config is None else parsed(EntropyDemoOptions.from_file(options.config))
+
+
+def _run_script(args: Sequence[str]) -> int:
+    """`sonde run`: only the arguments before `--` are sonde's own."""
+    from sonde.commands.run import run_script, split_command
+
+    own, script = split_command(args)
+    options = _parse_with(["run", *own], DemoOptions())
+    assert isinstance(options, RunOptions)
+    return run_script(options, script)
 
 
 def _run(command: Command) -> int:
@@ -112,3 +126,5 @@ def _run(command: Command) -> int:
 
             print(f"report  {write_report(command.run, command.out)}")
             return 0
+        case RunOptions():
+            raise AssertionError("`sonde run` takes its script from the command line, in `_run_script`")

@@ -119,6 +119,8 @@ class Pieces:
         self.seconds = 0.0
         """Host time spent so far on declared pieces in all windows, in measured ones without their reading."""
         self._in_pipeline, self._has_peers = in_pipeline, has_peers
+        self._has_run = False
+        """Whether a piece has ended in the present window, or a backward that was none."""
         self._error: Exception | None = None
         self._units_unknown = self._units_unclear = self._ran_outside = False
         """Errors that are raised from the user's own call, not inside autograd."""
@@ -160,8 +162,20 @@ class Pieces:
     def begin_window(self, *, is_measured: bool) -> None:
         """Note whether the window that begins is measured."""
         self.is_quiet = not is_measured and len(self._names) == 1
+        self._has_run = False
         if self._forwards is not None:
             self._forwards.begin_window(is_measured=is_measured)
+
+    def discard(self) -> bool:
+        """Forget what was wrong with the pieces of the present window, whose gradients were zeroed without a step.
+
+        Returns:
+            Whether there are any to forget: none where nothing is measured.
+        """
+        has_run, self._has_run = self._has_run and not self.is_open, False
+        if has_run:
+            self._error, self._units_unclear, self._units_unknown, self._ran_outside = None, False, False, False
+        return has_run
 
     def end(self, counts: PieceCounts | CountedByForward, *, failed: bool) -> None:
         """End a declared piece of a measured window.
@@ -170,7 +184,7 @@ class Pieces:
             counts: what `begin` has returned.
             failed: whether an exception ended it.
         """
-        self.is_open = False
+        self.is_open, self._has_run = False, True
         if failed or self._reader.is_recorded():
             self._reader.discard_piece()
             return
@@ -260,6 +274,7 @@ class Pieces:
 
     def backward_ended(self) -> None:
         """End the piece that was a backward outside `piece()`."""
+        self._has_run = True
         self.loop.backward_ended()
         if self._in_pipeline:
             self._reader.leave_out_backward(Problem.OUTSIDE_SCHEDULE)

@@ -59,7 +59,7 @@ from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
-from sonde.batch_size.window_clip import checked_clip
+from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.batch_size.window_ends import WindowEnds
 from sonde.deprecation import with_deprecated
 from sonde.parallel.devices import exact_bits
@@ -378,6 +378,15 @@ class NoiseScaleProbe:
                 self._check_open()
                 self._ends.end(None)
 
+    def discard(self) -> None:
+        """Forget the pieces of the present window, when its gradients were zeroed without a step.
+
+        Call it on all ranks, as they all leave out the step. Nothing happens in a window that has no pieces.
+        """
+        with self._alone:
+            if not self._closed and self._pieces.discard():
+                self._reader.forget_window()
+
     def clip_grad_norm_(
         self, max_norm: float | None, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -402,6 +411,17 @@ class NoiseScaleProbe:
             norm = self._ends.end(clip)
         assert norm is not None
         return norm
+
+    def note_clip(self, norm: Tensor, max_norm: float | None) -> None:
+        """Note a clip by the loop itself, for the log: call it before `step()`, after the clip.
+
+        Args:
+            norm: 2-norm of all gradients before the clip, 0-dim; it is not waited for.
+            max_norm: the largest norm allowed; None without a limit.
+        """
+        if not self._closed and self._pacing.is_measured:
+            for name, value in WindowClip(max_norm, 2.0, "ignore").scalars(norm).items():
+                self._scalars.note(name, value)
 
     def log(self, **scalars: float | Tensor) -> None:
         """Give scalars of the present window (a loss, a learning rate) to be written beside the reading.
@@ -557,13 +577,15 @@ class NoiseScaleProbe:
     def _identity(self) -> dict[str, str]:
         return identity(self._tracker.unit, ", ".join(self._options.metrics), self._found.whole)
 
-    def close(self, reason: str = "closed") -> None:
+    def close(self, reason: str = "closed", *, waits: bool = True) -> None:
         """Remove every hook, write what is left and end this probe's part of the log. A second call does nothing.
 
         Args:
             reason: how the run ended, for its log.
+            waits: whether windows are waited for that other ranks have not summed yet. Where a rank may have failed,
+                its peers could wait for ever.
         """
-        self._close(reason, abandon_unfinished=False)
+        self._close(reason, abandon_unfinished=not waits)
 
     def _close(self, reason: str, *, abandon_unfinished: bool, says_reading: bool = False) -> None:
         with self._delivery.alone():

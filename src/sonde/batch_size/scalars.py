@@ -36,12 +36,16 @@ class Scalars:
             raise ValueError(f"a scalar's name may hold letters, digits, '_' and '/', got {name!r}: rename it")
         if not isinstance(value, (int, float, Tensor)):
             raise ValueError(f"log({name}=...) takes a number or a 0-dim tensor, got {value!r}")
+        if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+            raise ValueError(
+                f"log({name}=...) takes a real number or a 0-dim tensor, "
+                f"got {value.dtype} of shape {tuple(value.shape)}"
+            )
+        self.note(name, value)
+
+    def note(self, name: str, value: float | Tensor) -> None:
+        """Take one scalar that is known to be one: a number or a real tensor of one element."""
         if isinstance(value, Tensor):
-            if value.numel() != 1 or value.is_complex():
-                raise ValueError(
-                    f"log({name}=...) takes a real number or a 0-dim tensor, "
-                    f"got {value.dtype} of shape {tuple(value.shape)}"
-                )
             # A copy, since the caller may go on adding to it; in fp32, which has every kind of arithmetic.
             value = value.detach().reshape(()).to(torch.float32, copy=True)
         device = value.device if isinstance(value, Tensor) else None

@@ -1,0 +1,1 @@
+"""What `sonde run` does inside the script that it measures."""

@@ -1,0 +1,252 @@
+"""A model of the script with its probe: ends a window before each step of its optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sonde
+from sonde.batch_size.taps.autograd_internals import in_backward
+from sonde.commands.run_script.counted_units import units_of
+from sonde.commands.run_script.found_models import (
+    ModelOfOptimizers,
+    enabled_grad_scalers,
+    stepped_by,
+    trainable,
+)
+from sonde.commands.run_script.messages import is_first_rank, say
+from sonde.commands.run_script.settings import Settings
+from sonde.parallel.placements import is_dtensor
+from sonde.parallel.unwrap import unwrap_model
+
+_MOST_ERRORS = 3
+"""Windows in a row that could not be ended, after which measuring stops."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class MeasuredModel:
+    """Measures one model of the script.
+
+    Args:
+        found: the model, and the optimizers that step it.
+        settings: of `sonde run`.
+        folder: of its log.
+
+    Raises:
+        ValueError: when the model cannot be measured, with the reason.
+    """
+
+    def __init__(self, found: ModelOfOptimizers, settings: Settings, folder: Path) -> None:
+        self._folder, self._name = folder, type(unwrap_model(found.model)).__name__
+        self._parameters = trainable(found.model.parameters()).keys()
+        self._probe = _attached(found, settings, folder)
+        self._stepped: set[int] = set()
+        """Optimizers that have stepped since the last window was ended, by identity."""
+        self._n_errors = self._n_ended = 0
+        self._is_open = True
+
+    def holds(self, tensors: Mapping[int, object]) -> bool:
+        """Whether any of these tensors, by identity, is a parameter of the model."""
+        return not self._parameters.isdisjoint(tensors)
+
+    def is_held_by(self, tensors: Mapping[int, object]) -> bool:
+        """Whether all parameters of the model are among these tensors, by identity."""
+        return self._parameters <= tensors.keys()
+
+    def stepped_late(self, optimizer: Any) -> None:
+        """Note that an optimizer steps on backwards that came before the probe."""
+        self._stepped = {id(optimizer)}
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """End the window, unless another optimizer of the model has ended it already.
+
+        Returns:
+            Other arguments for the step, if it gets a closure, which runs the backward. None to leave them.
+        """
+        if not self._is_open:
+            return None
+        if in_backward():
+            self._stop("an optimizer steps inside backward: its gradients are gone before they can be compared")
+            return None
+        if self._stepped and id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            return None
+        self._stepped = {id(optimizer)}
+        if callable(closure := kwargs.get("closure")):
+            return args, kwargs | {"closure": self._ended_by(closure)}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._ended_by(args[1]), *args[2:]), kwargs
+        self._end_window()
+        return None
+
+    def _ended_by(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, after which the window is ended. One that runs again has no single gradient."""
+        n_runs = 0
+
+        def closure_and_end() -> Any:
+            nonlocal n_runs
+            result = closure()
+            n_runs += 1
+            if n_runs == 1:
+                self._end_window()
+            elif n_runs == 2:
+                self._stop(
+                    "the optimizer evaluates its closure several times a step, as LBFGS does, so that a step has no "
+                    "single gradient"
+                )
+            return result
+
+        return closure_and_end
+
+    def _end_window(self) -> None:
+        if not self._is_open:
+            return
+        try:
+            self._probe.step()
+            self._n_errors, self._n_ended = 0, self._n_ended + 1
+        except Exception as error:
+            self._n_errors += 1
+            if self._n_errors == _MOST_ERRORS:
+                self._stop(f"{error}")
+            else:
+                self.zeroed()  # the next window begins anew
+
+    def zeroed(self) -> None:
+        """Forget backwards whose gradients the script has zeroed without a step."""
+        if self._is_open:
+            self._probe.discard()
+
+    def clipped(self, norm: Any, max_norm: float) -> None:
+        """Note the script's own clip of all of the model's gradients."""
+        if self._is_open and isinstance(norm, Tensor) and not is_dtensor(norm):
+            self._probe.note_clip(norm, max_norm)
+
+    def _stop(self, why: str) -> None:
+        say(f"measuring stops: {why}. The script goes on")
+        self.close(f"measuring stopped: {why}")
+
+    def close(self, reason: str) -> None:
+        """Measure no more. No rank is waited for."""
+        self._is_open = False
+        with contextlib.suppress(Exception):
+            self._probe.close(reason, waits=False)
+
+    def end(self, reason: str, *, report: bool) -> None:
+        """The script ends: complete the log, say the reading, and write the report. Peers may be gone."""
+        if self._is_open:
+            self.close(reason)
+        if not is_first_rank():
+            return
+        if self._n_ended:
+            say(str(self._probe.reading()))
+            _say_where(self._folder, writes_report=report)
+        else:
+            say(f"no step of {self._name} was measured")
+
+
+def _attached(found: ModelOfOptimizers, settings: Settings, folder: Path) -> sonde.NoiseScaleProbe:
+    """A probe of the model.
+
+    Raises:
+        ValueError: on all ranks of the model, when it cannot be measured on one of them.
+    """
+    model, optimizer = found.model, found.optimizers[0] if len(found.optimizers) == 1 else None
+    try:
+        group = _group_by_hand(model, settings)
+        _refuse(found)
+        units = units_of(settings.units_from, model)
+        scaler = _grad_scaler()
+    except ValueError:
+        # With a unit that attach refuses, its peers raise too: they would wait for this rank.
+        with contextlib.suppress(ValueError):
+            sonde.attach(model, unit=(), verbose=False)
+        raise
+    log = sonde.RunLog(sonde.JsonlSink(folder), run=folder.name, metadata={"command": " ".join(settings.command)})
+    with torch.autocast("cpu", enabled=False), torch.autocast(_device_type(model), enabled=False):
+        return sonde.attach(
+            model,
+            optimizer,
+            unit=settings.unit,
+            units_per_piece=units,
+            budget=settings.budget,
+            every=settings.every,
+            grad_scaler=scaler,
+            process_group=group,
+            log=log,
+        )
+
+
+def _device_type(model: nn.Module) -> str:
+    return next(model.parameters()).device.type
+
+
+def _refuse(found: ModelOfOptimizers) -> None:
+    """Refuse what no probe can see from outside the script.
+
+    Raises:
+        ValueError: with what was found, and the way out.
+    """
+    for optimizer in found.optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS evaluates its closure several times a step, so that a step has no single gradient: measure a "
+                "run with another optimizer"
+            )
+    if any(isinstance(module, nn.DataParallel) for module in found.model.modules()):
+        raise ValueError(
+            "nn.DataParallel copies the model in each forward, and no hook follows the copies: use "
+            "DistributedDataParallel, by --nproc N"
+        )
+
+
+def _group_by_hand(model: nn.Module, settings: Settings) -> dist.ProcessGroup | None:
+    """The ranks over which the script averages gradients by itself; None where DDP or FSDP2 does.
+
+    Raises:
+        ValueError: for a plain model in a job of several processes, unless the option says how it is reduced.
+    """
+    n_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    is_plain = not any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    is_plain = is_plain and not any(map(is_dtensor, model.parameters()))
+    if n_ranks == 1 or not is_plain:
+        return None
+    if not settings.reduced_by_hand:
+        raise ValueError(
+            f"the model is neither in DDP nor cut by FSDP2, and this is a job of {n_ranks} processes: pass "
+            "--reduced-by-hand if the script averages or adds up the gradients over all of them by itself"
+        )
+    return dist.group.WORLD
+
+
+def _grad_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler of the script; None without one.
+
+    Raises:
+        ValueError: when there are several, since nothing shows which of them scales this model's loss.
+    """
+    scalers = enabled_grad_scalers()
+    if len(scalers) > 1:
+        raise ValueError(
+            f"the script uses {len(scalers)} GradScalers, and nothing shows which of them scales this model's loss: "
+            "use one for all models, as torch allows, or attach by sonde.attach(grad_scaler=...)"
+        )
+    return scalers[0] if scalers else None
+
+
+def _say_where(folder: Path, *, writes_report: bool) -> None:
+    """Write the report, and say where it and the log lie."""
+    say(f"log     {folder}")
+    if not writes_report:
+        return
+    try:
+        say(f"report  {sonde.write_report(folder)}")
+    except Exception as error:  # of a log without a reading, without bokeh, on a full disk
+        say(f"no report was written: {error}")

@@ -1,0 +1,120 @@
+"""Python imports this file at its start in each process of `sonde run`: the first `sitecustomize` on its path.
+
+It waits until the script has imported torch and makes an optimizer. Only then is sonde imported: a launcher such as
+torchrun makes no optimizer, and a script that never trains pays nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from typing import Any
+
+
+class _AfterTorch:
+    """A finder of modules that leaves torch to the others, and is told when its import has ended."""
+
+    def __init__(self) -> None:
+        self._is_looking = False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The specification of torch, as others find it; None for any other module."""
+        if name != "torch" or self._is_looking:
+            return None
+        self._is_looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_looking = False
+        if spec is not None and spec.loader is not None:
+            self._call_after(spec.loader)
+        return spec
+
+    def _call_after(self, loader: Any) -> None:
+        exec_module = loader.exec_module
+
+        def exec_and_watch(module: Any) -> None:
+            del loader.exec_module  # the loader is as it was
+            exec_module(module)
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self)
+            _watch_optimizers()
+
+        loader.exec_module = exec_and_watch
+
+
+def _watch_optimizers() -> None:
+    """Tell sonde of each optimizer that the script makes, and of each clip of its gradients."""
+    import torch.nn.utils.clip_grad
+    from torch.optim import Optimizer
+
+    init, clip = Optimizer.__init__, torch.nn.utils.clip_grad.clip_grad_norm_
+
+    @functools.wraps(init)
+    def watched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _Watcher.tell("optimizer_made", self)
+
+    @functools.wraps(clip)
+    def watched_clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _Watcher.is_on or torch.compiler.is_compiling():
+            return clip(parameters, *args, **kwargs)
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not isinstance(parameters, torch.Tensor | list | tuple):  # it may be used up now
+            parameters = (p for p in clipped)
+        norm = clip(parameters, *args, **kwargs)
+        _Watcher.tell("clipped", clipped, norm, args, kwargs)
+        return norm
+
+    Optimizer.__init__ = watched_init  # type: ignore[assignment]
+    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = watched_clip
+
+
+class _Watcher:
+    """sonde's own watcher of this process, imported at the first optimizer."""
+
+    is_on = False
+    _watcher: Any = None
+    _has_failed = False
+
+    @classmethod
+    def tell(cls, method: str, *args: Any) -> None:
+        """Call a method of the watcher. No error of it reaches the script."""
+        if cls._has_failed:
+            return
+        try:
+            if cls._watcher is None:
+                cls._watcher = importlib.import_module("sonde.commands.run_script.watcher").watcher_of_process()
+                cls.is_on = True
+            getattr(cls._watcher, method)(*args)
+        except Exception as error:
+            cls._has_failed, cls.is_on = True, False
+            if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
+                sys.stderr.write(f"sonde run: not measured, since sonde failed ({type(error).__name__}: {error})\n")
+
+
+def _hand_on() -> None:
+    """Take this folder off the path, and import the `sitecustomize` that Python would have found without it."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if path != here]
+    own = sys.modules.pop("sitecustomize", None)
+    try:
+        importlib.import_module("sitecustomize")
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        if own is not None:  # the import of this file ends with a module of its name
+            sys.modules.setdefault("sitecustomize", own)
+
+
+if "SONDE_RUN" in os.environ:
+    if "torch" in sys.modules:  # imported by a .pth file
+        _watch_optimizers()
+    else:
+        sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]
+_hand_on()

@@ -1,0 +1,52 @@
+"""The settings of `sonde run`, on their way from the command to the processes of the script."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+VARIABLE = "SONDE_RUN"
+"""The environment variable that holds the settings. Launchers hand it on to the processes that they start."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a script is to be measured.
+
+    Attributes:
+        command: the script with its arguments, for the log.
+        folder: of the log, as an absolute path.
+        unit: plural name of the independent sample.
+        units_from: what shows the units of a micro-batch.
+        weights_from: what shows its weight in the loss.
+        reduced_by_hand: whether the script averages gradients over all ranks by itself.
+        budget: part of the run's time that measuring may cost; None to measure every window.
+        every: measure one window in so many; None to go by the budget.
+        report: whether a report is written at the end.
+    """
+
+    command: tuple[str, ...]
+    folder: str
+    unit: str = "rows"
+    units_from: str = "first-dim"
+    weights_from: str = "equal"
+    reduced_by_hand: bool = False
+    budget: float | None = 0.01
+    every: int | None = None
+    report: bool = True
+
+    def in_environment(self) -> str:
+        """The value of the variable."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def of_environment(environment: Mapping[str, str]) -> Settings:
+        """The settings that `sonde run` has put there.
+
+        Raises:
+            KeyError: when this process was not started by `sonde run`.
+        """
+        values = json.loads(environment[VARIABLE])
+        return Settings(**values | {"command": tuple(values["command"])})
