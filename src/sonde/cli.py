@@ -1,4 +1,4 @@
-"""The command line: `sonde run -- SCRIPT`, `sonde demo`, `sonde demo entropy`, `sonde measure MODEL`, `sonde report RUN`."""
+"""The command line: `sonde run -- SCRIPT`, `sonde measure MODEL`, `sonde report RUN`, `sonde demo [entropy]`."""
 
 from __future__ import annotations
 

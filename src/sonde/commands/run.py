@@ -6,6 +6,7 @@ Environment variables tell Python to import `on_start/sitecustomize.py` first, i
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -133,6 +134,6 @@ def environment_of(options: RunOptions, command: Sequence[str], environment: Map
 
 def _name_of(command: Sequence[str]) -> str:
     """The name of the script: the first argument that is a file of Python, or the module after -m."""
-    module = next((b for a, b in zip(command, command[1:], strict=False) if a == "-m"), None)
+    module = next((b for a, b in itertools.pairwise(command) if a == "-m"), None)
     script = next((Path(word).stem for word in command if word.endswith(".py")), None)
     return script or module or Path(command[0]).name

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from sonde.batch_size.forward_units import FIRST_DIM, UnitsPerPiece
+from sonde.batch_size.forward_units import UnitsPerPiece
 from sonde.parallel.unwrap import unwrap_model
 
 FIRST_DIM_OPTION = "first-dim"
@@ -39,7 +39,7 @@ def units_of(text: str, model: nn.Module) -> UnitsPerPiece:
     """
     check_units_from(text)
     if text == FIRST_DIM_OPTION:
-        return FIRST_DIM
+        return "first dim"
     if (number := _number(text)) is not None:
         return number
     name, _, last = text.partition(":")

@@ -12,10 +12,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-_callbacks: list[Callable[[nn.Module], None]] = []
+_callback: Callable[[nn.Module], None] | None = None
 """Module-level, since code that stands in for other code reaches no object of ours."""
 
 
@@ -26,12 +25,14 @@ def unwatched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def before(module: nn.Module) -> None:
     """Called before each call of a module."""
-    for callback in list(_callbacks):
-        callback(module)
+    if _callback is not None:
+        _callback(module)
 
 
 def _watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    # Its names are those of torch's file, so what it needs is imported here.
     import torch
+
     from sonde.commands.run_script import first_forward
 
     if not torch.compiler.is_compiling():
@@ -40,7 +41,7 @@ def _watched(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def watch(callback: Callable[[nn.Module], None]) -> Callable[[], None]:
-    """Call a function before each call of a module.
+    """Call a function before each call of a module. There is one such function at a time.
 
     Args:
         callback: gets the module. It must not raise.
@@ -51,24 +52,17 @@ def watch(callback: Callable[[nn.Module], None]) -> Callable[[], None]:
     Raises:
         RuntimeError: when another tool has replaced `nn.Module.__call__` by something of another kind.
     """
-    global unwatched
+    global unwatched, _callback
     call: Any = nn.Module.__call__
     if not isinstance(call, types.FunctionType) or call.__closure__ is not None:
-        raise RuntimeError("nn.Module.__call__ has been replaced")
-    code = call.__code__
-    if not _callbacks:
-        unwatched = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__)
-        call.__code__ = _watched.__code__.replace(co_filename=code.co_filename, co_name=code.co_name)
-        _originals.append(code)
-    _callbacks.append(callback)
+        raise RuntimeError("nn.Module.__call__ has been replaced by another tool")
+    code, _callback = call.__code__, callback
+    unwatched = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__)
+    call.__code__ = _watched.__code__.replace(co_filename=code.co_filename, co_name=code.co_name)
 
     def end() -> None:
-        if callback in _callbacks:
-            _callbacks.remove(callback)
-            if not _callbacks:
-                call.__code__ = _originals.pop()
+        global _callback
+        if _callback is callback:
+            _callback, call.__code__ = None, code
 
     return end
-
-
-_originals: list[types.CodeType] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from sonde.commands.run_script.counted_units import units_of
 from sonde.commands.run_script.found_models import (
     ModelOfOptimizers,
     enabled_grad_scalers,
-    stepped_by,
     trainable,
 )
 from sonde.commands.run_script.messages import is_first_rank, say
@@ -28,8 +27,6 @@ from sonde.parallel.unwrap import unwrap_model
 
 _MOST_ERRORS = 3
 """Windows in a row that could not be ended, after which measuring stops."""
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class MeasuredModel:
@@ -65,50 +62,27 @@ class MeasuredModel:
         """Note that an optimizer steps on backwards that came before the probe."""
         self._stepped = {id(optimizer)}
 
-    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """End the window, unless another optimizer of the model has ended it already.
-
-        Returns:
-            Other arguments for the step, if it gets a closure, which runs the backward. None to leave them.
-        """
-        if not self._is_open:
-            return None
-        if in_backward():
-            self._stop("an optimizer steps inside backward: its gradients are gone before they can be compared")
-            return None
-        if self._stepped and id(optimizer) not in self._stepped:
-            self._stepped.add(id(optimizer))
-            return None
-        self._stepped = {id(optimizer)}
-        if callable(closure := kwargs.get("closure")):
-            return args, kwargs | {"closure": self._ended_by(closure)}
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._ended_by(args[1]), *args[2:]), kwargs
-        self._end_window()
-        return None
-
-    def _ended_by(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, after which the window is ended. One that runs again has no single gradient."""
-        n_runs = 0
-
-        def closure_and_end() -> Any:
-            nonlocal n_runs
-            result = closure()
-            n_runs += 1
-            if n_runs == 1:
-                self._end_window()
-            elif n_runs == 2:
-                self._stop(
-                    "the optimizer evaluates its closure several times a step, as LBFGS does, so that a step has no "
-                    "single gradient"
-                )
-            return result
-
-        return closure_and_end
-
-    def _end_window(self) -> None:
+    def before_step(self, optimizer: Any) -> None:
+        """End the window, unless another optimizer of the model has ended it already."""
         if not self._is_open:
             return
+        if in_backward():
+            self._stop("an optimizer steps inside backward: its gradients are gone before they can be compared")
+        elif self._stepped and id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+        else:
+            self._stepped = {id(optimizer)}
+            self._end_window()
+
+    def closure_ran_again(self) -> None:
+        """Note that an optimizer has evaluated its closure several times in a step."""
+        if self._is_open:
+            self._stop(
+                "the optimizer evaluates its closure several times a step, as LBFGS does, so that a step has no single "
+                "gradient"
+            )
+
+    def _end_window(self) -> None:
         try:
             self._probe.step()
             self._n_errors, self._n_ended = 0, self._n_ended + 1

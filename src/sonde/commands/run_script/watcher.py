@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,14 @@ from sonde.commands.run_script.found_models import (
     stepped_by,
     trainable,
 )
-from sonde.commands.run_script.measured_model import Arguments, MeasuredModel
+from sonde.commands.run_script.measured_model import MeasuredModel
 from sonde.commands.run_script.messages import say
 from sonde.commands.run_script.settings import Settings
 
 _MOST_STEPS = 100
-"""Steps after which no further model is looked for before its forward. An optimizer that begins later loses a window."""
+"""Steps after which models are no longer looked for in forwards. An optimizer that begins later loses a window."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,7 +61,7 @@ def _never_raising(
             say(f"measuring stops, since sonde failed ({type(error).__name__}: {error}). The script goes on")
             return None
 
-    return guarded
+    return cast("Callable[Concatenate[ScriptWatcher, P], T | None]", guarded)
 
 
 class ScriptWatcher:
@@ -114,15 +116,48 @@ class ScriptWatcher:
 
     @_never_raising
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """An optimizer steps: end the window of its model, or look for its model if that was not called."""
+        """An optimizer steps: end the window of its model.
+
+        Returns:
+            Other arguments for the step, if it gets a closure, which runs the backward. None to leave them.
+        """
         self._n_steps += 1
         if self._n_steps == _MOST_STEPS:
             self._stop_looking()
-        if models := self._models_with(optimizer):
-            return models[0].before_step(optimizer, args, kwargs)
-        if optimizer not in self._refused and stepped_by(optimizer):
-            self._attach_late(optimizer)
+        if callable(closure := kwargs.get("closure")):
+            return args, kwargs | {"closure": self._followed(closure, optimizer)}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._followed(args[1], optimizer), *args[2:]), kwargs
+        self._window_ends(optimizer)
         return None
+
+    def _followed(self, closure: Callable[[], T], optimizer: Any) -> Callable[[], T]:
+        """A closure, after which the window is ended."""
+        n_runs = 0
+
+        def closure_and_end() -> T:
+            nonlocal n_runs
+            result = closure()
+            n_runs += 1
+            if n_runs == 1:
+                self._window_ends(optimizer)
+            elif n_runs == 2:
+                self._closure_ran_again(optimizer)
+            return result
+
+        return closure_and_end
+
+    @_never_raising
+    def _window_ends(self, optimizer: Any) -> None:
+        if models := self._models_with(optimizer):
+            models[0].before_step(optimizer)
+        elif optimizer not in self._refused and stepped_by(optimizer):
+            self._attach_late(optimizer)
+
+    @_never_raising
+    def _closure_ran_again(self, optimizer: Any) -> None:
+        for model in self._models_with(optimizer):
+            model.closure_ran_again()
 
     @_never_raising
     def zeroed(self, owner: Any) -> None:
@@ -135,14 +170,12 @@ class ScriptWatcher:
         """Gradients were clipped by `torch.nn.utils.clip_grad_norm_`."""
         if not self._models:
             return
-        of_order = (
-            {"max_norm": None, "norm_type": 2.0} | dict(zip(("max_norm", "norm_type"), args, strict=False)) | kwargs
-        )
-        if float(of_order["norm_type"]) == 2.0:
+        given = dict(zip(("max_norm", "norm_type"), args, strict=False)) | kwargs
+        if float(given.get("norm_type", 2.0)) == 2.0:
             held = dict.fromkeys(map(id, tensors))
             for model in self._models:
                 if model.is_held_by(held):
-                    model.clipped(norm, float(of_order["max_norm"]))
+                    model.clipped(norm, float(given["max_norm"]))
 
     def script_ends(self) -> None:
         """The script has ended, has raised or was interrupted: complete the logs."""
@@ -168,6 +201,8 @@ class ScriptWatcher:
 
     def _models_with(self, owner: Any) -> tuple[MeasuredModel, ...]:
         """The measured models that hold parameters of an optimizer or a module."""
+        if not self._models:
+            return ()
         if (known := self._measured_in.get(owner)) is None:
             tensors = owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner)
             held = dict.fromkeys(map(id, tensors))

@@ -70,7 +70,7 @@ def _watch_optimizers() -> None:
         _Watcher.tell("clipped", clipped, norm, args, kwargs)
         return norm
 
-    Optimizer.__init__ = watched_init  # type: ignore[assignment]
+    Optimizer.__init__ = watched_init  # type: ignore[method-assign]
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = watched_clip
 
 
@@ -116,5 +116,5 @@ if "SONDE_RUN" in os.environ:
     if "torch" in sys.modules:  # imported by a .pth file
         _watch_optimizers()
     else:
-        sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _AfterTorch())
 _hand_on()
