@@ -140,6 +140,10 @@ class Delivery:
         """Start copying the windows that were put in; see `Readback.send`."""
         self._readback.send(abandon_unfinished=abandon_unfinished)
 
+    def wait_for_ranks(self, seconds: float) -> None:
+        """Wait for collectives; see `Readback.wait_for_ranks`."""
+        self._readback.wait_for_ranks(seconds)
+
     def receive(self, *, wait: bool) -> None:
         """Hand over the windows that have arrived.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import os
 import sys
 import time
@@ -73,6 +74,9 @@ from sonde.stats.sealed_state import sealed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_PATIENCE_AT_EXIT = 1.0
+"""Seconds for which a process that ends waits for the other ranks' part in the last windows."""
 
 
 class NoiseScaleProbe:
@@ -577,27 +581,29 @@ class NoiseScaleProbe:
     def _identity(self) -> dict[str, str]:
         return identity(self._tracker.unit, ", ".join(self._options.metrics), self._found.whole)
 
-    def close(self, reason: str = "closed", *, waits: bool = True) -> None:
+    def close(self, reason: str = "closed", *, patience: float = math.inf) -> None:
         """Remove every hook, write what is left and end this probe's part of the log. A second call does nothing.
 
         Args:
             reason: how the run ended, for its log.
-            waits: whether windows are waited for that other ranks have not summed yet. Where a rank may have failed,
-                its peers could wait for ever.
+            patience: seconds in which other ranks may still sum the last windows with this one. Then these windows are
+                left out: a rank that has failed would never join. All ranks are waited for by default.
         """
-        self._close(reason, abandon_unfinished=not waits)
+        self._close(reason, patience=patience)
 
-    def _close(self, reason: str, *, abandon_unfinished: bool, says_reading: bool = False) -> None:
+    def _close(self, reason: str, *, patience: float, says_reading: bool = False) -> None:
         with self._delivery.alone():
             if not self._closed:
                 self._closed = True
                 self._ends.catch_up()
-                self._end(reason, abandon_unfinished=abandon_unfinished)
+                self._end(reason, patience=patience)
                 if says_reading and self._ends.n_windows:
                     self._say(str(self._tracker.reading(with_groups=False, now=self._ends.n_windows)))
 
-    def _end(self, reason: str, *, abandon_unfinished: bool) -> None:
+    def _end(self, reason: str, *, patience: float) -> None:
         atexit.unregister(self._at_exit)
+        if abandon_unfinished := patience < math.inf:
+            self._delivery.wait_for_ranks(patience)
         try:
             try:
                 self._delivery.send(abandon_unfinished=abandon_unfinished)
@@ -624,7 +630,7 @@ class NoiseScaleProbe:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # After an exception, peers may never join a collective that is under way: it is not waited for.
         reason = "closed" if kind is None else f"stopped by {kind.__name__}"
-        self._close(reason, abandon_unfinished=kind is not None)
+        self._close(reason, patience=math.inf if kind is None else 0.0)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -655,4 +661,4 @@ def _close_left_open(probe: weakref.ref[NoiseScaleProbe], pid: int) -> None:
     log is not the child's, and its device may be unusable there.
     """
     if os.getpid() == pid and (left_open := probe()) is not None:
-        left_open._close("the process ended without probe.close()", abandon_unfinished=True, says_reading=True)
+        left_open._close("the process ended without probe.close()", patience=_PATIENCE_AT_EXIT, says_reading=True)

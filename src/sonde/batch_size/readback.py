@@ -83,6 +83,16 @@ class Readback(Generic[T]):
         if failure is not None and not abandon_unfinished:
             raise failure
 
+    def wait_for_ranks(self, seconds: float) -> None:
+        """Wait until every collective has finished or failed, but no longer than these seconds.
+
+        A collective that is still under way when its process group is destroyed may end the process.
+        """
+        deadline = time.perf_counter() + seconds
+        works = [work for work, _, _ in self._put if work is not None]
+        while not all(work.is_completed() for work in works) and time.perf_counter() < deadline:
+            time.sleep(0.001)
+
     def send_what_is_on_the_host(self) -> None:
         """Send the vectors that need no wait, for the device or for a peer, up to the first that does."""
         n = 0

@@ -27,6 +27,8 @@ from sonde.parallel.unwrap import unwrap_model
 
 _MOST_ERRORS = 3
 """Windows in a row that could not be ended, after which measuring stops."""
+_PATIENCE = 2.0
+"""Seconds in which other ranks may still sum the last windows with this one."""
 
 
 class MeasuredModel:
@@ -108,15 +110,16 @@ class MeasuredModel:
         self.close(f"measuring stopped: {why}")
 
     def close(self, reason: str) -> None:
-        """Measure no more. No rank is waited for."""
+        """Measure no more. Other ranks may be gone, so they are not waited for long."""
+        if not self._is_open:
+            return
         self._is_open = False
         with contextlib.suppress(Exception):
-            self._probe.close(reason, waits=False)
+            self._probe.close(reason, patience=_PATIENCE)
 
     def end(self, reason: str, *, report: bool) -> None:
         """The script ends: complete the log, say the reading, and write the report. Peers may be gone."""
-        if self._is_open:
-            self.close(reason)
+        self.close(reason)
         if not is_first_rank():
             return
         if self._n_ended:

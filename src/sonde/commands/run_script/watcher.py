@@ -177,6 +177,12 @@ class ScriptWatcher:
                 if model.is_held_by(held):
                     model.clipped(norm, float(given["max_norm"]))
 
+    @_never_raising
+    def process_group_ends(self) -> None:
+        """The script destroys its process group. A collective of ours that is under way then could end the process."""
+        for model in self._models:
+            model.close("the script ended")
+
     def script_ends(self) -> None:
         """The script has ended, has raised or was interrupted: complete the logs."""
         if os.getpid() != self.pid:

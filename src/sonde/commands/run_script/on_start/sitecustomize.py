@@ -42,22 +42,38 @@ class _AfterTorch:
             exec_module(module)
             with contextlib.suppress(ValueError):
                 sys.meta_path.remove(self)
-            _watch_optimizers()
+            _watch()
 
         loader.exec_module = exec_and_watch
 
 
+def _watch() -> None:
+    """Tell sonde of each optimizer that the script makes, of each clip, and of the end of its process group."""
+    import torch.distributed
+
+    _watch_optimizers()
+    _watch_clips()
+    if torch.distributed.is_available():
+        _watch_process_group()
+
+
 def _watch_optimizers() -> None:
-    """Tell sonde of each optimizer that the script makes, and of each clip of its gradients."""
-    import torch.nn.utils.clip_grad
     from torch.optim import Optimizer
 
-    init, clip = Optimizer.__init__, torch.nn.utils.clip_grad.clip_grad_norm_
+    init = Optimizer.__init__
 
     @functools.wraps(init)
     def watched_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         _Watcher.tell("optimizer_made", self)
+
+    Optimizer.__init__ = watched_init  # type: ignore[method-assign]
+
+
+def _watch_clips() -> None:
+    import torch.nn.utils.clip_grad
+
+    clip = torch.nn.utils.clip_grad.clip_grad_norm_
 
     @functools.wraps(clip)
     def watched_clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,8 +86,22 @@ def _watch_optimizers() -> None:
         _Watcher.tell("clipped", clipped, norm, args, kwargs)
         return norm
 
-    Optimizer.__init__ = watched_init  # type: ignore[method-assign]
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = watched_clip
+
+
+def _watch_process_group() -> None:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    destroy = distributed_c10d.destroy_process_group
+
+    @functools.wraps(destroy)
+    def watched_destroy(group: Any = None) -> None:
+        if _Watcher.is_on and group in (None, dist.group.WORLD):
+            _Watcher.tell("process_group_ends")
+        destroy(group)
+
+    dist.destroy_process_group = distributed_c10d.destroy_process_group = watched_destroy
 
 
 class _Watcher:
@@ -114,7 +144,7 @@ def _hand_on() -> None:
 
 if "SONDE_RUN" in os.environ:
     if "torch" in sys.modules:  # imported by a .pth file
-        _watch_optimizers()
+        _watch()
     else:
         sys.meta_path.insert(0, _AfterTorch())
 _hand_on()
