@@ -171,6 +171,7 @@ def closure():
     x, y = batch(16)
     loss = nn.functional.mse_loss(model(x), y)
     loss.backward()
+    # (a window ends here)
     return loss
 # (attach here)
 for step in range(12):

@@ -1,0 +1,82 @@
+"""Unmodified scripts: what they print, save and return is what it was, and the noise scale is that of an own probe."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.commands import scripts
+from tests.commands.scripts import ATTACH, ENDINGS, PLAIN
+from tests.commands.unmodified import Outcome, bare, explicit, same_weights, with_run
+
+STYLES = {
+    "plain": (scripts.PLAIN, 1, {}),
+    "evaluates first": (scripts.EVALUATES_FIRST, 1, {}),
+    "compiled": (scripts.COMPILED, 1, {}),
+    "amp": (
+        scripts.AMP,
+        1,
+        {
+            "grad_scaler": "scaler",
+            # The GradScaler takes no step on an overflow, so an unmodified script has no window there.
+            "step": "probe.step() if all(p.grad.isfinite().all() for p in model.parameters()) else probe.discard()",
+        },
+    ),
+    "two optimizers of one model": (scripts.TWO_OPTIMIZERS, 1, {}),
+    "closure": (scripts.CLOSURE, 1, {"step": "probe.step()"}),
+    "ddp": (scripts.DDP, 2, {}),
+    "fsdp2": (scripts.FSDP2, 2, {}),
+    "reduced by hand": (scripts.BY_HAND, 2, {"process_group": "dist.group.WORLD"}),
+}
+
+
+def check_untouched(script: str, folder: Path, *, ranks: int = 1, **options: object) -> Outcome:
+    """Run it bare and with sonde: status, stdout and weights must be the same."""
+    without, measured = bare(script, folder, ranks=ranks), with_run(script, folder, ranks=ranks, **options)
+    assert (measured.status, measured.out) == (without.status, without.out), measured.err
+    assert same_weights(measured.weights, without.weights)
+    return measured
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_scripts_compute_what_they_did_and_are_measured_from_the_first_step(style: str, tmp_path: Path) -> None:
+    script, ranks, arguments = STYLES[style]
+    options = {"reduced_by_hand": True} if style == "reduced by hand" else {}
+    measured = check_untouched(script, tmp_path, ranks=ranks, **options)
+    assert (measured.status, "not measured" in measured.err) == (0, False)
+    own = explicit(script, tmp_path, ranks=ranks, **arguments)
+    assert own.status == 0, own.err
+    (last, expected) = measured.run.readings[-1], own.run.readings[-1]
+    assert expected.metrics["gns/b_simple"] is not None
+    # The same floats are added up in the same order.
+    assert last.metrics["gns/b_simple"] == pytest.approx(expected.metrics["gns/b_simple"], rel=1e-5)
+    assert last.window == expected.window
+    n = 13 if style == "amp" else 12
+    assert f", {n} windows" in measured.err
+    assert measured.err.count("sonde run: B_simple") == 1
+
+
+def test_a_clip_of_the_script_is_in_the_log(tmp_path: Path) -> None:
+    measured = with_run(PLAIN, tmp_path)
+    clips = PLAIN.replace("nn.utils.clip_grad_norm_(model.parameters(), 0.5)", "").replace(
+        "# (a window ends here)", "probe.clip_grad_norm_(0.5)"
+    )
+    own = explicit(clips, tmp_path)
+    for name in ("grad/norm", "grad/clip_fraction"):
+        assert measured.run.readings[-1].metrics[name] == pytest.approx(own.run.readings[-1].metrics[name], rel=1e-5)
+    assert measured.run.readings[-1].metrics["grad/clip_fraction"] == 1.0
+
+
+@pytest.mark.parametrize(("ending", "status"), [("crash", 1), ("exit 3", 3), ("interrupted", 1), ("terminated", -15)])
+def test_scripts_end_as_they_did(ending: str, status: int, tmp_path: Path) -> None:
+    measured = check_untouched(PLAIN + ENDINGS[ending], tmp_path)
+    assert measured.status == status
+    assert ("ValueError: the script has a mistake" in measured.err) == (ending == "crash")
+    assert len(measured.run.readings) == (2 if ending != "terminated" else 2)
+    if ending == "terminated":
+        assert measured.run.ended == "the process was told to end (SIGTERM)"
+        assert (measured.folder / "report.html").exists()
+    else:
+        assert "sonde run: B_simple 11.1 rows [" in measured.err
