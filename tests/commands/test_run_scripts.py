@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 
 from tests.commands import scripts
-from tests.commands.scripts import ATTACH, ENDINGS, PLAIN
+from tests.commands.scripts import ENDINGS, PLAIN
 from tests.commands.unmodified import Outcome, bare, explicit, same_weights, with_run
 
 STYLES = {
@@ -74,7 +73,7 @@ def test_scripts_end_as_they_did(ending: str, status: int, tmp_path: Path) -> No
     measured = check_untouched(PLAIN + ENDINGS[ending], tmp_path)
     assert measured.status == status
     assert ("ValueError: the script has a mistake" in measured.err) == (ending == "crash")
-    assert len(measured.run.readings) == (2 if ending != "terminated" else 2)
+    assert len(measured.run.readings) == 2
     if ending == "terminated":
         assert measured.run.ended == "the process was told to end (SIGTERM)"
         assert (measured.folder / "report.html").exists()

@@ -15,9 +15,25 @@ FirstDim = Literal["first dim"]
 """The size of dim 0 of the first tensor that the model is called with: the rows of a micro-batch."""
 [FIRST_DIM] = get_args(FirstDim)
 UnitsOfForward = Callable[..., Any]
-"""Called as the model is, it returns the micro-batch's units: a number, a 0-dim tensor, or one of these by unit."""
+"""Called as the model is, it returns the micro-batch's units: a number, a 0-dim tensor, one of these by unit, or
+`CountsOfForward`."""
 UnitsPerPiece = float | Mapping[str, float] | FirstDim | UnitsOfForward | None
 """The units of a piece whose number the user does not give."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CountsOfForward:
+    """What a function of a forward may return besides the units: the arguments of `NoiseScaleProbe.piece`.
+
+    Attributes:
+        units: in the micro-batch; None for one unit per entry of `unit_weights`.
+        weight: of the micro-batch in the loss.
+        unit_weights: the weight of each unit, [units].
+    """
+
+    units: Any = None
+    weight: float | Tensor = 1.0
+    unit_weights: Tensor | None = None
 
 
 def rows(*inputs: object) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sonde.batch_size.forward_units import ForwardUnits
+from sonde.batch_size.forward_units import CountsOfForward, ForwardUnits
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.taps.tap import Problem
@@ -197,15 +197,20 @@ class Pieces:
             counts = by_forward
         self._reader.end_piece(counts)
 
-    def _counted_by_forward(self, weight: float | Tensor) -> PieceCounts | None:
-        """The counts of a piece that is ending, by its forward; None if its forward does not show them."""
+    def _counted_by_forward(self, weight: float | Tensor | None) -> PieceCounts | None:
+        """The counts of a piece that is ending, by its forward; None if its forward does not show them.
+
+        Args:
+            weight: in the loss; None where the forward may show that too.
+        """
         assert self._forwards is not None
         try:
             units = self._forwards.take()
             if units is None:
                 return None
-            first, further = counted_in(self._names, units)
-            return piece_counts(first, weight, None, further)
+            counts = units if isinstance(units, CountsOfForward) else CountsOfForward(units)
+            first, further = counted_in(self._names, counts.units)
+            return piece_counts(first, counts.weight if weight is None else weight, counts.unit_weights, further)
         except Exception as error:  # of the user's function, or a number that cannot be
             if self._has_peers:  # they would wait for a rank that raises: the window is dropped
                 logger.error("sonde: units_per_piece= could not count a piece: %s: %s", type(error).__name__, error)
@@ -280,7 +285,7 @@ class Pieces:
             self._reader.leave_out_backward(Problem.OUTSIDE_SCHEDULE)
             self._ran_outside = not self._has_peers
         elif self._forwards is not None:
-            counts = self._counted_by_forward(1.0)
+            counts = self._counted_by_forward(None)
             if counts is None:
                 self._reader.leave_out_backward(Problem.UNITS_UNCLEAR)
             else:

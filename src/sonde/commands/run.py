@@ -75,7 +75,7 @@ def _check(options: RunOptions) -> None:
     if options.nproc is not None and options.nproc < 1:
         raise ValueError(f"--nproc must be at least 1, got {options.nproc}: leave it out to start one process")
     check_units_from(options.units_from)
-    NoiseScaleOptions(options.unit, budget=options.budget, every=options.every)
+    NoiseScaleOptions("rows" if options.unit is None else options.unit, budget=options.budget, every=options.every)
     if options.out is not None and options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out must be a folder, got {options.out}, which is a file: give another one")
 

@@ -23,8 +23,9 @@ class RunOptions:
         units_from: What shows how many units a micro-batch has. first-dim: the rows of the first tensor that the model
             is called with. A number: it has always so many. NAME:DIM, as input_ids:0: a dim of an argument of the
             model's forward. package.module:function: a function of yours, called as the model is.
-        weights_from: What shows the weight of a micro-batch in the loss. equal: all have the same. labels: the number
-            of labels that are not -100, where the loss is a mean over the tokens of the whole step.
+        weights_from: What shows the weight of a micro-batch in the loss. labels: the number of labels that are not
+            -100, where the loss is a mean over the tokens of the whole step. equal: all have the same. auto: labels
+            where a model of transformers is told the tokens of the step, otherwise equal.
         reduced_by_hand: The script averages or adds up gradients over all processes by itself, without DDP or FSDP2.
         budget: Part of the run's time that measuring may cost: 0.01 for 1 %.
         every: Measure one step in N, whatever it costs. 1 measures all: use it for a few hundred steps.
@@ -33,9 +34,9 @@ class RunOptions:
     """
 
     nproc: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
-    unit: Annotated[str, arg(metavar="NAME")] = "rows"
+    unit: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: rows)")] = None
     units_from: Annotated[str, arg(metavar="SOURCE")] = "first-dim"
-    weights_from: Literal["equal", "labels"] = "equal"
+    weights_from: Literal["auto", "labels", "equal"] = "auto"
     reduced_by_hand: bool = False
     budget: Annotated[float, arg(metavar="PART")] = 0.01
     every: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sonde
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.commands.run_script.counted_units import units_of
+from sonde.commands.run_script.endings import PATIENCE, say_where
 from sonde.commands.run_script.found_models import (
     ModelOfOptimizers,
     enabled_grad_scalers,
@@ -27,8 +28,6 @@ from sonde.parallel.unwrap import unwrap_model
 
 _MOST_ERRORS = 3
 """Windows in a row that could not be ended, after which measuring stops."""
-_PATIENCE = 2.0
-"""Seconds in which other ranks may still sum the last windows with this one."""
 
 
 class MeasuredModel:
@@ -115,7 +114,7 @@ class MeasuredModel:
             return
         self._is_open = False
         with contextlib.suppress(Exception):
-            self._probe.close(reason, patience=_PATIENCE)
+            self._probe.close(reason, patience=PATIENCE)
 
     def end(self, reason: str, *, report: bool) -> None:
         """The script ends: complete the log, say the reading, and write the report. Peers may be gone."""
@@ -124,7 +123,7 @@ class MeasuredModel:
             return
         if self._n_ended:
             say(str(self._probe.reading()))
-            _say_where(self._folder, writes_report=report)
+            say_where(self._folder, writes_report=report)
         else:
             say(f"no step of {self._name} was measured")
 
@@ -139,25 +138,24 @@ def _attached(found: ModelOfOptimizers, settings: Settings, folder: Path) -> son
     try:
         group = _group_by_hand(model, settings)
         _refuse(found)
-        units = units_of(settings.units_from, model)
+        units = units_of(settings.units_from, settings.weights_from, model)
         scaler = _grad_scaler()
     except ValueError:
         # With a unit that attach refuses, its peers raise too: they would wait for this rank.
         with contextlib.suppress(ValueError):
             sonde.attach(model, unit=(), verbose=False)
         raise
-    log = sonde.RunLog(sonde.JsonlSink(folder), run=folder.name, metadata={"command": " ".join(settings.command)})
     with torch.autocast("cpu", enabled=False), torch.autocast(_device_type(model), enabled=False):
         return sonde.attach(
             model,
             optimizer,
-            unit=settings.unit,
+            unit=settings.unit or "rows",
             units_per_piece=units,
             budget=settings.budget,
             every=settings.every,
             grad_scaler=scaler,
             process_group=group,
-            log=log,
+            log=settings.log_in(folder),
         )
 
 
@@ -177,11 +175,6 @@ def _refuse(found: ModelOfOptimizers) -> None:
                 "LBFGS evaluates its closure several times a step, so that a step has no single gradient: measure a "
                 "run with another optimizer"
             )
-    if any(isinstance(module, nn.DataParallel) for module in found.model.modules()):
-        raise ValueError(
-            "nn.DataParallel copies the model in each forward, and no hook follows the copies: use "
-            "DistributedDataParallel, by --nproc N"
-        )
 
 
 def _group_by_hand(model: nn.Module, settings: Settings) -> dist.ProcessGroup | None:
@@ -216,14 +209,3 @@ def _grad_scaler() -> torch.amp.GradScaler | None:
             "use one for all models, as torch allows, or attach by sonde.attach(grad_scaler=...)"
         )
     return scalers[0] if scalers else None
-
-
-def _say_where(folder: Path, *, writes_report: bool) -> None:
-    """Write the report, and say where it and the log lie."""
-    say(f"log     {folder}")
-    if not writes_report:
-        return
-    try:
-        say(f"report  {sonde.write_report(folder)}")
-    except Exception as error:  # of a log without a reading, without bokeh, on a full disk
-        say(f"no report was written: {error}")

@@ -6,6 +6,10 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from sonde.records import RunLog
+from sonde.runs.sinks import JsonlSink
 
 VARIABLE = "SONDE_RUN"
 """The environment variable that holds the settings. Launchers hand it on to the processes that they start."""
@@ -18,7 +22,7 @@ class Settings:
     Attributes:
         command: the script with its arguments, for the log.
         folder: of the log, as an absolute path.
-        unit: plural name of the independent sample.
+        unit: plural name of the independent sample; None for rows, or what a trainer's batches hold.
         units_from: what shows the units of a micro-batch.
         weights_from: what shows its weight in the loss.
         reduced_by_hand: whether the script averages gradients over all ranks by itself.
@@ -29,13 +33,21 @@ class Settings:
 
     command: tuple[str, ...]
     folder: str
-    unit: str = "rows"
+    unit: str | None = None
     units_from: str = "first-dim"
-    weights_from: str = "equal"
+    weights_from: str = "auto"
     reduced_by_hand: bool = False
     budget: float | None = 0.01
     every: int | None = None
     report: bool = True
+
+    def log_in(self, folder: Path) -> RunLog:
+        """The log of one model of the script.
+
+        Args:
+            folder: of the log.
+        """
+        return RunLog(JsonlSink(folder), run=folder.name, metadata={"command": " ".join(self.command)})
 
     def in_environment(self) -> str:
         """The value of the variable."""

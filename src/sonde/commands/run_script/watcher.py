@@ -27,6 +27,7 @@ from sonde.commands.run_script.found_models import (
     trainable,
 )
 from sonde.commands.run_script.measured_model import MeasuredModel
+from sonde.commands.run_script.measured_trainer import MeasuredTrainer
 from sonde.commands.run_script.messages import say
 from sonde.commands.run_script.settings import Settings
 
@@ -77,6 +78,9 @@ class ScriptWatcher:
         self._pending: list[weakref.ref[Any]] = []
         """Optimizers whose model has not been called yet, in the order in which they were made."""
         self._models: list[MeasuredModel] = []
+        self._trainers: list[MeasuredTrainer] = []
+        self._n_trainings = 0
+        """Trainings of trainers that go on now, one inside the other: optimizers that step there are theirs."""
         self._refused: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose model cannot be measured."""
         self._measured_in: weakref.WeakKeyDictionary[Any, tuple[MeasuredModel, ...]] = weakref.WeakKeyDictionary()
@@ -100,7 +104,7 @@ class ScriptWatcher:
     @_never_raising
     def before_forward(self, module: nn.Module) -> None:
         """A module is called: attach to it if it is the model of an optimizer."""
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if self._n_trainings or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return
         pending = self._living_pending()
         if not pending:
@@ -151,7 +155,7 @@ class ScriptWatcher:
     def _window_ends(self, optimizer: Any) -> None:
         if models := self._models_with(optimizer):
             models[0].before_step(optimizer)
-        elif optimizer not in self._refused and stepped_by(optimizer):
+        elif not self._n_trainings and optimizer not in self._refused and stepped_by(optimizer):
             self._attach_late(optimizer)
 
     @_never_raising
@@ -178,10 +182,27 @@ class ScriptWatcher:
                     model.clipped(norm, float(given["max_norm"]))
 
     @_never_raising
+    def trainer_begins(self, trainer: Any) -> None:
+        """transformers' Trainer begins to train: its batches are known better than by the calls of its model."""
+        self._n_trainings += 1
+        try:
+            self._trainers.append(MeasuredTrainer(trainer, self._settings, self._next_folder()))
+        except ValueError as error:
+            say(f"not measured: {error}")
+
+    @_never_raising
+    def trainer_ends(self) -> None:
+        """The training has ended, or has raised: its optimizers are done."""
+        self._n_trainings -= 1
+        self._refused.update(self._living_pending())
+        self._pending = []
+        self._stop_looking()
+
+    @_never_raising
     def process_group_ends(self) -> None:
         """The script destroys its process group. A collective of ours that is under way then could end the process."""
-        for model in self._models:
-            model.close("the script ended")
+        for each in self._all_measured():
+            each.close("the script ended")
 
     def script_ends(self) -> None:
         """The script has ended, has raised or was interrupted: complete the logs."""
@@ -191,17 +212,20 @@ class ScriptWatcher:
             self._stop_looking()
             kind = getattr(sys, "last_type", None)
             reason = "the script ended" if kind is None else f"the script was stopped by {kind.__name__}"
-            if self.is_on and not self._models and not self._refused:
+            if self.is_on and not (self._models or self._trainers or self._refused):
                 say("nothing was measured: the script made an optimizer, and never took a step with it")
-            for model in self._models:
-                model.end(reason, report=self._settings.report)
+            for each in self._all_measured():
+                each.end(reason, report=self._settings.report)
 
     def stop(self) -> None:
         """Measure no more, after an error of sonde's own."""
         with contextlib.suppress(Exception):
             self._stop_looking()
-            for model in self._models:
-                model.close("measuring stopped: sonde failed")
+            for each in self._all_measured():
+                each.close("measuring stopped: sonde failed")
+
+    def _all_measured(self) -> list[MeasuredModel | MeasuredTrainer]:
+        return [*self._models, *self._trainers]
 
     # How models are found.
 
@@ -254,11 +278,13 @@ class ScriptWatcher:
         elif (measured := self._attach(ModelOfOptimizers(model, (optimizer,)))) is not None:
             measured.stepped_late(optimizer)
 
-    def _attach(self, found: ModelOfOptimizers) -> MeasuredModel | None:
+    def _next_folder(self) -> Path:
         self._n_folders += 1
-        folder = self._settings.folder + (f"-{self._n_folders}" if self._n_folders > 1 else "")
+        return Path(self._settings.folder + (f"-{self._n_folders}" if self._n_folders > 1 else ""))
+
+    def _attach(self, found: ModelOfOptimizers) -> MeasuredModel | None:
         try:
-            measured = MeasuredModel(found, self._settings, Path(folder))
+            measured = MeasuredModel(found, self._settings, self._next_folder())
         except (ValueError, RuntimeError, OSError) as error:
             self._refuse(found.optimizers, f"{error}")
             return None

@@ -6,24 +6,29 @@ torchrun makes no optimizer, and a script that never trains pays nothing.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
-class _AfterTorch:
-    """A finder of modules that leaves torch to the others, and is told when its import has ended."""
+class _AfterImports:
+    """A finder of modules that leaves them to the others, and calls a function after the import of some.
 
-    def __init__(self) -> None:
+    Args:
+        callbacks: by the module's name.
+    """
+
+    def __init__(self, callbacks: dict[str, Callable[[], None]]) -> None:
+        self._callbacks = callbacks
         self._is_looking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The specification of torch, as others find it; None for any other module."""
-        if name != "torch" or self._is_looking:
+        """The specification of such a module, as others find it; None for any other module."""
+        if name not in self._callbacks or self._is_looking:
             return None
         self._is_looking = True
         try:
@@ -31,23 +36,22 @@ class _AfterTorch:
         finally:
             self._is_looking = False
         if spec is not None and spec.loader is not None:
-            self._call_after(spec.loader)
+            self._call_after(name, spec.loader)
         return spec
 
-    def _call_after(self, loader: Any) -> None:
+    def _call_after(self, name: str, loader: Any) -> None:
         exec_module = loader.exec_module
 
-        def exec_and_watch(module: Any) -> None:
+        def exec_and_call(module: Any) -> None:
             del loader.exec_module  # the loader is as it was
             exec_module(module)
-            with contextlib.suppress(ValueError):
-                sys.meta_path.remove(self)
-            _watch()
+            if (callback := self._callbacks.pop(name, None)) is not None:
+                callback()
 
-        loader.exec_module = exec_and_watch
+        loader.exec_module = exec_and_call
 
 
-def _watch() -> None:
+def _watch_torch() -> None:
     """Tell sonde of each optimizer that the script makes, of each clip, and of the end of its process group."""
     import torch.distributed
 
@@ -104,6 +108,23 @@ def _watch_process_group() -> None:
     dist.destroy_process_group = distributed_c10d.destroy_process_group = watched_destroy
 
 
+def _watch_trainer() -> None:
+    """Tell sonde of each training of transformers' Trainer, before it begins and when it has ended."""
+    from transformers.trainer import Trainer
+
+    train = Trainer.train
+
+    @functools.wraps(train)
+    def watched_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _Watcher.tell("trainer_begins", self)
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            _Watcher.tell("trainer_ends")
+
+    Trainer.train = watched_train
+
+
 class _Watcher:
     """sonde's own watcher of this process, imported at the first optimizer."""
 
@@ -143,8 +164,7 @@ def _hand_on() -> None:
 
 
 if "SONDE_RUN" in os.environ:
+    sys.meta_path.insert(0, _AfterImports({"torch": _watch_torch, "transformers.trainer": _watch_trainer}))
     if "torch" in sys.modules:  # imported by a .pth file
-        _watch()
-    else:
-        sys.meta_path.insert(0, _AfterTorch())
+        _watch_torch()
 _hand_on()
