@@ -293,6 +293,105 @@ import torch
 parser = argparse.ArgumentParser()
 parser.add_argument("weights")
 parser.add_argument("--lr", type=int)
-print(parser.parse_args(), sys.argv, [path for path in sys.path if "on_start" in path])
+print(parser.parse_args().lr, sys.argv[2:], [path for path in sys.path if "on_start" in path])
 torch.save({}, sys.argv[1])
 """
+
+TWO_MODULES = (
+    _START
+    + """
+encoder, decoder = nn.Linear(6, 16), nn.Linear(16, 1)
+model = decoder
+optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
+for step in range(5):
+    x, y = batch()
+    nn.functional.mse_loss(decoder(encoder(x)), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    + _END
+)
+
+PARTS = (
+    _START
+    + """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 1)
+    def loss(self, x, y):
+        return nn.functional.mse_loss(self.head(torch.tanh(self.body(x))), y)
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+# (attach here)
+for step in range(12):
+    for micro in range(3):
+        model.loss(*batch()).backward()
+    # (a window ends here)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    + _END
+)
+
+TWO_FORWARDS = (
+    _START
+    + """
+model = network()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for step in range(8):
+    x, y = batch()
+    (nn.functional.mse_loss(model(x), y) + model(batch()[0]).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    + _END
+)
+
+STEPS_IN_BACKWARD = (
+    _START
+    + """
+model = network()
+optimizers = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
+def step(p):
+    optimizers[p].step()
+    optimizers[p].zero_grad()
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(step)
+for _ in range(5):
+    x, y = batch()
+    nn.functional.mse_loss(model(x), y).backward()
+"""
+    + _END
+)
+
+TOKENS = (
+    _START
+    + """
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+    def forward(self, input_ids, labels):
+        scores = self.head(self.embed(input_ids))[:, :-1]
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+model = Tagger()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+# (attach here)
+for step in range(12):
+    micro_batches = []
+    for micro in range(3):
+        ids = torch.randint(20, (4, 9), generator=generator)
+        lengths = torch.randint(2, 10, (4, 1), generator=generator)
+        micro_batches.append((ids, torch.where(torch.arange(9) < lengths, ids.flip(1), -100)))
+    n_tokens = sum(labels[:, 1:].ne(-100).sum() for _, labels in micro_batches)
+    for ids, labels in micro_batches:
+        (model(ids, labels=labels) / n_tokens).backward()
+    # (a window ends here)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    + _END
+)

@@ -29,6 +29,13 @@ class Outcome:
     folder: Path
 
     @property
+    def numbers(self) -> list[float]:
+        """The last window with a reading, and both parts of its noise scale."""
+        last = self.run.readings[-1]
+        parts = [last.metrics["gns/trace_cov"], last.metrics["gns/grad_sq"]]
+        return [last.window, *(part for part in parts if part is not None)]
+
+    @property
     def run(self) -> sonde.Run:
         """The log."""
         return sonde.read_run(self.folder)
@@ -52,6 +59,14 @@ def explicit(script: str, folder: Path, *, ranks: int = 1, step: str = "probe.st
     words = ", ".join(f"{name}={code}" for name, code in given.items())
     attach = f"import sonde; probe = sonde.attach(model, optimizer, log={str(folder / 'explicit' / 'log')!r}, {words})"
     return _outcome(script.replace(ATTACH, attach).replace(STEP, step), folder / "explicit", ranks=ranks)
+
+
+def check_untouched(script: str, folder: Path, *, ranks: int = 1, **options: Any) -> Outcome:
+    """Run it bare and with sonde: status, stdout and weights must be the same."""
+    without, measured = bare(script, folder, ranks=ranks), with_run(script, folder, ranks=ranks, **options)
+    assert (measured.status, measured.out) == (without.status, without.out), measured.err
+    assert same_weights(measured.weights, without.weights)
+    return measured
 
 
 def _outcome(script: str, folder: Path, *before: str, ranks: int, environment: dict[str, str] | None = None) -> Outcome:

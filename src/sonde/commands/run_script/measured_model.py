@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde.batch_size.taps.autograd_internals import in_backward
+from sonde.batch_size.taps.tap import Problem
 from sonde.commands.run_script.counted_units import units_of
 from sonde.commands.run_script.endings import PATIENCE, say_where
 from sonde.commands.run_script.found_models import (
@@ -49,7 +50,7 @@ class MeasuredModel:
         self._stepped: set[int] = set()
         """Optimizers that have stepped since the last window was ended, by identity."""
         self._n_errors = self._n_ended = 0
-        self._is_open = True
+        self._is_open, self._why_stopped = True, ""
 
     def holds(self, tensors: Mapping[int, object]) -> bool:
         """Whether any of these tensors, by identity, is a parameter of the model."""
@@ -59,16 +60,21 @@ class MeasuredModel:
         """Whether all parameters of the model are among these tensors, by identity."""
         return self._parameters <= tensors.keys()
 
-    def stepped_late(self, optimizer: Any) -> None:
-        """Note that an optimizer steps on backwards that came before the probe."""
-        self._stepped = {id(optimizer)}
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it measures no more, and is not closed yet."""
+        return self._is_open and self._why_stopped != ""
+
+    @property
+    def _measures(self) -> bool:
+        return self._is_open and not self._why_stopped
 
     def before_step(self, optimizer: Any) -> None:
         """End the window, unless another optimizer of the model has ended it already."""
-        if not self._is_open:
+        if not self._measures:
             return
         if in_backward():
-            self._stop("an optimizer steps inside backward: its gradients are gone before they can be compared")
+            self._say_stop("an optimizer steps inside backward: its gradients are gone before they can be compared")
         elif self._stepped and id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
         else:
@@ -77,8 +83,8 @@ class MeasuredModel:
 
     def closure_ran_again(self) -> None:
         """Note that an optimizer has evaluated its closure several times in a step."""
-        if self._is_open:
-            self._stop(
+        if self._measures:
+            self._say_stop(
                 "the optimizer evaluates its closure several times a step, as LBFGS does, so that a step has no single "
                 "gradient"
             )
@@ -90,31 +96,38 @@ class MeasuredModel:
         except Exception as error:
             self._n_errors += 1
             if self._n_errors == _MOST_ERRORS:
-                self._stop(f"{error}")
+                self._say_stop(str(error).replace("units_per_piece=", "--units-from"))
             else:
                 self.zeroed()  # the next window begins anew
 
     def zeroed(self) -> None:
         """Forget backwards whose gradients the script has zeroed without a step."""
-        if self._is_open:
+        if self._measures:
             self._probe.discard()
 
     def clipped(self, norm: Any, max_norm: float) -> None:
         """Note the script's own clip of all of the model's gradients."""
-        if self._is_open and isinstance(norm, Tensor) and not is_dtensor(norm):
+        if self._measures and isinstance(norm, Tensor) and not is_dtensor(norm):
             self._probe.note_clip(norm, max_norm)
 
-    def _stop(self, why: str) -> None:
+    def _say_stop(self, why: str) -> None:
         say(f"measuring stops: {why}. The script goes on")
-        self.close(f"measuring stopped: {why}")
+        self.stop(why)
 
-    def close(self, reason: str) -> None:
-        """Measure no more. Other ranks may be gone, so they are not waited for long."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        with contextlib.suppress(Exception):
-            self._probe.close(reason, patience=PATIENCE)
+    def stop(self, why: str) -> None:
+        """Measure no more. `close` follows, where hooks may be removed: not in the hook of a step."""
+        self._why_stopped = self._why_stopped or f"measuring stopped: {why}"
+
+    def close(self, reason: str = "closed") -> None:
+        """Remove all hooks and end the log. Other ranks may be gone, so they are not waited for long.
+
+        Args:
+            reason: for the log, unless measuring was stopped.
+        """
+        if self._is_open:
+            self._is_open = False
+            with contextlib.suppress(Exception):
+                self._probe.close(self._why_stopped or reason, patience=PATIENCE)
 
     def end(self, reason: str, *, report: bool) -> None:
         """The script ends: complete the log, say the reading, and write the report. Peers may be gone."""
@@ -122,7 +135,10 @@ class MeasuredModel:
         if not is_first_rank():
             return
         if self._n_ended:
-            say(str(self._probe.reading()))
+            reading = self._probe.reading()
+            say(str(reading))
+            if Problem.UNITS_UNCLEAR.message in (reading.reason or ""):
+                say("to say the units of a micro-batch without a forward, pass --units-from with their number")
             say_where(self._folder, writes_report=report)
         else:
             say(f"no step of {self._name} was measured")

@@ -16,23 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sonde.commands.run_script import first_forward
-from sonde.commands.run_script.found_models import (
-    ModelOfOptimizers,
-    model_among_living,
-    models_in,
-    parameters_of,
-    reshard,
-    stepped_by,
-    trainable,
-)
+from sonde.batch_size.taps.autograd_internals import in_backward
+from sonde.commands.run_script.found_models import ModelOfOptimizers, parameters_of, stepped_by
 from sonde.commands.run_script.measured_model import MeasuredModel
 from sonde.commands.run_script.measured_trainer import MeasuredTrainer
 from sonde.commands.run_script.messages import say
+from sonde.commands.run_script.model_search import ModelSearch
 from sonde.commands.run_script.settings import Settings
-
-_MOST_STEPS = 100
-"""Steps after which models are no longer looked for in forwards. An optimizer that begins later loses a window."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -48,7 +38,7 @@ def watcher_of_process() -> ScriptWatcher:
 def _never_raising(
     method: Callable[Concatenate[ScriptWatcher, P], T],
 ) -> Callable[Concatenate[ScriptWatcher, P], T | None]:
-    """A method whose errors are said once and end the watch: the script goes on without."""
+    """A method whose errors are said once and end the measuring: the script goes on without."""
 
     @functools.wraps(method)
     def guarded(self: ScriptWatcher, *args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -57,9 +47,7 @@ def _never_raising(
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            self.is_on = False
-            self.stop()
-            say(f"measuring stops, since sonde failed ({type(error).__name__}: {error}). The script goes on")
+            self.fail(error)
             return None
 
     return cast("Callable[Concatenate[ScriptWatcher, P], T | None]", guarded)
@@ -74,21 +62,18 @@ class ScriptWatcher:
 
     def __init__(self, settings: Settings) -> None:
         self.is_on, self.pid = True, os.getpid()
-        self._settings = settings
-        self._pending: list[weakref.ref[Any]] = []
-        """Optimizers whose model has not been called yet, in the order in which they were made."""
+        self._settings, self._n_folders = settings, 0
+        self._search = ModelSearch(self.before_forward, self._attach, self._refuse)
         self._models: list[MeasuredModel] = []
         self._trainers: list[MeasuredTrainer] = []
         self._n_trainings = 0
         """Trainings of trainers that go on now, one inside the other: optimizers that step there are theirs."""
         self._refused: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Optimizers whose model cannot be measured."""
-        self._measured_in: weakref.WeakKeyDictionary[Any, tuple[MeasuredModel, ...]] = weakref.WeakKeyDictionary()
+        """Optimizers whose model is not measured."""
+        self._models_of: weakref.WeakKeyDictionary[Any, tuple[MeasuredModel, ...]] = weakref.WeakKeyDictionary()
         """Models that hold parameters of an optimizer or a module; forgotten when a model is added."""
-        self._n_folders = self._n_steps = 0
-        self._end_watch: Callable[[], None] | None = None
         register_optimizer_step_pre_hook(self.before_step)
-        _call_before_zeroing(self.zeroed)
+        _call_before_zeroing(self.before_zeroing)
         atexit.register(self.script_ends)
 
     # What the script does.
@@ -96,27 +81,18 @@ class ScriptWatcher:
     @_never_raising
     def optimizer_made(self, optimizer: Any) -> None:
         """An optimizer was made: look for its model in the calls that follow."""
-        self._pending.append(weakref.ref(optimizer))
-        if self._end_watch is None and self._n_steps < _MOST_STEPS:
-            with contextlib.suppress(RuntimeError):  # then its model is found at its first step
-                self._end_watch = first_forward.watch(self.before_forward)
+        if not self._models_with(optimizer):
+            self._search.add(optimizer)
 
-    @_never_raising
     def before_forward(self, module: nn.Module) -> None:
         """A module is called: attach to it if it is the model of an optimizer."""
-        if self._n_trainings or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return
-        pending = self._living_pending()
-        if not pending:
-            self._stop_looking()
-            return
-        held = trainable(module.parameters()).keys()
-        touched = [o for o in pending if not held.isdisjoint(stepped_by(o))]
-        if not touched and reshard(module):
-            held = trainable(module.parameters()).keys()
-            touched = [o for o in pending if not held.isdisjoint(stepped_by(o))]
-        if touched:
-            self._attach_to_called(module, touched)
+        self._close_stopped()
+        self._look_in(module)
+
+    @_never_raising
+    def _look_in(self, module: nn.Module) -> None:
+        if torch.is_grad_enabled() and not (self._n_trainings or torch.is_inference_mode_enabled()):
+            self._search.look_in(module)
 
     @_never_raising
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -125,9 +101,7 @@ class ScriptWatcher:
         Returns:
             Other arguments for the step, if it gets a closure, which runs the backward. None to leave them.
         """
-        self._n_steps += 1
-        if self._n_steps == _MOST_STEPS:
-            self._stop_looking()
+        self._search.any_stepped()
         if callable(closure := kwargs.get("closure")):
             return args, kwargs | {"closure": self._followed(closure, optimizer)}
         if len(args) > 1 and callable(args[1]):
@@ -155,27 +129,31 @@ class ScriptWatcher:
     def _window_ends(self, optimizer: Any) -> None:
         if models := self._models_with(optimizer):
             models[0].before_step(optimizer)
+            if models[0].is_stopped:
+                self._search.watch()  # to close it at the next call of a module
         elif not self._n_trainings and optimizer not in self._refused and stepped_by(optimizer):
-            self._attach_late(optimizer)
+            self._search.stepped_unseen(optimizer)
 
     @_never_raising
     def _closure_ran_again(self, optimizer: Any) -> None:
         for model in self._models_with(optimizer):
             model.closure_ran_again()
 
-    @_never_raising
-    def zeroed(self, owner: Any) -> None:
+    def before_zeroing(self, owner: Any) -> None:
         """An optimizer or a module zeroes its gradients: backwards since the last step no longer count."""
+        self._close_stopped()
+        self._zeroed(owner)
+
+    @_never_raising
+    def _zeroed(self, owner: Any) -> None:
         for model in self._models_with(owner):
             model.zeroed()
 
     @_never_raising
     def clipped(self, tensors: Sequence[Tensor], norm: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Gradients were clipped by `torch.nn.utils.clip_grad_norm_`."""
-        if not self._models:
-            return
         given = dict(zip(("max_norm", "norm_type"), args, strict=False)) | kwargs
-        if float(given.get("norm_type", 2.0)) == 2.0:
+        if self._models and float(given.get("norm_type", 2.0)) == 2.0:
             held = dict.fromkeys(map(id, tensors))
             for model in self._models:
                 if model.is_held_by(held):
@@ -194,9 +172,9 @@ class ScriptWatcher:
     def trainer_ends(self) -> None:
         """The training has ended, or has raised: its optimizers are done."""
         self._n_trainings -= 1
-        self._refused.update(self._living_pending())
-        self._pending = []
-        self._stop_looking()
+        own = self._search.pending()
+        self._refused.update(own)
+        self._search.done_with(own)
 
     @_never_raising
     def process_group_ends(self) -> None:
@@ -209,94 +187,63 @@ class ScriptWatcher:
         if os.getpid() != self.pid:
             return
         with contextlib.suppress(BaseException):  # a second Ctrl-C, too: the exit status is the script's
-            self._stop_looking()
+            self._search.stop()
             kind = getattr(sys, "last_type", None)
             reason = "the script ended" if kind is None else f"the script was stopped by {kind.__name__}"
             if self.is_on and not (self._models or self._trainers or self._refused):
-                say("nothing was measured: the script made an optimizer, and never took a step with it")
+                say("nothing was measured: the script made an optimizer, and took no step with a model that it called")
             for each in self._all_measured():
                 each.end(reason, report=self._settings.report)
 
-    def stop(self) -> None:
-        """Measure no more, after an error of sonde's own."""
-        with contextlib.suppress(Exception):
-            self._stop_looking()
-            for each in self._all_measured():
-                each.close("measuring stopped: sonde failed")
+    # What is measured.
 
     def _all_measured(self) -> list[MeasuredModel | MeasuredTrainer]:
         return [*self._models, *self._trainers]
-
-    # How models are found.
 
     def _models_with(self, owner: Any) -> tuple[MeasuredModel, ...]:
         """The measured models that hold parameters of an optimizer or a module."""
         if not self._models:
             return ()
-        if (known := self._measured_in.get(owner)) is None:
+        if (known := self._models_of.get(owner)) is None:
             tensors = owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner)
             held = dict.fromkeys(map(id, tensors))
-            self._measured_in[owner] = known = tuple(model for model in self._models if model.holds(held))
+            self._models_of[owner] = known = tuple(model for model in self._models if model.holds(held))
         return known
-
-    def _living_pending(self) -> list[Any]:
-        self._pending = [reference for reference in self._pending if reference() is not None]
-        return [optimizer for reference in self._pending if (optimizer := reference()) is not None]
-
-    def _stop_looking(self) -> None:
-        if self._end_watch is not None:
-            self._end_watch()
-            self._end_watch = None
-
-    def _attach_to_called(self, called: nn.Module, touched: Sequence[Any]) -> None:
-        found = models_in(called, touched)
-        if not found:  # the script calls a part of the model: look for the whole
-            for optimizer in touched:
-                if (whole := model_among_living(optimizer)) is not None:
-                    found = [*found, ModelOfOptimizers(whole, (optimizer,))]
-                    break
-        for each in found:
-            self._attach(each)
-        self._done_with([o for each in found for o in each.optimizers])
-
-    def _done_with(self, optimizers: Sequence[Any]) -> None:
-        done = {id(optimizer) for optimizer in optimizers}
-        self._pending = [ref for ref in self._pending if id(ref()) not in done]
-        if not self._living_pending():
-            self._stop_looking()
-
-    def _attach_late(self, optimizer: Any) -> None:
-        """At an optimizer's step, without a call of its model before: this window is lost."""
-        self._done_with([optimizer])
-        model = model_among_living(optimizer)
-        if model is None:
-            self._refuse(
-                [optimizer],
-                f"no module holds the parameters that {type(optimizer).__name__} steps: put its modules into one "
-                "nn.Module, or attach by sonde.attach",
-            )
-        elif (measured := self._attach(ModelOfOptimizers(model, (optimizer,)))) is not None:
-            measured.stepped_late(optimizer)
 
     def _next_folder(self) -> Path:
         self._n_folders += 1
         return Path(self._settings.folder + (f"-{self._n_folders}" if self._n_folders > 1 else ""))
 
-    def _attach(self, found: ModelOfOptimizers) -> MeasuredModel | None:
+    def _attach(self, found: ModelOfOptimizers) -> None:
         try:
-            measured = MeasuredModel(found, self._settings, self._next_folder())
+            self._models.append(MeasuredModel(found, self._settings, self._next_folder()))
         except (ValueError, RuntimeError, OSError) as error:
             self._refuse(found.optimizers, f"{error}")
-            return None
-        self._models.append(measured)
-        self._measured_in.clear()
+            return
+        self._models_of.clear()
         atexit.unregister(self.script_ends)
         atexit.register(self.script_ends)  # the last one comes first: before the probe closes itself
-        return measured
 
     def _refuse(self, optimizers: Sequence[Any], why: str) -> None:
         self._refused.update(optimizers)
         say(f"not measured: {why}. The script runs on")
+
+    def _close_stopped(self) -> None:
+        """Close what was stopped in a hook of a step, where no hook may be removed; nor may it inside a backward."""
+        stopped = [model for model in self._models if model.is_stopped]
+        if stopped and os.getpid() == self.pid and not in_backward():
+            for model in stopped:
+                model.close()
+            if not self._search.pending():
+                self._search.stop()
+
+    def fail(self, error: Exception) -> None:
+        """Measure no more, after an error of sonde's own."""
+        self.is_on = False
+        say(f"measuring stops, since sonde failed ({type(error).__name__}: {error}). The script goes on")
+        for model in self._models:
+            model.stop("sonde failed")
+        self._search.watch()  # to close them at the next call of a module
 
 
 def _call_before_zeroing(callback: Callable[[Any], None]) -> None:
