@@ -74,7 +74,7 @@ class Python:
         self._outputs = tempfile.TemporaryDirectory()
         paths = [str(Path(self._outputs.name) / name) for name in ("out", "err")]
         variables = dict(os.environ) | dict(environment or {})
-        self._process = forkserver().Process(target=_run, args=(arguments, str(folder), variables, paths))
+        self._process = forkserver().Process(target=as_python, args=(arguments, str(folder), variables, paths))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -107,7 +107,7 @@ class Python:
         self._outputs.cleanup()
 
 
-def _run(arguments: Sequence[str], folder: str, variables: Mapping[str, str], outputs: Sequence[str]) -> None:
+def as_python(arguments: Sequence[str], folder: str, variables: Mapping[str, str], outputs: Sequence[str]) -> None:
     """What the interpreter does with its command line."""
     os.setsid()
     for number, path in zip((1, 2), outputs, strict=True):

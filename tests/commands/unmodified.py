@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Sequence
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,7 @@ import sonde
 from sonde.commands.run import environment_of
 from sonde.commands.run_options import RunOptions
 from tests.commands.scripts import ATTACH, STEP
-from tests.new_process import Python
+from tests.new_process import Ended, Python, as_python
 
 
 @dataclass(frozen=True)
@@ -41,50 +44,94 @@ class Outcome:
         return sonde.read_run(self.folder)
 
 
-def bare(script: str, folder: Path, *, ranks: int = 1) -> Outcome:
-    """Without sonde."""
-    return _outcome(script, folder / "bare", ranks=ranks)
+def bare(script: str, folder: Path, *, ranks: int = 1, forks: bool = False) -> Outcome:
+    """Without sonde. `forks` this process, and what it has imported."""
+    return _outcome(script, folder / "bare", ranks=ranks, forks=forks)
 
 
-def with_run(script: str, folder: Path, *, ranks: int = 1, **options: Any) -> Outcome:
+def with_run(script: str, folder: Path, *, ranks: int = 1, forks: bool = False, **options: Any) -> Outcome:
     """As `sonde run` starts it, with these options."""
     given = RunOptions(**{"every": 1, "report": False, **options, "out": folder / "run" / "log"})
     environment = environment_of(given, ["script.py"], {})
-    return _outcome(script, folder / "run", "-m", "tests.commands.as_run", ranks=ranks, environment=environment)
+    before = ["-m", "tests.commands.as_run"]
+    return _outcome(script, folder / "run", *before, ranks=ranks, forks=forks, environment=environment)
 
 
-def explicit(script: str, folder: Path, *, ranks: int = 1, step: str = "probe.step()", **options: str) -> Outcome:
-    """With a probe of its own, where the comments of the script say; `step` and options are code."""
+def explicit(
+    script: str,
+    folder: Path,
+    *,
+    ranks: int = 1,
+    forks: bool = False,
+    step: str = "probe.step()",
+    attach: str = "sonde.attach(model, optimizer, ",
+    **options: str,
+) -> Outcome:
+    """With a probe of its own, where the comments of the script say; `step`, `attach` and options are code."""
     given = {"unit": "'rows'", "units_per_piece": "'first dim'", "every": "1", "verbose": "False", **options}
+    given = {name: code for name, code in given.items() if code}
     words = ", ".join(f"{name}={code}" for name, code in given.items())
-    attach = f"import sonde; probe = sonde.attach(model, optimizer, log={str(folder / 'explicit' / 'log')!r}, {words})"
-    return _outcome(script.replace(ATTACH, attach).replace(STEP, step), folder / "explicit", ranks=ranks)
+    line = f"import sonde; probe = {attach}log={str(folder / 'explicit' / 'log')!r}, {words})"
+    return _outcome(script.replace(ATTACH, line).replace(STEP, step), folder / "explicit", ranks=ranks, forks=forks)
 
 
-def check_untouched(script: str, folder: Path, *, ranks: int = 1, **options: Any) -> Outcome:
+def check_untouched(script: str, folder: Path, *, ranks: int = 1, forks: bool = False, **options: Any) -> Outcome:
     """Run it bare and with sonde: status, stdout and weights must be the same."""
-    without, measured = bare(script, folder, ranks=ranks), with_run(script, folder, ranks=ranks, **options)
+    without = bare(script, folder, ranks=ranks, forks=forks)
+    measured = with_run(script, folder, ranks=ranks, forks=forks, **options)
     assert (measured.status, measured.out) == (without.status, without.out), measured.err
     assert same_weights(measured.weights, without.weights)
     return measured
 
 
-def _outcome(script: str, folder: Path, *before: str, ranks: int, environment: dict[str, str] | None = None) -> Outcome:
+def _outcome(
+    script: str,
+    folder: Path,
+    *before: str,
+    ranks: int,
+    forks: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
     folder.mkdir(parents=True)
     file, weights = folder / "script.py", folder / "weights.pt"
     file.write_text(script)
-    arguments: Sequence[str] = [*before, str(file), str(weights), "--lr", "3"]
+    arguments = [*before, str(file), str(weights), "--lr", "3"]
     variables = {**(environment or {}), "OMP_NUM_THREADS": "1"}
     if ranks > 1:
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-    with ExitStack() as stack:
-        processes = [
-            stack.enter_context(Python(*arguments, folder=folder, environment={**variables, "RANK": str(rank)}))
-            for rank in range(ranks)
-        ]
-        first, *_ = [process.wait() for process in processes]
+    if forks:
+        first = _forked(arguments, folder, variables)
+    else:
+        with ExitStack() as stack:
+            processes = [
+                stack.enter_context(Python(*arguments, folder=folder, environment={**variables, "RANK": str(rank)}))
+                for rank in range(ranks)
+            ]
+            first, *_ = [process.wait() for process in processes]
     saved = torch.load(weights) if weights.exists() else None
     return Outcome(first.status, first.out, first.err, saved, folder / "log")
+
+
+def _forked(arguments: Sequence[str], folder: Path, variables: Mapping[str, str]) -> Ended:
+    """Run it in a fork of this process: imports of trainers take many seconds."""
+    outputs = [str(folder / name) for name in ("out", "err")]
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            for name, number in (("stdout", 1), ("stderr", 2)):
+                setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+            as_python(arguments, str(folder), dict(os.environ) | dict(variables), outputs)
+            status = 0
+        except SystemExit as asked:
+            status = int(asked.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    _, waited = os.waitpid(child, 0)
+    return Ended(os.waitstatus_to_exitcode(waited), *(Path(output).read_text() for output in outputs))
 
 
 def _free_port() -> int:

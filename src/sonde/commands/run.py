@@ -100,11 +100,13 @@ def arguments_of(command: Sequence[str], nproc: int | None) -> list[str]:
         if not Path(first).is_file():
             raise ValueError(f"no script at {first}: pass the path of a file that ends in .py, {USAGE}")
         return [sys.executable, *launcher, *command]
-    if shutil.which(first) is None:
+    # Also beside this Python, for a sonde that is called by its full path.
+    beside = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    if (program := shutil.which(first, path=beside)) is None:
         raise ValueError(f"{first!r} is no script that ends in .py, and no command that is installed: {USAGE}")
     if nproc is not None:
         raise ValueError(f"--nproc starts processes of a script, and {first!r} is a command: tell it how many to start")
-    return list(command)
+    return [program, *command[1:]]
 
 
 def environment_of(options: RunOptions, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

@@ -163,8 +163,15 @@ def _hand_on() -> None:
             sys.modules.setdefault("sitecustomize", own)
 
 
+def _watch() -> None:
+    """Watch torch and transformers once they are imported, or now if a .pth file has imported them."""
+    callbacks = {"torch": _watch_torch, "transformers.trainer": _watch_trainer}
+    sys.meta_path.insert(0, _AfterImports(callbacks))
+    for name in list(callbacks):
+        if name in sys.modules:
+            callbacks.pop(name)()
+
+
 if "SONDE_RUN" in os.environ:
-    sys.meta_path.insert(0, _AfterImports({"torch": _watch_torch, "transformers.trainer": _watch_trainer}))
-    if "torch" in sys.modules:  # imported by a .pth file
-        _watch_torch()
+    _watch()
 _hand_on()

@@ -1,0 +1,161 @@
+"""`sonde run` as a command: its options, what it becomes, and real processes of Python, torchrun and chained files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sonde
+from sonde.cli import main
+from sonde.commands.run import arguments_of, environment_of, split_command
+from sonde.commands.run_options import RunOptions
+from sonde.commands.run_script.settings import Settings
+from tests.commands.scripts import DDP, PLAIN
+from tests.commands.unmodified import same_weights
+from tests.new_process import Python
+
+
+def error(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """What a command that must fail says."""
+    assert main(["run", *map(str, argv)]) == 2
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return err
+
+
+def test_errors_come_before_the_script_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print('started')")
+    assert "the script comes after two dashes, got no -- in 'train.py --lr 3'" in error(capsys, "train.py", "--lr", 3)
+    assert "got nothing after --" in error(capsys, "--")
+    assert "no script at absent.py" in error(capsys, "--", "absent.py")
+    assert "'absent' is no script that ends in .py, and no command" in error(capsys, "--", "absent")
+    assert "--nproc must be at least 1, got 0" in error(capsys, "--nproc", 0, "--", "train.py")
+    assert "tell it how many to start" in error(capsys, "--nproc", 2, "--", "python", "train.py")
+    assert "--units-from takes what shows the units" in error(capsys, "--units-from", "rows", "--", "train.py")
+    assert "budget must be a part" in error(capsys, "--budget", 2, "--", "train.py")
+    assert "-m needs the name of a module" in error(capsys, "--", "-m")
+    assert "--out must be a folder" in error(capsys, "--out", "train.py", "--", "train.py")
+    assert "--nproc" in error(capsys, "--nprocs", 2, "--", "train.py")
+
+
+def test_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    said = capsys.readouterr().out
+    for option in (
+        "--nproc N",
+        "--unit NAME",
+        "--units-from SOURCE",
+        "--weights-from",
+        "--budget PART",
+        "--out FOLDER",
+    ):
+        assert option in said
+    assert "{None}" not in said
+
+
+def test_options_of_the_script_are_its_own() -> None:
+    assert split_command(["--every", "1", "--", "train.py", "--every", "2", "--", "--help"]) == (
+        ["--every", "1"],
+        ["train.py", "--every", "2", "--", "--help"],
+    )
+
+
+def test_what_the_command_becomes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    python, torchrun = sys.executable, ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    assert arguments_of([str(script), "--lr", "3"], None) == [python, str(script), "--lr", "3"]
+    assert arguments_of(["-m", "package.train", "x"], None) == [python, "-m", "package.train", "x"]
+    assert arguments_of([str(script)], 4) == [python, *torchrun, "--nproc-per-node", "4", str(script)]
+    assert arguments_of(["-m", "package.train"], 2)[-4:] == ["--nproc-per-node", "2", "-m", "package.train"]
+    assert arguments_of([sys.executable, "x"], None) == [sys.executable, "x"]
+    assert arguments_of([Path(sys.executable).name], None)[0].endswith(Path(sys.executable).name)
+
+
+def test_settings_reach_the_script_by_its_environment() -> None:
+    options = RunOptions(unit="images", units_from="8", budget=0.02, every=3, out=Path("here"), report=False)
+    environment = environment_of(options, ["torchrun", "train.py"], {"PYTHONPATH": "mine", "OTHER": "1"})
+    first, *rest = environment.pop("PYTHONPATH").split(os.pathsep)
+    assert (Path(first) / "sitecustomize.py").is_file()
+    assert (rest, environment["OTHER"]) == (["mine"], "1")
+    settings = Settings.of_environment(environment)
+    assert settings == Settings(
+        ("torchrun", "train.py"), str(Path("here").absolute()), "images", "8", budget=0.02, every=3, report=False
+    )
+    default = Settings.of_environment(environment_of(RunOptions(), ["torchrun", "a/train.py"], {}))
+    assert Path(default.folder).parent == Path("runs").absolute()
+    assert Path(default.folder).name.startswith("train-2")
+
+
+CHAINED = """
+import sys
+print("chained", "torch" in sys.modules, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_real_python_runs_the_script_as_it_was(tmp_path: Path) -> None:
+    """The whole way: the command becomes the script, whose own sitecustomize runs too."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(CHAINED)
+    (tmp_path / "train.py").write_text(
+        PLAIN + "print(sys.path[0], [path for path in sys.path if 'on_start' in path], __name__)\nsys.exit(3)\n"
+    )
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path[:1], str(Path(sonde.__file__).parents[1])])
+    }
+    environment["OMP_NUM_THREADS"] = "1"
+    bare = subprocess.run(
+        [sys.executable, "train.py", "a.pt", "--lr", "3"],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    arguments = ["-m", "sonde", "run", "--every", "1", "--", "train.py", "b.pt", "--lr", "3"]
+    with Python(*arguments, folder=tmp_path, environment=environment) as process:
+        ended = process.wait()
+    assert (ended.status, ended.out, bare.returncode) == (3, bare.stdout, 3), ended.err
+    assert bare.stdout.startswith("chained False\n")
+    assert same_weights(torch.load(tmp_path / "a.pt"), torch.load(tmp_path / "b.pt"))
+    assert "sonde run: B_simple 11.1 rows" in ended.err
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"sonde run: report  {folder}/report.html\n" in ended.err
+    assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+    run = sonde.read_run(folder)
+    assert (run.ended, run.header.metadata["command"]) == ("the script ended", "train.py b.pt --lr 3")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_that_are_measured_together(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DDP)
+    arguments = [
+        "-m",
+        "sonde",
+        "run",
+        "--nproc",
+        "2",
+        "--every",
+        "1",
+        "--no-report",
+        "--out",
+        "log",
+        "--unit",
+        "images",
+    ]
+    environment = {"PYTHONPATH": str(Path(sonde.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    with Python(*arguments, "--", "train.py", "a.pt", folder=tmp_path, environment=environment) as process:
+        ended = process.wait()
+    assert ended.status == 0, ended.err
+    assert "2 data-parallel ranks" in ended.err
+    assert "batch 32, 12 windows" in ended.err
+    assert sonde.read_run(tmp_path / "log").header.unit == "images"
