@@ -76,6 +76,8 @@ COMPILED = (
 model = network()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model = torch.compile(model, backend="aot_eager")
+with torch.no_grad():
+    print(model(batch()[0]).sum().item())
 # (attach here)
 for step in range(12):
     for micro in range(3):

@@ -12,10 +12,12 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-_callback: Callable[[nn.Module], None] | None = None
-"""Module-level, since code that stands in for other code reaches no object of ours."""
+
+def callback(module: nn.Module) -> None:
+    """Called before each call of a module, while any are watched. Module-level, as code in torch reaches no objects."""
 
 
 def unwatched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -23,28 +25,22 @@ def unwatched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     raise AssertionError("replaced in `watch`")
 
 
-def before(module: nn.Module) -> None:
-    """Called before each call of a module."""
-    if _callback is not None:
-        _callback(module)
-
-
 def _watched(self: Any, *args: Any, **kwargs: Any) -> Any:
     # Its names are those of torch's file, so what it needs is imported here.
-    import torch
+    import torch.compiler
 
     from sonde.commands.run_script import first_forward
 
     if not torch.compiler.is_compiling():
-        first_forward.before(self)
+        first_forward.callback(self)
     return first_forward.unwatched(self, *args, **kwargs)
 
 
-def watch(callback: Callable[[nn.Module], None]) -> Callable[[], None]:
+def watch(before_call: Callable[[nn.Module], None]) -> Callable[[], None]:
     """Call a function before each call of a module. There is one such function at a time.
 
     Args:
-        callback: gets the module. It must not raise.
+        before_call: gets the module. It must not raise.
 
     Returns:
         A function that ends it; a second call of it does nothing.
@@ -52,17 +48,21 @@ def watch(callback: Callable[[nn.Module], None]) -> Callable[[], None]:
     Raises:
         RuntimeError: when another tool has replaced `nn.Module.__call__` by something of another kind.
     """
-    global unwatched, _callback
+    global unwatched, callback
     call: Any = nn.Module.__call__
     if not isinstance(call, types.FunctionType) or call.__closure__ is not None:
         raise RuntimeError("nn.Module.__call__ has been replaced by another tool")
-    code, _callback = call.__code__, callback
+    code = call.__code__
+    # torch's compiler looks at every call that is made inside a compiled model, and must not look at ours.
+    callback = torch.compiler.disable(before_call)
     unwatched = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__)
     call.__code__ = _watched.__code__.replace(co_filename=code.co_filename, co_name=code.co_name)
 
+    is_on = True
+
     def end() -> None:
-        global _callback
-        if _callback is callback:
-            _callback, call.__code__ = None, code
+        nonlocal is_on
+        if is_on:
+            is_on, call.__code__ = False, code
 
     return end

@@ -72,7 +72,7 @@ class ScriptWatcher:
         """Optimizers whose model is not measured."""
         self._models_of: weakref.WeakKeyDictionary[Any, tuple[MeasuredModel, ...]] = weakref.WeakKeyDictionary()
         """Models that hold parameters of an optimizer or a module; forgotten when a model is added."""
-        register_optimizer_step_pre_hook(self.before_step)
+        register_optimizer_step_pre_hook(torch.compiler.disable(self.before_step))
         _call_before_zeroing(self.before_zeroing)
         atexit.register(self.script_ends)
 
@@ -261,5 +261,5 @@ def _call_before_zeroing(callback: Callable[[Any], None]) -> None:
             callback(self)
         of_module(self, *args, **kwargs)
 
-    torch.optim.Optimizer.zero_grad = zero_grad_of_optimizer  # type: ignore[method-assign]
+    torch.optim.Optimizer.zero_grad = torch.compiler.disable(zero_grad_of_optimizer)  # type: ignore[method-assign]
     nn.Module.zero_grad = zero_grad_of_module  # type: ignore[method-assign]
