@@ -41,13 +41,8 @@ autodoc_default_options = {"members": True}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
-autodoc_mock_imports = [
-    "accelerate",
-    "datasets",
-    "lightning",
-    "transformers",
-    "trl",
-]  # not needed for names, and slow to import
+# Not needed for names, and slow to import.
+autodoc_mock_imports = ["accelerate", "datasets", "lightning", "transformers", "trl"]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

@@ -29,12 +29,14 @@ def trainers(page: Page) -> None:
     names = page.run(of_accelerate)
     if names:
         train(names)
-        assert sonde.read_run("runs/my-run").readings[-1].metrics["gns/units_per_window"] == 8
-    Path("runs/my-run/records.jsonl").unlink(missing_ok=True)
+        last = sonde.read_run("runs/my-run").readings[-1]
+        assert (last.window, last.dropped, last.metrics["gns/units_per_window"]) == (2, {}, 8)
     names = page.run(of_accelerate_prepared)
     if names:
         train(names)
-        assert sonde.read_run("runs/my-run").readings[-1].metrics["gns/units_per_window"] == 8
+        reading = names["probe"].reading()
+        assert (reading.windows, reading.dropped, reading.units_per_window) == (2, {}, 8)
+        assert reading.effective_units < 8  # sequences have unequal numbers of tokens
 
 
 def of_transformers() -> Names:
@@ -81,7 +83,7 @@ def train(names: Names) -> None:
     accelerator = names["accelerator"]
     for batch in names["loader"]:
         with accelerator.accumulate(names["model"]):
-            accelerator.backward(names["model"](batch["input_ids"], labels=batch["labels"]).loss)
+            accelerator.backward(names["model"](**batch).loss)
             names["optimizer"].step()
             names["optimizer"].zero_grad()
     accelerator.end_training()
