@@ -163,6 +163,13 @@ for step in range(12):
     + _END
 )
 
+GAN_OF_TWO_LOSSES = GAN.replace(
+    "bce(model.d(both), torch.cat([torch.ones(8, 1), torch.zeros(8, 1)]))", "bce(model.d(real), torch.ones(8, 1))"
+).replace(
+    "of_d_loss.backward()",
+    "of_d_loss.backward()\n    bce(model.d(fake.detach()), torch.zeros(8, 1)).backward()",
+)
+
 CLOSURE = (
     _START
     + """

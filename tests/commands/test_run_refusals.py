@@ -69,6 +69,15 @@ def test_models_of_a_gan_have_a_log_each(tmp_path: Path) -> None:
         assert last.metrics["gns/units_per_window"] == per_window
 
 
+def test_two_losses_of_a_gans_critic_are_no_micro_batches(tmp_path: Path) -> None:
+    measured = check_untouched(scripts.GAN_OF_TWO_LOSSES, tmp_path)
+    assert "trains several models, and a step of Sequential has 2 backwards" in measured.err
+    assert "pass --micro-batches" in measured.err
+    assert measured.err.count("sonde run: B_simple") == 1
+    told = with_run(scripts.GAN_OF_TWO_LOSSES, tmp_path / "told", micro_batches=True)
+    assert told.err.count(", 12 windows") == 2
+
+
 def test_a_script_that_never_trains_is_left_alone(tmp_path: Path) -> None:
     measured = check_untouched(scripts.NEVER_TRAINS, tmp_path)
     assert (measured.status, measured.err) == (0, "")

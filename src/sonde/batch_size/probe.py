@@ -498,6 +498,11 @@ class NoiseScaleProbe:
         return known(metrics) if known_only else metrics
 
     @property
+    def n_pieces(self) -> int:
+        """Pieces of the present window on this rank so far; 0 in windows that are not measured."""
+        return self._reader.n_pieces
+
+    @property
     def measures_now(self) -> bool:
         """Whether the present window is measured. In the others, `piece()` makes no use of its numbers."""
         return self._pacing.is_measured

@@ -125,6 +125,7 @@ def environment_of(options: RunOptions, command: Sequence[str], environment: Map
         units_from=options.units_from,
         weights_from=options.weights_from,
         reduced_by_hand=options.reduced_by_hand,
+        micro_batches=options.micro_batches,
         budget=options.budget,
         every=options.every,
         report=options.report,

@@ -27,6 +27,8 @@ class RunOptions:
             -100, where the loss is a mean over the tokens of the whole step. equal: all have the same. auto: labels
             where a model of transformers is told the tokens of the step, otherwise equal.
         reduced_by_hand: The script averages or adds up gradients over all processes by itself, without DDP or FSDP2.
+        micro_batches: Several backwards in a step are micro-batches of one batch, also where the script trains several
+            models. Without it, such a model is not measured: its backwards may be of different losses.
         budget: Part of the run's time that measuring may cost: 0.01 for 1 %.
         every: Measure one step in N, whatever it costs. 1 measures all: use it for a few hundred steps.
         out: Folder for the log and the report. A second model of the script has its own, with -2 at the end.
@@ -38,6 +40,7 @@ class RunOptions:
     units_from: Annotated[str, arg(metavar="SOURCE")] = "first-dim"
     weights_from: Literal["auto", "labels", "equal"] = "auto"
     reduced_by_hand: bool = False
+    micro_batches: bool = False
     budget: Annotated[float, arg(metavar="PART")] = 0.01
     every: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
     out: Annotated[

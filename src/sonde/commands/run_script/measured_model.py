@@ -47,6 +47,7 @@ class MeasuredModel:
         self._folder, self._name = folder, type(unwrap_model(found.model)).__name__
         self._parameters = trainable(found.model.parameters()).keys()
         self._probe = _attached(found, settings, folder)
+        self._has_micro_batches = settings.micro_batches
         self._stepped: set[int] = set()
         """Optimizers that have stepped since the last window was ended, by identity."""
         self._n_errors = self._n_ended = 0
@@ -69,14 +70,25 @@ class MeasuredModel:
     def _measures(self) -> bool:
         return self._is_open and not self._why_stopped
 
-    def before_step(self, optimizer: Any) -> None:
-        """End the window, unless another optimizer of the model has ended it already."""
+    def before_step(self, optimizer: Any, *, is_alone: bool) -> None:
+        """End the window, unless another optimizer of the model has ended it already.
+
+        Args:
+            optimizer: that is about to step.
+            is_alone: whether the script trains no other model.
+        """
         if not self._measures:
             return
         if in_backward():
             self._say_stop("an optimizer steps inside backward: its gradients are gone before they can be compared")
         elif self._stepped and id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
+        elif not (is_alone or self._has_micro_batches) and self._probe.n_pieces > 1:
+            self._say_stop(
+                f"the script trains several models, and a step of {self._name} has {self._probe.n_pieces} backwards. "
+                "Losses of different kinds (of real and of generated images) are no micro-batches of one batch: if "
+                "these are, pass --micro-batches"
+            )
         else:
             self._stepped = {id(optimizer)}
             self._end_window()
@@ -132,7 +144,7 @@ class MeasuredModel:
     def end(self, reason: str, *, report: bool) -> None:
         """The script ends: complete the log, say the reading, and write the report. Peers may be gone."""
         self.close(reason)
-        if not is_first_rank():
+        if not is_first_rank() or self._why_stopped:
             return
         if self._n_ended:
             reading = self._probe.reading()

@@ -26,6 +26,7 @@ class Settings:
         units_from: what shows the units of a micro-batch.
         weights_from: what shows its weight in the loss.
         reduced_by_hand: whether the script averages gradients over all ranks by itself.
+        micro_batches: whether several backwards in a step are micro-batches, also where there are several models.
         budget: part of the run's time that measuring may cost; None to measure every window.
         every: measure one window in so many; None to go by the budget.
         report: whether a report is written at the end.
@@ -37,6 +38,7 @@ class Settings:
     units_from: str = "first-dim"
     weights_from: str = "auto"
     reduced_by_hand: bool = False
+    micro_batches: bool = False
     budget: float | None = 0.01
     every: int | None = None
     report: bool = True

@@ -128,7 +128,8 @@ class ScriptWatcher:
     @_never_raising
     def _window_ends(self, optimizer: Any) -> None:
         if models := self._models_with(optimizer):
-            models[0].before_step(optimizer)
+            is_alone = len(self._models) == 1 and not self._search.pending()
+            models[0].before_step(optimizer, is_alone=is_alone)
             if models[0].is_stopped:
                 self._search.watch()  # to close it at the next call of a module
         elif not self._n_trainings and optimizer not in self._refused and stepped_by(optimizer):
