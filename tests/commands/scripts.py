@@ -7,7 +7,7 @@ from __future__ import annotations
 
 ATTACH, STEP = "# (attach here)", "# (a window ends here)"
 
-_START = """
+START = """
 import sys
 import torch
 import torch.distributed as dist
@@ -24,13 +24,13 @@ def network():
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 """
 
-_END = """
+END = """
 print(sys.argv[2:], torch.rand(1).item(), flush=True)
 torch.save(model.state_dict(), sys.argv[1])
 """
 
 PLAIN = (
-    _START
+    START
     + """
 model = network()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -45,11 +45,11 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 """
-    + _END
+    + END
 )
 
 EVALUATES_FIRST = (
-    _START
+    START
     + """
 model = network()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -67,11 +67,11 @@ for step in range(12):
     # (a window ends here)
     optimizer.step()
 """
-    + _END
+    + END
 )
 
 COMPILED = (
-    _START
+    START
     + """
 model = network()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -87,11 +87,11 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
-    + _END
+    + END
 )
 
 AMP = (
-    _START
+    START
     + """
 model = network()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -112,11 +112,11 @@ for step in range(14):
     scaler.update()
     optimizer.zero_grad()
 """
-    + _END
+    + END
 )
 
 TWO_OPTIMIZERS = (
-    _START
+    START
     + """
 model = network()
 matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -134,11 +134,11 @@ for step in range(12):
     for optimizer in optimizers:
         optimizer.zero_grad()
 """
-    + _END
+    + END
 )
 
 GAN = (
-    _START
+    START
     + """
 class Gan(nn.Module):
     def __init__(self):
@@ -160,7 +160,7 @@ for step in range(12):
     bce(model.d(fake), torch.ones(8, 1)).backward()
     of_g.step()
 """
-    + _END
+    + END
 )
 
 GAN_OF_TWO_LOSSES = GAN.replace(
@@ -171,7 +171,7 @@ GAN_OF_TWO_LOSSES = GAN.replace(
 )
 
 CLOSURE = (
-    _START
+    START
     + """
 model = network()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -186,28 +186,11 @@ def closure():
 for step in range(12):
     print(optimizer.step(closure).item())
 """
-    + _END
-)
-
-LBFGS = (
-    _START
-    + """
-model = network()
-optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
-x, y = batch(32)
-def closure():
-    optimizer.zero_grad()
-    loss = nn.functional.mse_loss(model(x), y)
-    loss.backward()
-    return loss
-for step in range(3):
-    optimizer.step(closure)
-"""
-    + _END
+    + END
 )
 
 DDP = (
-    _START
+    START
     + """
 import contextlib
 from torch.nn.parallel import DistributedDataParallel
@@ -235,7 +218,7 @@ dist.destroy_process_group()
 )
 
 FSDP2 = (
-    _START
+    START
     + """
 from torch.distributed.fsdp import fully_shard
 
@@ -265,7 +248,7 @@ dist.destroy_process_group()
 )
 
 BY_HAND = (
-    _START
+    START
     + """
 dist.init_process_group("gloo")
 generator.manual_seed(dist.get_rank())
@@ -305,102 +288,3 @@ parser.add_argument("--lr", type=int)
 print(parser.parse_args().lr, sys.argv[2:], [path for path in sys.path if "on_start" in path])
 torch.save({}, sys.argv[1])
 """
-
-TWO_MODULES = (
-    _START
-    + """
-encoder, decoder = nn.Linear(6, 16), nn.Linear(16, 1)
-model = decoder
-optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
-for step in range(5):
-    x, y = batch()
-    nn.functional.mse_loss(decoder(encoder(x)), y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-    + _END
-)
-
-PARTS = (
-    _START
-    + """
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 1)
-    def loss(self, x, y):
-        return nn.functional.mse_loss(self.head(torch.tanh(self.body(x))), y)
-
-model = Model()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-# (attach here)
-for step in range(12):
-    for micro in range(3):
-        model.loss(*batch()).backward()
-    # (a window ends here)
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-    + _END
-)
-
-TWO_FORWARDS = (
-    _START
-    + """
-model = network()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-for step in range(8):
-    x, y = batch()
-    (nn.functional.mse_loss(model(x), y) + model(batch()[0]).square().mean()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-    + _END
-)
-
-STEPS_IN_BACKWARD = (
-    _START
-    + """
-model = network()
-optimizers = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
-def step(p):
-    optimizers[p].step()
-    optimizers[p].zero_grad()
-for p in model.parameters():
-    p.register_post_accumulate_grad_hook(step)
-for _ in range(5):
-    x, y = batch()
-    nn.functional.mse_loss(model(x), y).backward()
-"""
-    + _END
-)
-
-TOKENS = (
-    _START
-    + """
-class Tagger(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
-    def forward(self, input_ids, labels):
-        scores = self.head(self.embed(input_ids))[:, :-1]
-        return nn.functional.cross_entropy(scores.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-
-model = Tagger()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-# (attach here)
-for step in range(12):
-    micro_batches = []
-    for micro in range(3):
-        ids = torch.randint(20, (4, 9), generator=generator)
-        lengths = torch.randint(2, 10, (4, 1), generator=generator)
-        micro_batches.append((ids, torch.where(torch.arange(9) < lengths, ids.flip(1), -100)))
-    n_tokens = sum(labels[:, 1:].ne(-100).sum() for _, labels in micro_batches)
-    for ids, labels in micro_batches:
-        (model(ids, labels=labels) / n_tokens).backward()
-    # (a window ends here)
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-    + _END
-)

@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 
 import sonde
-from tests.commands import scripts
+from tests.commands import hard_scripts, scripts
 from tests.commands.unmodified import check_untouched, explicit, with_run
 
 REFUSED = {
-    "LBFGS": (scripts.LBFGS, 1, "not measured: LBFGS evaluates its closure several times a step"),
-    "two modules": (scripts.TWO_MODULES, 1, "no module holds the parameters that SGD steps: put its modules into one"),
-    "steps in backward": (scripts.STEPS_IN_BACKWARD, 1, "an optimizer steps inside backward"),
-    "two forwards": (scripts.TWO_FORWARDS, 1, "pass --units-from with their number"),
-    "parts of a model": (scripts.PARTS, 1, "pass --units-from with their number"),
+    "LBFGS": (hard_scripts.LBFGS, 1, "not measured: LBFGS evaluates its closure several times a step"),
+    "two modules": (
+        hard_scripts.TWO_MODULES,
+        1,
+        "no module holds the parameters that SGD steps: put its modules into one",
+    ),
+    "steps in backward": (hard_scripts.STEPS_IN_BACKWARD, 1, "an optimizer steps inside backward"),
+    "two forwards": (hard_scripts.TWO_FORWARDS, 1, "pass --units-from with their number"),
+    "parts of a model": (hard_scripts.PARTS, 1, "pass --units-from with their number"),
     "reduced by hand": (scripts.BY_HAND, 2, "pass --reduced-by-hand if the script averages"),
 }
 
@@ -32,29 +36,29 @@ def test_what_cannot_be_measured_is_said_once_and_the_script_runs_on(name: str, 
 
 
 def test_a_number_of_units_measures_a_model_that_is_called_in_parts(tmp_path: Path) -> None:
-    measured = with_run(scripts.PARTS, tmp_path, units_from="8")
-    own = explicit(scripts.PARTS, tmp_path, units_per_piece="8")
+    measured = with_run(hard_scripts.PARTS, tmp_path, units_from="8")
+    own = explicit(hard_scripts.PARTS, tmp_path, units_per_piece="8")
     assert measured.numbers == pytest.approx(own.numbers, rel=1e-5)
 
 
 def test_a_dim_of_an_argument_and_a_function_count_units(tmp_path: Path) -> None:
-    by_dim = with_run(scripts.TOKENS, tmp_path / "dim", units_from="labels:0")
-    by_function = with_run(scripts.TOKENS, tmp_path / "function", units_from="operator:length_hint")
-    own = explicit(scripts.TOKENS, tmp_path)
+    by_dim = with_run(hard_scripts.TOKENS, tmp_path / "dim", units_from="labels:0")
+    by_function = with_run(hard_scripts.TOKENS, tmp_path / "function", units_from="operator:length_hint")
+    own = explicit(hard_scripts.TOKENS, tmp_path)
     assert by_dim.numbers == pytest.approx(own.numbers, rel=1e-5)
     assert "measuring stops: the units of a piece could not be counted" in by_function.err
 
 
 def test_labels_weigh_micro_batches_and_rows(tmp_path: Path) -> None:
-    weighed = with_run(scripts.TOKENS, tmp_path / "weighed", weights_from="labels")
-    script = scripts.TOKENS.replace(
+    weighed = with_run(hard_scripts.TOKENS, tmp_path / "weighed", weights_from="labels")
+    script = hard_scripts.TOKENS.replace(
         "(model(ids, labels=labels) / n_tokens).backward()",
         "tokens = labels[:, 1:].ne(-100).sum(1)\n"
         "        with probe.piece(weight=tokens.sum(), unit_weights=tokens.clamp(min=1e-6)):\n"
         "            (model(ids, labels=labels) / n_tokens).backward()",
     )
     own = explicit(script, tmp_path / "own")
-    equal = with_run(scripts.TOKENS, tmp_path / "equal")
+    equal = with_run(hard_scripts.TOKENS, tmp_path / "equal")
     assert weighed.numbers == pytest.approx(own.numbers, rel=1e-5)
     assert equal.numbers[1] != pytest.approx(own.numbers[1], rel=0.05)
 
