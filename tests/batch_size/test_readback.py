@@ -129,3 +129,21 @@ def test_a_collective_that_completed_with_an_error_is_abandoned_silently() -> No
     readback.put([torch.ones(1)], lambda host: host[0].tolist(), cast("dist.Work", Failed("failed")))
     readback.send(abandon_unfinished=True)
     assert readback.arrived(wait=True) == []
+
+
+@pytest.mark.parametrize("state", ["done", "pending"])
+def test_collectives_are_waited_for_no_longer_than_asked(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    monkeypatch.setattr("time.sleep", sleep)
+    readback: Readback[list[Any]] = Readback()
+    put(readback, 1.0, state)
+    readback.wait_for_ranks(0.5)
+    assert now == pytest.approx(0.5 if state == "pending" else 0.0, abs=0.01)
+    readback.send(abandon_unfinished=True)
+    assert len(readback.arrived(wait=True)) == (state == "done")

@@ -16,7 +16,7 @@ REFUSED = {
     "two modules": (
         hard_scripts.TWO_MODULES,
         1,
-        "no module holds the parameters that SGD steps: put its modules into one",
+        "no module holds the parameters that SGD steps: put its modules",
     ),
     "steps in backward": (hard_scripts.STEPS_IN_BACKWARD, 1, "an optimizer steps inside backward"),
     "two forwards": (hard_scripts.TWO_FORWARDS, 1, "pass --units-from with their number"),
