@@ -106,7 +106,7 @@ def on_a_rank(blocks: list[Block], folder: str) -> None:
     os.chdir(folder)
     names = training()
     generator = torch.Generator().manual_seed(dist.get_rank())
-    names["rank_batches"] = list(torch.randn(40, N_MICRO * N_EACH, 5, generator=generator))
+    names["rank_batches"] = list(torch.randn(15, N_MICRO * N_EACH, 5, generator=generator))
     names["model"] = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     for block in blocks:
         block.run(names)
