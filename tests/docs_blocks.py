@@ -108,7 +108,7 @@ class Page:
 
 # Commands.
 
-COMMAND = r"(?:sonde|make|python|pip|torchrun) .*"
+COMMAND = r"(?:sonde|make|python|pip|torchrun) (?!\w+:).*"  # `sonde run: …` is what it prints
 
 
 def commands(page: Path) -> list[list[str]]:

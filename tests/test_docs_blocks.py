@@ -14,6 +14,7 @@ import pytest
 
 import sonde
 from sonde.cli import _parse, main
+from sonde.commands.run import split_command
 from tests import docs_trainer_scenes  # noqa: F401 (declares a scene)
 from tests.docs_blocks import PAGES, ROOT, Block, Page, commands, pattern_of, python_blocks
 from tests.docs_scenes import SCENES, plain
@@ -85,14 +86,24 @@ def check(command: list[str]) -> None:
             assert re.search(rf"^{re.escape(target)}:", makefile, flags=re.M), command
             for variable in variables:
                 assert f"$({variable.split('=')[0]})" in makefile, command
-        case ["python", "-m", module, *_]:
+        case ["python", "-m", module, *_] if module.startswith(("benchmarks", "tests", "docs")):
             assert importlib.util.find_spec(module) is not None, command
         case ["python" | "torchrun", *words]:
             scripts = [word for word in words if word.startswith("examples/")]
             assert all((ROOT / script).is_file() for script in scripts), command
         case ["sonde", name]:  # the command's name alone
             assert main([name, "--help"]) == 0, command
+        case ["sonde", "run", *words] if "--" in words:  # and the script with its own options
+            _parse(["run", *split_command(words)[0]])
         case ["sonde", *words]:
             _parse(["anything" if word == "…" else word for word in words])
         case _:
             raise AssertionError(f"no rule for {command}")
+
+
+def test_options_of_sonde_run_exist() -> None:
+    rows = re.findall(r"^\| (`--.*?) \|", (ROOT / "docs" / "run.md").read_text(), flags=re.M)
+    options = [option for row in rows for option in re.findall(r"`(--[^`]+)`", row)]
+    assert len(options) > 8
+    for option in options:
+        _parse(["run", *option.split()])
