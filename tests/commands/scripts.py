@@ -73,7 +73,14 @@ for step in range(12):
 COMPILED = (
     START
     + """
-model = network()
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 1)
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model = torch.compile(model, backend="aot_eager")
 with torch.no_grad():
@@ -225,9 +232,8 @@ from torch.distributed.fsdp import fully_shard
 dist.init_process_group("gloo")
 generator.manual_seed(dist.get_rank())
 model = network()
-for layer in (model[0], model[2]):
-    fully_shard(layer)
-fully_shard(model)
+fully_shard(model[0])
+fully_shard(model)  # after a forward without gradients, it shows its own parameters gathered
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 with torch.no_grad():
     model(batch()[0])

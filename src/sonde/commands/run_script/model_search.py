@@ -79,12 +79,11 @@ class ModelSearch:
             self.stop()
             return
         touched = _touched(called, pending)
-        if not touched and reshard(called):
-            touched = _touched(called, pending)
-        if not touched:
-            return
         found = models_in(called, touched)
-        if not found:  # the script calls a part of a model
+        if not found and reshard(called):
+            touched = _touched(called, pending)
+            found = models_in(called, touched)
+        if touched and not found:  # the script calls a part of a model
             found = self._whole_models(touched)
         for each in found:
             self._attach(each)
