@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -130,20 +131,33 @@ class TrainerProbe:
             with self._forgiven("the averages of the checkpoint are not used, and begin anew"):
                 self.probe.load_state_dict(state)
 
-    @contextlib.contextmanager
-    def piece(self, count: Callable[[], Counts]) -> Iterator[None]:
+    def piece(self, count: Callable[[], Counts]) -> AbstractContextManager[None]:
         """A context around the backward of one micro-batch.
 
         Args:
             count: called in measured windows only, it returns the piece's units and weights.
         """
+        return self._around(lambda probe: probe.piece(**(count() if probe.measures_now else self._unused)))
+
+    def pieces(self, n: int, count: Callable[[], Mapping[str, Any]]) -> AbstractContextManager[None]:
+        """A context around the step of a pipeline schedule.
+
+        Args:
+            n: the schedule's micro-batches.
+            count: called in measured windows only, it returns their units and weights, as `NoiseScaleProbe.pieces`
+                takes them.
+        """
+        return self._around(lambda probe: probe.pieces(n, **(count() if probe.measures_now else self._unused)))
+
+    @contextlib.contextmanager
+    def _around(self, pieces: Callable[[NoiseScaleProbe], AbstractContextManager[None]]) -> Iterator[None]:
         probe, entered = self.probe, None
         if probe is not None:
             # A backward outside of a piece is a gradient that no piece explains, so the probe leaves its window out.
             with self._forgiven(_NOT_MEASURED):
-                piece = probe.piece(**(count() if probe.measures_now else self._unused))
-                piece.__enter__()
-                entered = piece
+                context = pieces(probe)
+                context.__enter__()
+                entered = context
         try:
             yield
         except BaseException as error:  # of the training

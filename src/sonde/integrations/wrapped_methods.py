@@ -14,14 +14,14 @@ class WrappedMethods:
     """Methods of one object, each replaced by a wrapper until `restore`.
 
     Args:
-        owner: the object. Its class stays as it is, and so do other objects.
+        owner: the object, or a module. An object's class stays as it is, and so do other objects.
         **wrappers: by the method's name; called with the method as it was, then with the caller's own arguments.
     """
 
     def __init__(self, owner: object, **wrappers: Callable[..., Any]) -> None:
         self._owner = owner
-        self._originals = {name: getattr(owner, name) for name in wrappers}
-        self._wrapped = {name: _wrapped(self._originals[name], wrapper) for name, wrapper in wrappers.items()}
+        self._own = {name: vars(owner)[name] for name in wrappers if name in vars(owner)}  # wrapped before, say
+        self._wrapped = {name: _wrapped(getattr(owner, name), wrapper) for name, wrapper in wrappers.items()}
         for name, wrapped in self._wrapped.items():
             setattr(owner, name, wrapped)
 
@@ -30,9 +30,10 @@ class WrappedMethods:
         for name, wrapped in self._wrapped.items():
             if vars(self._owner).get(name) is not wrapped:
                 continue
-            delattr(self._owner, name)
-            if getattr(self._owner, name) != self._originals[name]:  # it had a wrapper before ours
-                setattr(self._owner, name, self._originals[name])
+            if name in self._own:
+                setattr(self._owner, name, self._own[name])
+            else:
+                delattr(self._owner, name)
         self._wrapped = {}
 
 

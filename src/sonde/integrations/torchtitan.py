@@ -1,0 +1,254 @@
+"""The noise scale of a run of torchtitan's Trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from sonde.batch_size.probe import NoiseScaleProbe
+from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.gradient_norm.clip import clip_grad_norm_
+from sonde.integrations.torchtitan_batches import UnitsOfBatch, counts_of, counts_of_each
+from sonde.integrations.trainer_probe import TrainerProbe
+from sonde.integrations.versions import warn_if_untested
+from sonde.integrations.wrapped_methods import WrappedMethods, is_wrapped
+from sonde.records import RunLog, logger
+
+try:
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.distributed import utils as dist_utils
+    from torchtitan.trainer import Trainer
+except ImportError as error:
+    raise ImportError("this needs torchtitan, with a torch from 2.14 on: see docs/torchtitan.md") from error
+
+TESTED = ("0.3", "0.4")
+"""The first version that the tests ran with, and the first one above it that they did not."""
+SAVED_AS = "sonde"
+"""The entry of checkpoints that has the averages."""
+
+
+def attach(
+    trainer: Trainer,
+    *,
+    unit: str | Sequence[str] = "sequences",
+    units: UnitsOfBatch | None = None,
+    clips: bool = False,
+    log: RunLog | str | Path | None = None,
+    strict: bool = False,
+    verbose: bool = True,
+    **options: Any,
+) -> TorchtitanProbe:
+    """Measure the gradient noise scale of a torchtitan run. Call it between making the trainer and `trainer.train()`.
+
+    Each micro-batch is a piece, weighed by its loss tokens, since torchtitan divides by those of the whole step. Each
+    step of the optimizers ends a window. The trainer's metrics get the headline's, and its checkpoints the averages.
+
+    Args:
+        trainer: of torchtitan.
+        unit: plural name of the independent sample.
+        units: called with a micro-batch's `input_dict` and `labels`, it returns the number of units, or the weight of
+            each in the loss, [units]. By default the loss tokens of each row; `documents` of
+            `sonde.integrations.torchtitan_batches` returns
+            those of each document in the rows.
+        clips: clip by `sonde.clip_grad_norm_` in place of torchtitan's own: one collective for parameters on all
+            meshes, and the log has the share of windows that were clipped.
+        log: of the run, or the folder for a log of its own.
+        strict: raise errors of the probe. By default, they are logged and training goes on.
+        verbose: print the set-up that was found, and the reading at the end, on rank 0.
+        **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `staging_mib`, `budget`, `every` and the
+            like.
+
+    Returns:
+        The probe: `reading()` is the present reading, `close()` ends it, and so does the end of `trainer.train()`.
+
+    Raises:
+        ValueError: for something that is no Trainer, one that has a probe already, or an option outside its range.
+        TypeError: for an option that does not exist.
+    """
+    if not isinstance(trainer, Trainer):
+        raise ValueError(f"trainer must be a torchtitan.trainer.Trainer, got {trainer!r:.80}")
+    if is_wrapped(trainer, "forward_backward_step"):
+        raise ValueError("this trainer has a probe already: close it first")
+    warn_if_untested("torchtitan", importlib.metadata.version("torchtitan"), TESTED)
+    probe = TrainerProbe({"unit": unit, **_meshes(trainer), **options}, log=log, strict=strict, verbose=verbose)
+    return TorchtitanProbe(trainer, probe, units=units, clips=clips)
+
+
+def measured(config: Trainer.Config, **arguments: Any) -> Trainer.Config:
+    """The same configuration, of a trainer that attaches a probe to itself: its attribute `noise_scale`.
+
+    Args:
+        config: of a trainer, as a function of a `config_registry` returns it.
+        **arguments: of `attach`.
+    """
+    of_config: Any = type(config)
+
+    class Measured(of_config._owner):  # type: ignore[misc]
+        """A trainer with a probe."""
+
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(of_config):  # type: ignore[misc]
+            """As it was."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.noise_scale = attach(self, **arguments)
+
+    return Measured.Config(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init})
+
+
+class TorchtitanProbe:
+    """The probe of a torchtitan run, as `attach` returns it."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        probe: TrainerProbe,
+        *,
+        units: UnitsOfBatch | None,
+        clips: bool,
+    ) -> None:
+        self._trainer, self._probe, self._units = trainer, probe, units
+        self._has_ended = False
+        optimizers = list(trainer.optimizers)
+        parts = trainer.model_parts
+        probe.begin(
+            parts[0] if len(parts) == 1 else nn.ModuleList(parts),
+            optimizers[0] if len(optimizers) == 1 else None,
+            refused=_why_refused(trainer),
+        )
+        of_trainer: dict[str, Callable[..., Any]] = {
+            "forward_backward_step": self._forward_backward_step,
+            "train": self._train,
+        }
+        if clips:
+            of_trainer["train_step"] = self._train_step
+        self._wrapped = [
+            WrappedMethods(trainer, **of_trainer),
+            WrappedMethods(trainer.optimizers, step=self._step),
+            WrappedMethods(trainer.metrics_processor, log=self._log),
+        ]
+        checkpointer = trainer.checkpointer
+        if self.probe is not None and isinstance(checkpointer, CheckpointManager) and checkpointer.enable:
+            checkpointer.states[SAVED_AS] = self
+            self._wrapped.append(WrappedMethods(checkpointer, dcp_load=self._dcp_load))
+
+    @property
+    def probe(self) -> NoiseScaleProbe | None:
+        """The probe while it measures."""
+        return self._probe.probe
+
+    def reading(self) -> NoiseScaleReading | None:
+        """The present reading, or that of the end; None if nothing is measured."""
+        return self._probe.reading()
+
+    def close(self, reason: str = "closed") -> None:
+        """End the log, and leave the trainer as it was. Checkpoints go on holding the averages."""
+        self._probe.end(reason)
+        for wrapped in self._wrapped:
+            wrapped.restore()
+
+    # Wrappers of the trainer's methods, in the order in which a step calls them.
+
+    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            self._probe.fail(error)
+            raise
+        self.close("training ended")
+        return result
+
+    def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """torchtitan clips by a function of a module, so that function is replaced while this trainer steps."""
+        clip = WrappedMethods(dist_utils, clip_grad_norm_=self._clip_grad_norm_)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            clip.restore()
+
+    def _forward_backward_step(
+        self, original: Callable[..., Any], *, input_dict: Any, labels: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(labels, Tensor):
+            pieces = self._probe.piece(lambda: counts_of(self._units, input_dict, labels))
+        else:  # a step of a pipeline schedule
+            pieces = self._probe.pieces(len(labels), lambda: counts_of_each(self._units, input_dict, labels))
+        with pieces:
+            return original(input_dict=input_dict, labels=labels, **kwargs)
+
+    def _clip_grad_norm_(
+        self,
+        original: Callable[..., Any],
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if self.probe is not None:
+            self._has_ended = True
+            return self.probe.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        mesh = self._trainer.parallel_dims.world_mesh
+        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, mesh=mesh, **kwargs)
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._has_ended:
+            self._probe.end_window()
+        self._has_ended = False
+        return original(*args, **kwargs)
+
+    def _log(
+        self,
+        original: Callable[..., Any],
+        step: int,
+        global_avg_loss: float,
+        *args: Any,
+        extra_metrics: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not self._trainer.parallel_dims.pp_enabled:  # there, other stages than the last one know no loss
+            self._probe.log(loss=global_avg_loss)
+        extra_metrics = {**(extra_metrics or {}), **self._probe.metrics()}
+        return original(step, global_avg_loss, *args, extra_metrics=extra_metrics, **kwargs)
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages so far."""
+        return self._probe.state_dict() or {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with these averages."""
+        if state_dict:
+            self._probe.resume(state_dict)
+
+    def _dcp_load(
+        self, original: Callable[..., Any], state_dict: dict[str, Any], checkpoint_id: str, **kwargs: Any
+    ) -> Any:
+        if SAVED_AS in state_dict and Path(checkpoint_id, ".metadata").exists():
+            saved = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+            if not any(name.split(".")[0] == SAVED_AS for name in saved):
+                logger.warning("sonde: the checkpoint has no entry %r: the averages begin anew", SAVED_AS)
+                state_dict = {name: state for name, state in state_dict.items() if name != SAVED_AS}
+        return original(state_dict, checkpoint_id=checkpoint_id, **kwargs)
+
+
+def _meshes(trainer: Trainer) -> dict[str, Any]:
+    """The ranks that hold the model, as `sonde.attach` wants to know them."""
+    dims = trainer.parallel_dims
+    axes = {"pp_mesh": dims.get_optional_mesh("pp")}
+    return {"mesh": dims.world_mesh} | {name: mesh for name, mesh in axes.items() if mesh is not None}
+
+
+def _why_refused(trainer: Trainer) -> str | None:
+    """What of this trainer cannot be measured, with the way out."""
+    if getattr(trainer.fwd_bwd_fn, "__func__", None) is not type(trainer)._forward_backward_body:
+        return "backwards are replayed in CUDA graphs, which run no hook: train with --training.disable_cuda_graphs"
+    return None

@@ -1,0 +1,79 @@
+"""Units and loss tokens of torchtitan's micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonde.integrations.trainer_probe import Counts, as_counts
+
+IGNORE_INDEX = -100
+"""torchtitan's label of a position that is not in the loss."""
+_LEAST = 1e-6
+"""Loss tokens of a row or document without any: weights must be positive, and to count these would wait for a GPU."""
+
+Batch = Mapping[str, Any]
+UnitsOfBatch = Callable[[Batch, Tensor], Any]
+"""Called with `input_dict` and `labels`, it returns the number of units, or the weight of each in the loss, [units]."""
+
+
+def rows(input_dict: Batch, labels: Tensor) -> Tensor:
+    """The loss tokens of each row, [rows].
+
+    Args:
+        input_dict: of the micro-batch.
+        labels: of its tokens, [rows, tokens].
+    """
+    return labels.ne(IGNORE_INDEX).flatten(1).sum(1)
+
+
+def documents(input_dict: Batch, labels: Tensor) -> Tensor:
+    """The loss tokens of each document, and zeros up to the number of tokens, [tokens of the micro-batch].
+
+    torchtitan's text loaders fill rows with documents. A document that goes on in the next row counts there as another.
+
+    Args:
+        input_dict: of the micro-batch; its `positions` [rows, tokens] begin again at 0 with each document.
+        labels: of its tokens, [rows, tokens].
+
+    Raises:
+        ValueError: if there are no positions.
+    """
+    positions = input_dict.get("positions")
+    if not isinstance(positions, Tensor):
+        raise ValueError("the micro-batch has no positions, which show where documents begin: pass units= to attach")
+    begins = positions.eq(0)
+    begins[:, 0] = True
+    tokens = torch.zeros(labels.numel(), device=labels.device)
+    return tokens.index_add_(0, begins.flatten().cumsum(0) - 1, labels.ne(IGNORE_INDEX).flatten().to(tokens))
+
+
+def counts_of(units: UnitsOfBatch | None, input_dict: Batch, labels: Tensor) -> Counts:
+    """The counts of a micro-batch as a piece, without waiting for the device.
+
+    Args:
+        units: of the user; None for `rows`.
+        input_dict: of the micro-batch.
+        labels: of its tokens, on the device.
+    """
+    found = (units or rows)(input_dict, labels)
+    counts = as_counts(found, labels.ne(IGNORE_INDEX).sum().clamp(min=_LEAST))
+    if isinstance(of_each := counts.get("unit_weights"), Tensor):
+        counts["units"] = of_each.gt(0).sum().clamp(min=1)
+        counts["unit_weights"] = of_each.clamp(min=_LEAST / len(of_each))
+    return counts
+
+
+def counts_of_each(units: UnitsOfBatch | None, batches: Sequence[Batch], labels: Sequence[Tensor]) -> dict[str, Any]:
+    """The counts of the micro-batches of one step of a pipeline schedule, for `NoiseScaleProbe.pieces`."""
+    each = [counts_of(units, batch, label) for batch, label in zip(batches, labels, strict=True)]
+    return {"units": [_effective(counts) for counts in each], "weights": [counts["weight"] for counts in each]}
+
+
+def _effective(counts: Counts) -> Any:
+    """The effective number of units by their weights (Kish)."""
+    weights = counts.get("unit_weights")
+    return counts["units"] if weights is None else weights.sum().square() / weights.square().sum()
