@@ -34,13 +34,18 @@ class Piece:
     """Loss tokens of the window."""
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
     """Fused, as transformers takes it: in bf16, the last bit of another step would soon be another training."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
 
 
 def plain_loop(
-    model: nn.Module, windows: Sequence[Sequence[Piece]], loss_of: Any = None, max_norm: float = 0.5, **options: Any
+    model: nn.Module,
+    windows: Sequence[Sequence[Piece]],
+    loss_of: Any = None,
+    max_norm: float = 0.5,
+    lr: float = 1e-2,
+    **options: Any,
 ) -> Any:
     """The reading of a loop that anybody would write.
 
@@ -49,11 +54,11 @@ def plain_loop(
         windows: of pieces.
         loss_of: given the model and a piece, returns the loss; by default the model's mean times the piece's weight.
         max_norm: of the clip before each step.
+        lr: learning rate.
         **options: of `sonde.attach`.
     """
     model = copy.deepcopy(model).train()
-
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, lr)
     probe = sonde.attach(model, optimizer, unit="rows", every=1, verbose=False, **options)
     for window in windows:
         for piece in window:

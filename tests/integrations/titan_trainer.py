@@ -1,7 +1,8 @@
 """torchtitan's Trainer with its debug model on a CPU; import it only with torchtitan.
 
 torchtitan trains on accelerators. Here it is told what little it asks of its device, its attention is the only one of
-its own that has a backward on CPUs, and FSDP2 adds gradients up by plain sums, since gloo has no other.
+its own that has a backward on CPUs, and FSDP2 adds gradients up by plain sums, since gloo has no other. All that needs
+torchtitan is imported after it was told.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,9 +46,22 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
+from sonde.integrations import torchtitan as integration  # noqa: E402, F401
+from tests.integrations.plain_loop import Piece  # noqa: E402
+
+_dims: dict[str, Any] = {}
+_new_dims = titan.ParallelDims.from_config
+
+
+def _same_dims(parallelism: Any, n_ranks: int) -> Any:
+    """Meshes that are there already: FSDP2 refuses a second model on new meshes of the same ranks."""
+    return _dims.setdefault(repr((parallelism, n_ranks)), _new_dims(parallelism, n_ranks))
+
+
+titan.ParallelDims.from_config = _same_dims  # type: ignore[method-assign]
 titan.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)  # type: ignore[assignment]
 
-ROWS, TOKENS, VOCABULARY, STEPS = 3, 16, 2048, 4
+ROWS, TOKENS, VOCABULARY, STEPS, LR = 3, 16, 2048, 6, 1e-3
 
 
 def batches(n: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -58,7 +72,7 @@ def batches(n: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     made = []
     for k in range(n):
-        tokens = torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=generator)
+        tokens = torch.randint(6, (ROWS, TOKENS + 1), generator=generator)
         tokens[:, 1::2] = tokens[:, :-1:2]  # something to learn
         labels = tokens[:, 1:].clone()
         positions = torch.arange(TOKENS).repeat(ROWS, 1)
@@ -144,16 +158,19 @@ def config_of(
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
     config.loss = loss if chunks is None else ChunkedLossWrapper.Config(loss_fn=loss, num_chunks=chunks)
-    config.optimizer = default_adamw(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999))  # as `plain_loop.optimizer_of`
+    config.optimizer = default_adamw(lr=LR, weight_decay=0.0, betas=(0.9, 0.999))  # as `plain_loop.optimizer_of`
     config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
     config.tokenizer, config.dataloader = NoTokenizer.Config(), Batches.Config()
-    config.training.local_batch_size, config.training.seq_len = ROWS, TOKENS
-    config.training.global_batch_size = ROWS * accumulates * ranks
+    config.training.seq_len, config.training.global_batch_size = TOKENS, ROWS * accumulates * ranks
+    in_schedule = accumulates if degrees.get("pipeline_parallel", 1) > 1 else 1
+    config.training.local_batch_size = ROWS * in_schedule
+    config.parallelism.pipeline_parallel_microbatch_size = ROWS
     config.training.mixed_precision_param, config.training.max_norm = precision, 0.5
     config.training.steps = steps
     config.metrics.log_freq = 2
     config.checkpoint = CheckpointManager.Config(enable=saves, interval=2, last_save_model_only=False)
     config.validator.enable = False
+    config.training.disable_cuda_graphs = True
     config.debug.seed, config.debug.enable_structured_logging = 1, False
     config.parallelism.spmd_backend, config.parallelism.pipeline_parallel_schedule = backend, "1F1B"
     for name, degree in degrees.items():
@@ -187,13 +204,29 @@ def plain_model(config: Any, weights: dict[str, Tensor]) -> nn.Module:
     return model
 
 
+def windows_of(n_pieces: int, steps: int = STEPS) -> list[list[Piece]]:
+    """The micro-batches of each step, as pieces whose rows weigh by their loss tokens."""
+    pieces = []
+    for tokens, positions, labels in batches(n_pieces * steps):
+        of_rows = labels.ne(-100).sum(1)
+        inputs = {"tokens": tokens, "positions": positions, "labels": labels}
+        pieces.append(Piece(inputs, {"unit_weights": of_rows.tolist()}, float(of_rows.sum())))
+    return [pieces[k : k + n_pieces] for k in range(0, len(pieces), n_pieces)]
+
+
+def loss_over_window(windows: Sequence[Sequence[Piece]]) -> Callable[[nn.Module, Piece], Tensor]:
+    """The loss of a piece, as torchtitan has it: a sum over its tokens, divided by the tokens of its window."""
+    n_tokens = {id(piece): sum(other.weight for other in window) for window in windows for piece in window}
+
+    def loss_of_piece(model: nn.Module, piece: Piece) -> Tensor:
+        logits = model(piece.inputs["tokens"], positions=piece.inputs["positions"])
+        total = F.cross_entropy(logits.flatten(0, 1).float(), piece.inputs["labels"].flatten(), reduction="sum")
+        return total / n_tokens[id(piece)]
+
+    return loss_of_piece
+
+
 def whole_state(trainer: Any) -> dict[str, Tensor]:
     """Copies of the weights, put together from their shards."""
     state = {name: value for part in trainer.model_parts for name, value in part.state_dict().items()}
     return {name: getattr(value, "full_tensor", lambda v=value: v)().clone() for name, value in state.items()}
-
-
-def loss_of(model: nn.Module, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
-    """The sum over loss tokens."""
-    logits = model(tokens, positions=positions)
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")

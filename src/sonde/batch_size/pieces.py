@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from sonde.batch_size.units import counted_in
 
 Units = float | Tensor | Mapping[str, float | Tensor] | None
 """Of one piece: a number, or one by each unit's name."""
-UnitsOfPieces = float | Sequence[float] | Mapping[str, float | Sequence[float]] | None
+UnitsOfPieces = float | Sequence[float | Tensor] | Mapping[str, float | Sequence[float | Tensor]] | None
 """Of several pieces: likewise, each one number for all or [pieces]."""
 logger = logging.getLogger("sonde")
 
@@ -223,11 +224,12 @@ class Pieces:
         self,
         n: int,
         units: UnitsOfPieces,
-        weights: float | Sequence[float],
+        weights: float | Sequence[float | Tensor],
+        unit_weights: Sequence[Sequence[float] | Tensor] | None,
     ) -> Iterator[None]:
         """A context around a pipeline schedule's step; see `NoiseScaleProbe.pieces`."""
         start = time.perf_counter()
-        counts = self._counts_of(n, units, weights)
+        counts = self._counts_of(n, units, weights, unit_weights)
         self._check_closed("pieces()")
         self.is_open, self._units_unknown = True, False
         is_measured = self._pacing.is_measured and not self._reader.is_recorded()
@@ -249,19 +251,23 @@ class Pieces:
         elif is_measured:
             self._reader.end_pieces(counts)
 
-    def _counts_of(self, n: int, units: UnitsOfPieces, weights: float | Sequence[float]) -> list[PieceCounts]:
+    def _counts_of(
+        self,
+        n: int,
+        units: UnitsOfPieces,
+        weights: float | Sequence[float | Tensor],
+        unit_weights: Sequence[Sequence[float] | Tensor] | None,
+    ) -> list[PieceCounts]:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"n must be the schedule's number of micro-batches, got {n!r}: pass n_microbatches")
-        first, further = counted_in(self._names, self._known_units() if units is None else units)
-        if first is None:
-            raise ValueError(f"units must be counted in {self._names[0]} too, got {units!r:.60}")
-        each = [list(value) if isinstance(value, Sequence) else [value] * n for value in (weights, first, *further)]
-        for name, values in zip(("weights", *["units"] * len(self._names)), each, strict=True):
+        first, further = self._counted(units, has_weights=unit_weights is not None)
+        each = [list(v) if isinstance(v, Sequence) else [v] * n for v in (weights, unit_weights, first, *further)]
+        for name, values in zip(("weights", "unit_weights", *["units"] * len(self._names)), each, strict=True):
             if len(values) != n:
                 raise ValueError(f"{name} must have one number for each of {n} micro-batches, got {len(values)}")
-        return [piece_counts(u, w, None, others) for w, u, *others in zip(*each, strict=True)]
+        return [piece_counts(u, w, of_units, others) for w, of_units, u, *others in zip(*each, strict=True)]
 
-    def _counted(self, units: Units, *, has_weights: bool) -> tuple[float | Tensor | None, tuple[float | Tensor, ...]]:
+    def _counted(self, units: Any, *, has_weights: bool) -> tuple[Any, tuple[Any, ...]]:
         """A piece's count in the first unit, None if its `unit_weights` have it, and in each of the further ones."""
         if units is None and has_weights and len(self._names) == 1:
             return None, ()

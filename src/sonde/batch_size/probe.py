@@ -334,7 +334,12 @@ class NoiseScaleProbe:
         return DeclaredPiece(self._pieces, units, weight, unit_weights, start)
 
     def pieces(
-        self, n: int, *, units: UnitsOfPieces = None, weights: float | Sequence[float] = 1.0
+        self,
+        n: int,
+        *,
+        units: UnitsOfPieces = None,
+        weights: float | Sequence[float | Tensor] = 1.0,
+        unit_weights: Sequence[Sequence[float] | Tensor] | None = None,
     ) -> AbstractContextManager[None]:
         """A context around the step of a pipeline schedule, which runs the backwards of several micro-batches.
 
@@ -345,6 +350,7 @@ class NoiseScaleProbe:
             units: units in each of them, > 0, one number for all or [n], by name if there are several; by default
                 `units_per_piece`.
             weights: the weight of each in the loss, > 0, one number for all or [n].
+            unit_weights: for each of them, the weight of each unit within it, [n] of [units].
 
         Raises:
             ValueError: for numbers that are not positive and finite, or not n of them.
@@ -362,7 +368,7 @@ class NoiseScaleProbe:
                 "attach, the axis of the mesh along which stages lie, or enter 'with probe.piece():' around each "
                 "micro-batch"
             )
-        return self._pieces.scheduled(n, units, weights)
+        return self._pieces.scheduled(n, units, weights, unit_weights)
 
     def step(self) -> None:
         """End the window: call once per optimizer step, after the last backward and before `optimizer.step()`.

@@ -243,12 +243,23 @@ class TorchtitanProbe:
 def _meshes(trainer: Trainer) -> dict[str, Any]:
     """The ranks that hold the model, as `sonde.attach` wants to know them."""
     dims = trainer.parallel_dims
-    axes = {"pp_mesh": dims.get_optional_mesh("pp")}
-    return {"mesh": dims.world_mesh} | {name: mesh for name, mesh in axes.items() if mesh is not None}
+    stages = {"pp_mesh": dims.get_mesh("pp")} if dims.pp_enabled else {}
+    return {"mesh": dims.world_mesh} | stages
 
 
 def _why_refused(trainer: Trainer) -> str | None:
     """What of this trainer cannot be measured, with the way out."""
+    dims = trainer.parallel_dims
     if getattr(trainer.fwd_bwd_fn, "__func__", None) is not type(trainer)._forward_backward_body:
         return "backwards are replayed in CUDA graphs, which run no hook: train with --training.disable_cuda_graphs"
+    if dims.tp_enabled and dims.spmd_backend == "spmd_types":
+        return (
+            "tensor parallelism by spmd_types has plain gradients that do not show how they are cut: train with "
+            "--parallelism.spmd_backend full_dtensor, or without tensor parallelism"
+        )
+    if dims.cp_enabled or dims.ep_enabled:
+        return (
+            "context and expert parallelism of torchtitan were never compared with one process: measure a training "
+            "without them, or try sonde.attach with cp_mesh= or expert_mesh="
+        )
     return None

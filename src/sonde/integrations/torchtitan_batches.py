@@ -69,11 +69,13 @@ def counts_of(units: UnitsOfBatch | None, input_dict: Batch, labels: Tensor) -> 
 
 def counts_of_each(units: UnitsOfBatch | None, batches: Sequence[Batch], labels: Sequence[Tensor]) -> dict[str, Any]:
     """The counts of the micro-batches of one step of a pipeline schedule, for `NoiseScaleProbe.pieces`."""
-    each = [counts_of(units, batch, label) for batch, label in zip(batches, labels, strict=True)]
-    return {"units": [_effective(counts) for counts in each], "weights": [counts["weight"] for counts in each]}
-
-
-def _effective(counts: Counts) -> Any:
-    """The effective number of units by their weights (Kish)."""
-    weights = counts.get("unit_weights")
-    return counts["units"] if weights is None else weights.sum().square() / weights.square().sum()
+    each: list[Any] = [counts_of(units, batch, label) for batch, label in zip(batches, labels, strict=True)]
+    first = each[0]["units"]
+    counts: dict[str, Any] = {"weights": [of_piece["weight"] for of_piece in each]}
+    if isinstance(first, Mapping):
+        counts["units"] = {name: [of_piece["units"][name] for of_piece in each] for name in first}
+    else:
+        counts["units"] = [of_piece["units"] for of_piece in each]
+    if "unit_weights" in each[0]:
+        counts["unit_weights"] = [of_piece["unit_weights"] for of_piece in each]
+    return counts

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ class Reading:
         staging_bytes: bound of the memory for gradients that wait.
         device: where the sums are made.
         one_device: whether all leaves were there at attach.
-        sums_backwards: whether all gradients wait until the piece ends, since pieces have several backwards.
+        summed: leaves whose gradients wait until the piece ends, since several backwards of a piece have reached them.
+        summed_bytes: of their gradients.
         copies: whether gradients that wait are copied, since the pieces' backwards write to the same memory.
         further: metrics beside the first; None without.
     """
@@ -54,7 +55,8 @@ class Reading:
     staging_bytes: int
     device: torch.device
     one_device: bool
-    sums_backwards: bool = False
+    summed: set[int] = field(default_factory=set)
+    summed_bytes: int = 0
     copies: bool = False
     further: FurtherMetrics | None = None
 
@@ -108,7 +110,7 @@ class PieceGradient:
         self._fired[index] = 1
         if grad.is_sparse and not grad.is_cpu:
             return Problem.SPARSE_ON_GPU
-        if reading.sums_backwards or (not grad.is_sparse and grad.numel() <= reading.staged_numel):
+        if index in reading.summed or (not grad.is_sparse and grad.numel() <= reading.staged_numel):
             self._stage(index, grad)
         else:
             self._keep((index,), (grad,), reading.metric.roots(index, grad))
@@ -120,30 +122,32 @@ class PieceGradient:
         staged, reading = self._staged.get(stream_of(grad), {}), self._reading
         if index in staged:
             if is_same_memory(staged[index], grad):
-                return self._was_overwritten()
+                return self._was_overwritten(index)
             staged[index] = staged[index] + grad
             return None
         if so_far is not None and is_same_memory(so_far, grad):
-            return self._was_overwritten()
+            return self._was_overwritten(index)
         if so_far is not None and not (grad.is_sparse or so_far.is_sparse):
             # h₁ has been squared, but `.grad` still holds it: |h₁ + h₂|² = |h₁|² + |h₂|² + 2⟨h₁, h₂⟩.
             self._cross.append((index, 2 * reading.metric.dot(index, so_far, grad)))
             further = reading.further and reading.further.norms_of_sum(index, so_far, grad)
             self._keep((index,), (grad,), reading.metric.roots(index, grad), further)
             return None
-        return Problem.SEVERAL_BACKWARDS if self._sums_from_now_on() else Problem.TOO_LARGE_TO_SUM
+        return Problem.SEVERAL_BACKWARDS if self._sums_from_now_on(index) else Problem.TOO_LARGE_TO_SUM
 
-    def _was_overwritten(self) -> Problem:
+    def _was_overwritten(self, index: int) -> Problem:
         """The memory of h₁ holds h₂: a CUDA graph writes its gradients to the same place each time."""
         self._reading.copies = True
-        return Problem.OVERWRITTEN if self._sums_from_now_on() else Problem.TOO_LARGE_TO_SUM
+        return Problem.OVERWRITTEN if self._sums_from_now_on(index) else Problem.TOO_LARGE_TO_SUM
 
-    def _sums_from_now_on(self) -> bool:
-        """After h₁ and so this window are lost: later pieces keep all gradients until they end, if these fit."""
-        reading = self._reading
-        n_bytes = sum(leaf.numel() * leaf.element_size() for leaf in reading.leaves)
-        reading.sums_backwards = n_bytes <= self._staging_bytes
-        return reading.sums_backwards
+    def _sums_from_now_on(self, index: int) -> bool:
+        """After h₁ and so this window are lost: later pieces keep this leaf's gradient until they end, if it fits."""
+        reading, leaf = self._reading, self._reading.leaves[index]
+        n_bytes = leaf.numel() * leaf.element_size()
+        if index not in reading.summed and reading.summed_bytes + n_bytes <= self._staging_bytes:
+            reading.summed.add(index)
+            reading.summed_bytes += n_bytes
+        return index in reading.summed
 
     @torch.no_grad()
     def summary(self, n_backwards: int) -> GradientSummary:
@@ -166,13 +170,18 @@ class PieceGradient:
     def _stage(self, index: int, grad: Tensor) -> None:
         copies = self._clones or self._reading.copies or is_output_of_graph(grad)
         self._staged.setdefault(stream_of(grad), {})[index] = grad.clone() if copies else grad
-        self._staged_bytes += grad.numel() * grad.element_size()
-        if self._staged_bytes > self._staging_bytes and not self._reading.sums_backwards:
-            self._flush()
+        if index not in self._reading.summed:
+            self._staged_bytes += grad.numel() * grad.element_size()
+            if self._staged_bytes + self._reading.summed_bytes > self._staging_bytes:
+                self._flush(self._reading.summed)
 
-    def _flush(self) -> None:
-        """Reduce the gradients that wait, each on the stream that wrote it."""
-        for stream, staged in self._staged.items():
+    def _flush(self, but: Collection[int] = ()) -> None:
+        """Reduce the gradients that wait, each on the stream that wrote it, but those of some leaves."""
+        waiting = self._staged
+        self._staged = {stream: {i: g for i, g in staged.items() if i in but} for stream, staged in waiting.items()}
+        self._staged_bytes = 0
+        for stream, gradients in waiting.items():
+            staged = {i: g for i, g in gradients.items() if i not in but}
             if not staged:
                 continue
             if stream is None:
@@ -182,8 +191,6 @@ class PieceGradient:
                 self._reduce(staged)
             present = torch.accelerator.current_stream(stream.device)
             present.wait_stream(stream)  # the results are read on the present stream
-        self._staged = {None: {}}
-        self._staged_bytes = 0
 
     def _reduce(self, grads: dict[int, Tensor]) -> None:
         metric, most = self._reading.metric, self._reading.staged_numel

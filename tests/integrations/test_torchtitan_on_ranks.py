@@ -1,0 +1,131 @@
+"""A real Trainer of torchtitan on two ranks, cut in each of its ways, against one process with all the pieces."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.plain_loop import plain_loop, same_numbers
+from tests.ranks import Ranks
+
+pytest.importorskip("torchtitan", reason="needs torchtitan: make test-torchtitan")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+
+NUMBERS = ("b_simple", "low", "high", "grad_sq", "trace_cov", "units_per_window", "windows", "dropped", "unit")
+
+
+def _trained(options: dict[str, Any]) -> dict[str, Any]:
+    """Once without sonde and once with it."""
+    warnings.simplefilter("ignore")
+    from tests.integrations.titan_trainer import config_of, integration, trainer_of, whole_state
+
+    def fitted(is_measured: bool) -> tuple[Any, ...]:
+        trainer = trainer_of(config_of(tempfile.mkdtemp(), **options))
+        before = whole_state(trainer)
+        probe = integration.attach(trainer, unit="rows", every=1, verbose=False, strict=True) if is_measured else None
+        trainer.train()
+        return before, whole_state(trainer), probe
+
+    before, plain, _ = fitted(False)
+    _, measured, probe = fitted(True)
+    reading = probe.reading()
+    return {
+        "is_bitwise": all(torch.equal(plain[name], measured[name]) for name in plain),
+        "before": before,
+        "reading": {name: getattr(reading, name) for name in NUMBERS},
+    }
+
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "FSDP2": {"ranks": 2, "accumulates": 2},
+    "FSDP2 in bf16": {"ranks": 2, "accumulates": 2, "precision": "bfloat16"},
+    "FSDP2, partial DTensors": {"ranks": 2, "accumulates": 2, "backend": "partial_dtensor"},
+    "HSDP": {"ranks": 2, "accumulates": 2, "data_parallel_replicate": 2},
+    "TP, full DTensors": {"tensor_parallel": 2, "backend": "full_dtensor"},
+    "TP, partial DTensors": {"tensor_parallel": 2, "backend": "partial_dtensor"},
+    "PP": {"pipeline_parallel": 2},
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_two_ranks(ranks2: Ranks, setup: str) -> None:
+    from tests.integrations.titan_trainer import LR, config_of, loss_over_window, plain_model, windows_of
+
+    options = SETUPS[setup]
+    first, second = ranks2(_trained, options)
+    assert first["is_bitwise"]
+    assert second["is_bitwise"]
+    found = first["reading"]
+    assert found == second["reading"]
+    assert (found["windows"], found["dropped"]) == (6, {})
+    n_ranks = options.get("ranks", 1)
+    windows = windows_of(options.get("accumulates", 3) * n_ranks)
+    model = plain_model(config_of("", **options), first["before"] | second["before"])
+    expected = plain_loop(model, windows, loss_over_window(windows), lr=LR)
+    if "bf16" in setup:
+        # Its matrices are in 16 bits, and those of the plain model are not.
+        assert found["b_simple"] == pytest.approx(expected.b_simple, rel=0.05)
+        return
+    # sonde has means over data-parallel ranks, where torchtitan adds them up.
+    found |= {name: found[name] * n_ranks**2 for name in ("grad_sq", "trace_cov")}
+    assert same_numbers(SimpleNamespace(**found), expected)
+
+
+def _clipped(options: dict[str, Any]) -> dict[str, Any]:
+    """The norms of a training that clips by itself, those of another by sonde, and the collectives of their clips."""
+    warnings.simplefilter("ignore")
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    from sonde.integrations.wrapped_methods import WrappedMethods
+    from tests.integrations.titan_trainer import config_of, integration, titan, trainer_of, whole_state
+
+    norms: dict[bool, list[float]] = {False: [], True: []}
+    n_collectives, weights = {}, {}
+    for is_ours in (False, True):
+
+        def counted(clip: Any, *args: Any, is_ours: bool = is_ours, **kwargs: Any) -> Any:
+            with CommDebugMode() as collectives:
+                norm = clip(*args, **kwargs)
+            norms[is_ours].append(float(norm))
+            n_collectives[is_ours] = collectives.get_total_counts()
+            return norm
+
+        trainer = trainer_of(config_of(tempfile.mkdtemp(), **options))
+        clips: Any = titan.dist_utils
+        if is_ours:
+            probe = integration.attach(trainer, unit="rows", every=1, verbose=False, clips=True)
+            clips = probe
+        counting = WrappedMethods(clips, **{"_clip_grad_norm_" if is_ours else "clip_grad_norm_": counted})
+        trainer.train()
+        counting.restore()
+        weights[is_ours] = whole_state(trainer)
+    return {
+        "norms": (norms[False], norms[True]),
+        "collectives": (n_collectives[False], n_collectives[True]),
+        "off": max(float((weights[True][name] - w).abs().max()) for name, w in weights[False].items()),
+        "is_measured": probe.reading() is not None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "is_measured"),
+    [
+        ({"tensor_parallel": 2, "backend": "full_dtensor"}, True),
+        ({"tensor_parallel": 2}, False),
+        ({"pipeline_parallel": 2}, True),
+    ],
+    ids=["TP, full DTensors", "TP by spmd_types, whose noise scale is refused", "PP"],
+)
+def test_one_collective_clips(ranks2: Ranks, options: dict[str, Any], is_measured: bool) -> None:
+    for result in ranks2(_clipped, options):
+        theirs, ours = result["norms"]
+        # torchtitan adds squares up in fp32.
+        assert ours == pytest.approx(theirs, rel=3e-4)
+        assert result["collectives"][1] == 1
+        assert result["off"] < 1e-4
+        assert result["is_measured"] is is_measured
