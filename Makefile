@@ -14,7 +14,11 @@ TORCH_ENVS ?= .torch
 TORCH_ENV  := $(TORCH_ENVS)/$(TORCH)-$(notdir $(PYTHON))
 TORCH_PIN  := $(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
 
-.PHONY: help demo demo-entropy test test-torch check bench bench-present bench-budget bench-norm bench-entropy bench-log docs docs-figures newest-torch clean
+# torchtitan asks for a newer torch and older datasets than the tests' own.
+TITAN_ENV := .torchtitan
+TITAN_PIP := torch==2.14.1 torchtitan==0.3.0 datasets==4.1.1 hypothesis pytest pytest-timeout pytest-xdist numpy
+
+.PHONY: help demo demo-entropy test test-torch test-torchtitan check bench bench-present bench-budget bench-norm bench-entropy bench-log docs docs-figures newest-torch clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +26,7 @@ help:
 	@echo "make demo-entropy   train a tiny policy by GRPO and forecast its entropy (about 1 minute)"
 	@echo "make test    run all tests"
 	@echo "make test-torch TORCH=2.9.1   run the tests with another torch; PYTHON=python3.13 with another Python"
+	@echo "make test-torchtitan   run the tests of torchtitan's Trainer, in an environment of their own"
 	@echo "make check   lint, type-check, then run all tests (what CI runs)"
 	@echo "make docs    build the documentation as a site, in build/docs"
 	@echo "make docs-figures   run both demos and make the pictures of docs/ again (about 4 minutes; needs Chromium)"
@@ -84,6 +89,20 @@ test-torch: newest-torch
 	@PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 $(TORCH_ENV)/bin/python \
 		-m $(if $(ONLY),pytest $(ONLY),tests.where_it_works) -n 2 --dist worksteal
 
+$(TITAN_ENV)/.created: pyproject.toml constraints.txt
+	@echo "==> installing torchtitan and its torch in $(TITAN_ENV) (6 gigabytes)"
+	@$(PYTHON) -m venv $(TITAN_ENV)
+	@grep -Ev '^(torch|datasets|dill|fsspec|multiprocess)==' constraints.txt > $(TITAN_ENV)/constraints.txt
+	@$(TITAN_ENV)/bin/python -m pip --disable-pip-version-check --quiet install --constraint $(TITAN_ENV)/constraints.txt \
+		$(TITAN_PIP) --editable . && touch $@
+
+# Not two at a time: each test has ranks of its own.
+test-torchtitan: $(TITAN_ENV)/.created
+	@echo "==> tests with $(wordlist 1,2,$(TITAN_PIP)), $(TITAN_ENV)"
+	@PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 $(TITAN_ENV)/bin/python -m pytest -k torchtitan \
+		tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_on_ranks.py tests/test_examples.py \
+		tests/test_docs.py
+
 check: $(VENV)/.dev
 	@echo "==> ruff"
 	@$(BIN)/ruff check .
@@ -135,4 +154,4 @@ bench-log: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks.long_run
 
 clean:
-	rm -rf $(VENV) $(TORCH_ENVS) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCH_ENVS) $(TITAN_ENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -44,8 +44,9 @@ def test_names_of_sonde_exist(page: Path) -> None:
     """Each `sonde.name` in code or prose. Commands such as `sonde report runs/x` have no dot."""
     text = page.read_text()
     names = set(re.findall(r"(?<![\w/.])sonde(?:\.[A-Za-z_]\w*)+", text))
-    if any("sonde.integrations.trl" in name for name in names):
-        pytest.importorskip("trl", reason="the integration needs trl")
+    for package in ("trl", "torchtitan"):
+        if any(f"sonde.integrations.{package}" in name for name in names):
+            pytest.importorskip(package, reason=f"the integration needs {package}")
     assert not [name for name in sorted(names) if not exists(name)]
 
 

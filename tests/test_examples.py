@@ -33,7 +33,7 @@ NEEDS = {
     "lightning_trainer.py": "lightning",
     "transformers_trainer.py": "transformers",
 }
-MEASURES_NOISE = sorted(set(NAMES) - {"fsdp2_clip.py", "trl_grpo.py"})
+MEASURES_NOISE = sorted(set(NAMES) - {"fsdp2_clip.py", "torchtitan_debug.py", "trl_grpo.py"})
 
 
 def n_ranks(name: str) -> int:
@@ -96,6 +96,21 @@ def test_sharded_example(tmp_path: Path) -> None:
     assert len(losses) == 3
     assert float(losses[-1]) < float(losses[0])
     assert all(float(norm) > 0 for norm in norms)
+
+
+@pytest.mark.slow
+def test_torchtitan_example(tmp_path: Path) -> None:
+    """A few steps of the debug model, which is larger than the other examples' models."""
+    pytest.importorskip("torchtitan", reason="the example of torchtitan needs it: make test-torchtitan")
+    assert n_ranks("torchtitan_debug.py") == 2
+    said = run_as_written("torchtitan_debug.py", tmp_path)
+    assert said == ""  # torchtitan logs to stderr, and so does sonde
+    run = sonde.read_run(tmp_path / "runs" / "torchtitan-debug")
+    last = run.readings[-1]
+    assert (run.ended, run.alerts, last.dropped) == ("training ended", (), {})
+    assert (last.window, last.pieces["per_window"]) == (20, 4)
+    assert last.metrics["gns/units_per_window"] == 16
+    assert last.metrics["gns/b_simple_low"] is not None
 
 
 @pytest.mark.slow

@@ -83,6 +83,29 @@ def test_several_backwards_in_one_piece() -> None:
     assert_same(reading, window_by_hand(gradients, [1, 1], [4, 4], gradients[0] + gradients[1]))
 
 
+def test_only_gradients_of_several_backwards_wait() -> None:
+    """As those of an output head whose loss is computed in chunks: the staging area holds the head, not the model."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(200, 200), nn.Linear(200, 180)
+    model = nn.Sequential(body, nn.Tanh(), head)
+    inputs = [1 + 0.5 * torch.randn(4, 200) for _ in range(2)]
+    with attached(model, staging_mib=1.1 * 201 * 180 * 4 / 2**20) as probe:
+        for _ in range(2):
+            for x in inputs:
+                with probe.piece(units=4):
+                    hidden = model[:2](x)
+                    leaf = hidden.detach().requires_grad_()
+                    for chunk in leaf.split(1):
+                        head(chunk).square().sum().backward()
+                    hidden.backward(leaf.grad)
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+    assert list(reading.dropped.values()) == [1]
+    gradients = [flat_grad(model, model(x).square().sum()) for x in inputs]
+    assert_same(reading, window_by_hand(gradients, [1, 1], [4, 4], gradients[0] + gradients[1]))
+
+
 def test_several_backwards_beyond_the_staging_area_are_refused() -> None:
     model = small_model()
     losses = piece_losses(model, [4, 4])

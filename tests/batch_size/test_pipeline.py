@@ -110,7 +110,11 @@ def _misused(how: str) -> tuple[str, dict[str, int]]:
                 run(schedule, numbers, n_stages, 0, 0)
             else:
                 n = {"fewer": 2, "more": 6}.get(how, N_PIECES)
-                given: Any = {"too few units": {"units": [1.0]}, "a bad weight": {"weights": 0.0}}.get(how, {})
+                too_few: Any = {
+                    "too few units": {"units": [1.0]},
+                    "too few weights of units": {"unit_weights": [[1.0, 1.0]]},
+                }
+                given: Any = (too_few | {"a bad weight": {"weights": 0.0}}).get(how, {})
                 with probe.pieces(n, **given):
                     run(schedule, numbers, n_stages, 0, 0)
             probe.step()
@@ -124,6 +128,7 @@ def _misused(how: str) -> tuple[str, dict[str, int]]:
     ("how", "message"),
     [
         ("too few units", "units must have one number for each of 4 micro-batches, got 1"),
+        ("too few weights of units", "unit_weights must have one number for each of 4 micro-batches, got 1"),
         ("a bad weight", "weight must be positive and finite, got 0.0"),
     ],
 )

@@ -16,6 +16,8 @@ pytest.importorskip("torchtitan", reason="needs torchtitan: make test-torchtitan
 # torchtitan and what it imports cause various warnings.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+from torchtitan.config import ConfigManager  # noqa: E402
+
 import sonde  # noqa: E402
 from sonde.integrations.torchtitan_batches import documents  # noqa: E402
 from tests.integrations.plain_loop import plain_loop, same_numbers  # noqa: E402
@@ -142,12 +144,14 @@ def test_a_checkpoint_without_averages_is_loaded_as_it_was(tmp_path: Path, caplo
 
 
 def test_a_trainer_that_attaches_itself(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    trainer = integration.measured(config, unit="rows", every=1, verbose=False).build()
+    """As torchtitan's own command makes it, whose options work as before."""
+    chosen = ["--module", "tests.integrations.titan_trainer", "--config", "measured_config"]
+    config = ConfigManager().parse_args([*chosen, "--training.steps", "3", "--dump_folder", str(tmp_path)])
+    trainer = config.build()
     assert isinstance(trainer, titan.Trainer)
     trainer.train()
-    assert trainer.noise_scale.reading().windows == STEPS
-    assert same(whole_state(trainer), train(config)[0])
+    assert trainer.noise_scale.reading().windows == 3
+    assert same(whole_state(trainer), train(config_of(tmp_path, steps=3))[0])
 
 
 def test_cuda_graphs_are_named_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,7 +46,7 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
-from sonde.integrations import torchtitan as integration  # noqa: E402, F401
+from sonde.integrations import torchtitan as integration  # noqa: E402
 from tests.integrations.plain_loop import Piece  # noqa: E402
 
 _dims: dict[str, Any] = {}
@@ -176,6 +176,11 @@ def config_of(
     for name, degree in degrees.items():
         setattr(config.parallelism, f"{name}_degree", degree)
     return config
+
+
+def measured_config() -> Any:
+    """For torchtitan's own command line."""
+    return integration.measured(config_of("outputs"), unit="rows", every=1, verbose=False)
 
 
 def trainer_of(config: Any) -> Any:
