@@ -21,6 +21,9 @@ DOCS = ROOT / "docs"
 Names = dict[str, Any]
 NEEDS = {
     ("entropy-change.md", 3): "trl",
+    # Where it is installed, tests/integrations/test_torchtitan.py does what these blocks do.
+    ("torchtitan.md", 1): "torchtitan",
+    ("torchtitan.md", 2): "torchtitan",
     ("trainers.md", 1): "transformers",
     ("trainers.md", 2): "transformers",
     ("trainers.md", 3): "lightning",
@@ -113,7 +116,7 @@ COMMAND = r"(?:sonde|make|python|pip|torchrun) (?!\w+:).*"  # `sonde run: …` i
 
 def commands(page: Path) -> list[list[str]]:
     """Commands of the page, as words: lines of indented blocks and of blocks of shell, and code in backticks."""
-    text = page.read_text()
+    text = re.sub(r" \\\n +", " ", page.read_text())  # a command on several lines
     shell = re.findall(r"^ *```(?:sh|bash|shell|console)\n(.*?)^ *```", text, flags=re.S | re.M)
     prose = re.sub(r"^( *)```.*?^ *```", "", text, flags=re.S | re.M)
     lines = [*"".join(shell).splitlines(), *re.findall(r"^    (.*)$", prose, flags=re.M)]
