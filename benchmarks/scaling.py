@@ -136,7 +136,9 @@ def questions(device: str, *, quick: bool) -> Iterator[tuple[str, Setup, Entry]]
         shape = dataclasses.replace(QUICK_SHAPES[28] if quick else OF_METRICS, context=context)
         yield from (("tokens", alone(shape, 1, 8), ENTRIES[name]) for name in ("control", "sonde-examples"))
     for shape in (QUICK_SHAPES if quick else SHAPES).values():
-        yield from (("tensors", alone(shape, 4, 2), entry) for entry in measured if entry.alone)
+        yield from (
+            ("tensors", alone(shape, 4, 2), entry) for entry in (by_pieces if quick else measured) if entry.alone
+        )
 
 
 def measure(device: str, *, quick: bool) -> Iterator[dict[str, list[Row]]]:
