@@ -69,7 +69,7 @@ REWARD = torch.randn(tiny.N_PROMPTS, 15, generator=torch.Generator().manual_seed
 RATE, LENGTH = float(tiny.rate(THETA)), tiny.mean_length(THETA)
 
 
-def x_of_prompts(responses: Responses, prompts: list[int], picked: list[int]) -> Tensor:
+def x_of_prompts(responses: Responses, prompts: Tensor, picked: Tensor) -> Tensor:
     """X_n with known R and E[T], so that the estimate is a plain mean; [prompts, parameters]."""
     c = per_token_coefficients(H[prompts, picked], responses, rate=RATE, mean_length=LENGTH, has_baseline=False)
     terms = (
@@ -78,7 +78,7 @@ def x_of_prompts(responses: Responses, prompts: list[int], picked: list[int]) ->
     return terms.sum(1).view(responses.n_prompts, -1, tiny.DIM).sum(1)
 
 
-def y_of_prompts(responses: Responses, prompts: list[int], picked: list[int]) -> Tensor:
+def y_of_prompts(responses: Responses, prompts: Tensor, picked: Tensor) -> Tensor:
     """Policy gradients with leave-one-out advantages, [prompts, parameters]."""
     reward = REWARD[prompts, picked]
     advantage = reward - responses.leave_one_out(reward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import Responses
 from tests import tiny_policy as tiny
@@ -15,9 +16,9 @@ DIRECTION = torch.randn(tiny.DIM, generator=torch.Generator().manual_seed(3), dt
 D_S, D_H = J.log_prob @ DIRECTION, J.entropy @ DIRECTION
 
 
-def sampled(n_prompts: int, group: int, generator: torch.Generator) -> tuple[Responses, list[int], list[int]]:
+def sampled(n_prompts: int, group: int, generator: torch.Generator) -> tuple[Responses, Tensor, Tensor]:
     """A batch as a trainer draws it: prompts from all there are, a group of responses to each."""
     prompts = torch.randint(tiny.N_PROMPTS, (n_prompts,), generator=generator)
     picked = torch.multinomial(P[prompts], group, replacement=True, generator=generator).flatten()
     numbers = torch.arange(n_prompts).repeat_interleave(group)
-    return Responses(tiny.MASK[picked], numbers), prompts.repeat_interleave(group).tolist(), picked.tolist()
+    return Responses(tiny.MASK[picked], numbers), prompts.repeat_interleave(group), picked
