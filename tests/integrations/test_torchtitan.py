@@ -105,13 +105,16 @@ def test_bf16(tmp_path: Path) -> None:
 
 def test_clips_as_torchtitan(tmp_path: Path) -> None:
     """By the same norm, and the log has the share of windows that were clipped."""
-    config = config_of(tmp_path)
-    ours, _, _ = train(config, clips=True, log=tmp_path / "log")
+    config, clip = config_of(tmp_path), titan.dist_utils.clip_grad_norm_
+    ours, probe, _ = train(config, clips=True, log=tmp_path / "log")
+    assert titan.dist_utils.clip_grad_norm_ is clip
+    assert (probe.reading().windows, probe.reading().dropped) == (STEPS, {})
     theirs, _, before = train(config)
     # torchtitan adds squares up in fp32, and AdamW follows signs where gradients are small.
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours)
     assert not same(theirs, before)
     run = sonde.read_run(tmp_path / "log")
+    assert run.alerts == ()
     assert run.readings[-1].metrics["grad/clip_fraction"] == 1.0
 
 
