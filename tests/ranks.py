@@ -78,6 +78,8 @@ class Ranks:
         self._processes: list[Any] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if not all(process.is_alive() for process in self._processes):  # one died between two calls
+            self.stop(kill=True)
         if not self._processes:
             self._start()
         self._signal(signal.SIGCONT)
@@ -91,7 +93,7 @@ class Ranks:
                 rank = self._pipes.index(pipe)
                 try:
                     value, error = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     value, error = None, "the process died"
                 if error is None:
                     results[rank] = value

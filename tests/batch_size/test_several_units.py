@@ -128,7 +128,7 @@ def test_each_way_to_count_a_piece() -> None:
         probe.step()
         assert probe.reading().further_units == {"tokens": 4.0}
         assert not probe.reading().dropped
-        counts = probe._pieces._counts_of(2, {"rows": [4, 2], "tokens": 9}, 1.0)
+        counts = probe._pieces._counts_of(2, {"rows": [4, 2], "tokens": 9}, 1.0, None)
     assert [(c.units, c.further) for c in counts] == [(4.0, (9.0,)), (2.0, (9.0,))]
 
 

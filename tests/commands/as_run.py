@@ -21,4 +21,5 @@ def main() -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sqlite3
 import struct
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import sonde
 from sonde.runs.known_metrics import known_metrics
 from sonde.runs.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink, sinks_for
 from tests.batch_size.loops import Recording, small_model, train
+from tests.new_process import in_new_process
 
 # These packages and what they import cause various warnings.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -162,8 +164,8 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("gns/b_simple_high" not in row for row in rows)
 
 
-def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read when trackio is first imported
+def _logged_to_trackio(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    os.environ["TRACKIO_DIR"] = str(folder)  # read when trackio is first imported, as by transformers
     import trackio
 
     run = trackio.init(project="p", name="r", embed=False, auto_log_cpu=False, auto_log_gpu=False)
@@ -171,8 +173,13 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(sink, TrackioSink)
     write(sink)
     run.finish()
-    with contextlib.closing(sqlite3.connect(tmp_path / "p.db")) as stored:
-        rows = [(step, json.loads(metrics)) for step, metrics in stored.execute("SELECT step, metrics FROM metrics")]
+    with contextlib.closing(sqlite3.connect(folder / "p.db")) as stored:
+        return [(step, json.loads(metrics)) for step, metrics in stored.execute("SELECT step, metrics FROM metrics")]
+
+
+@pytest.mark.slow
+def test_trackio(tmp_path: Path) -> None:
+    rows = in_new_process(_logged_to_trackio, tmp_path)
     assert rows == [(int(str(record["window"])), known_metrics(record)) for record in READINGS]
 
 
