@@ -8,6 +8,7 @@ without one, and a read that would wait for a GPU raises here.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from sonde.parallel.float_pairs import FloatPairs
 from tests.recorded_graphs import RecordedGraph
 
 DEVICE = torch.device("meta")
-SONDE = str(Path(sonde.__file__).parent)
+SONDE = f"{Path(sonde.__file__).parent}{os.sep}"
 
 READS = frozenset(
     (
@@ -62,7 +63,7 @@ def sonde_functions() -> list[str]:
     found = []
     while frame is not None:
         if frame.f_code.co_filename.startswith(SONDE):
-            found.append(f"{Path(frame.f_code.co_filename).relative_to(SONDE)}:{frame.f_code.co_name}")
+            found.append(f"{frame.f_code.co_filename[len(SONDE) :]}:{frame.f_code.co_name}")
         frame = frame.f_back
     return found
 

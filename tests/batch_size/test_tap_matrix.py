@@ -119,8 +119,11 @@ case: an average of two is exact."""
 @pytest.mark.parametrize("n_ranks", ON_RANKS)
 def test_weights_are_those_without_a_probe(request: pytest.FixtureRequest, n_ranks: int) -> None:
     ranks: Ranks = request.getfixturevalue(f"ranks{n_ranks}")
-    for asked in ("leaf", "comm_hook", "auto"):
-        for found in ranks(compare, ON_RANKS[n_ranks], [asked]):
+    cases = ON_RANKS[n_ranks]
+    for i in range(0, len(cases), 8):  # few at a time, well within the deadline of the ranks
+        few = cases[i : i + 8]
+        for found in ranks(compare, few, ("leaf", "comm_hook", "auto")):
+            assert len(found) == 3 * len(few)
             assert [row for row in found if not row[3]] == []
             assert [name for _, _, name, _ in found] == [tap_expected(c, tap, n_ranks) for c, tap, _, _ in found]
 
