@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 
@@ -25,16 +26,21 @@ def test_a_thread_may_read_while_another_trains() -> None:
                 while not is_done.is_set():
                     probe.reading()
                     probe.state_dict()
+                    time.sleep(1e-3)  # without a pause, one reader after the other takes the lock, and training waits
             except BaseException as error:
                 failures.append(error)
 
         readers = [threading.Thread(target=read) for _ in range(3)]
+        # They take turns often, at any line of sonde. By default a turn lasts 5 ms, in which training only waits.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(2e-5)
         for reader in readers:
             reader.start()
         try:
             train(model, probe, optimizer, windows=60)
         finally:
             is_done.set()
+            sys.setswitchinterval(before)
             for reader in readers:
                 reader.join(timeout=60)
         assert failures == []
