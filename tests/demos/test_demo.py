@@ -60,10 +60,10 @@ def _has_reading(folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """A run of 12 steps. Some options come from a file, and a flag overrides one of them."""
+    """A run of 12 steps with short sequences. Some options come from a file, and a flag overrides one of them."""
     folder = tmp_path_factory.mktemp("demo")
     config = folder / "demo.yaml"
-    config.write_text("steps: 500\nlog-every: 4\nlearning_rate: 3e-3\n")
+    config.write_text("steps: 500\nlog-every: 4\ncontext: 32\nlearning_rate: 3e-3\n")
     with Python(*DEMO, "--config", str(config), "--steps", "12", "--out", str(folder / "run"), folder=folder) as demo:
         return folder / "run", demo.wait(DEADLINE)
 
