@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import multiprocessing
@@ -38,6 +39,7 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Dev
 def _serve(rank: int, world: int, backend: str, on_device: bool, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: without this, every look at the living objects goes through 300,000 of it
+    faulthandler.enable(open(f"{store}.crash{rank}", "w"))  # noqa: SIM115 - it stays open as long as the process
     if on_device:
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
@@ -94,7 +96,7 @@ class Ranks:
                 try:
                     value, error = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    value, error = None, "the process died"
+                    value, error = None, self._how_it_died(rank)
                 if error is None:
                     results[rank] = value
                 else:
@@ -123,6 +125,11 @@ class Ranks:
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
+
+    def _how_it_died(self, rank: int) -> str:
+        self._processes[rank].join(10)
+        crash = (Path(self._folder.name) / f"store.crash{rank}").read_text()
+        return f"the process died (exit status {self._processes[rank].exitcode})\n{crash}"
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:

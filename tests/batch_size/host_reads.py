@@ -78,6 +78,16 @@ class HostReads(TorchDispatchMode):
         self._calls.__exit__(*error)
 
 
+READ_WHOLE = frozenset((Tensor.tolist, Tensor.numpy, Tensor.cpu))
+"""Methods that read all values."""
+
+
+def _waits_for_cpu(args: Any, kwargs: Any) -> bool:
+    """Whether a call of `Tensor.to` with these arguments is a copy to the CPU that waits."""
+    names = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, str)]
+    return "cpu" in names and not kwargs.get("non_blocking")
+
+
 class CallsWithoutOperator(TorchFunctionMode):
     """Notes reads of a whole tensor, and copies to the CPU that wait: if it is there, they call no operator."""
 
@@ -87,9 +97,7 @@ class CallsWithoutOperator(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        named = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, str)]
-        to_cpu = function is Tensor.to and "cpu" in named
-        if function in (Tensor.tolist, Tensor.numpy, Tensor.cpu) or (to_cpu and not kwargs.get("non_blocking")):
+        if function in READ_WHOLE or (function is Tensor.to and _waits_for_cpu(args, kwargs)):
             self._reads.note()
         return function(*args, **kwargs)
 

@@ -54,7 +54,7 @@ def under_ddp(
 ) -> set[str]:
     torch.manual_seed(0)
     model = DistributedDataParallel(small_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=folds)
+    optimizer = adam(model, fused=folds)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
     options = {"every": 1, "comm_hook": comm_hook, "grad_scaler": scaler, "log": sonde.RunLog(every=2)} | options
     plan = sonde.group_parameters_for_norm(list(model.parameters()))
@@ -79,6 +79,13 @@ def under_ddp(
                 scaler.update()
             optimizer.zero_grad()
     return reads.places
+
+
+def adam(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
+    """It steps parameters of one kind in a few operators: each operator is looked at, and these are none of sonde's."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    are_alike = len({type(p) for p in trained}) == 1
+    return torch.optim.AdamW(trained, lr=1e-2, fused=fused, foreach=are_alike and not fused)
 
 
 SHARDED = {
@@ -112,7 +119,7 @@ def of_windows(
     model: nn.Module, ids_of: Callable[[int, int], Tensor], loss_of: Any, loop: Any, *, clips: bool, **options: Any
 ) -> set[str]:
     """Reads in a few windows of two pieces."""
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    optimizer = adam(model)
     options = {"every": 1} | options
     with sonde.attach(model, optimizer, unit="rows", verbose=False, **options) as probe, HostReads() as reads:
         for window in range(3 if options["every"] == 1 else WINDOWS_OF_A_PACE):

@@ -22,8 +22,8 @@ def committed() -> list[Checkpoint]:
 
 
 @pytest.mark.slow
-def test_a_tiny_run_compares_readings_with_exact_values() -> None:
-    setup = decide(DemoOptions(device="cpu", context=8, batch=8), Path("unused"), n_gpus=0, n_cores=2)
+def test_a_tiny_run_compares_readings_with_exact_values(tmp_path: Path) -> None:
+    setup = decide(DemoOptions(device="cpu", context=8, batch=8), tmp_path, n_gpus=0, n_cores=2)
     found = list(run(setup, checkpoints=(2, 12), n_blocks=2, sequences_per_block=16))
     assert [at.window for at in found] == [2, 12]
     assert found[0].holds is None  # two windows have no interval
