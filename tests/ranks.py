@@ -128,8 +128,9 @@ class Ranks:
 
     def _how_it_died(self, rank: int) -> str:
         self._processes[rank].join(10)
-        crash = (Path(self._folder.name) / f"store.crash{rank}").read_text()
-        return f"the process died (exit status {self._processes[rank].exitcode})\n{crash}"
+        crash = Path(self._folder.name) / f"store.crash{rank}"
+        where = crash.read_text() if crash.exists() else "its folder is gone too: did a fork of this process exit?"
+        return f"the process died (exit status {self._processes[rank].exitcode})\n{where}"
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:

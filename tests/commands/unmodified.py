@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -117,6 +118,7 @@ def _forked(arguments: Sequence[str], folder: Path, variables: Mapping[str, str]
     outputs = [str(folder / name) for name in ("out", "err")]
     if (child := os.fork()) == 0:
         status = 1
+        atexit._clear()  # what this process does at its end is its own: among it, to end the ranks of other tests
         try:
             for name, number in (("stdout", 1), ("stderr", 2)):
                 setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
