@@ -58,14 +58,14 @@ def test_a_clip_of_the_script_is_in_the_log(tmp_path: Path) -> None:
     assert measured.run.readings[-1].metrics["grad/clip_fraction"] == 1.0
 
 
+@pytest.mark.parametrize("writes_report", [False, True])
 @pytest.mark.parametrize(("ending", "status"), [("crash", 1), ("exit 3", 3), ("interrupted", 1), ("terminated", -15)])
-def test_scripts_end_as_they_did(ending: str, status: int, tmp_path: Path) -> None:
-    measured = check_untouched(PLAIN + ENDINGS[ending], tmp_path)
+def test_scripts_end_as_they_did(ending: str, status: int, writes_report: bool, tmp_path: Path) -> None:
+    measured = check_untouched(PLAIN + ENDINGS[ending], tmp_path, report=writes_report)
     assert measured.status == status
     assert ("ValueError: the script has a mistake" in measured.err) == (ending == "crash")
     assert len(measured.run.readings) == 2
     if ending == "terminated":
         assert measured.run.ended == "the process was told to end (SIGTERM)"
-        assert (measured.folder / "report.html").exists()
-    else:
-        assert "sonde run: B_simple 11.1 rows [" in measured.err
+    assert "sonde run: B_simple 11.1 rows [" in measured.err
+    assert (measured.folder / "report.html").exists() == ("sonde run: report" in measured.err) == writes_report

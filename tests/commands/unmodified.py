@@ -121,7 +121,7 @@ def _forked(arguments: Sequence[str], folder: Path, variables: Mapping[str, str]
         atexit._clear()  # what this process does at its end is its own: among it, to end the ranks of other tests
         try:
             for name, number in (("stdout", 1), ("stderr", 2)):
-                setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+                setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
             as_python(arguments, str(folder), dict(os.environ) | dict(variables), outputs)
             status = 0
         except SystemExit as asked:

@@ -98,11 +98,15 @@ class JsonlSink:
         """
         from sonde.runs.report.write import write_report  # here, since the report reads the log that this file writes
 
+        self.unlock()
+        write_report(self.path.parent)
+
+    def unlock(self) -> None:
+        """Let a successor write to the log. The next record locks it again, if no successor has written by then."""
         if self._file is not None:
             self._n_bytes = self._file.n_bytes
             self._file.close()
             self._file = None
-        write_report(self.path.parent)
 
     def _check_unit(self, probe: Mapping[str, object]) -> None:
         if self._units is None:

@@ -46,7 +46,8 @@ class MeasuredModel:
     def __init__(self, found: ModelOfOptimizers, settings: Settings, folder: Path) -> None:
         self._folder, self._name = folder, type(unwrap_model(found.model)).__name__
         self._parameters = trainable(found.model.parameters()).keys()
-        self._probe = _attached(found, settings, folder)
+        self._probe = _attached(found, settings, settings.log_in(folder, self._say_end))
+        self._writes_report, self._has_said = settings.report, False
         self._has_micro_batches = settings.micro_batches
         self._stepped: set[int] = set()
         """Optimizers that have stepped since the last window was ended, by identity."""
@@ -141,22 +142,26 @@ class MeasuredModel:
             with contextlib.suppress(Exception):
                 self._probe.close(self._why_stopped or reason, patience=PATIENCE)
 
-    def end(self, reason: str, *, report: bool) -> None:
+    def end(self, reason: str) -> None:
         """The script ends: complete the log, say the reading, and write the report. Peers may be gone."""
         self.close(reason)
-        if not is_first_rank() or self._why_stopped:
+        self._say_end()
+
+    def _say_end(self) -> None:
+        if not is_first_rank() or self._why_stopped or self._has_said:
             return
+        self._has_said = True
         if self._n_ended:
             reading = self._probe.reading()
             say(str(reading))
             if Problem.UNITS_UNCLEAR.message in (reading.reason or ""):
                 say("to say the units of a micro-batch without a forward, pass --units-from with their number")
-            say_where(self._folder, writes_report=report)
+            say_where(self._folder, writes_report=self._writes_report)
         else:
             say(f"no step of {self._name} was measured")
 
 
-def _attached(found: ModelOfOptimizers, settings: Settings, folder: Path) -> sonde.NoiseScaleProbe:
+def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -> sonde.NoiseScaleProbe:
     """A probe of the model.
 
     Raises:
@@ -183,7 +188,7 @@ def _attached(found: ModelOfOptimizers, settings: Settings, folder: Path) -> son
             every=settings.every,
             grad_scaler=scaler,
             process_group=group,
-            log=settings.log_in(folder),
+            log=log,
         )
 
 

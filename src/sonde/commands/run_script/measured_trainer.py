@@ -32,8 +32,10 @@ class MeasuredTrainer:
 
         batches = MicroBatches(trainer, units_in_batch(settings.units_from))
         options = {"unit": settings.unit or batches.unit, "budget": settings.budget, "every": settings.every}
-        self._folder = folder
-        self._probe = _UnseenProbe(options, log=settings.log_in(folder))
+        self._folder, self._writes_report, self._has_said = folder, settings.report, False
+        self._is_left_open = True
+        """Whether the trainer has not ended its training, which says the reading."""
+        self._probe = _UnseenProbe(options, log=settings.log_in(folder, self._say_end))
         TransformersProbe(trainer, batches, self._probe)
 
     def close(self, reason: str) -> None:
@@ -42,16 +44,20 @@ class MeasuredTrainer:
             with contextlib.suppress(Exception):
                 probe.close(reason, patience=PATIENCE)
 
-    def end(self, reason: str, *, report: bool) -> None:
+    def end(self, reason: str) -> None:
         """The script ends: complete the log, say the reading if the trainer did not, and write the report."""
-        is_left_open = self._probe.probe is not None
+        self._is_left_open = self._probe.probe is not None
         self.close(reason)
+        self._say_end()
+
+    def _say_end(self) -> None:
         reading = self._probe.reading()
-        if not is_first_rank() or reading is None:
+        if not is_first_rank() or reading is None or self._has_said:
             return
-        if is_left_open:
+        self._has_said = True
+        if self._is_left_open:
             say(str(reading))
-        say_where(self._folder, writes_report=report)
+        say_where(self._folder, writes_report=self._writes_report)
 
 
 class _UnseenProbe(TrainerProbe):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sonde.commands.run_script.endings import LogOfScript
 from sonde.records import RunLog
-from sonde.runs.sinks import JsonlSink
 
 VARIABLE = "SONDE_RUN"
 """The environment variable that holds the settings. Launchers hand it on to the processes that they start."""
@@ -43,13 +43,16 @@ class Settings:
     every: int | None = None
     report: bool = True
 
-    def log_in(self, folder: Path) -> RunLog:
+    def log_in(self, folder: Path, before_the_end: Callable[[], None]) -> RunLog:
         """The log of one model of the script.
 
         Args:
             folder: of the log.
+            before_the_end: called when SIGTERM is about to end the process.
         """
-        return RunLog(JsonlSink(folder), run=folder.name, metadata={"command": " ".join(self.command)})
+        return RunLog(
+            LogOfScript(folder, before_the_end), run=folder.name, metadata={"command": " ".join(self.command)}
+        )
 
     def in_environment(self) -> str:
         """The value of the variable."""

@@ -194,7 +194,7 @@ class ScriptWatcher:
             if self.is_on and not (self._models or self._trainers or self._refused):
                 say("nothing was measured: the script made an optimizer, and took no step with a model that it called")
             for each in self._all_measured():
-                each.end(reason, report=self._settings.report)
+                each.end(reason)
 
     # What is measured.
 
