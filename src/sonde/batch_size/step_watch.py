@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.parallel.unwrap import unwrap_optimizer
@@ -254,7 +255,10 @@ class StepWatch:
 
         def hook(*args: Any) -> None:
             if (alive := reference()) is not None:
-                method(alive, *args)
+                try:
+                    method(alive, *args)
+                except Exception as error:  # a bug: the user's step goes on
+                    log_failure(error)
 
         return hook
 

@@ -62,6 +62,21 @@ def _timed(method: Callable[Concatenate[PerExampleNorms, P], T]) -> Callable[Con
     return timed
 
 
+def _harmless(
+    hook: Callable[Concatenate[PerExampleNorms, P], None],
+) -> Callable[Concatenate[PerExampleNorms, P], None]:
+    """A hook whose error does not end the user's forward or backward: `take` raises it."""
+
+    @functools.wraps(hook)
+    def harmless(self: PerExampleNorms, /, *args: P.args, **keywords: P.kwargs) -> None:
+        try:
+            hook(self, *args, **keywords)
+        except Exception as error:  # a bug, a mistake in a rule of the user's, or no memory left
+            self._failure = self._failure or error
+
+    return harmless
+
+
 class PerExampleNorms:
     """Squared norms of each example's own gradient, |h_b|² for every parameter and every example of a piece.
 
@@ -147,6 +162,7 @@ class PerExampleNorms:
         self._backwards: set[int] = set()
         self._n_backwards = 0
         self._coupled: str | None = None
+        self._failure: Exception | None = None
         self._ambiguous = False
 
     @property
@@ -208,6 +224,8 @@ class PerExampleNorms:
         Raises:
             RuntimeError: if the hooks are not installed, or a CUDA graph is recorded.
             ValueError: if `n_examples` is not a whole number from 1 up.
+            Exception: what went wrong in a forward or backward of the piece, such as a mistake in a rule. The piece is
+                forgotten.
         """
         if not self._handles:
             raise RuntimeError(
@@ -215,6 +233,9 @@ class PerExampleNorms:
             )
         if type(n_examples) is not int or n_examples < 1:
             raise ValueError(f"n_examples must be a whole number from 1 up, got {n_examples!r}")
+        if (failure := self._failure) is not None:
+            self.discard()
+            raise failure
         if is_capturing(self._parameters[0].device):
             raise RuntimeError(f"take() was called while a CUDA graph is recorded: {_IN_CUDA_GRAPH}")
         reason = self._coupled
@@ -291,6 +312,7 @@ class PerExampleNorms:
             for i, name in enumerate(names)
         }
 
+    @_harmless
     @_timed
     def _called(
         self,
@@ -345,6 +367,7 @@ class PerExampleNorms:
         self._piece.note_replaced(replaced)
         return bool(replaced)
 
+    @_harmless
     @_timed
     def _about_to_be_called(
         self, rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
@@ -357,6 +380,7 @@ class PerExampleNorms:
             with contextlib.suppress(NotCoveredError), torch.no_grad():  # the first call has noted the reason
                 self._checkpoints.run_again(layer, arranged(rule, layer, args, keywords))
 
+    @_harmless
     @_timed
     def _returned(self, call: Call, grad: Tensor) -> None:
         """In backward, with the gradient of what a layer has returned."""
@@ -383,6 +407,7 @@ class PerExampleNorms:
             dim = call.rule.example_dim(call.layer)
             self._piece.add_use(call, grad.movedim(dim, 0) if dim and grad.dim() > dim else grad)
 
+    @_harmless
     @_timed
     def _whole(self, index: int, grad: Tensor | None) -> None:
         """In backward, with the whole gradient of a parameter."""

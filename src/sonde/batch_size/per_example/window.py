@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
+from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.per_example.norms import PerExampleNorms
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.stats.example_sums import ExampleSums
@@ -207,7 +208,13 @@ class ExampleWindow:
             self.reasons[""] = f"the norms of {examples} in {parameters} take too much memory: is the unit a row?"
             self._norms.discard()
             return
-        squares = self._norms.take(n)
+        try:
+            squares = self._norms.take(n)
+        except Exception as error:  # a bug, a mistake in a rule of the user's, or no memory left: training goes on
+            log_failure(error)
+            self.reasons[""] = f"reading them failed ({type(error).__name__}: {error})"
+            self._norms.discard()
+            return
         self.reasons |= squares.reasons
         weights = _weights_of_examples(counts, n, self._small)
         over_weight = torch.where(weights > 0, squares.sq_norms / weights, squares.sq_norms * 0.0).sum(1)

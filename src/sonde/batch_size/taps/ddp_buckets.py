@@ -21,6 +21,7 @@ from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # documented, but not in its __all__
 from torch.nn.parallel import DistributedDataParallel
 
+from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.taps.autograd_internals import accumulates, in_backward, inside_another_backward
 from sonde.batch_size.taps.ddp_division import divided
 from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
@@ -141,7 +142,7 @@ class DDPBucketTap:
         self._start_window()
         watched = self._left_overs.watched
         self._hooks = SwitchedHooks(watched.values(), map(self._hook, watched))
-        self._relay.listener, self._relay.is_paused = self._read, False
+        self._relay.listener, self._relay.is_paused = self._listen, False
 
     def begin_piece(self, *, is_first: bool) -> None:
         """From here until `end_piece` all backwards are one piece. Later backwards must not run outside pieces."""
@@ -180,12 +181,15 @@ class DDPBucketTap:
         parameter, left_overs = self._left_overs.watched[index], self._left_overs
 
         def hook(grad: Tensor | None) -> None:
-            if grad is None or not accumulates(parameter) or self._runs_in_graph(grad):
-                return
-            # At the window's first backward, `.grad` must be empty or 0: DDP reduces all that `.grad` holds.
-            if index in left_overs.unseen:
-                left_overs.look(index)
-            self._saw_backward(grad)
+            try:
+                if grad is None or not accumulates(parameter) or self._runs_in_graph(grad):
+                    return
+                # At the window's first backward, `.grad` must be empty or 0: DDP reduces all that `.grad` holds.
+                if index in left_overs.unseen:
+                    left_overs.look(index)
+                self._saw_backward(grad)
+            except Exception as error:  # a bug, or no memory left: the user's backward goes on
+                self._failed(error)
 
         return hook
 
@@ -216,7 +220,14 @@ class DDPBucketTap:
 
     def _close_backward(self) -> None:
         self._backward = None
-        self._on_backward_end()
+        try:
+            self._on_backward_end()
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self._problems[Problem.FAILED] += 1
+        log_failure(error)
 
     def _start_window(self) -> None:
         self._left_overs.new_window()
@@ -250,16 +261,31 @@ class DDPBucketTap:
     def close(self) -> None:
         """Read no more. DDP cannot remove a communication hook: the relay stays and only reduces."""
         self._hooks.close()
-        if self._relay.listener == self._read:
+        if self._relay.listener == self._listen:
             self._relay.listener = None
         self._start_window()
 
-    def _read(self, bucket: GradBucket) -> AfterReduction:
-        """Read a bucket before its reduction.
+    def _listen(self, bucket: GradBucket) -> AfterReduction:
+        """Read a bucket before its reduction, which goes on whatever happens here.
 
         Returns:
             A function to call with the reduced buffer.
         """
+        try:
+            read_reduced = self._read(bucket)
+        except Exception as error:
+            self._failed(error)
+            return lambda _: None
+
+        def read_or_note(buffer: Tensor) -> None:
+            try:
+                read_reduced(buffer)
+            except Exception as error:
+                self._failed(error)
+
+        return read_or_note
+
+    def _read(self, bucket: GradBucket) -> AfterReduction:
         start = time.perf_counter()
         if self._runs_in_graph(bucket.buffer()):
             return lambda _: None

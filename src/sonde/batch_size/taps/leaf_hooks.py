@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
 from sonde.batch_size.taps.context_pieces import ContextPieces, is_context_parallel
 from sonde.batch_size.taps.cut_gradients import CutGradients
@@ -183,16 +184,19 @@ class LeafHookTap:
             if grad is None:  # a custom Function may return None for a leaf
                 return
             start = time.perf_counter()
-            if self._scheduled:
-                if not self._runs_in_graph(grad):
-                    with torch.no_grad():
-                        self._take_in_turn(index, grad)
-            elif torch._C._current_graph_task_id() in self._backwards or self._opens_backward(index, grad):
-                if torch.is_grad_enabled():  # create_graph: the measurement must stay out of the user's graph
-                    with torch.no_grad():
+            try:
+                if self._scheduled:
+                    if not self._runs_in_graph(grad):
+                        with torch.no_grad():
+                            self._take_in_turn(index, grad)
+                elif torch._C._current_graph_task_id() in self._backwards or self._opens_backward(index, grad):
+                    if torch.is_grad_enabled():  # create_graph: the measurement must stay out of the user's graph
+                        with torch.no_grad():
+                            self._take(index, grad)
+                    else:
                         self._take(index, grad)
-                else:
-                    self._take(index, grad)
+            except Exception as error:  # a bug, or no memory left: the user's backward goes on
+                self._failed(error)
             self.seconds += time.perf_counter() - start
 
         return hook
@@ -244,12 +248,19 @@ class LeafHookTap:
         return self._is_recorded
 
     def _close_backward(self) -> None:
-        if self._explicit:
-            self._n_open -= 1
-            # A collective issued while backward ran may have reduced `.grad`, which then holds more than this piece.
-            self._grad_is_piece &= self._n_collectives() == self._collectives_before
-        elif self._backwards:
-            self._on_backward_end()
+        try:
+            if self._explicit:
+                self._n_open -= 1
+                # A collective issued while backward ran may have reduced `.grad`: it then holds more than this piece.
+                self._grad_is_piece &= self._n_collectives() == self._collectives_before
+            elif self._backwards:
+                self._on_backward_end()
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self._problems[Problem.FAILED] += 1
+        log_failure(error)
 
     def _take_in_turn(self, index: int, grad: Tensor) -> None:
         """Take a gradient for the piece whose turn it is."""

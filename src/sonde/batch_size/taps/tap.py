@@ -159,6 +159,7 @@ class Problem(IntEnum):
     reported.
     """
 
+    FAILED = 35
     CUT_LATE = 29
     WRAPPED_LATE = 30
     REPLACED = 26
@@ -221,6 +222,9 @@ _OUTSIDE_PIECES = (Problem.UNITS_UNKNOWN, Problem.UNITS_UNCLEAR, Problem.OUTSIDE
 """Backwards that need no number of units where pieces are declared."""
 
 _MESSAGES = {
+    Problem.FAILED: (
+        "sonde failed while it read a gradient: the logger 'sonde' has shown the error with its traceback"
+    ),
     Problem.CUT_LATE: (
         "the model was cut over ranks after attach, by fully_shard or parallelize_module, and its new parameters are "
         "not measured: attach after the model is cut"
