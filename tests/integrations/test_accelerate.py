@@ -181,17 +181,42 @@ def test_a_checkpoint_takes_the_averages_along(tmp_path: Path, caplog: pytest.Lo
     assert begun.probe.reading().windows == 3
 
 
-def test_units_that_cannot_be_counted_do_not_stop_training(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("clips", [False, True], ids=["clipped by torch", "clipped by sonde"])
+def test_units_that_cannot_be_counted_do_not_stop_training(clips: bool, caplog: pytest.LogCaptureFixture) -> None:
+    n_calls = 0
+
     def units(batch: Tensor) -> int:
-        raise KeyError("length")
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls <= 6:
+            raise KeyError("length")
+        return len(batch)
 
     a = accelerator()
-    attached = Attached(a, units=units, strict=False)
+    attached = Attached(a, units=units, strict=False, clips=clips)
     with caplog.at_level(logging.ERROR):
         model = loop(a, attached)
     assert "a micro-batch is not measured, so its window is left out: KeyError: 'length'" in caplog.text
-    assert attached.probe.reading().windows == 0
-    assert torch.equal(weights(model), weights(loop(accelerator())))
+    reading = attached.probe.reading()
+    assert reading.windows == 7
+    without = weights(loop(accelerator()))
+    assert torch.allclose(weights(model), without, rtol=1e-6) if clips else torch.equal(weights(model), without)
+
+
+def test_a_checkpoint_that_cannot_be_written_or_read_does_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "full" / "sonde_noise_scale.json").mkdir(parents=True)
+    a = accelerator()
+    attached = Attached(a, strict=False)
+    loop(a, attached)
+    a.save_state(str(tmp_path / "full"))
+    assert "the checkpoint lacks the averages of the noise scale: IsADirectoryError" in caplog.text
+    a.save_state(str(tmp_path / "torn"))
+    (tmp_path / "torn" / "sonde_noise_scale.json").write_text('{"torn')
+    a.load_state(str(tmp_path / "torn"))
+    assert "the averages of the checkpoint are not used, and begin anew: JSONDecodeError" in caplog.text
+    assert attached.probe.reading().windows == 9
 
 
 def test_two_forwards_before_a_backward_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -137,6 +137,20 @@ def test_a_resumed_training_goes_on_with_its_averages(tmp_path: Path) -> None:
     assert reading is not None
     assert reading.windows == 10
     assert same_numbers(reading, whole.reading())
+    trained(tmp_path, resumed, max_epochs=1)  # another training, without a checkpoint, begins anew
+    reading = resumed.reading()
+    assert reading is not None
+    assert reading.windows == 5
+
+
+@pytest.mark.parametrize("options", [{"barebones": True, "log_every_n_steps": None}, {"log_every_n_steps": 0}], ids=str)
+def test_a_trainer_that_never_logs(options: dict[str, Any], tmp_path: Path) -> None:
+    probe = integration.NoiseScale(unit="rows", every=1, verbose=False, strict=True)
+    with_probe, _ = trained(tmp_path, probe, **options)
+    assert torch.equal(with_probe, trained(tmp_path, **options)[0])
+    reading = probe.reading()
+    assert reading is not None
+    assert reading.windows == 10
 
 
 class TwoOptimizers(Module):

@@ -175,10 +175,14 @@ class AccelerateProbe:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._accelerator.unscale_gradients()
         is_whole = {id(p) for p in parameters} == {id(p) for p in self._model.parameters()}
-        if self.probe is None or not (is_whole and self._accelerator.sync_gradients) or self._has_ended:
+
+        def clip_alone() -> Tensor:
             return clip_grad_norm_(parameters, max_norm, norm_type)
+
+        if not (is_whole and self._accelerator.sync_gradients) or self._has_ended:
+            return clip_alone()
         self._has_ended = self._has_news = True
-        return self.probe.clip_grad_norm_(max_norm, norm_type)
+        return self._probe.clip(clip_alone, max_norm, norm_type)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._accelerator.sync_gradients:
@@ -204,11 +208,13 @@ class AccelerateProbe:
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         state = self._probe.state_dict()
         if state is not None and self._accelerator.is_main_process:
-            (Path(folder) / SAVED_AS).write_text(json.dumps(state))
+            with self._probe.forgiven("the checkpoint lacks the averages of the noise scale"):
+                (Path(folder) / SAVED_AS).write_text(json.dumps(state))
 
     def _load(self, models: Any, folder: str) -> None:
         file = Path(folder) / SAVED_AS
         if file.exists():
-            self._probe.resume(json.loads(file.read_text()))
+            with self._probe.forgiven("the averages of the checkpoint are not used, and begin anew"):
+                self._probe.resume(json.loads(file.read_text()))
         else:
             logger.warning("sonde: the checkpoint has no %s: the averages of the noise scale begin anew", SAVED_AS)

@@ -99,11 +99,12 @@ class NoiseScale(Callback):  # type: ignore[misc]
             )
         elif isinstance(optimizer, torch.optim.LBFGS):
             refused = "LBFGS evaluates the loss several times in each step, so that no gradient is the step's"
+        state, self._saved = self._saved, None  # of this training's checkpoint: a later one may have none
         self._probe.begin(
             trainer.model,
             optimizer,
             grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
-            state=self._saved,
+            state=state,
             refused=refused,
         )
 
@@ -131,7 +132,8 @@ class NoiseScale(Callback):  # type: ignore[misc]
         if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
             self._probe.log(loss=loss * trainer.accumulate_grad_batches)  # Lightning has divided it
         self._batch = None
-        if self._has_stepped and trainer.global_step % trainer.log_every_n_steps == 0:
+        every = trainer.log_every_n_steps  # 0 for a Trainer that never logs
+        if self._has_stepped and every and trainer.global_step % every == 0:
             pl_module.log_dict(self._probe.metrics())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -192,11 +192,12 @@ class TorchtitanProbe:
         error_if_nonfinite: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if self.probe is not None:
-            self._has_ended = True
-            return self.probe.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-        mesh = self._trainer.parallel_dims.world_mesh
-        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, mesh=mesh, **kwargs)
+        def clip_alone() -> Tensor:
+            mesh = self._trainer.parallel_dims.world_mesh
+            return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, mesh=mesh, **kwargs)
+
+        self._has_ended = self.probe is not None
+        return self._probe.clip(clip_alone, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._has_ended:

@@ -115,7 +115,7 @@ class TrainerProbe:
             refused: why this trainer cannot be measured, the same on all ranks; None if it can.
         """
         self.end("training began again")
-        with self._forgiven("this training is not measured"):
+        with self.forgiven("this training is not measured"):
             if refused is not None:
                 raise ValueError(refused)
             self._run_log = log_of(self._log, {})
@@ -128,7 +128,7 @@ class TrainerProbe:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on with the averages of a checkpoint."""
         if self.probe is not None:
-            with self._forgiven("the averages of the checkpoint are not used, and begin anew"):
+            with self.forgiven("the averages of the checkpoint are not used, and begin anew"):
                 self.probe.load_state_dict(state)
 
     def piece(self, count: Callable[[], Counts]) -> AbstractContextManager[None]:
@@ -154,7 +154,7 @@ class TrainerProbe:
         probe, entered = self.probe, None
         if probe is not None:
             # A backward outside of a piece is a gradient that no piece explains, so the probe leaves its window out.
-            with self._forgiven(_NOT_MEASURED):
+            with self.forgiven(_NOT_MEASURED):
                 context = pieces(probe)
                 context.__enter__()
                 entered = context
@@ -162,29 +162,50 @@ class TrainerProbe:
             yield
         except BaseException as error:  # of the training
             if entered is not None:
-                with self._forgiven(_NOT_MEASURED):
+                with self.forgiven(_NOT_MEASURED):
                     entered.__exit__(type(error), error, error.__traceback__)
             raise
         if entered is not None:
-            with self._forgiven(_NOT_MEASURED):
+            with self.forgiven(_NOT_MEASURED):
                 entered.__exit__(None, None, None)
 
     def end_window(self) -> None:
         """The optimizer is about to step."""
-        if self.probe is not None:
-            with self._forgiven("a window is not measured"):
-                self.probe.step()
+        if (probe := self.probe) is not None:
+            with self.forgiven("a window is not measured"), _discarding(probe):
+                probe.step()
+
+    def clip(
+        self,
+        clip_alone: Callable[[], Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Clip and end the window in one collective. The other arguments are those of torch's function.
+
+        Args:
+            clip_alone: clips in the same way, where nothing is measured or the probe raises an error.
+
+        Raises:
+            RuntimeError: if the norm is not finite and `error_if_nonfinite` is set.
+        """
+        if (probe := self.probe) is not None:
+            with self.forgiven("a window is not measured"), _discarding(probe):
+                return probe.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return clip_alone()
 
     def log(self, **scalars: float | Tensor) -> None:
         """Give scalars of the present window to the log of the run: see `NoiseScaleProbe.log`."""
         if self.probe is not None:
-            with self._forgiven("the log of the run lacks what the trainer logs"):
+            with self.forgiven("the log of the run lacks what the trainer logs"):
                 self.probe.log(**scalars)
 
     def metrics(self) -> Mapping[str, float]:
         """Those of `LOGGED` that are known now, for the trainer's own logs. Waits for the device."""
         if self.probe is not None:
-            with self._forgiven("the trainer's log lacks the noise scale"):
+            with self.forgiven("the trainer's log lacks the noise scale"):
                 known = self.probe.metrics(known_only=True)
                 return {name: known[name] for name in LOGGED if name in known}
         return {}
@@ -193,7 +214,7 @@ class TrainerProbe:
         """The averages so far, for a checkpoint, also after training; None if nothing is measured."""
         if self.probe is None:
             return self._final_state
-        with self._forgiven("the checkpoint lacks the averages of the noise scale"):
+        with self.forgiven("the checkpoint lacks the averages of the noise scale"):
             return self.probe.state_dict()
         return None
 
@@ -206,7 +227,7 @@ class TrainerProbe:
         probe, self.probe = self.probe, None
         if probe is None:
             return
-        with self._forgiven("the log of the noise scale has no proper end"):
+        with self.forgiven("the log of the noise scale has no proper end"):
             self._last, self._final_state = probe.reading(), probe.state_dict()
             if self._verbose and self._run_log.is_first_rank:
                 sys.stderr.write(f"sonde: {self._last}\n")
@@ -216,11 +237,11 @@ class TrainerProbe:
         """Close the probe after an error of the training, without waiting for ranks that may be gone."""
         probe, self.probe = self.probe, None
         if probe is not None:
-            with self._forgiven("the log of the noise scale has no proper end"):
+            with self.forgiven("the log of the noise scale has no proper end"):
                 probe.__exit__(type(error), error, error.__traceback__)
 
     @contextlib.contextmanager
-    def _forgiven(self, consequence: str) -> Iterator[None]:
+    def forgiven(self, consequence: str) -> Iterator[None]:
         """Log an error once, unless errors are to be raised."""
         try:
             yield
@@ -230,3 +251,13 @@ class TrainerProbe:
             if (said := f"{consequence}: {type(error).__name__}: {error}") not in self._said:
                 self._said.add(said)
                 logger.error("sonde: %s", said)
+
+
+@contextlib.contextmanager
+def _discarding(probe: NoiseScaleProbe) -> Iterator[None]:
+    """Forget the window if ending it fails: the next one begins anew."""
+    try:
+        yield
+    except Exception:
+        probe.discard()
+        raise
