@@ -206,6 +206,10 @@ def test_a_training_that_fails_ends_its_log(tmp_path: Path) -> None:
     run = sonde.read_run(tmp_path / "log")
     assert run.ended == "stopped by KeyError"
     assert run.readings[-1].window == 2
+    reading = probe.reading()
+    assert reading is not None
+    assert reading.windows == 2
+    assert probe.state_dict()["averages"]  # for a checkpoint of Lightning's OnExceptionCheckpoint
 
 
 def test_a_batch_without_rows_is_named_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -156,11 +156,18 @@ class Fails(TrainerCallback):  # type: ignore[misc]
             raise KeyError("of the user's own")
 
 
-def test_a_training_that_fails_fails_as_without_sonde_and_may_be_started_again(tmp_path: Path) -> None:
+def test_a_training_that_fails_fails_as_without_sonde_and_may_be_started_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = trainer_of(tmp_path, callbacks=[failing := Fails()])
-    probe = integration.attach(trainer, every=1, verbose=False)
+    probe = integration.attach(trainer, every=1, log=tmp_path / "log")
     with pytest.raises(KeyError, match="of the user's own"):
         trainer.train()
+    assert sonde.read_run(tmp_path / "log").ended == "stopped by KeyError"
+    stopped = probe.reading()
+    assert stopped is not None
+    assert stopped.windows > 0
+    assert capsys.readouterr().err.endswith(f"sonde: {stopped}\n")
     trainer.remove_callback(failing)
     trainer.train()
     reading = probe.reading()

@@ -21,6 +21,7 @@ from sonde.records import RunLog, log_of, logger
 
 _PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group")
 """Arguments of `sonde.attach` that are not in `NoiseScaleOptions`."""
+_NO_PROPER_END = "the log of the noise scale has no proper end"
 _NOT_MEASURED = "a micro-batch is not measured, so its window is left out"
 LOGGED = (
     "gns/b_simple",
@@ -227,18 +228,25 @@ class TrainerProbe:
         probe, self.probe = self.probe, None
         if probe is None:
             return
-        with self.forgiven("the log of the noise scale has no proper end"):
-            self._last, self._final_state = probe.reading(), probe.state_dict()
-            if self._verbose and self._run_log.is_first_rank:
-                sys.stderr.write(f"sonde: {self._last}\n")
+        with self.forgiven(_NO_PROPER_END):
+            self._keep(probe)
             probe.close(reason)
 
     def fail(self, error: BaseException) -> None:
-        """Close the probe after an error of the training, without waiting for ranks that may be gone."""
+        """Close the probe after an error of the training, Ctrl-C among them, and print its last reading.
+
+        Ranks that may be gone are not waited for.
+        """
         probe, self.probe = self.probe, None
         if probe is not None:
-            with self.forgiven("the log of the noise scale has no proper end"):
+            with self.forgiven(_NO_PROPER_END):
                 probe.__exit__(type(error), error, error.__traceback__)
+                self._keep(probe)
+
+    def _keep(self, probe: NoiseScaleProbe) -> None:
+        self._last, self._final_state = probe.reading(), probe.state_dict()
+        if self._verbose and self._run_log.is_first_rank:
+            sys.stderr.write(f"sonde: {self._last}\n")
 
     @contextlib.contextmanager
     def forgiven(self, consequence: str) -> Iterator[None]:

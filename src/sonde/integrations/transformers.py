@@ -89,7 +89,7 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._batches, self._probe = trainer, batches, probe
         self._micro_batch: tuple[contextlib.ExitStack, Mapping[str, Any], Any] | None = None
         """The training step that goes on, until its backward: its context, inputs and number of items."""
-        self._of_trainer = WrappedMethods(trainer, training_step=self._training_step, log=self._log)
+        self._of_trainer = WrappedMethods(trainer, train=self._train, training_step=self._training_step, log=self._log)
         self._of_accelerator = WrappedMethods(trainer.accelerator, backward=self._backward)
         trainer.add_callback(self)
 
@@ -110,6 +110,14 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
         self._trainer.pop_callback(self)
 
     # Wrappers of the trainer's methods, and of its accelerator's.
+
+    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Trainer has no event for a training that raises."""
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            self._probe.fail(error)
+            raise
 
     def _training_step(
         self, original: Callable[..., Any], model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None
