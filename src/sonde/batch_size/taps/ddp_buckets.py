@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # documented, but not in its __all__
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.hook_failures import log_failure
+from sonde.batch_size.hook_failures import count_failure
 from sonde.batch_size.taps.autograd_internals import accumulates, in_backward, inside_another_backward
 from sonde.batch_size.taps.ddp_division import divided
 from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
@@ -189,7 +189,7 @@ class DDPBucketTap:
                     left_overs.look(index)
                 self._saw_backward(grad)
             except Exception as error:  # a bug, or no memory left: the user's backward goes on
-                self._failed(error)
+                count_failure(self._problems, error)
 
         return hook
 
@@ -223,11 +223,7 @@ class DDPBucketTap:
         try:
             self._on_backward_end()
         except Exception as error:
-            self._failed(error)
-
-    def _failed(self, error: Exception) -> None:
-        self._problems[Problem.FAILED] += 1
-        log_failure(error)
+            count_failure(self._problems, error)
 
     def _start_window(self) -> None:
         self._left_overs.new_window()
@@ -274,14 +270,14 @@ class DDPBucketTap:
         try:
             read_reduced = self._read(bucket)
         except Exception as error:
-            self._failed(error)
+            count_failure(self._problems, error)
             return lambda _: None
 
         def read_or_note(buffer: Tensor) -> None:
             try:
                 read_reduced(buffer)
             except Exception as error:
-                self._failed(error)
+                count_failure(self._problems, error)
 
         return read_or_note
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from sonde.batch_size.hook_failures import log_failure
+from sonde.batch_size.hook_failures import count_failure
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
 from sonde.batch_size.taps.context_pieces import ContextPieces, is_context_parallel
 from sonde.batch_size.taps.cut_gradients import CutGradients
@@ -196,7 +196,7 @@ class LeafHookTap:
                     else:
                         self._take(index, grad)
             except Exception as error:  # a bug, or no memory left: the user's backward goes on
-                self._failed(error)
+                count_failure(self._problems, error)
             self.seconds += time.perf_counter() - start
 
         return hook
@@ -256,11 +256,7 @@ class LeafHookTap:
             elif self._backwards:
                 self._on_backward_end()
         except Exception as error:
-            self._failed(error)
-
-    def _failed(self, error: Exception) -> None:
-        self._problems[Problem.FAILED] += 1
-        log_failure(error)
+            count_failure(self._problems, error)
 
     def _take_in_turn(self, index: int, grad: Tensor) -> None:
         """Take a gradient for the piece whose turn it is."""
