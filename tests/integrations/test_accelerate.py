@@ -239,10 +239,10 @@ def test_bad_arguments(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
         integration.attach(a, model, optimizer, horizn=3)
     with pytest.raises(ValueError, match=r"a batch is counted in one unit, got unit=\('rows', 'tokens'\): pass units="):
         integration.attach(a, model, optimizer, unit=("rows", "tokens"))
-    monkeypatch.setattr(accelerate, "__version__", "2.0")
+    monkeypatch.setattr(accelerate, "__version__", "1.16.0")
     with caplog.at_level(logging.WARNING):
         probe = integration.attach(a, model, optimizer, verbose=False)
-    assert "accelerate 2.0 is not a version that sonde was tested with, which are those from 1.15" in caplog.text
+    assert "accelerate 1.16.0 is not a version that sonde was tested with, which are those from 1.15" in caplog.text
     with pytest.raises(ValueError, match="this accelerator has a probe already: close it first"):
         integration.attach(a, model, optimizer)
     probe.close()

@@ -229,10 +229,10 @@ def test_bad_arguments_are_refused_before_training(tmp_path: Path, caplog: pytes
 def test_another_version_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     import transformers
 
-    monkeypatch.setattr(transformers, "__version__", "6.1.0")
+    monkeypatch.setattr(transformers, "__version__", "5.24.0")
     with caplog.at_level(logging.WARNING):
         integration.attach(trainer_of(tmp_path))
-    assert "transformers 6.1.0 is not a version that sonde was tested with, which are those from 5.23" in caplog.text
+    assert "transformers 5.24.0 is not a version that sonde was tested with, which are those from 5.23" in caplog.text
 
 
 def test_guard_the_order_of_the_trainers_calls(tmp_path: Path) -> None:

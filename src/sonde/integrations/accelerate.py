@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("this needs accelerate: run pip install '.[accelerate]' in the checkout of sonde") from error
 
-TESTED = ("1.15", "2")
+TESTED = ("1.15", "1.16")
 """The first version that the tests ran with, and the first one above it that they did not."""
 SAVED_AS = "sonde_noise_scale.json"
 """The file with the averages in a folder that `accelerator.save_state` writes."""

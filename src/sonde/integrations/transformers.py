@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError("this needs transformers: run pip install '.[transformers]' in the checkout of sonde") from error
 
-TESTED = ("5.23", "6")
+TESTED = ("5.23", "5.24")
 """The first version that the tests ran with, and the first one above it that they did not."""
 SAVED_AS = "sonde_noise_scale"
 """The entry of `TrainerState.stateful_callbacks` with the averages. transformers saves that mapping with a checkpoint.

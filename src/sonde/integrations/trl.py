@@ -37,7 +37,7 @@ try:
 except ImportError as error:
     raise ImportError("this needs trl: run pip install '.[trl]' in the checkout of sonde") from error
 
-TESTED = ("1.16", "2")
+TESTED = ("1.16", "1.17")
 """The first version of TRL that the tests ran with, and the first one above it that they did not."""
 DEFAULT = {name: {"enabled": True} for name in ("entropy_probe", "policy_entropy_probe")}
 """The probes of `attach` without a config."""
