@@ -1,0 +1,43 @@
+"""What all trainers share: the end of a training that fails."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sonde.integrations.trainer_probe import TrainerProbe
+from tests.batch_size.loops import batch, mean_loss, small_model
+from tests.integrations.plain_loop import optimizer_of
+from tests.ranks import Ranks
+
+
+def _fails_alone() -> int | None:
+    """The windows of rank 0, which fails in the fourth, whose sum its peer never joins; None on the peer."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = DistributedDataParallel(small_model(), process_group=group)
+    optimizer, generator = optimizer_of(model), torch.Generator().manual_seed(dist.get_rank())
+    probe = TrainerProbe({"unit": "rows", "every": 1}, verbose=False, strict=True)
+    probe.begin(model, optimizer)
+    for window in range(4):
+        for _ in range(2):
+            with probe.piece(lambda: {"units": 4}):
+                mean_loss(model, *batch(4, generator)).backward()
+        if window == 3 and dist.get_rank() == 1:
+            dist.barrier()  # until rank 0 has failed; if that waited for this rank, the sum would run into its timeout
+            return None
+        probe.end_window()
+        optimizer.step()
+        optimizer.zero_grad()
+    probe.fail(KeyError("of the user's own"))
+    reading = probe.reading()
+    dist.barrier()
+    assert reading is not None
+    assert probe.state_dict() is not None
+    return reading.windows
+
+
+def test_a_rank_that_fails_keeps_its_reading_and_waits_for_nobody(ranks2: Ranks) -> None:
+    assert ranks2(_fails_alone) == [3, None]
