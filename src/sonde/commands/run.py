@@ -1,6 +1,6 @@
 """`sonde run -- train.py …`: starts an unmodified script, in whose processes sonde attaches itself.
 
-The command becomes the script's own process, or its launcher: exit status, signals, traceback and stdout are its own.
+The command becomes the script's own process, or its launcher: exit status, signals and stdout are its own.
 Environment variables tell Python to import `on_start/sitecustomize.py` first, in that process and in all it starts.
 """
 
