@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -280,16 +281,6 @@ def test_hooks_that_leave_the_gradient_alone_are_no_cause_for_alarm() -> None:
         assert probe.alerts == {}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")  # the import compiles a function
-def test_an_optimizer_that_was_applied_in_backward_is_refused() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    model = small_model()
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    with pytest.raises(ValueError, match=r"an optimizer steps 8 parameters \(.*, …\) inside backward"):
-        attached(model)
-
-
 def test_an_optimizer_that_steps_another_inside_its_step_is_one_optimizer() -> None:
     """As ZeroRedundancyOptimizer does."""
     model = small_model()
@@ -390,3 +381,16 @@ def test_a_window_ended_with_each_micro_batch_is_named(n_calls: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert ("was called 3 times between optimizer steps" in probe.alerts.get("called_often", "")) == (n_calls == 3)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_an_optimizer_that_the_loop_is_done_with_is_not_kept_alive(is_given: bool) -> None:
+    model = small_model()
+    optimizer = sgd(model)
+    with attached(model, optimizer if is_given else None) as probe:
+        windows_of(model, probe, 5, optimizer)
+        reference = weakref.ref(optimizer)
+        del optimizer
+        assert reference() is None
+        windows_of(model, probe, 25)
+        assert "has not stepped" in probe.alerts["steps_unwatched"]

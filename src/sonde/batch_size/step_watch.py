@@ -36,7 +36,7 @@ class StepWatch:
     The optimizer is the given one. Where none was given, or the given one no longer steps, it is the one that steps the
     measured parameters, or those that share them out. The check says so if several step the same parameters, if the
     given one does not step, or if none was given and parameters change without a step. Steps with a closure are not
-    judged.
+    judged. No optimizer is kept alive: a script may be done with its model before the probe is closed.
 
     Args:
         optimizer: the optimizer of the loop; None to find it by its steps.
@@ -66,8 +66,10 @@ class StepWatch:
         self._parameters, self._ids = list(parameters), frozenset(id(p) for p in parameters)
         self._held: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
         """By optimizer: how many parameters it has, and the measured ones among them."""
-        self._given = unwrap_optimizer(optimizer) if optimizer is not None else None
-        self._watched = [self._given] if self._given is not None else []
+        given = None if optimizer is None else unwrap_optimizer(optimizer)
+        self._given: Callable[[], Any] = (lambda: None) if given is None else weakref.ref(given)
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet([] if given is None else [given])
+        self._has_given = self._watches_given_alone = self._has_watched = given is not None
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
         """Other optimizers of these parameters that have stepped since one of the watched did."""
         self._windows_unstepped = 0
@@ -78,9 +80,9 @@ class StepWatch:
         self._stepping: list[Any] = []
         """Optimizers inside whose step we are, the outermost first."""
         self._handles: list[Any] = []
-        if self._given is not None:
+        if given is not None:
             # Besides the hook for all optimizers: one of another library may call no hooks but its own.
-            self._handles.append(self._given.register_step_pre_hook(self._while_alive(StepWatch._before_given_step)))
+            self._handles.append(given.register_step_pre_hook(self._while_alive(StepWatch._before_given_step)))
         self._handles.append(register_optimizer_step_pre_hook(self._while_alive(StepWatch._before_any_step)))
         self._handles.append(register_optimizer_step_post_hook(self._while_alive(StepWatch._after_any_step)))
 
@@ -142,7 +144,7 @@ class StepWatch:
                 self._say_blind(
                     f"{len(others)} optimizers step the same parameters, and none of them was given to attach"
                 )
-        elif self._watched:
+        elif self._has_watched:
             if self._windows_unstepped > _UNSEEN_AFTER:
                 self._say_blind(f"the optimizer has not stepped in {_UNSEEN_AFTER} windows")
         elif self._written_unseen():
@@ -162,16 +164,17 @@ class StepWatch:
         """Watch other optimizers beside those whose parameters they leave alone, or in their place."""
         is_of_these = any(map(self._held_by, self._watched))
         if is_of_these and self._share_out([*self._watched, *others]):
-            self._watched += others
+            self._watched.update(others)
         else:
-            if self._given is not None:
+            if self._has_given:
                 self._alert(
                     "optimizer_replaced",
                     f"{', '.join(type(o).__name__ for o in others)} steps these parameters, not the optimizer given to "
                     "attach. Windows are checked against its steps from now on. With metric='adam', attach again with "
                     "it",
                 )
-            self._watched = others
+            self._watched = weakref.WeakSet(others)
+        self._watches_given_alone, self._has_watched = False, True
         self._windows_unstepped = 0
         self._others.clear()
 
@@ -189,7 +192,7 @@ class StepWatch:
 
     def _before_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._stepping.append(optimizer)
-        if optimizer is self._given:  # it has a hook of its own
+        if optimizer is self._given():  # it has a hook of its own
             return
         start = time.perf_counter()
         # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
@@ -200,7 +203,7 @@ class StepWatch:
 
     def _before_given_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         start = time.perf_counter()
-        is_usual = self._ended_since_step and not self._others and self._watched == [optimizer]
+        is_usual = self._ended_since_step and not self._others and self._watches_given_alone
         if is_usual and not in_backward():  # nearly all steps, so this is short
             if self._windows_unstepped > 1 or self._n_often:
                 self._count_windows()
@@ -229,7 +232,7 @@ class StepWatch:
         has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
         if in_backward():
             self._stepped_in_backward, self._windows_written = True, 0
-        elif not any(optimizer is watched for watched in self._watched):
+        elif optimizer not in self._watched:
             self._others.add(optimizer)
         elif self._held_by(optimizer) or not self._others:  # another model's gives way to one of this model
             self._count_windows()
