@@ -203,7 +203,7 @@ def test_two_ranks(ranks2: Ranks) -> None:
         assert counted[2] == {}
 
 
-def _a_function_that_fails(rank_that_fails: int) -> tuple[int, str]:
+def _a_function_that_fails(rank_that_fails: int) -> tuple[int, str, str | None]:
     fails = torch.distributed.get_rank() == rank_that_fails
     model = DistributedDataParallel(small_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
@@ -213,13 +213,15 @@ def _a_function_that_fails(rank_that_fails: int) -> tuple[int, str]:
     logging.getLogger("sonde").addHandler(handler)
     with attached(model, optimizer, units_per_piece=lambda x: 1 / 0 if fails else len(x)) as probe:
         train(probe, model, optimizer, windows=3)
-        windows = probe.reading().windows
+        reading = probe.reading()
     logging.getLogger("sonde").removeHandler(handler)
-    return windows, "".join(said)
+    return reading.windows, "".join(said), reading.reason
 
 
 def test_a_function_that_fails_on_one_rank_is_named_there_and_no_rank_waits(ranks2: Ranks) -> None:
-    (windows, said), (peers_windows, peer_said) = ranks2(_a_function_that_fails, 0)
+    (windows, said, reason), (peers_windows, peer_said, peers_reason) = ranks2(_a_function_that_fails, 0)
     assert (windows, peers_windows) == (0, 0)
-    assert "units_per_piece= could not count a piece: ZeroDivisionError" in said
+    assert said == "sonde: units_per_piece= could not count a piece: ZeroDivisionError: division by zero"
     assert peer_said == ""
+    assert Problem.NOT_COUNTED.message in str(reason)
+    assert reason == peers_reason

@@ -123,6 +123,8 @@ class Pieces:
         self._has_run = False
         """Whether a piece has ended in the present window, or a backward that was none."""
         self._error: Exception | None = None
+        self._said = ""
+        """The error of `units_per_piece` that was logged last."""
         self._units_unknown = self._units_unclear = self._ran_outside = False
         """Errors that are raised from the user's own call, not inside autograd."""
 
@@ -191,15 +193,15 @@ class Pieces:
             return
         if isinstance(counts, CountedByForward):
             by_forward = self._counted_by_forward(counts.weight)
-            if by_forward is None:
+            if isinstance(by_forward, Problem):
                 self._reader.leave_out_backward(Problem.BAD_COUNTS)
                 self._units_unclear = not self._has_peers
                 return
             counts = by_forward
         self._reader.end_piece(counts)
 
-    def _counted_by_forward(self, weight: float | Tensor | None) -> PieceCounts | None:
-        """The counts of a piece that is ending, by its forward; None if its forward does not show them.
+    def _counted_by_forward(self, weight: float | Tensor | None) -> PieceCounts | Problem:
+        """The counts of a piece that is ending, by its forward, or why its forward does not show them.
 
         Args:
             weight: in the loss; None where the forward may show that too.
@@ -208,16 +210,18 @@ class Pieces:
         try:
             units = self._forwards.take()
             if units is None:
-                return None
+                return Problem.UNITS_UNCLEAR
             counts = units if isinstance(units, CountsOfForward) else CountsOfForward(units)
             first, further = counted_in(self._names, counts.units)
             return piece_counts(first, counts.weight if weight is None else weight, counts.unit_weights, further)
         except Exception as error:  # of the user's function, or a number that cannot be
             if self._has_peers:  # they would wait for a rank that raises: the window is dropped
-                logger.error("sonde: units_per_piece= could not count a piece: %s: %s", type(error).__name__, error)
+                if (said := f"{type(error).__name__}: {error}") != self._said:
+                    logger.error("sonde: units_per_piece= could not count a piece: %s", said)
+                self._said = said
             else:
                 self._error = error  # raised when the window ends
-            return None
+            return Problem.NOT_COUNTED
 
     @contextmanager
     def scheduled(
@@ -292,8 +296,8 @@ class Pieces:
             self._ran_outside = not self._has_peers
         elif self._forwards is not None:
             counts = self._counted_by_forward(None)
-            if counts is None:
-                self._reader.leave_out_backward(Problem.UNITS_UNCLEAR)
+            if isinstance(counts, Problem):
+                self._reader.leave_out_backward(counts)
             else:
                 self._reader.end_piece(counts, is_declared=False)
         elif self._units_per_piece is None:

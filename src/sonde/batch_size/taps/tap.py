@@ -167,6 +167,7 @@ class Problem(IntEnum):
     ENDED_LATE = 0
     NOT_ALL_DECLARED = 31
     UNITS_UNKNOWN = 32
+    NOT_COUNTED = 36
     UNITS_UNCLEAR = 34
     OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
@@ -218,7 +219,7 @@ class Problem(IntEnum):
         return _MESSAGES[self]
 
 
-_OUTSIDE_PIECES = (Problem.UNITS_UNKNOWN, Problem.UNITS_UNCLEAR, Problem.OUTSIDE_SCHEDULE)
+_OUTSIDE_PIECES = (Problem.UNITS_UNKNOWN, Problem.NOT_COUNTED, Problem.UNITS_UNCLEAR, Problem.OUTSIDE_SCHEDULE)
 """Backwards that need no number of units where pieces are declared."""
 
 _MESSAGES = {
@@ -253,6 +254,9 @@ _MESSAGES = {
         "the number of units in a piece is not known: pass units_per_piece= to attach, or enter "
         "'with probe.piece(units=…):' around the backward of each micro-batch"
     ),
+    Problem.NOT_COUNTED: (
+        "units_per_piece= could not count a piece, here or on another rank: the logger 'sonde' has shown the error"
+    ),
     Problem.UNITS_UNCLEAR: (
         "a backward does not follow one forward of the model, whose inputs would show the piece's units: there was no "
         "such forward, or several, or it was called without a tensor, or is compiled by model.compile(). Enter 'with "
@@ -265,7 +269,9 @@ _MESSAGES = {
     Problem.NO_SECOND_MOMENT: (
         "metric='adam' weighs gradients by the optimizer's second moment, which exists only after its first step"
     ),
-    Problem.BAD_COUNTS: "a piece had a weight or a number of units that was not finite and positive",
+    Problem.BAD_COUNTS: (
+        "a piece had a weight or a number of units that was not finite and positive, or that could not be counted"
+    ),
     Problem.LOSS_SCALE: (
         "a piece's gradient, multiplied by the loss scale, was not finite or its squares overflow fp32: the GradScaler "
         "lowers its scale after an overflow. If that does not help, the gradient itself is not finite"
