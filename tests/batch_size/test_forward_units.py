@@ -196,6 +196,28 @@ def _both_on_ranks() -> list[Any]:
     return [_on_ranks(True, rank), _on_ranks(False, rank)]
 
 
+@pytest.mark.parametrize(
+    ("rows_of", "said"),
+    [
+        (lambda x: x, "2 pieces per window, 10 rows in all (dim 0 of float32 [7, 12])\n"),
+        (
+            lambda x: x[0],
+            "24 rows in all (dim 0 of float32 [12]; if that is one unit without a dim of its own, pass "
+            "units_per_piece=1)\n",
+        ),
+    ],
+)
+def test_the_tensor_whose_rows_are_counted_is_said(
+    rows_of: Callable[[Tensor], Tensor], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model()
+    with attached(model, units_per_piece="first dim", verbose=True) as probe:
+        for n in (7, 3):
+            model(rows_of(batch(n, torch.Generator())[0])).square().mean().backward()
+        probe.step()
+    assert said in capsys.readouterr().err
+
+
 def test_two_ranks(ranks2: Ranks) -> None:
     for declared, counted in ranks2(_both_on_ranks):
         assert counted[0] == pytest.approx(declared[0], rel=1e-6)

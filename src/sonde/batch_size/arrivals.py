@@ -36,6 +36,7 @@ class Arrivals:
         taps: the choice of the tap, which depends on what the windows showed.
         wrapper: of the model.
         late_wrapper: looks for one that came after attach.
+        counted_in: gives the tensor whose rows are counted as units, in words; empty if none is.
         say: prints a sentence for people.
     """
 
@@ -51,12 +52,13 @@ class Arrivals:
         taps: TapChoice,
         wrapper: Wrapper,
         late_wrapper: LateWrapper,
+        counted_in: Callable[[], str],
         say: Callable[[str], None],
     ) -> None:
         self._metrics, self._tracker, self._log = metrics, metrics.headline, log
         self._rounding, self._mechanism, self._pacing, self._taps = rounding, mechanism, pacing, taps
         self._wrapper, self._late_wrapper, self._say, self._frozen = wrapper, late_wrapper, say, frozen
-        self._has_seen_one = False
+        self._counted_in, self._has_seen_one = counted_in, False
         self.n_covered: int | None = None
         """Parameters that the averages speak of; None before the first window."""
 
@@ -120,9 +122,9 @@ class Arrivals:
         self.n_covered, self._tracker.is_biased = n_covered, is_biased
 
     def _say_first(self, row: WindowRow) -> None:
-        if self._has_seen_one:
+        if self._has_seen_one or not row.n_pieces:
             return
         self._has_seen_one = True
         names = [self._tracker.unit, *self._tracker.further_units]
         counts = dict(zip(names, [row.n_units, *row.further_units], strict=True))
-        self._say(describe_window(row.n_pieces, counts, self._wrapper.n_ranks))
+        self._say(describe_window(row.n_pieces, counts, self._wrapper.n_ranks, self._counted_in()))

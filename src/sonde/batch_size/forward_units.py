@@ -49,18 +49,24 @@ def rows(*inputs: object) -> int | None:
         >>> rows({"input_ids": torch.zeros(8, 128), "labels": torch.zeros(8, 128)})
         8
     """
+    first = _first_tensor(inputs)
+    return None if first is None else first.shape[0]
+
+
+def _first_tensor(inputs: Iterable[object]) -> Tensor | None:
+    """The first tensor of one or more dims."""
     for value in inputs:
-        found: int | None = None
+        found: Tensor | None = None
         if isinstance(value, Tensor):
-            found = value.shape[0] if value.dim() else None
+            found = value if value.dim() else None
         elif isinstance(value, Mapping):
-            found = rows(*value.values())
+            found = _first_tensor(value.values())
         elif isinstance(value, list | tuple):
-            found = rows(*value)
+            found = _first_tensor(value)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            found = rows(*(getattr(value, field.name) for field in dataclasses.fields(value)))
+            found = _first_tensor(getattr(value, field.name) for field in dataclasses.fields(value))
         elif isinstance(data := getattr(value, "data", None), Mapping):  # a UserDict, as encodings of texts are
-            found = rows(*data.values())
+            found = _first_tensor(data.values())
         if found is not None:
             return found
     return None
@@ -79,13 +85,19 @@ class ForwardUnits:
     """
 
     def __init__(self, model: nn.Module, count: UnitsOfForward | FirstDim) -> None:
-        self._hook = _Hook(_rows_of_call if isinstance(count, str) else count)
+        self._rows = _RowsOfCall()
+        self._hook = _Hook(self._rows if isinstance(count, str) else count)
         self._handle = model.register_forward_pre_hook(self._hook, with_kwargs=True)
 
     @property
     def seconds(self) -> float:
         """Host time spent in the hook so far."""
         return self._hook.seconds
+
+    @property
+    def counted_in(self) -> str:
+        """The tensor whose rows were counted first, in words; empty where a function counts."""
+        return self._rows.counted_in
 
     def take(self) -> Any:
         """The units of the one forward since the last call; None where there was none, or several.
@@ -137,8 +149,20 @@ class _Hook:
         self.seconds += time.perf_counter() - start
 
 
-def _rows_of_call(*args: object, **kwargs: object) -> int | None:
-    return rows(*args, *kwargs.values())
+class _RowsOfCall:
+    """Counts the rows of the first tensor that a model is called with, and remembers the first such tensor's shape."""
+
+    def __init__(self) -> None:
+        self.counted_in = ""
+
+    def __call__(self, *args: object, **kwargs: object) -> int | None:
+        if (first := _first_tensor((*args, *kwargs.values()))) is None:
+            return None
+        if not self.counted_in:
+            self.counted_in = f"dim 0 of {str(first.dtype).removeprefix('torch.')} {list(first.shape)}"
+            if first.dim() == 1:
+                self.counted_in += "; if that is one unit without a dim of its own, pass units_per_piece=1"
+        return first.shape[0]
 
 
 def is_of_forward(units_per_piece: UnitsPerPiece) -> TypeIs[FirstDim | UnitsOfForward]:

@@ -331,6 +331,11 @@ class Pieces:
             raise RuntimeError(Problem.UNITS_UNCLEAR.message)
 
     @property
+    def counted_in(self) -> str:
+        """The tensor whose rows were counted first, in words; empty where no rows are counted."""
+        return "" if self._forwards is None else self._forwards.counted_in
+
+    @property
     def seconds_in_all_windows(self) -> float:
         """Host time spent on pieces and in hooks of forwards so far, measured or not; see `seconds`."""
         return self.seconds + (self._forwards.seconds if self._forwards is not None else 0.0)

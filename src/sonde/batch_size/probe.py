@@ -257,6 +257,7 @@ class NoiseScaleProbe:
             taps=self._taps,
             wrapper=wrapper,
             late_wrapper=self._late_wrapper,
+            counted_in=lambda: self._pieces.counted_in,
             say=self._say,
         )
         self._mechanism.begin_window(is_measured=True)

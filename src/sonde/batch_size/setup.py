@@ -342,8 +342,9 @@ def describe_pace(cost: Cost, *, in_pairs: bool) -> str:
     return f"{one} in {cost.every} is measured from now on{why}"
 
 
-def describe_window(n_pieces: int, n_units: Mapping[str, float], n_ranks: int) -> str:
+def describe_window(n_pieces: int, n_units: Mapping[str, float], n_ranks: int, counted_in: str) -> str:
     """The message that the first window prints."""
     each = f" ({n_ranks} ranks × {n_pieces / n_ranks:g})" if n_ranks > 1 else ""
     counts = ", ".join(f"{number:g} {unit}" for unit, number in n_units.items())
-    return f"{plural(n_pieces, 'piece')} per window{each}, {counts} in all"
+    rows = f" ({counted_in})" if counted_in else ""
+    return f"{plural(n_pieces, 'piece')} per window{each}, {counts} in all{rows}"
