@@ -44,6 +44,20 @@ def test_errors_come_before_the_script_starts(
     assert "-m needs the name of a module" in error(capsys, "--", "-m")
     assert "--out must be a folder" in error(capsys, "--out", "train.py", "--", "train.py")
     assert "--nproc" in error(capsys, "--nprocs", 2, "--", "train.py")
+    for number in ("0", "-3", "nan", "inf"):
+        assert "must be a number above 0" in error(capsys, f"--units-from={number}", "--", "train.py")
+    assert "horizon must be more than 1 window" in error(capsys, "--horizon", 1, "--", "train.py")
+    assert "train.py is a file: give another one" in error(capsys, "--out", "train.py/log", "--", "train.py")
+    Path("train.py").rename("train")
+    assert "sonde run -- python ./train" in error(capsys, "--", "./train")
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_script_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write to every folder
+    assert "is read-only" in error(capsys, "--out", tmp_path / "log", "--", tmp_path / "train.py")
 
 
 def test_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,15 +95,27 @@ def test_what_the_command_becomes(tmp_path: Path) -> None:
 
 
 def test_settings_reach_the_script_by_its_environment() -> None:
-    options = RunOptions(unit="images", units_from="8", budget=0.02, every=3, out=Path("here"), report=False)
+    options = RunOptions(
+        unit="images", units_from="8", budget=0.02, every=3, horizon=9.0, out=Path("here"), report=False
+    )
     environment = environment_of(options, ["torchrun", "train.py"], {"PYTHONPATH": "mine", "OTHER": "1"})
     first, *rest = environment.pop("PYTHONPATH").split(os.pathsep)
     assert (Path(first) / "sitecustomize.py").is_file()
     assert (rest, environment["OTHER"]) == (["mine"], "1")
     settings = Settings.of_environment(environment)
     assert settings == Settings(
-        ("torchrun", "train.py"), str(Path("here").absolute()), "images", "8", budget=0.02, every=3, report=False
+        ("torchrun", "train.py"),
+        str(Path("here").absolute()),
+        settings.start,
+        "images",
+        "8",
+        budget=0.02,
+        every=3,
+        horizon=9.0,
+        report=False,
     )
+    again = Settings.of_environment(environment | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert again.start == f"{settings.start}, restart 1"
     default = Settings.of_environment(environment_of(RunOptions(), ["torchrun", "a/train.py"], {}))
     assert Path(default.folder).parent == Path("runs").absolute()
     assert Path(default.folder).name.startswith("train-2")
@@ -127,9 +153,9 @@ def test_a_real_python_runs_the_script_as_it_was(tmp_path: Path) -> None:
     assert (ended.status, ended.out, bare.returncode) == (3, bare.stdout, 3), ended.err
     assert bare.stdout.startswith("chained False\n")
     assert same_weights(torch.load(tmp_path / "a.pt"), torch.load(tmp_path / "b.pt"))
-    assert "sonde run: B_simple 11.1 rows" in ended.err
+    assert "sonde: B_simple 11.1 rows" in ended.err
     (folder,) = (tmp_path / "runs").iterdir()
-    assert f"sonde run: report  {folder}/report.html\n" in ended.err
+    assert f"sonde: report  {folder}/report.html\n" in ended.err
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
     run = sonde.read_run(folder)
     assert (run.ended, run.header.metadata["command"]) == ("the script ended", "train.py b.pt --lr 3")

@@ -19,8 +19,8 @@ REFUSED = {
         "no module holds the parameters that SGD steps: put its modules",
     ),
     "steps in backward": (hard_scripts.STEPS_IN_BACKWARD, 1, "an optimizer steps inside backward"),
-    "two forwards": (hard_scripts.TWO_FORWARDS, 1, "pass --units-from with their number"),
-    "parts of a model": (hard_scripts.PARTS, 1, "pass --units-from with their number"),
+    "two forwards": (hard_scripts.TWO_FORWARDS, 1, "pass --units-from with the number of units in one"),
+    "parts of a model": (hard_scripts.PARTS, 1, "pass --units-from with the number of units in one"),
     "reduced by hand": (scripts.BY_HAND, 2, "pass --reduced-by-hand if the script averages"),
 }
 
@@ -29,7 +29,7 @@ REFUSED = {
 def test_what_cannot_be_measured_is_said_once_and_the_script_runs_on(name: str, tmp_path: Path) -> None:
     script, ranks, message = REFUSED[name]
     measured = check_untouched(script, tmp_path, ranks=ranks)
-    said = [line for line in measured.err.splitlines() if line.startswith("sonde run: ")]
+    said = [line for line in measured.err.splitlines() if line.startswith("sonde: ")]
     assert measured.status == 0
     assert sum(message in line for line in said) == 1, measured.err
     assert not re.search(r"B_simple [\d<>]", measured.err)
@@ -77,7 +77,8 @@ def test_two_losses_of_a_gans_critic_are_no_micro_batches(tmp_path: Path) -> Non
     measured = check_untouched(scripts.GAN_OF_TWO_LOSSES, tmp_path)
     assert "trains several models, and a step of Sequential has 2 backwards" in measured.err
     assert "pass --micro-batches" in measured.err
-    assert measured.err.count("sonde run: B_simple") == 1
+    assert measured.err.count("sonde: 1. Sequential: B_simple") == 1
+    assert "optimizer.step() ran" not in measured.err
     told = with_run(scripts.GAN_OF_TWO_LOSSES, tmp_path / "told", micro_batches=True)
     assert told.err.count(", 12 windows") == 2
 

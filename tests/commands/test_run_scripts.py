@@ -44,7 +44,7 @@ def test_scripts_compute_what_they_did_and_are_measured_from_the_first_step(styl
     assert measured.numbers == pytest.approx(own.numbers, rel=1e-5)
     n = 13 if style == "amp" else 12
     assert f", {n} windows" in measured.err
-    assert measured.err.count("sonde run: B_simple") == 1
+    assert measured.err.count("sonde: B_simple") == 1
 
 
 def test_a_clip_of_the_script_is_in_the_log(tmp_path: Path) -> None:
@@ -67,5 +67,5 @@ def test_scripts_end_as_they_did(ending: str, status: int, writes_report: bool, 
     assert len(measured.run.readings) == 2
     if ending == "terminated":
         assert measured.run.ended == "the process was told to end (SIGTERM)"
-    assert "sonde run: B_simple 11.1 rows [" in measured.err
-    assert (measured.folder / "report.html").exists() == ("sonde run: report" in measured.err) == writes_report
+    assert "sonde: B_simple 11.1 rows [" in measured.err
+    assert (measured.folder / "report.html").exists() == ("sonde: report" in measured.err) == writes_report

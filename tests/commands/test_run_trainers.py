@@ -39,7 +39,7 @@ def test_transformers_trainer_is_measured_by_its_integration(tmp_path: Path) -> 
     assert same_weights(measured.weights, without.weights)
     assert (measured.status, without.status) == (0, 0)
     assert ", 10 windows" in measured.err
-    assert "sonde run: log " in measured.err
+    assert "sonde: log " in measured.err
     attach = "sonde.integrations.transformers.attach(trainer, "
     own = explicit(
         TRANSFORMERS.replace("import sys", "import sys, sonde.integrations.transformers"),
@@ -65,9 +65,9 @@ trainer.add_callback(Ends())
     assert measured.status == -signal.SIGTERM
     assert measured.run.ended == "the process was told to end (SIGTERM)"
     reading, where = measured.err.splitlines()[-2:]
-    assert reading.startswith("sonde run: B_simple")
+    assert reading.startswith("sonde: B_simple")
     assert ", 6 windows" in reading
-    assert where == f"sonde run: log     {measured.folder}"
+    assert where == f"sonde: log     {measured.folder}"
 
 
 def test_lightning_is_measured_in_the_closures_of_its_optimizer(tmp_path: Path) -> None:

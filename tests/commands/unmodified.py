@@ -108,7 +108,9 @@ def _outcome(
                 stack.enter_context(Python(*arguments, folder=folder, environment={**variables, "RANK": str(rank)}))
                 for rank in range(ranks)
             ]
-            first, *_ = [process.wait() for process in processes]
+            first, *others = [process.wait() for process in processes]
+        for rank, other in enumerate(others, 1):
+            (folder / f"err-{rank}").write_text(other.err)
     saved = torch.load(weights) if weights.exists() else None
     return Outcome(first.status, first.out, first.err, saved, folder / "log")
 

@@ -75,9 +75,22 @@ def _check(options: RunOptions) -> None:
     if options.nproc is not None and options.nproc < 1:
         raise ValueError(f"--nproc must be at least 1, got {options.nproc}: leave it out to start one process")
     check_units_from(options.units_from)
-    NoiseScaleOptions("rows" if options.unit is None else options.unit, budget=options.budget, every=options.every)
-    if options.out is not None and options.out.exists() and not options.out.is_dir():
-        raise ValueError(f"--out must be a folder, got {options.out}, which is a file: give another one")
+    NoiseScaleOptions(options.unit or "rows", horizon=options.horizon, budget=options.budget, every=options.every)
+    if options.out is not None:
+        _check_out(options.out.absolute())
+
+
+def _check_out(out: Path) -> None:
+    """Refuse a folder that cannot be made, or written to.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    existing = next(folder for folder in (out, *out.parents) if folder.exists())
+    if not existing.is_dir():
+        raise ValueError(f"--out must be a folder, got {out}, and {existing} is a file: give another one")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"--out must be a folder that you may write to, got {out}, and {existing} is read-only")
 
 
 def arguments_of(command: Sequence[str], nproc: int | None) -> list[str]:
@@ -103,6 +116,8 @@ def arguments_of(command: Sequence[str], nproc: int | None) -> list[str]:
     # Also beside this Python, for a sonde that is called by its full path.
     beside = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     if (program := shutil.which(first, path=beside)) is None:
+        if Path(first).is_file():
+            raise ValueError(f"{first!r} does not end in .py, and cannot be executed: sonde run -- python {first} …")
         raise ValueError(f"{first!r} is no script that ends in .py, and no command that is installed: {USAGE}")
     if nproc is not None:
         raise ValueError(f"--nproc starts processes of a script, and {first!r} is a command: tell it how many to start")
@@ -121,6 +136,7 @@ def environment_of(options: RunOptions, command: Sequence[str], environment: Map
     settings = Settings(
         command=tuple(command),
         folder=str(folder.absolute()),
+        start=f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}",
         unit=options.unit,
         units_from=options.units_from,
         weights_from=options.weights_from,
@@ -128,6 +144,7 @@ def environment_of(options: RunOptions, command: Sequence[str], environment: Map
         micro_batches=options.micro_batches,
         budget=options.budget,
         every=options.every,
+        horizon=options.horizon,
         report=options.report,
     )
     before = environment.get("PYTHONPATH")

@@ -229,7 +229,7 @@ class TrainerProbe:
         if probe is None:
             return
         with self.forgiven(_NO_PROPER_END):
-            self._keep(probe)
+            self.keep(probe)
             probe.close(reason)
 
     def fail(self, error: BaseException) -> None:
@@ -241,9 +241,10 @@ class TrainerProbe:
         if probe is not None:
             with self.forgiven(_NO_PROPER_END):
                 probe.__exit__(type(error), error, error.__traceback__)
-                self._keep(probe)
+                self.keep(probe)
 
-    def _keep(self, probe: NoiseScaleProbe) -> None:
+    def keep(self, probe: NoiseScaleProbe) -> None:
+        """Keep the last reading and state of a probe whose training has ended, and print the reading."""
         self._last, self._final_state = probe.reading(), probe.state_dict()
         if self._verbose and self._run_log.is_first_rank:
             sys.stderr.write(f"sonde: {self._last}\n")

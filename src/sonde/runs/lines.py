@@ -85,6 +85,23 @@ def parse_block(lines: list[bytes]) -> list[dict[str, Any] | None]:
     return [parse_record(line) for line in lines]
 
 
+def last_header(path: Path) -> dict[str, Any] | None:
+    """The header of a log's last start; None where there is no log yet, or only a torn header.
+
+    Raises:
+        ValueError: when the file is not a run's log.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    last = None
+    with path.open("rb") as file:
+        for block in blocks_of_lines(file, path, advice="log to another folder"):
+            for line in block:
+                if line.startswith(HEADER_START):
+                    last = parse_record(line)
+    return last
+
+
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 

@@ -35,17 +35,18 @@ class LockedFile:
     Args:
         path: of the file; it and its folder are made if they do not exist.
         n_bytes: the size that the file must have; None for any size.
+        patience: seconds to wait for another writer; None for `SECONDS_TO_WAIT`.
 
     Raises:
         ValueError: when another process, or this one, has the file open for writing, or the file has another size.
     """
 
-    def __init__(self, path: Path, *, n_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, *, n_bytes: int | None = None, patience: float | None = None) -> None:
         self._path, self._absolute = path, path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO | None = path.open("ab", buffering=0)
         try:
-            self._lock(self._file)
+            self._lock(self._file, SECONDS_TO_WAIT if patience is None else patience)
             if n_bytes not in (None, self.n_bytes):
                 raise ValueError(
                     f"another run has written to {path} since this one was told to end (SIGTERM), so this run writes "
@@ -97,11 +98,11 @@ class LockedFile:
         except OSError:
             return False
 
-    def _lock(self, file: BinaryIO) -> None:
+    def _lock(self, file: BinaryIO, patience: float) -> None:
         if fcntl is None:
             self._warn("this system has no locks for files")
             return
-        deadline = time.monotonic() + SECONDS_TO_WAIT
+        deadline = time.monotonic() + patience
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -79,7 +79,8 @@ class JsonlSink:
             raise RuntimeError(f"a run starts with its header, got a {record['kind']!r} record: write the header first")
         lines = self._lines.encode(record)
         if self._file is None:
-            self._file = LockedFile(self.path, n_bytes=self._n_bytes)
+            self.lock()
+        assert self._file is not None
         self._file.append(lines)  # killed here or later, the lines before stay whole
         self._lines.commit()
         self._has_begun = True
@@ -100,6 +101,17 @@ class JsonlSink:
 
         self.unlock()
         write_report(self.path.parent)
+
+    def lock(self, *, patience: float | None = None) -> None:
+        """Let no other process write to the log. The first record does this too.
+
+        Args:
+            patience: seconds to wait for a process that writes to it; None for `locked_file.SECONDS_TO_WAIT`.
+
+        Raises:
+            ValueError: when another process writes to the log, or did so after `unlock`.
+        """
+        self._file = LockedFile(self.path, n_bytes=self._n_bytes, patience=patience)
 
     def unlock(self) -> None:
         """Let a successor write to the log. The next record locks it again, if no successor has written by then."""

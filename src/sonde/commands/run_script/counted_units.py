@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -23,8 +24,10 @@ def check_units_from(text: str) -> None:
     """Refuse what is none of the four forms.
 
     Raises:
-        ValueError: with the four forms.
+        ValueError: with the four forms; for a number that cannot be one of units.
     """
+    if (number := _number(text)) is not None and not 0 < number < math.inf:
+        raise ValueError(f"--units-from must be a number above 0, got {text}: pass the units of a micro-batch")
     if text != FIRST_DIM_OPTION and _number(text) is None and not re.fullmatch(r"[\w.]+:\w+", text):
         raise ValueError(f"--units-from takes what shows the units of a micro-batch, got {text!r}: {_EXPECTED}")
 

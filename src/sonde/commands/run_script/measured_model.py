@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from pathlib import Path
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde.batch_size.taps.autograd_internals import in_backward
-from sonde.batch_size.taps.tap import Problem
 from sonde.commands.run_script.counted_units import units_of
 from sonde.commands.run_script.endings import PATIENCE, say_where
 from sonde.commands.run_script.found_models import (
@@ -37,22 +36,39 @@ class MeasuredModel:
     Args:
         found: the model, and the optimizers that step it.
         settings: of `sonde run`.
-        folder: of its log.
+        before_the_end: called when SIGTERM is about to end the process.
+        n_steps: steps of all measured models so far.
 
     Raises:
         ValueError: when the model cannot be measured, with the reason.
     """
 
-    def __init__(self, found: ModelOfOptimizers, settings: Settings, folder: Path) -> None:
-        self._folder, self._name = folder, type(unwrap_model(found.model)).__name__
+    def __init__(
+        self,
+        found: ModelOfOptimizers,
+        settings: Settings,
+        before_the_end: Callable[[MeasuredModel], None],
+        *,
+        n_steps: int = 0,
+    ) -> None:
+        self.name = type(unwrap_model(found.model)).__name__
         self._parameters = trainable(found.model.parameters()).keys()
-        self._probe = _attached(found, settings, settings.log_in(folder, self._say_end))
+        log, self._file = settings.log(lambda: before_the_end(self))
+        self._probe: sonde.NoiseScaleProbe | None = _attached(found, settings, log)
+        self._reading: sonde.NoiseScaleReading | None = None
+        """The last one, once the model is measured no more."""
+        self._lacks_parameters = self._was_explained = False
+        """Whether parameters came later, which the reading is not of; whether an alert has said why there is none."""
         self._writes_report, self._has_said = settings.report, False
         self._has_micro_batches = settings.micro_batches
+        self._optimizers = weakref.WeakSet(found.optimizers)
+        """Those that step the model. When all are gone, the script is done with its training."""
         self._stepped: set[int] = set()
         """Optimizers that have stepped since the last window was ended, by identity."""
         self._n_errors = self._n_ended = 0
-        self._is_open, self._why_stopped = True, ""
+        self._why_stopped = ""
+        self.begins_at, self._last_step = n_steps, 0
+        """Of all steps of measured models: when it was attached, and its own last one; 0 before that."""
 
     def holds(self, tensors: Mapping[int, object]) -> bool:
         """Whether any of these tensors, by identity, is a parameter of the model."""
@@ -65,62 +81,73 @@ class MeasuredModel:
     @property
     def is_stopped(self) -> bool:
         """Whether it measures no more, and is not closed yet."""
-        return self._is_open and self._why_stopped != ""
+        return self._probe is not None and self._why_stopped != ""
 
     @property
-    def _measures(self) -> bool:
-        return self._is_open and not self._why_stopped
+    def is_over(self) -> bool:
+        """Whether the script has let go of all its optimizers."""
+        return not self._optimizers
 
-    def before_step(self, optimizer: Any, *, is_alone: bool) -> None:
+    def was_done_before(self, other: MeasuredModel) -> bool:
+        """Whether it has taken its last step before the other model was attached, as that of an earlier fold has."""
+        return 0 < self._last_step <= other.begins_at
+
+    def is_stepped_by(self, optimizer: Any) -> None:
+        """Note a new optimizer of the model."""
+        self._optimizers.add(optimizer)
+
+    def before_step(self, optimizer: Any, *, is_alone: bool, n_steps: int) -> None:
         """End the window, unless another optimizer of the model has ended it already.
 
         Args:
             optimizer: that is about to step.
-            is_alone: whether the script trains no other model.
+            is_alone: whether the script trains no other model now.
+            n_steps: steps of all measured models so far, with this one.
         """
-        if not self._measures:
+        self._last_step = n_steps
+        if (probe := self._probe) is None or self._why_stopped:
             return
         if in_backward():
             self._say_stop("an optimizer steps inside backward: its gradients are gone before they can be compared")
-        elif self._stepped and id(optimizer) not in self._stepped:
+        elif self._stepped and id(optimizer) not in self._stepped and not probe.n_pieces:
             self._stepped.add(id(optimizer))
-        elif not (is_alone or self._has_micro_batches) and self._probe.n_pieces > 1:
+        elif not (is_alone or self._has_micro_batches) and probe.n_pieces > 1:
             self._say_stop(
-                f"the script trains several models, and a step of {self._name} has {self._probe.n_pieces} backwards. "
+                f"the script trains several models, and a step of {self.name} has {probe.n_pieces} backwards. "
                 "Losses of different kinds (of real and of generated images) are no micro-batches of one batch: if "
                 "these are, pass --micro-batches"
             )
         else:
             self._stepped = {id(optimizer)}
-            self._end_window()
+            self._end_window(probe)
 
     def closure_ran_again(self) -> None:
         """Note that an optimizer has evaluated its closure several times in a step."""
-        if self._measures:
+        if not self._why_stopped:
             self._say_stop(
                 "the optimizer evaluates its closure several times a step, as LBFGS does, so that a step has no single "
                 "gradient"
             )
 
-    def _end_window(self) -> None:
+    def _end_window(self, probe: sonde.NoiseScaleProbe) -> None:
         try:
-            self._probe.step()
+            probe.step()
             self._n_errors, self._n_ended = 0, self._n_ended + 1
         except Exception as error:
             self._n_errors += 1
             if self._n_errors == _MOST_ERRORS:
-                self._say_stop(str(error).replace("units_per_piece=", "--units-from"))
+                self._say_stop(str(error))
             else:
                 self.zeroed()  # the next window begins anew
 
     def zeroed(self) -> None:
         """Forget backwards whose gradients the script has zeroed without a step."""
-        if self._measures:
+        if self._probe is not None and not self._why_stopped:
             self._probe.discard()
 
     def clipped(self, norm: Any, max_norm: float) -> None:
         """Note the script's own clip of all of the model's gradients."""
-        if self._measures and isinstance(norm, Tensor) and not is_dtensor(norm):
+        if self._probe is not None and not self._why_stopped and isinstance(norm, Tensor) and not is_dtensor(norm):
             self._probe.note_clip(norm, max_norm)
 
     def _say_stop(self, why: str) -> None:
@@ -129,36 +156,51 @@ class MeasuredModel:
 
     def stop(self, why: str) -> None:
         """Measure no more. `close` follows, where hooks may be removed: not in the hook of a step."""
+        if not in_backward():
+            self.zeroed()  # a step that ends no window would raise the probe's own alert
         self._why_stopped = self._why_stopped or f"measuring stopped: {why}"
 
     def close(self, reason: str = "closed") -> None:
-        """Remove all hooks and end the log. Other ranks may be gone, so they are not waited for long.
+        """Remove all hooks, end the log and let go of the model. Other ranks may be gone: they are not waited for long.
 
         Args:
             reason: for the log, unless measuring was stopped.
         """
-        if self._is_open:
-            self._is_open = False
+        probe, self._probe = self._probe, None
+        if probe is not None:
             with contextlib.suppress(Exception):
-                self._probe.close(self._why_stopped or reason, patience=PATIENCE)
+                probe.close(self._why_stopped or reason, patience=PATIENCE)
+            self._keep_reading(probe)
 
-    def end(self, reason: str) -> None:
-        """The script ends: complete the log, say the reading, and write the report. Peers may be gone."""
-        self.close(reason)
-        self._say_end()
+    def _keep_reading(self, probe: sonde.NoiseScaleProbe) -> None:
+        with contextlib.suppress(Exception):
+            self._reading = reading = probe.reading()
+            self._lacks_parameters = "not_watched" in probe.alerts
+            said = " ".join(probe.alerts.values())
+            self._was_explained = reading.windows == 0 and reading.reason is not None and reading.reason in said
 
-    def _say_end(self) -> None:
+    def say_end(self, number: int | None) -> None:
+        """Say the reading, and write the report; once, and nothing where measuring was stopped with its reason.
+
+        Args:
+            number: of the model among those of the script; None for a single one.
+        """
+        if self._probe is not None:
+            self._keep_reading(self._probe)
         if not is_first_rank() or self._why_stopped or self._has_said:
             return
         self._has_said = True
-        if self._n_ended:
-            reading = self._probe.reading()
-            say(str(reading))
-            if Problem.UNITS_UNCLEAR.message in (reading.reason or ""):
-                say("to say the units of a micro-batch without a forward, pass --units-from with their number")
-            say_where(self._folder, writes_report=self._writes_report)
+        before = "" if number is None else f"{number}. "
+        if not self._n_ended or self._reading is None:
+            say(f"{before}no step of {self.name} was measured")
+            return
+        if self._was_explained:
+            say(f"{before}no step of {self.name} could be measured: see above")
         else:
-            say(f"no step of {self._name} was measured")
+            say(f"{before}{self.name}: {self._reading}" if before else str(self._reading))
+        if self._lacks_parameters:
+            say("parameters that came or became trainable after measuring began are not in it")
+        say_where(self._file.folder, writes_report=self._writes_report)
 
 
 def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -> sonde.NoiseScaleProbe:
@@ -184,8 +226,7 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
             optimizer,
             unit=settings.unit or "rows",
             units_per_piece=units,
-            budget=settings.budget,
-            every=settings.every,
+            **settings.averaging,
             grad_scaler=scaler,
             process_group=group,
             log=log,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.commands.run_script.counted_units import units_in_batch
 from sonde.commands.run_script.endings import PATIENCE, say_where
 from sonde.commands.run_script.messages import is_first_rank, say
@@ -20,23 +20,28 @@ class MeasuredTrainer:
     Args:
         trainer: that is about to train.
         settings: of `sonde run`.
-        folder: of its log.
+        before_the_end: called when SIGTERM is about to end the process.
 
     Raises:
         ValueError: for a trainer that cannot be measured, with the reason.
     """
 
-    def __init__(self, trainer: Any, settings: Settings, folder: Path) -> None:
+    def __init__(self, trainer: Any, settings: Settings, before_the_end: Callable[[MeasuredTrainer], None]) -> None:
         from sonde.integrations.transformers import TransformersProbe
         from sonde.integrations.transformers_batches import MicroBatches
 
         batches = MicroBatches(trainer, units_in_batch(settings.units_from))
-        options = {"unit": settings.unit or batches.unit, "budget": settings.budget, "every": settings.every}
-        self._folder, self._writes_report, self._has_said = folder, settings.report, False
-        self._is_left_open = True
-        """Whether the trainer has not ended its training, which says the reading."""
-        self._probe = _UnseenProbe(options, log=settings.log_in(folder, self._say_end))
-        TransformersProbe(trainer, batches, self._probe)
+        self.name = type(trainer).__name__
+        log, self._file = settings.log(lambda: before_the_end(self))
+        self._writes_report, self._has_said = settings.report, False
+        self._probe = _UnseenProbe({"unit": settings.unit or batches.unit, **settings.averaging}, log=log)
+        self._callback: TransformersProbe | None = TransformersProbe(trainer, batches, self._probe)
+
+    def training_ended(self) -> None:
+        """The training has ended, or has raised: leave the trainer as it was, and let go of it."""
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback.close()
 
     def close(self, reason: str) -> None:
         """Measure no more. Other ranks may be gone, so they are not waited for long."""
@@ -44,27 +49,32 @@ class MeasuredTrainer:
             with contextlib.suppress(Exception):
                 probe.close(reason, patience=PATIENCE)
 
-    def end(self, reason: str) -> None:
-        """The script ends: complete the log, say the reading if the trainer did not, and write the report."""
-        self._is_left_open = self._probe.probe is not None
-        self.close(reason)
-        self._say_end()
+    def say_end(self, number: int | None) -> None:
+        """Say the reading, and write the report; once, and nothing where nothing was measured.
 
-    def _say_end(self) -> None:
+        Args:
+            number: of the training among those of the script; None for a single one.
+        """
         reading = self._probe.reading()
         if not is_first_rank() or reading is None or self._has_said:
             return
         self._has_said = True
-        if self._is_left_open:
-            say(str(reading))
-        say_where(self._folder, writes_report=self._writes_report)
+        say(str(reading) if number is None else f"{number}. {self.name}: {reading}")
+        say_where(self._file.folder, writes_report=self._writes_report)
 
 
 class _UnseenProbe(TrainerProbe):
-    """A probe that adds nothing to the trainer's own logs, which some print, or to its checkpoints."""
+    """A probe that adds nothing to the trainer's own logs, which some print, or to its checkpoints.
+
+    Its last reading is said when the script ends.
+    """
 
     def metrics(self) -> Mapping[str, float]:
         return {}
+
+    def keep(self, probe: NoiseScaleProbe) -> None:
+        self._verbose = False
+        super().keep(probe)
 
     def state_dict(self) -> dict[str, Any] | None:
         return None

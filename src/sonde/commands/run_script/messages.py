@@ -8,16 +8,30 @@ import sys
 
 import torch.distributed as dist
 
+from sonde.commands.run_script.words import in_words_of_run
+
+_rank_before_the_end: int | None = None
+"""The rank of this process in a process group that is no more."""
+
 
 def is_first_rank() -> bool:
     """Whether this process speaks and writes for all."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
+    if _rank_before_the_end is not None:
+        return _rank_before_the_end == 0
     return os.environ.get("RANK", "0") == "0"
+
+
+def remember_rank() -> None:
+    """Note that the process group is about to end: this process speaks afterwards if it speaks now."""
+    global _rank_before_the_end
+    if dist.is_available() and dist.is_initialized():
+        _rank_before_the_end = dist.get_rank()
 
 
 def say(text: str) -> None:
     """Write a sentence for the user, where the script has left a stderr to write to."""
     if is_first_rank():
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"sonde run: {text}\n")
+            sys.stderr.write(f"sonde: {in_words_of_run(text)}\n")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sonde.commands.run_script.endings import LogOfScript
 from sonde.records import RunLog
@@ -21,38 +22,45 @@ class Settings:
 
     Attributes:
         command: the script with its arguments, for the log.
-        folder: of the log, as an absolute path.
+        folder: of the first log, as an absolute path.
+        start: of the command, in words: the logs of one start are not mixed.
         unit: plural name of the independent sample; None for rows, or what a trainer's batches hold.
         units_from: what shows the units of a micro-batch.
         weights_from: what shows its weight in the loss.
         reduced_by_hand: whether the script averages gradients over all ranks by itself.
         micro_batches: whether several backwards in a step are micro-batches, also where there are several models.
-        budget: part of the run's time that measuring may cost; None to measure every window.
+        budget: part of the run's time that measuring may cost.
         every: measure one window in so many; None to go by the budget.
+        horizon: how many measured windows back the noise scale is fitted.
         report: whether a report is written at the end.
     """
 
     command: tuple[str, ...]
     folder: str
+    start: str
     unit: str | None = None
     units_from: str = "first-dim"
     weights_from: str = "auto"
     reduced_by_hand: bool = False
     micro_batches: bool = False
-    budget: float | None = 0.01
+    budget: float = 0.01
     every: int | None = None
+    horizon: float = 50.0
     report: bool = True
 
-    def log_in(self, folder: Path, before_the_end: Callable[[], None]) -> RunLog:
-        """The log of one model of the script.
+    def log(self, before_the_end: Callable[[], None]) -> tuple[RunLog, LogOfScript]:
+        """The log of one model of the script, and its file.
 
         Args:
-            folder: of the log.
             before_the_end: called when SIGTERM is about to end the process.
         """
-        return RunLog(
-            LogOfScript(folder, before_the_end), run=folder.name, metadata={"command": " ".join(self.command)}
-        )
+        file = LogOfScript(Path(self.folder), self.start, before_the_end)
+        return RunLog(file, metadata={"command": " ".join(self.command), "start": self.start}), file
+
+    @property
+    def averaging(self) -> dict[str, Any]:
+        """Arguments of `sonde.attach`: how many windows are measured and averaged."""
+        return {"budget": self.budget, "every": self.every, "horizon": self.horizon}
 
     def in_environment(self) -> str:
         """The value of the variable."""
@@ -66,4 +74,7 @@ class Settings:
             KeyError: when this process was not started by `sonde run`.
         """
         values = json.loads(environment[VARIABLE])
-        return Settings(**values | {"command": tuple(values["command"])})
+        # torchrun starts all processes again if one fails: these go on with the logs.
+        again = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        start = values["start"] + (f", restart {again}" if again != "0" else "")
+        return Settings(**values | {"command": tuple(values["command"]), "start": start})

@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
@@ -20,9 +21,10 @@ from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.commands.run_script.found_models import ModelOfOptimizers, parameters_of, stepped_by
 from sonde.commands.run_script.measured_model import MeasuredModel
 from sonde.commands.run_script.measured_trainer import MeasuredTrainer
-from sonde.commands.run_script.messages import say
+from sonde.commands.run_script.messages import remember_rank, say
 from sonde.commands.run_script.model_search import ModelSearch
 from sonde.commands.run_script.settings import Settings
+from sonde.commands.run_script.words import say_in_words_of_run
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -62,11 +64,15 @@ class ScriptWatcher:
 
     def __init__(self, settings: Settings) -> None:
         self.is_on, self.pid = True, os.getpid()
-        self._settings, self._n_folders = settings, 0
+        self._settings = settings
         self._search = ModelSearch(self.before_forward, self._attach, self._refuse)
+        self._all: list[MeasuredModel | MeasuredTrainer] = []
+        """All that was measured, in the order in which it began."""
         self._models: list[MeasuredModel] = []
-        self._trainers: list[MeasuredTrainer] = []
-        self._n_trainings = 0
+        """Models whose optimizers may still step."""
+        self._n_steps = 0
+        """Steps of these models so far."""
+        self._trainings: list[MeasuredTrainer | None] = []
         """Trainings of trainers that go on now, one inside the other: optimizers that step there are theirs."""
         self._refused: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose model is not measured."""
@@ -75,23 +81,29 @@ class ScriptWatcher:
         register_optimizer_step_pre_hook(torch.compiler.disable(self.before_step))
         _call_before_zeroing(self.before_zeroing)
         atexit.register(self.script_ends)
+        if multiprocessing.parent_process() is not None:
+            # A child that was forked runs no exit handlers, but those of its own library.
+            multiprocessing.util.Finalize(None, self.script_ends, exitpriority=0)
+        say_in_words_of_run()
 
     # What the script does.
 
     @_never_raising
     def optimizer_made(self, optimizer: Any) -> None:
         """An optimizer was made: look for its model in the calls that follow."""
-        if not self._models_with(optimizer):
+        for model in (models := self._models_with(optimizer)):
+            model.is_stepped_by(optimizer)
+        if not models:
             self._search.add(optimizer)
 
     def before_forward(self, module: nn.Module) -> None:
         """A module is called: attach to it if it is the model of an optimizer."""
-        self._close_stopped()
+        self._close_ended()
         self._look_in(module)
 
     @_never_raising
     def _look_in(self, module: nn.Module) -> None:
-        if torch.is_grad_enabled() and not (self._n_trainings or torch.is_inference_mode_enabled()):
+        if torch.is_grad_enabled() and not (self._trainings or torch.is_inference_mode_enabled()):
             self._search.look_in(module)
 
     @_never_raising
@@ -128,12 +140,18 @@ class ScriptWatcher:
     @_never_raising
     def _window_ends(self, optimizer: Any) -> None:
         if models := self._models_with(optimizer):
-            is_alone = len(self._models) == 1 and not self._search.pending()
-            models[0].before_step(optimizer, is_alone=is_alone)
-            if models[0].is_stopped:
-                self._search.watch()  # to close it at the next call of a module
-        elif not self._n_trainings and optimizer not in self._refused and stepped_by(optimizer):
+            self._n_steps += 1
+            for model in models:
+                model.before_step(optimizer, is_alone=self._trains_alone(model), n_steps=self._n_steps)
+                if model.is_stopped:
+                    self._search.watch()  # to close it at the next call of a module
+        elif not self._trainings and optimizer not in self._refused and stepped_by(optimizer):
             self._search.stepped_unseen(optimizer)
+
+    def _trains_alone(self, model: MeasuredModel) -> bool:
+        """Whether the script trains no other model beside it. One of an earlier fold that is done is none."""
+        others = (other for other in self._models if other is not model)
+        return not self._search.pending() and all(other.was_done_before(model) for other in others)
 
     @_never_raising
     def _closure_ran_again(self, optimizer: Any) -> None:
@@ -142,7 +160,7 @@ class ScriptWatcher:
 
     def before_zeroing(self, owner: Any) -> None:
         """An optimizer or a module zeroes its gradients: backwards since the last step no longer count."""
-        self._close_stopped()
+        self._close_ended()
         self._zeroed(owner)
 
     @_never_raising
@@ -163,16 +181,20 @@ class ScriptWatcher:
     @_never_raising
     def trainer_begins(self, trainer: Any) -> None:
         """transformers' Trainer begins to train: its batches are known better than by the calls of its model."""
-        self._n_trainings += 1
+        self._trainings.append(None)
         try:
-            self._trainers.append(MeasuredTrainer(trainer, self._settings, self._next_folder()))
+            training = MeasuredTrainer(trainer, self._settings, self._told_to_end)
         except ValueError as error:
-            say(f"not measured: {error}")
+            say(f"not measured: {error}. The script runs on")
+            return
+        self._trainings[-1] = training
+        self._all.append(training)
 
     @_never_raising
     def trainer_ends(self) -> None:
-        """The training has ended, or has raised: its optimizers are done."""
-        self._n_trainings -= 1
+        """The last training that began has ended, or has raised: its optimizers are done."""
+        if (training := self._trainings.pop()) is not None:
+            training.training_ended()
         own = self._search.pending()
         self._refused.update(own)
         self._search.done_with(own)
@@ -180,7 +202,8 @@ class ScriptWatcher:
     @_never_raising
     def process_group_ends(self) -> None:
         """The script destroys its process group. A collective of ours that is under way then could end the process."""
-        for each in self._all_measured():
+        remember_rank()
+        for each in self._all:
             each.close("the script ended")
 
     def script_ends(self) -> None:
@@ -191,15 +214,22 @@ class ScriptWatcher:
             self._search.stop()
             kind = getattr(sys, "last_type", None)
             reason = "the script ended" if kind is None else f"the script was stopped by {kind.__name__}"
-            if self.is_on and not (self._models or self._trainers or self._refused):
+            if self.is_on and not (self._all or self._refused):
                 say("nothing was measured: the script made an optimizer, and took no step with a model that it called")
-            for each in self._all_measured():
-                each.end(reason)
+            for each in self._all:
+                each.close(reason)
+            self._say_ends(len(self._all))
 
     # What is measured.
 
-    def _all_measured(self) -> list[MeasuredModel | MeasuredTrainer]:
-        return [*self._models, *self._trainers]
+    def _say_ends(self, n: int) -> None:
+        """Say the readings of the first n models and trainings."""
+        for number, each in enumerate(self._all[:n], 1):
+            each.say_end(number if len(self._all) > 1 else None)
+
+    def _told_to_end(self, measured: MeasuredModel | MeasuredTrainer) -> None:
+        """SIGTERM is about to end the process: say what is known of all before this one, whose log is complete."""
+        self._say_ends(self._all.index(measured) + 1)
 
     def _models_with(self, owner: Any) -> tuple[MeasuredModel, ...]:
         """The measured models that hold parameters of an optimizer or a module."""
@@ -211,16 +241,14 @@ class ScriptWatcher:
             self._models_of[owner] = known = tuple(model for model in self._models if model.holds(held))
         return known
 
-    def _next_folder(self) -> Path:
-        self._n_folders += 1
-        return Path(self._settings.folder + (f"-{self._n_folders}" if self._n_folders > 1 else ""))
-
     def _attach(self, found: ModelOfOptimizers) -> None:
         try:
-            self._models.append(MeasuredModel(found, self._settings, self._next_folder()))
+            model = MeasuredModel(found, self._settings, self._told_to_end, n_steps=self._n_steps)
         except (ValueError, RuntimeError, OSError) as error:
             self._refuse(found.optimizers, f"{error}")
             return
+        self._all.append(model)
+        self._models.append(model)
         self._models_of.clear()
         atexit.unregister(self.script_ends)
         atexit.register(self.script_ends)  # the last one comes first: before the probe closes itself
@@ -229,14 +257,24 @@ class ScriptWatcher:
         self._refused.update(optimizers)
         say(f"not measured: {why}. The script runs on")
 
-    def _close_stopped(self) -> None:
-        """Close what was stopped in a hook of a step, where no hook may be removed; nor may it inside a backward."""
-        stopped = [model for model in self._models if model.is_stopped]
-        if stopped and os.getpid() == self.pid and not in_backward():
-            for model in stopped:
+    def _close_ended(self) -> None:
+        """Close models whose training is over, or that are measured no more.
+
+        This is not done in the hook of a step, where no hook may be removed; nor may it inside a backward.
+        """
+        if not any(model.is_over or model.is_stopped for model in self._models):
+            return
+        if os.getpid() != self.pid or in_backward():
+            return
+        for model in self._models:
+            if model.is_over:
+                model.close("the script was done with its optimizers")
+            elif model.is_stopped:
                 model.close()
-            if not self._search.pending():
-                self._search.stop()
+        self._models = [model for model in self._models if not model.is_over]
+        self._models_of.clear()
+        if not self._search.pending():
+            self._search.stop()
 
     def fail(self, error: Exception) -> None:
         """Measure no more, after an error of sonde's own."""

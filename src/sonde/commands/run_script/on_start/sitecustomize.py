@@ -6,13 +6,17 @@ torchrun makes no optimizer, and a script that never trains pays nothing.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+_RUN_SCRIPT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class _AfterImports:
@@ -130,12 +134,12 @@ class _Watcher:
 
     is_on = False
     _watcher: Any = None
-    _has_failed = False
+    has_failed = False
 
     @classmethod
     def tell(cls, method: str, *args: Any) -> None:
         """Call a method of the watcher. No error of it reaches the script."""
-        if cls._has_failed:
+        if cls.has_failed:
             return
         try:
             if cls._watcher is None:
@@ -143,9 +147,56 @@ class _Watcher:
                 cls.is_on = True
             getattr(cls._watcher, method)(*args)
         except Exception as error:
-            cls._has_failed, cls.is_on = True, False
+            cls.has_failed, cls.is_on = True, False
             if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
-                sys.stderr.write(f"sonde run: not measured, since sonde failed ({type(error).__name__}: {error})\n")
+                sys.stderr.write(f"sonde: not measured, since sonde failed ({type(error).__name__}: {error})\n")
+
+
+def _say_that_no_optimizer_was_made() -> None:
+    """Say at the script's end that there was nothing to measure. Launchers make no optimizer either, and are silent."""
+    if _Watcher.is_on or _Watcher.has_failed or os.environ.get("RANK", "0") != "0" or sys.stderr is None:
+        return
+    command = json.loads(os.environ["SONDE_RUN"])["command"]
+    main = sys.modules.get("__main__")
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    is_script = file is not None and os.path.basename(file) in [os.path.basename(word) for word in command]
+    is_module = spec is not None and spec.name.removesuffix(".__main__") in command
+    if is_script or is_module:
+        sys.stderr.write("sonde: nothing was measured: the script made no torch.optim.Optimizer\n")
+
+
+def _show_tracebacks_of_the_script() -> None:
+    """Leave sonde's frames out of the traceback that ends the script."""
+    show = sys.excepthook
+
+    def show_without_sonde(kind: Any, error: BaseException, trace: Any) -> None:
+        seen: dict[int, BaseException] = {}
+        waiting: list[BaseException | None] = [error]
+        while waiting:
+            if (each := waiting.pop()) is not None and id(each) not in seen:
+                seen[id(each)] = each
+                _leave_out_frames_of_sonde(each)
+                waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+        show(kind, error, error.__traceback__)
+
+    sys.excepthook = show_without_sonde
+
+
+def _leave_out_frames_of_sonde(error: BaseException) -> None:
+    before, trace = None, error.__traceback__
+    while trace is not None:
+        if not _is_of_sonde(trace.tb_frame.f_code):
+            before = trace
+        elif before is None:
+            error.__traceback__ = trace.tb_next
+        else:
+            before.tb_next = trace.tb_next
+        trace = trace.tb_next
+
+
+def _is_of_sonde(code: Any) -> bool:
+    # The code that stands for that of torch's modules names torch's file.
+    return code.co_filename.startswith(_RUN_SCRIPT) or "sonde.commands.run_script" in code.co_names
 
 
 def _hand_on() -> None:
@@ -165,6 +216,8 @@ def _hand_on() -> None:
 
 def _watch() -> None:
     """Watch torch and transformers once they are imported, or now if a .pth file has imported them."""
+    _show_tracebacks_of_the_script()
+    atexit.register(_say_that_no_optimizer_was_made)
     callbacks = {"torch": _watch_torch, "transformers.trainer": _watch_trainer}
     sys.meta_path.insert(0, _AfterImports(callbacks))
     for name in list(callbacks):

@@ -1,0 +1,62 @@
+"""The remedies of `sonde.attach` in the words of `sonde run`, whose user has a script and no probe."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+REMEDIES: Mapping[str, str] = {
+    "Enter 'with probe.piece(units=…):' around the backward of each micro-batch": (
+        "To count such micro-batches, pass --units-from with the number of units in one"
+    ),
+    "raise budget=, or put more work into each window": "raise --budget, or put more work into each step",
+    "measure more of them, by every= or a larger budget=": "measure more of them, by --every or a larger --budget",
+    "Wrap the model in DDP before attach and pass the wrapped one, or pass process_group= if you average them "
+    "yourself": "Wrap the model in DDP, or pass --reduced-by-hand if the script averages them",
+    "wrap it first, and attach to the wrapped model": "wrap it before its first training forward",
+    "attach after the model is cut": "cut it before its first training forward",
+    "attach after the model is wrapped, cut or changed": "wrap, cut or change it before its first training forward",
+    "attach after moving it": "move it before its first training forward",
+    "after attach": "after measuring began",
+    "since attach": "since measuring began",
+    "so at attach": "so when measuring began",
+    "before attach": "before the first training forward",
+    "cannot be measured (": "are not measured (",
+    "): attach again": "), so the noise scale is that of the other parameters",
+    ". For a plain or compiled model in one process and the plain metric, allow_biased=True gives a number that is "
+    "probably too large": "",
+    "pass units_per_piece=1": "pass --units-from 1",
+    "units_per_piece=": "--units-from",
+    ", and run each backward inside its own 'with probe.piece():'": "",
+    "wrap each micro-batch in 'with probe.piece():' or use": "use",
+    "put all backwards of one batch into one 'with probe.piece():'": "add up all losses of one batch before backward",
+    "Put all backwards of one batch into one 'with probe.piece():'": "Add up all losses of one batch before backward",
+    "put one of each into one 'with probe.piece():'": "nothing can be measured: their sum has another noise",
+    ", so the same window was ended twice: call probe.step() or probe.clip_grad_norm_() once per optimizer step": (
+        ": the optimizer stepped on no gradient, or on an old one"
+    ),
+    ", or clipped to 0, before probe.step()?": ", or clipped to 0, before the step?",
+    "clipped by value before probe.step(): clip by norm, or clip after probe.step()": (
+        "clipped by value before the step: clip by norm"
+    ),
+    "steps these parameters, not the optimizer given to attach. Windows are checked against its steps from now on. "
+    "With metric='adam', attach again with it": "steps these parameters now, in place of an earlier optimizer",
+}
+"""By what `sonde.attach` says. The order matters: what is replaced first is no longer there for the lines below."""
+
+
+def in_words_of_run(text: str) -> str:
+    """A message of a probe, for the user of `sonde run`."""
+    for said, instead in REMEDIES.items():
+        text = text.replace(said, instead)
+    return text
+
+
+def say_in_words_of_run() -> None:
+    """Change what sonde's logger says from now on."""
+    logging.getLogger("sonde").addFilter(_changed)
+
+
+def _changed(record: logging.LogRecord) -> bool:
+    record.msg, record.args = in_words_of_run(record.getMessage()), ()
+    return True
