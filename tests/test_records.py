@@ -126,6 +126,8 @@ def test_a_log_that_has_ended_takes_no_further_probe() -> None:
 
 def test_a_second_probe_that_cannot_be_logged_leaves_the_first_its_log() -> None:
     class RefusesPolicies(Recording):
+        must_begin = True
+
         def write(self, record: Any) -> None:
             if record["kind"] == "probe":
                 raise ValueError("no policies here")
@@ -138,6 +140,36 @@ def test_a_second_probe_that_cannot_be_logged_leaves_the_first_its_log() -> None
             sonde.PolicyLog(log)
         windows_of_rows(noise, model, 1)
     assert [r["kind"] for r in sink.records] == ["header", "reading", "end"]
+
+
+def test_log_takes_what_a_run_log_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, calls, sink = nn.Linear(3, 1), list[tuple[dict[str, float], int]](), Recording()
+    for log in ("mine", Path("wandb"), [sink, lambda metrics, step: calls.append((metrics, step))]):
+        with sonde.attach(model, unit="rows", log=log, verbose=False) as noise:
+            windows_of_rows(noise, model, 3)
+    assert [sonde.read_run(name).readings[-1].window for name in ("mine", "wandb")] == [3, 3]
+    assert sink.of_kind("reading")
+    assert calls[-1][1] == 3
+    assert not Path("runs").exists()
+    for wrong in (5, True, object()):
+        with pytest.raises(ValueError, match="a log needs places for records, got"):
+            sonde.attach(model, unit="rows", log=wrong, verbose=False)
+
+
+def test_trackers_by_name_are_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two logs of one second have a folder each."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(3, 1)
+    for _ in range(2):
+        with sonde.attach(model, unit="rows", log="tensorboard", verbose=False) as noise:
+            windows_of_rows(noise, model, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    folders = sorted(Path("runs").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert sonde.read_run(folder).readings[-1].window == 3
+        assert list(folder.glob("events.out.tfevents*"))
 
 
 def test_the_older_spelling_of_attach_warns_and_logs_the_same() -> None:
@@ -256,6 +288,8 @@ def test_a_log_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_a_log_that_could_not_begin_takes_no_probe() -> None:
     class Refuses(Recording):
+        must_begin = True
+
         def write(self, record: Any) -> None:
             raise OSError("no space left")
 

@@ -19,7 +19,7 @@ from sonde.policy.entropy_change import EntropyProbeConfig, Sampler
 from sonde.policy.policy_entropy import PolicyEntropyProbeConfig
 from sonde.policy.scoring.rollouts import TokenStatistics
 from sonde.probe import Partners, Probe, ProbeConfig, RolloutProbe
-from sonde.records import RunLog, log_of
+from sonde.records import LogOrPlaces, log_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ProbesConfig:
         *,
         token_statistics: TokenStatistics | None = None,
         sampler: Sampler | None = None,
-        log: RunLog | None = None,
+        log: LogOrPlaces = None,
         **deprecated: Any,
     ) -> dict[str, Probe | RolloutProbe]:
         """The probes that are enabled, by their keys.
@@ -47,10 +47,10 @@ class ProbesConfig:
             optimizer: its optimizer.
             token_statistics: scores responses; by default those of a causal language model, at a probe's temperature.
             sampler: draws fresh responses for the entropy probe.
-            log: of the run; by default one without sinks.
+            log: of the run, or what `RunLog` takes; by default one without sinks.
             **deprecated: `sinks` and `run`, which are arguments of `RunLog` now.
         """
-        if deprecated:
+        if log is not None or deprecated:
             log = log_of(log, deprecated, every=self.gns_probe.log_every)
             refuse_unknown(ProbesConfig.attach, deprecated)
         self.warn_if_nothing_is_on()

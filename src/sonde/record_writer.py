@@ -76,7 +76,7 @@ class RecordWriter:
 
         Args:
             header: the first record.
-            raises: raise what a sink raises.
+            raises: raise what a sink raises that must begin.
         """
         self._is_first_rank, self._pid = self.is_first_rank, os.getpid()
         try:

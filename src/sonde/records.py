@@ -21,6 +21,7 @@ These are the records that sinks get. `JsonlSink` writes them in a compact form:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import platform
 import re
@@ -37,7 +38,7 @@ from sonde.deprecation import warn_deprecated
 from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
 from sonde.record_values import check_setup, metric_values, step_number
 from sonde.record_writer import RecordWriter
-from sonde.sink import sinks_for
+from sonde.sink import TRACKERS, sinks_for
 from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
@@ -51,6 +52,9 @@ _DETAILS_EVERY = 10
 
 Writes = Literal["reading", "policy", "metrics"]
 """The kind of record that a probe writes."""
+
+LogOrPlaces = Any
+"""A `RunLog`, or what it takes as `sinks`: a folder, a tracker's name, run or writer, a function, a `Sink`, several."""
 
 METRIC_NAME = r"[A-Za-z0-9_/]+"
 """What every tracker accepts."""
@@ -104,7 +108,7 @@ class RunLog:
         every: int = 10,
         log_windows: bool = False,
     ) -> None:
-        checked = sinks_for(sinks, Path("runs") / (run or time.strftime("%Y-%m-%d_%H-%M-%S")))
+        checked = sinks_for(sinks, _folder_of(run))
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of windows from 1 up, got {every!r}")
         self.run, self.metadata, self.every, self.log_windows = run, dict(metadata or {}), every, log_windows
@@ -157,10 +161,13 @@ class RunLog:
             RuntimeError: when the log has ended already, or another open probe writes the same kind of record.
             ValueError: for a metric whose name another probe has, or some trackers refuse; for a set-up that a report
                 could not show.
-            Exception: whatever a sink raises, so that the user sees it before training.
+            Exception: what a sink with `must_begin` raises, so that the user sees it before training.
         """
         if self._has_ended:
-            raise RuntimeError("this log has ended, as every probe that wrote to it was closed: make a new RunLog")
+            raise RuntimeError(
+                "this log has ended, as every probe that wrote to it was closed: make a new RunLog, or give the folder "
+                "in its place, to which one training after another may write"
+            )
         if writes in self._open:
             raise RuntimeError(f"another probe writes {writes!r} records to this log: give each a RunLog of its own")
         check_setup(setup)
@@ -285,19 +292,37 @@ class RunLog:
         self._writer.end(reason, window=window)
 
 
-def log_of(log: RunLog | str | Path | None, deprecated: dict[str, Any], *, every: int = 10) -> RunLog:
+_made_up: set[Path] = set()
+"""Folders of logs without a name."""
+
+
+def _folder_of(run: str) -> Path:
+    """The folder for the log of a run: the time, if the run has no name. Each log of a process has its own then."""
+    if run:
+        return Path("runs") / run
+    now = time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder = next(
+        f for n in itertools.count(1) if (f := Path("runs") / (now if n == 1 else f"{now}-{n}")) not in _made_up
+    )
+    _made_up.add(folder)
+    return folder
+
+
+def log_of(log: LogOrPlaces, deprecated: dict[str, Any], *, every: int = 10) -> RunLog:
     """The log passed as `log=`, or a log made from the deprecated keywords.
 
     Args:
-        log: None for a log without sinks; a folder for one that writes there.
+        log: None for a log without sinks; a text that names no tracker is a folder.
         deprecated: keywords that the call does not list; those of the older spelling are taken out.
         every: windows between readings, if neither spelling says.
 
     Raises:
+        ValueError: for something else than a log or places for records.
         TypeError: for both at once.
     """
-    if isinstance(log, str | Path):
-        log = RunLog(Path(log), every=every)
+    if log is not None and not isinstance(log, RunLog):
+        is_folder = isinstance(log, str) and log not in TRACKERS
+        log = RunLog(Path(log) if is_folder else log, every=every)
     old = {name: deprecated.pop(name) for name in ("sinks", "run", "metadata", "log_every") if name in deprecated}
     if not old:
         return RunLog(every=every) if log is None else log

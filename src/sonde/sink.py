@@ -10,6 +10,8 @@ from typing import Protocol
 
 logger = logging.getLogger("sonde")
 
+TRACKERS = ("wandb", "mlflow", "trackio", "tensorboard")
+"""Names that a user may give in place of a tracker's run."""
 _MOST_REFUSED = 3
 """Records in a row that a sink may refuse. Then it gets no more."""
 
@@ -18,6 +20,9 @@ class Sink(Protocol):
     """A place for records. Called on rank 0 only, when a window ends; it should return soon.
 
     If SIGTERM has arrived, a sink with a method `write_report()` has it called after the `end` record.
+
+    What a sink raises is logged, and training goes on without that sink. If a sink has `must_begin = True`, what it
+    raises at the first record of a probe is raised where the probe is attached: the user sees it before training.
 
     A signal handler writes records too, and may interrupt a call of `write`. A sink with `is_reentrant = True` is then
     called again at once. Any other sink gets these records when the interrupted call has returned: it may hold a lock.
@@ -31,17 +36,7 @@ class Sink(Protocol):
 
 
 def sinks_for(given: object, folder: Path) -> tuple[Sink, ...]:
-    """What a user gives as a place for records, as sinks.
-
-    Args:
-        given: see `sonde.runs.trackers.sink_for`; or several of these.
-        folder: for a log whose place is not given.
-
-    Raises:
-        ValueError: for an object that takes no records, naming what does.
-        ImportError: for the name of a tracker that is not installed.
-    """
-    # Imported when needed: these sinks stand on a higher floor than this file, since they write reports.
+    """`sonde.runs.trackers.sinks_for`, imported when needed: those sinks stand on a higher floor, and write reports."""
     trackers = importlib.import_module("sonde.runs.trackers")
     sinks: tuple[Sink, ...] = trackers.sinks_for(given, folder)
     return sinks
@@ -83,8 +78,9 @@ class GuardedSink:
 
         Args:
             record: to be written.
-            raises: raise what the sink raises.
+            raises: raise what a sink raises that must begin.
         """
+        raises = raises and getattr(self._sink, "must_begin", False)
         if not self.is_open:
             return
         if self._must_wait:
@@ -127,12 +123,12 @@ class GuardedSink:
 
     def _note_refusal(self, record: Mapping[str, object], error: ValueError) -> None:
         """This record cannot be written. The next ones perhaps can."""
-        logger.error("sonde: %s refuses a %r record: %s", self._name, record["kind"], error)
         self._n_refused += 1
         if self._n_refused >= _MOST_REFUSED:
             self._fail(f"it refused {_MOST_REFUSED} records in a row, the last one with: {error}")
         elif not self._has_refused:
             self._has_refused = True
+            logger.error("sonde: %s refuses a %r record: %s", self._name, record["kind"], error)
             self._alert("log_refused", f"{self._name} refused a {record['kind']!r} record, which it lacks now: {error}")
 
     def _fail(self, why: str) -> None:

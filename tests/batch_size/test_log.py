@@ -145,8 +145,10 @@ def test_a_sink_that_cannot_be_closed_does_not_keep_others_open(caplog: pytest.L
     assert "Stuck could not be closed: stuck" in caplog.text
 
 
-def test_a_sink_that_fails_at_the_start_is_raised_and_the_others_are_closed() -> None:
+def test_a_log_that_must_begin_is_raised_at_the_start_and_the_others_are_closed() -> None:
     class Full(Recording):
+        must_begin = True
+
         def write(self, record: Any) -> None:
             raise OSError("disk full")
 
@@ -157,6 +159,21 @@ def test_a_sink_that_fails_at_the_start_is_raised_and_the_others_are_closed() ->
     with pytest.raises(OSError, match="disk full"):
         attached(small_model(), sinks=[Full(), sound])
     assert sound.closed == 1
+
+
+def test_any_other_sink_that_fails_at_the_start_is_said_once_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Down(Recording):
+        def write(self, record: Any) -> None:
+            raise ConnectionError("the tracker is down")
+
+    sound, down, model = Recording(), Down(), small_model()
+    with attached(model, sinks=[down, sound]) as probe:
+        train(model, probe, torch.optim.SGD(model.parameters(), lr=0.1), windows=20)
+    assert {record["kind"] for record in sound.records} >= {"header", "reading", "end"}
+    assert caplog.text.count("the tracker is down") == 1
+    assert down.closed == 1
 
 
 @contextlib.contextmanager

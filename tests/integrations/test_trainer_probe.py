@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -41,3 +42,8 @@ def _fails_alone() -> int | None:
 
 def test_a_rank_that_fails_keeps_its_reading_and_waits_for_nobody(ranks2: Ranks) -> None:
     assert ranks2(_fails_alone) == [3, None]
+
+
+def test_a_log_that_takes_no_records_is_refused_before_training() -> None:
+    with pytest.raises(ValueError, match="a log needs places for records, got 5"):
+        TrainerProbe({"unit": "rows"}, log=5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,7 +23,7 @@ from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.deprecation import with_deprecated
 from sonde.probe import Partners
-from sonde.records import RunLog, log_of
+from sonde.records import LogOrPlaces, RunLog, log_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,7 +54,7 @@ def attach(
     cp_mesh: DeviceMesh | None = None,
     comm_hook: CommHook | None = None,
     comm_state: object = None,
-    log: RunLog | str | Path | None = None,
+    log: LogOrPlaces = None,
     verbose: bool = True,
     **deprecated: Any,
 ) -> NoiseScaleProbe:
@@ -95,8 +94,8 @@ def attach(
             same numbers, those of the whole sequences. In measured windows, their gradients are summed piece by piece.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
-        log: of the run; give the same log to every probe of the run. Or the folder for a log of its own, as
-            "runs/my-run".
+        log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own: a
+            folder as "runs/my-run", "wandb" or another tracker, a function, or several of these in a list.
         verbose: print the setup that was found, on rank 0.
         **deprecated: `sinks`, `run`, `metadata` and `log_every`, which are arguments of `RunLog` now.
 

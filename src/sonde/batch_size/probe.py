@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
 
 import torch
@@ -69,7 +68,7 @@ from sonde.parallel.same_on_ranks import check_all_succeeded
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric
 from sonde.record_values import known
-from sonde.records import RunLog, log_of
+from sonde.records import LogOrPlaces, RunLog, log_of
 from sonde.stats.sealed_state import sealed
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class NoiseScaleProbe:
         cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences.
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
-        log: of the run; give the same log to every probe of the run. Or the folder for a log of its own.
+        log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own.
         verbose: print the setup that was found, on rank 0.
         fixed_weights: averages the windows of a model that does not train: `sonde.measure` passes it.
         **deprecated: see `attach`.
@@ -134,7 +133,7 @@ class NoiseScaleProbe:
         cp_mesh: DeviceMesh | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
-        log: RunLog | str | Path | None = None,
+        log: LogOrPlaces = None,
         verbose: bool = True,
         fixed_weights: FixedWeights | None = None,
         **deprecated: Any,

@@ -16,7 +16,7 @@ from sonde.gradient_norm.clip import clip_grad_norm_
 from sonde.integrations.trainer_probe import Counts, TrainerProbe, as_counts
 from sonde.integrations.versions import warn_if_untested
 from sonde.integrations.wrapped_methods import WrappedMethods, is_wrapped
-from sonde.records import RunLog, logger
+from sonde.records import LogOrPlaces, logger
 
 try:
     import accelerate
@@ -40,7 +40,7 @@ def attach(
     units: Callable[..., Any] | None = None,
     weight: Callable[..., float | Tensor] | None = None,
     clips: bool = False,
-    log: RunLog | str | Path | None = None,
+    log: LogOrPlaces = None,
     strict: bool = False,
     verbose: bool = True,
     **options: Any,
@@ -64,7 +64,7 @@ def attach(
             the loss is divided by the tokens of the whole window. By default, micro-batches weigh the same.
         clips: have `accelerator.clip_grad_norm_` clip by `sonde.clip_grad_norm_`: one collective for parameters on any
             meshes, and the log has the share of windows that were clipped.
-        log: of the run, or the folder for a log of its own.
+        log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
         strict: raise errors of the probe. By default, they are logged and training goes on.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
         **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `per_example`, `allow_biased`, `budget`,

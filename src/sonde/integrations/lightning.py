@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.integrations.trainer_probe import Counts, TrainerProbe, as_counts
 from sonde.integrations.versions import warn_if_untested
-from sonde.records import RunLog
+from sonde.records import LogOrPlaces
 
 try:
     import lightning
@@ -41,7 +40,7 @@ class NoiseScale(Callback):  # type: ignore[misc]
             batch's loss, [units], or a number for each name; by default the rows of the batch's first tensor.
         weight: called with each batch, it returns the batch's weight in the loss. By default, batches weigh the same,
             as means of batches do.
-        log: of the run, or the folder for a log of its own.
+        log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
         strict: raise errors of the probe. By default, they are logged and training goes on.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
         **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `per_example`, `allow_biased`, `budget`,
@@ -58,7 +57,7 @@ class NoiseScale(Callback):  # type: ignore[misc]
         unit: str | Sequence[str] = "examples",
         units: Callable[[Any], Any] | None = None,
         weight: Callable[[Any], float | Tensor] | None = None,
-        log: RunLog | str | Path | None = None,
+        log: LogOrPlaces = None,
         strict: bool = False,
         verbose: bool = True,
         **options: Any,

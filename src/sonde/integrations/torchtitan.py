@@ -18,7 +18,7 @@ from sonde.integrations.torchtitan_batches import UnitsOfBatch, counts_of, count
 from sonde.integrations.trainer_probe import TrainerProbe
 from sonde.integrations.versions import warn_if_untested
 from sonde.integrations.wrapped_methods import WrappedMethods, is_wrapped
-from sonde.records import RunLog, logger
+from sonde.records import LogOrPlaces, logger
 
 try:
     from torchtitan.components.checkpoint import CheckpointManager
@@ -39,7 +39,7 @@ def attach(
     unit: str | Sequence[str] = "sequences",
     units: UnitsOfBatch | None = None,
     clips: bool = False,
-    log: RunLog | str | Path | None = None,
+    log: LogOrPlaces = None,
     strict: bool = False,
     verbose: bool = True,
     **options: Any,
@@ -58,7 +58,7 @@ def attach(
             those of each document in the rows.
         clips: clip by `sonde.clip_grad_norm_` in place of torchtitan's own: one collective for parameters on all
             meshes, and the log has the share of windows that were clipped.
-        log: of the run, or the folder for a log of its own.
+        log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
         strict: raise errors of the probe. By default, they are logged and training goes on.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
         **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `staging_mib`, `budget`, `every` and the

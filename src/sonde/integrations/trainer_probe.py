@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -17,7 +16,7 @@ from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.units import unit_names
-from sonde.records import RunLog, log_of, logger
+from sonde.records import LogOrPlaces, log_of, logger
 
 _PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group")
 """Arguments of `sonde.attach` that are not in `NoiseScaleOptions`."""
@@ -64,13 +63,13 @@ class TrainerProbe:
     Args:
         options: of `sonde.attach`, by name; `unit` is one of them.
         has_units: whether a function of the user's counts the units.
-        log: of the run, or its folder; None for none.
+        log: of the run, or what `RunLog` takes; None for none. One that is given ends with the first training.
         strict: raise the probe's errors instead.
         verbose: print the set-up that was found, and the reading when training ends, on rank 0.
 
     Raises:
         TypeError: for an option that does not exist.
-        ValueError: for an option outside its range.
+        ValueError: for an option outside its range, or a `log` that takes no records.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class TrainerProbe:
         options: Mapping[str, Any],
         *,
         has_units: bool = False,
-        log: RunLog | str | Path | None = None,
+        log: LogOrPlaces = None,
         strict: bool = False,
         verbose: bool = True,
     ) -> None:
@@ -89,7 +88,7 @@ class TrainerProbe:
                 "each of them by name"
             )
         self.probe: NoiseScaleProbe | None = None
-        self._options, self._log, self._run_log = dict(options), log, RunLog()
+        self._options, self._log, self._run_log = dict(options), log, log_of(log, {})
         self._last: NoiseScaleReading | None = None
         self._final_state: dict[str, Any] | None = None
         self._unused: Counts = {"units": 1 if len(names) == 1 else dict.fromkeys(names, 1)}

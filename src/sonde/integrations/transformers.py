@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.integrations.trainer_probe import TrainerProbe
 from sonde.integrations.versions import warn_if_untested
 from sonde.integrations.wrapped_methods import WrappedMethods
-from sonde.records import RunLog
+from sonde.records import LogOrPlaces
 
 try:
     import transformers
@@ -36,7 +35,7 @@ def attach(
     *,
     unit: str | Sequence[str] | None = None,
     units: UnitsOfBatch | None = None,
-    log: RunLog | str | Path | None = None,
+    log: LogOrPlaces = None,
     strict: bool = False,
     verbose: bool = True,
     **options: Any,
@@ -54,7 +53,7 @@ def attach(
             preferences, or "examples" where the model does not read tokens. Several names need `units`.
         units: called with each batch of a measured window, if its rows or packed documents are not the units. It
             returns their number, the weight of each in the batch's loss, [units], or a number for each name.
-        log: of the run, or the folder for a log of its own.
+        log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
         strict: raise errors of the probe. By default, they are logged and training goes on.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
         **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `per_example`, `allow_biased`, `budget`,

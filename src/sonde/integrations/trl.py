@@ -22,7 +22,7 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 from sonde.policy.stats.entropy_forecast import EntropyForecast
-from sonde.records import RunLog, log_of, logger
+from sonde.records import LogOrPlaces, RunLog, log_of, logger
 
 try:
     from accelerate.utils import gather_object
@@ -60,7 +60,7 @@ def attach(
     evaluation_prompts: int | None = None,
     causes: bool = False,
     rollouts: bool = False,
-    log: RunLog | None = None,
+    log: LogOrPlaces = None,
     **deprecated: Any,
 ) -> TrlProbes:
     """Measure a GRPO run. Call it before `trainer.train()`. Weights are bit for bit those of a run without it.
@@ -83,8 +83,8 @@ def attach(
         causes: also split the change into momentum and this batch, and by prompt of the step; this takes another
             backward.
         rollouts: also measure the step's effect by fresh rollouts: as many prompts, answered before and after it.
-        log: of the run, such as `sonde.RunLog(sonde.JsonlSink(folder))`, of which `sonde report folder` makes a page;
-            the policy's part ends when training ends.
+        log: of the run, or what `RunLog` takes, such as a folder, of which `sonde report folder` makes a page. The
+            policy's part ends when training ends.
         **deprecated: `sinks` and `run`, which are arguments of `RunLog` now.
 
     Raises:

@@ -43,6 +43,8 @@ class JsonlSink:
         '{"kind":"header","schema":2,"unit":"sequences"}\\n'
     """
 
+    must_begin: ClassVar[bool] = True
+    """A run without its log, or in the log of another, is an error of the user's that is seen before training."""
     is_reentrant: ClassVar[bool] = True
     """No lock is waited for, so a signal handler may call `write` while a call is interrupted: the process may end."""
 

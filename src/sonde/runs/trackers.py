@@ -16,7 +16,7 @@ from typing import Any, cast
 from sonde.runs.known_metrics import known_metrics
 from sonde.runs.sinks import JsonlSink
 from sonde.runs.tensorboard import TensorBoardSink
-from sonde.sink import Sink
+from sonde.sink import TRACKERS, Sink
 
 Log = Callable[[dict[str, float], int], object]
 """Takes metrics by name, and the step they belong to."""
@@ -254,13 +254,10 @@ def sinks_for(given: object, folder: Path) -> tuple[Sink, ...]:
     # Not every iterable is a list of places: MLflow's runs, mappings and texts are iterable too.
     places = list(given) if isinstance(given, list | tuple | set | frozenset | Iterator) else [given]
     sinks = [_sink_for(place, folder) for place in places]
-    if any(isinstance(place, str) and place in _NAMES for place in places):
+    if any(isinstance(place, str) and place in TRACKERS for place in places):
         has_log = any(isinstance(sink, JsonlSink) for sink in sinks)
         sinks += [] if has_log else [JsonlSink(folder)]  # a report is made from it
     return tuple(sinks)
-
-
-_NAMES = (*_BY_NAME, "tensorboard")
 
 
 def _sink_for(place: Any, folder: Path) -> Sink:
@@ -285,10 +282,10 @@ def _sink_for(place: Any, folder: Path) -> Sink:
     log = getattr(place, "log_metrics", place)  # Lightning's loggers have this method
     if callable(log) and not isinstance(place, type):
         return FunctionSink(log)
-    names = ", ".join(map(repr, _NAMES))
+    names = ", ".join(map(repr, TRACKERS))
     raise ValueError(
-        f"sinks must be places for records, got {place!r:.60}: use a folder such as 'runs/my-run', one of {names}, a "
-        "run or writer of these, a function of metrics and a step, or an object with the methods of sonde.Sink"
+        f"a log needs places for records, got {place!r:.60}: use a folder such as 'runs/my-run', one of {names}, a run "
+        "or writer of these, a function of metrics and a step, or an object with the methods of sonde.Sink"
     )
 
 
