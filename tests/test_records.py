@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -160,13 +161,14 @@ def test_log_takes_what_a_run_log_takes(tmp_path: Path, monkeypatch: pytest.Monk
 def test_trackers_by_name_are_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two logs of one second have a folder each."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
     model = nn.Linear(3, 1)
     for _ in range(2):
         with sonde.attach(model, unit="rows", log="tensorboard", verbose=False) as noise:
             windows_of_rows(noise, model, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     folders = sorted(Path("runs").iterdir())
-    assert len(folders) == 2
+    assert [folder.name for folder in folders] == ["now", "now-2"]
     for folder in folders:
         assert sonde.read_run(folder).readings[-1].window == 3
         assert list(folder.glob("events.out.tfevents*"))
