@@ -29,7 +29,7 @@ help:
 	@echo "make test-torchtitan   run the tests of torchtitan's Trainer, in an environment of their own"
 	@echo "make check   lint, type-check, then run all tests (what CI runs)"
 	@echo "make docs    build the documentation as a site, in build/docs"
-	@echo "make docs-figures   run both demos and make the pictures of docs/ again (about 4 minutes; needs Chromium)"
+	@echo "make docs-figures   run both demos and two trackers, and make the pictures of docs/ again (about 5 minutes; needs Chromium)"
 	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/; DEVICE=cuda on a GPU"
 	@echo "make bench-present   compare the noise scale with exact values while weights move; writes benchmarks/results/"
 	@echo "make bench-budget   measure what a budget of 1 % costs, and the intervals of sparse windows; writes benchmarks/results/"

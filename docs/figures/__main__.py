@@ -1,6 +1,6 @@
-"""Makes the pictures of docs/ anew: runs both demos, and takes pictures of their reports in Chromium.
+"""Makes the pictures of docs/ anew: runs both demos, and takes pictures of their reports in Chromium; also of trackers.
 
-python -m docs.figures [batch-size] [entropy]
+python -m docs.figures [batch-size] [entropy] [trackers]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from docs.figures import trackers
 from tests.chromium import chromium
 
 DOCS = Path(__file__).parent.parent
@@ -58,7 +59,7 @@ def section(title: str) -> str:
 
 
 def main(demos: list[str]) -> None:
-    """Three pictures, from both demos or from those named."""
+    """Five pictures, or those of what is named."""
     with tempfile.TemporaryDirectory() as folder, chromium(Path(folder) / "profile") as browser:
         if "batch-size" in demos:
             open_report(browser, report_of([], Path(folder) / "batch-size"))
@@ -67,7 +68,9 @@ def main(demos: list[str]) -> None:
         if "entropy" in demos:
             open_report(browser, report_of(["entropy"], Path(folder) / "entropy"))
             picture(browser, "entropy-report.png", section("Forecast against truth"))
+        if "trackers" in demos:
+            trackers.pictures(browser, Path(folder), DOCS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["batch-size", "entropy"])
+    main(sys.argv[1:] or ["batch-size", "entropy", "trackers"])
