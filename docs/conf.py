@@ -60,7 +60,7 @@ nitpick_ignore_regex = [
     (r"py:obj", r".*"),
     # Values and aliases in annotations: `Literal["auto"]`, `MetricName`.
     (r"py:class", r"'.*'"),
-    (r"py:class", r"CommHook|GradientsOf|Groups|MetricName|Nonfinite|Objective|Parameters|SequenceWeights"),
+    (r"py:class", r"CommHook|GradientsOf|Groups|LogOrPlaces|MetricName|Nonfinite|Objective|Parameters|SequenceWeights"),
     (r"py:class", r"TapName|UnitsPerPiece|Update|Weighting"),
     # Handed from one call of sonde to another, and read by no user.
     (

@@ -81,8 +81,8 @@ def test_files_named_exist(page: Path) -> None:
 
 
 def test_every_picture_is_made_by_the_script() -> None:
-    script = (DOCS / "figures" / "__main__.py").read_text()
-    assert {picture.name for picture in DOCS.glob("*.png")} == set(re.findall(r'"([\w-]+\.png)"', script))
+    scripts = "".join(script.read_text() for script in (DOCS / "figures").glob("*.py"))
+    assert {picture.name for picture in DOCS.glob("*.png")} == set(re.findall(r'"([\w-]+\.png)"', scripts))
 
 
 @each_page
