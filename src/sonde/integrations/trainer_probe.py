@@ -248,6 +248,12 @@ class TrainerProbe:
         if self._verbose and self._run_log.is_first_rank:
             sys.stderr.write(f"sonde: {self._last}\n")
 
+    def say_once(self, text: str) -> None:
+        """Print a sentence about what was found, on rank 0."""
+        if self._verbose and self._run_log.is_first_rank and text not in self._said:
+            self._said.add(text)
+            sys.stderr.write(f"sonde: {text}\n")
+
     @contextlib.contextmanager
     def forgiven(self, consequence: str) -> Iterator[None]:
         """Log an error once, unless errors are to be raised."""

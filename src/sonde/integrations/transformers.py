@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.reading import NoiseScaleReading
-from sonde.integrations.trainer_probe import TrainerProbe
+from sonde.integrations.trainer_probe import Counts, TrainerProbe
 from sonde.integrations.versions import warn_if_untested
 from sonde.integrations.wrapped_methods import WrappedMethods
 from sonde.records import LogOrPlaces
@@ -132,8 +132,13 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
         """The first backward of a training step begins its piece, whose loss shows how it is normalised."""
         if self._micro_batch is not None:
             (piece, inputs, n_items), self._micro_batch = self._micro_batch, None
-            piece.enter_context(self._probe.piece(lambda: self._batches.count(inputs, loss, n_items)))
+            piece.enter_context(self._probe.piece(lambda: self._count(inputs, loss, n_items)))
         return original(loss, *args, **kwargs)
+
+    def _count(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> Counts:
+        counts = self._batches.count(inputs, loss, n_items)
+        self._probe.say_once(self._batches.weighting)
+        return counts
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if "loss" in logs:  # not of an evaluation, nor the summary at the end

@@ -18,6 +18,8 @@ UnitsOfBatch = Callable[[Mapping[str, Any]], Any]
 """Given a micro-batch, it returns its units (a number, or one for each name), or the weights of each, [units]."""
 _OF_PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers of TRL whose batches have the preferred and the other answer of each pair."""
+_ROUNDING_OF_INVERSE = 0.005
+"""Relative rounding of 1/n in 16 bits."""
 _LEAST = 1e-6
 """Tokens of a sample without any: it counts for nothing, and the samples' weights stay positive."""
 
@@ -54,10 +56,9 @@ class MicroBatches:
         self._model: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
         reads_tokens = getattr(self._model, "main_input_name", "input_ids") == "input_ids"
         self.unit = "pairs" if self._has_pairs else "sequences" if reads_tokens else "examples"
-        # SFTTrainer divides by a copy of the window's tokens, which its graph does not show.
-        self._is_over_window: bool | None = True if of_trl == "SFTTrainer" else trainer.loss_is_scaled_for_ga or None
-        if trainer.loss_is_scaled_for_ga is False:
-            self._is_over_window = False
+        self._is_of_sft = of_trl == "SFTTrainer"
+        self._is_over_window: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
+        """Whether the loss is divided by the tokens of the whole window; None until the first micro-batch shows it."""
         self._shifts = shifts_labels(self._model)
 
     def count(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> Counts:
@@ -89,8 +90,15 @@ class MicroBatches:
         if self._is_over_window is None:
             found = is_divided_by(loss, torch.as_tensor(n_items))
             names = inspect.unwrap(type(self._model).forward).__code__.co_names
-            self._is_over_window = "loss_function" in names if found is None else found
+            self._is_over_window = self._is_of_sft or "loss_function" in names if found is None else found
         return self._is_over_window
+
+    @property
+    def weighting(self) -> str:
+        """How micro-batches weigh in the loss, in words."""
+        if self._is_over_window:
+            return "pieces weigh by their loss tokens: the loss is divided by those of the whole window"
+        return "each piece weighs the same: the loss is a mean over its own batch"
 
 
 def shifts_labels(model: nn.Module) -> bool:
@@ -165,7 +173,9 @@ def _documents(inputs: Mapping[str, Any]) -> tuple[Tensor | None, int]:
 
 
 def is_divided_by(loss: Tensor, n_items: Tensor) -> bool | None:
-    """Whether a division by this number is among the last operations that made a loss. Waits for the device.
+    """Whether a division by this number, or a multiplication by its inverse, is among the last operations of a loss.
+
+    Waits for the device.
 
     Args:
         loss: with its graph.
@@ -181,8 +191,11 @@ def is_divided_by(loss: Tensor, n_items: Tensor) -> bool | None:
             continue
         if "Compiled" in node.name():
             return None
-        divisor = getattr(node, "_saved_other", None) if node.name().startswith("DivBackward") else None
-        if isinstance(divisor, Tensor) and divisor.numel() == 1 and divisor.item() == n_items.item():
-            return True
+        other = getattr(node, "_saved_other", None)
+        if isinstance(other, Tensor) and other.numel() == 1:
+            divides, multiplies = (node.name().startswith(name) for name in ("DivBackward", "MulBackward"))
+            is_inverse = multiplies and abs(other.item() * n_items.item() - 1) < _ROUNDING_OF_INVERSE
+            if is_inverse or (divides and other.item() == n_items.item()):
+                return True
         nodes.extend(parent for parent, _ in node.next_functions)
     return False
