@@ -135,10 +135,20 @@ def test_a_loss_that_ignores_the_windows_tokens_is_not_weighed_by_them(tmp_path:
     assert same_numbers(probe.reading(), plain_loop(start, windows, loss_of))
 
 
-def test_a_resumed_training_goes_on_with_its_averages(tmp_path: Path) -> None:
-    options = {"save_strategy": "steps", "save_steps": 6}
+class Saves(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 6:
+            control.should_save = True
+
+
+@pytest.mark.parametrize("by_callback", [False, True])
+def test_a_resumed_training_goes_on_with_its_averages(by_callback: bool, tmp_path: Path) -> None:
+    """A callback that comes after sonde's may ask for the checkpoint."""
+    options = {} if by_callback else {"save_strategy": "steps", "save_steps": 6}
     whole = trainer_of(tmp_path / "whole", **options)
     uninterrupted = integration.attach(whole, every=1, verbose=False)
+    if by_callback:
+        whole.add_callback(Saves())
     whole.train()
     resumed = trainer_of(tmp_path / "resumed", **options)
     probe = integration.attach(resumed, every=1, verbose=False)
@@ -148,6 +158,26 @@ def test_a_resumed_training_goes_on_with_its_averages(tmp_path: Path) -> None:
     reading = probe.reading()
     assert reading is not None
     assert reading.windows == 14
+
+
+def test_a_new_accelerator_is_measured_too(tmp_path: Path) -> None:
+    """As in a search of hyperparameters, where each run makes one."""
+    trainer = trainer_of(tmp_path)
+    probe = integration.attach(trainer, every=1, verbose=False, log=tmp_path / "log")
+    trainer.create_accelerator_and_postprocess()
+    for n in (1, 2):
+        trainer.train()
+        reading = probe.reading()
+        assert reading is not None
+        assert reading.windows == 14
+        assert (tmp_path / "log" / "records.jsonl").read_text().count('{"kind":"header"') == n
+    probe.close()
+    assert "backward" not in vars(trainer.accelerator)
+
+
+def test_units_that_are_no_function_are_refused_at_attach(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"units must be a function of a batch, got 5: as units=lambda batch: 8"):
+        integration.attach(trainer_of(tmp_path), units=5)
 
 
 class Fails(TrainerCallback):  # type: ignore[misc]
@@ -247,7 +277,8 @@ def test_guard_the_order_of_the_trainers_calls(tmp_path: Path) -> None:
             norm = torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).norm()
             calls.append(f"before the step {norm:.3f}")
 
-    trainer = trainer_of(tmp_path, callbacks=[Notes()], max_steps=1, logging_steps=1, max_grad_norm=0.25)
+    options = {"max_steps": 1, "logging_steps": 1, "max_grad_norm": 0.25, "save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_of(tmp_path, callbacks=[Notes()], **options)
 
     def noted(name: str, owner: Any, method: str) -> None:
         original = getattr(owner, method)
@@ -261,9 +292,10 @@ def test_guard_the_order_of_the_trainers_calls(tmp_path: Path) -> None:
     noted("training step", trainer, "training_step")
     noted("backward", trainer.accelerator, "backward")
     noted("log", trainer, "log")
+    noted("save", trainer, "_save_checkpoint")
     trainer.train()
     micro_batch = ["training step", "backward"]
-    assert calls == ["begin True True", *micro_batch * 3, "before the step 0.250", "log", "log"]
+    assert calls == ["begin True True", *micro_batch * 3, "before the step 0.250", "log", "save", "log"]
 
 
 def test_which_losses_shift_labels() -> None:

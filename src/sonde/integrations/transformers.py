@@ -74,8 +74,10 @@ def attach(
         raise ValueError(f"trainer must be a transformers.Trainer, got {trainer!r:.80}: pass the object that trains")
     if any(isinstance(callback, TransformersProbe) for callback in trainer.callback_handler.callbacks):
         raise ValueError("this trainer has a probe already: attach once, or close the first")
-    batches = MicroBatches(trainer, units)
     warn_if_untested("transformers", transformers.__version__, TESTED)
+    if units is not None and not callable(units):
+        raise ValueError(f"units must be a function of a batch, got {units!r:.60}: as units=lambda batch: 8")
+    batches = MicroBatches(trainer, units)
     options["unit"] = unit or batches.unit
     probe = TrainerProbe(options, has_units=units is not None, log=log, strict=strict, verbose=verbose)
     return TransformersProbe(trainer, batches, probe)
@@ -88,8 +90,15 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._batches, self._probe = trainer, batches, probe
         self._micro_batch: tuple[contextlib.ExitStack, Mapping[str, Any], Any] | None = None
         """The training step that goes on, until its backward: its context, inputs and number of items."""
-        self._of_trainer = WrappedMethods(trainer, train=self._train, training_step=self._training_step, log=self._log)
-        self._of_accelerator = WrappedMethods(trainer.accelerator, backward=self._backward)
+        self._of_trainer = WrappedMethods(
+            trainer,
+            train=self._train,
+            training_step=self._training_step,
+            log=self._log,
+            _save_checkpoint=self._save_checkpoint,
+        )
+        self._accelerator = trainer.accelerator
+        self._of_accelerator = WrappedMethods(self._accelerator, backward=self._backward)
         trainer.add_callback(self)
 
     @property
@@ -146,11 +155,21 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
             logs = {**logs, **self._probe.metrics()}
         return original(logs, *args, **kwargs)
 
+    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Add the averages to the trainer's state. A callback after this one may have asked for the checkpoint."""
+        if (averages := self._probe.state_dict()) is not None:
+            self._trainer.state.stateful_callbacks[SAVED_AS] = averages
+        return original(*args, **kwargs)
+
     # Events of the trainer, in their order.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach: the model has its wrapper, and the optimizer exists."""
         trainer = self._trainer
+        if trainer.accelerator is not self._accelerator:  # a search of hyperparameters makes a new one for each run
+            self._of_accelerator.restore()
+            self._accelerator = trainer.accelerator
+            self._of_accelerator = WrappedMethods(self._accelerator, backward=self._backward)
         self._probe.begin(
             trainer.model_wrapped,
             trainer.optimizer,
@@ -161,13 +180,6 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the window: gradients are whole, and clipped."""
         self._probe.end_window()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the averages to a checkpoint that follows."""
-        if control.should_save and (averages := self._probe.state_dict()) is not None:
-            state.stateful_callbacks[SAVED_AS] = averages
-
-    on_epoch_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the log."""
