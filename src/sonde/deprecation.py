@@ -6,7 +6,7 @@ import difflib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from sonde.call_site import stack_level
@@ -50,7 +50,8 @@ def refuse_unknown(call: Callable[..., Any], unknown: Iterable[str], options: It
     Raises:
         TypeError: for the first of them, naming the nearest that is known.
     """
-    names = [name for name in signature(call).parameters if name not in ("self", "deprecated")]
+    named = [p.name for p in signature(call).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    names = [name for name in named if name != "self"]
     known = list(dict.fromkeys([*names, *options]))
     for name in unknown:
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

@@ -235,7 +235,7 @@ def test_bad_arguments(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"the optimizer is not one that accelerator\.prepare has returned: attach"):
         integration.attach(a, net, optimizer_of(net))
     model, optimizer = a.prepare(net, optimizer_of(net))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'horizn'"):
+    with pytest.raises(TypeError, match=r"attach\(\) has no argument 'horizn': did you mean 'horizon'"):
         integration.attach(a, model, optimizer, horizn=3)
     with pytest.raises(ValueError, match=r"a batch is counted in one unit, got unit=\('rows', 'tokens'\): pass units="):
         integration.attach(a, model, optimizer, unit=("rows", "tokens"))

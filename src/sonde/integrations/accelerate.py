@@ -91,8 +91,8 @@ def attach(
             "accelerator.prepare(model, optimizer)', with what it returns"
         )
     warn_if_untested("accelerate", accelerate.__version__, TESTED)
-    has_units, options["unit"] = units is not None, unit
-    probe = TrainerProbe(options, has_units=has_units, log=log, strict=strict, verbose=verbose)
+    options["unit"] = unit
+    probe = TrainerProbe(options, call=attach, units=units, log=log, strict=strict, verbose=verbose)
     return AccelerateProbe(accelerator, model, optimizer, probe, units=units, weight=weight, clips=clips)
 
 

@@ -63,8 +63,8 @@ class NoiseScale(Callback):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         warn_if_untested("lightning", lightning.__version__, TESTED)
-        has_units, options["unit"] = units is not None, unit
-        self._probe = TrainerProbe(options, has_units=has_units, log=log, strict=strict, verbose=verbose)
+        options["unit"] = unit
+        self._probe = TrainerProbe(options, call=NoiseScale, units=units, log=log, strict=strict, verbose=verbose)
         self._units, self._weight = units, weight
         self._saved: dict[str, Any] | None = None
         self._batch: Any = None
@@ -94,7 +94,8 @@ class NoiseScale(Callback):  # type: ignore[misc]
         if len(trainer.optimizers) != 1:
             refused = (
                 f"the module has {len(trainer.optimizers)} optimizers, and steps of one are the windows: train with "
-                "one, or use sonde.attach in training_step for each of the modules"
+                "one, or optimize manually with sonde.attach(part, its optimizer, units_per_piece='first dim') for the "
+                "part that each of them steps, and with step() of that probe before the optimizer's"
             )
         elif isinstance(optimizer, torch.optim.LBFGS):
             refused = "LBFGS evaluates the loss several times in each step, so that no gradient is the step's"

@@ -76,7 +76,8 @@ def attach(
     if is_wrapped(trainer, "forward_backward_step"):
         raise ValueError("this trainer has a probe already: close it first")
     warn_if_untested("torchtitan", importlib.metadata.version("torchtitan"), TESTED)
-    probe = TrainerProbe({"unit": unit, **_meshes(trainer), **options}, log=log, strict=strict, verbose=verbose)
+    options = {"unit": unit, **_meshes(trainer), **options}
+    probe = TrainerProbe(options, call=attach, units=units, log=log, strict=strict, verbose=verbose)
     return TorchtitanProbe(trainer, probe, units=units, clips=clips)
 
 

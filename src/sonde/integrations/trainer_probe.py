@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any, TypedDict
 
 import torch
@@ -16,6 +17,7 @@ from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.units import unit_names
+from sonde.deprecation import refuse_unknown
 from sonde.records import LogOrPlaces, log_of, logger
 
 _PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group")
@@ -62,7 +64,8 @@ class TrainerProbe:
 
     Args:
         options: of `sonde.attach`, by name; `unit` is one of them.
-        has_units: whether a function of the user's counts the units.
+        call: the function or class that the user has called with them.
+        units: the user's function that counts the units, if there is one.
         log: of the run, or what `RunLog` takes; None for none. One that is given ends with the first training.
         strict: raise the probe's errors instead.
         verbose: print the set-up that was found, and the reading when training ends, on rank 0.
@@ -76,13 +79,18 @@ class TrainerProbe:
         self,
         options: Mapping[str, Any],
         *,
-        has_units: bool = False,
+        call: Callable[..., Any] = attach,
+        units: Callable[..., Any] | None = None,
         log: LogOrPlaces = None,
         strict: bool = False,
         verbose: bool = True,
     ) -> None:
+        known = [field.name for field in fields(NoiseScaleOptions) if field.name != "units_per_piece"]
+        refuse_unknown(call, [name for name in options if name not in (*known, *_PARTNERS)], [*known, *_PARTNERS])
+        if units is not None and not callable(units):
+            raise ValueError(f"units must be a function of a batch, got {units!r:.60}: as units=lambda batch: 8")
         names = unit_names(NoiseScaleOptions(**{n: v for n, v in options.items() if n not in _PARTNERS}).unit)
-        if len(names) > 1 and not has_units:
+        if len(names) > 1 and units is None:
             raise ValueError(
                 f"a batch is counted in one unit, got unit={names}: pass units=, a function that returns a number for "
                 "each of them by name"

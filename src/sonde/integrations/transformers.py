@@ -75,11 +75,9 @@ def attach(
     if any(isinstance(callback, TransformersProbe) for callback in trainer.callback_handler.callbacks):
         raise ValueError("this trainer has a probe already: attach once, or close the first")
     warn_if_untested("transformers", transformers.__version__, TESTED)
-    if units is not None and not callable(units):
-        raise ValueError(f"units must be a function of a batch, got {units!r:.60}: as units=lambda batch: 8")
     batches = MicroBatches(trainer, units)
     options["unit"] = unit or batches.unit
-    probe = TrainerProbe(options, has_units=units is not None, log=log, strict=strict, verbose=verbose)
+    probe = TrainerProbe(options, call=attach, units=units, log=log, strict=strict, verbose=verbose)
     return TransformersProbe(trainer, batches, probe)
 
 
