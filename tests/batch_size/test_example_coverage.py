@@ -55,6 +55,23 @@ def test_windows_with_pieces_give_the_ratio_of_the_covered_to_the_whole() -> Non
     assert coverage.ratio == pytest.approx(float(ratios[0] / ratios[1]), rel=1e-4)
 
 
+def test_pieces_are_read_where_examples_cover_less_and_nothing_sounds_wrong(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torch.manual_seed(0)
+    model = Scaled()
+    with attached(model, per_example="auto", verbose=True) as probe:
+        for window in range(30):
+            for piece in pieces_of(16, 16, seed=window):
+                with probe.piece(units=16):
+                    mean_loss(model, *piece).backward()
+            probe.step()
+            model.zero_grad()
+    said = capsys.readouterr().err
+    assert said.count("sonde: pieces are read from now on: single examples do not cover all parameters\n") == 1
+    assert "are not read" not in said
+
+
 def test_units_that_are_not_rows_give_a_reason() -> None:
     model, (x, y) = small_model(), pieces_of(6)[0]
     with attached(model, per_example="auto") as probe:

@@ -258,7 +258,10 @@ class Mechanism:
 
     def _choose(self, n_pieces: int) -> None:
         if self._covered.coverage is not None:
-            self._give_up("they do not cover all parameters, and pieces do")
+            self._give_up(
+                "they do not cover all parameters, and pieces do",
+                "pieces are read from now on: single examples do not cover all parameters",
+            )
             return
         if not self._trial.is_complete:
             return
@@ -274,10 +277,10 @@ class Mechanism:
             wide = f"{1 / factor:.2g} times as wide" if 0 < factor < 1 / _WORTH_IT else "no narrower"
             self._tell(f"pieces are read from now on: the interval of single examples is {wide} at the same cost")
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, said: str = "") -> None:
         # The hooks stay until the window ends: another thread may take in windows while backward runs.
         self._state, self.why_not, self.choice = "pieces", reason, None
-        self._tell(f"single examples are not read: {reason}")
+        self._tell(said or f"single examples are not read: {reason}")
 
     def _tell(self, message: str) -> None:
         self._news.append(("", message))

@@ -62,8 +62,8 @@ def models_in(called: nn.Module, optimizers: Sequence[Any]) -> list[ModelOfOptim
     if inside and _holds(stepped, held):
         return [ModelOfOptimizers(called, tuple(inside))]
     modules = list(called.modules())
-    parts = [(_outermost_alike(_smallest(modules, stepped_by(o)), modules), o) for o in inside]
-    return _merged(parts)
+    parts = [(part, o) for o in inside if (part := _smallest(modules, stepped_by(o))) is not None]
+    return _merged([(_outermost_alike(part, modules), o) for part, o in parts])
 
 
 def model_among_living(optimizer: Any) -> nn.Module | None:
@@ -101,9 +101,8 @@ def _smallest(modules: Iterable[nn.Module], wanted: dict[int, int]) -> nn.Module
     return best
 
 
-def _outermost_alike(module: nn.Module | None, modules: Iterable[nn.Module]) -> nn.Module:
+def _outermost_alike(module: nn.Module, modules: Iterable[nn.Module]) -> nn.Module:
     """The module around which all others are that train the same parameters: DDP's, or that of `torch.compile`."""
-    assert module is not None
     own = trainable(module.parameters()).keys()
     alike = [m for m in modules if trainable(m.parameters()).keys() == own]
     inner = {id(child) for m in alike for child in m.modules() if child is not m}
