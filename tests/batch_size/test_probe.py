@@ -245,5 +245,5 @@ def test_a_log_may_be_the_name_of_its_folder(tmp_path: Path) -> None:
         train(model, probe, optimizer, windows=3)
         probe.close()
         assert sonde.read_run(folder).readings[-1].window == 3
-    with pytest.raises(ValueError, match=r"log must be a folder or a sonde\.RunLog, got 7"):
+    with pytest.raises(ValueError, match=r"a log needs places for records, got 7"):
         sonde.attach(model, optimizer, unit="rows", log=7)  # type: ignore[arg-type]
