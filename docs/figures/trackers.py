@@ -75,6 +75,8 @@ def _server(command: list[str], port: int, folder: Path, environment: dict[str, 
                 urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=5).close()
                 break
             time.sleep(0.5)
+        else:
+            raise TimeoutError(f"{command[0]} has not answered on port {port}")
         yield
     finally:
         process.terminate()

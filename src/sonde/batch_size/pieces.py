@@ -123,8 +123,8 @@ class Pieces:
         self._has_run = False
         """Whether a piece has ended in the present window, or a backward that was none."""
         self._error: Exception | None = None
-        self._said = ""
-        """The error of `units_per_piece` that was logged last."""
+        self._has_logged = False
+        """Whether an error of `units_per_piece` was logged. Its text may be another one for each piece."""
         self._units_unknown = self._units_unclear = self._ran_outside = False
         """Errors that are raised from the user's own call, not inside autograd."""
 
@@ -216,9 +216,9 @@ class Pieces:
             return piece_counts(first, counts.weight if weight is None else weight, counts.unit_weights, further)
         except Exception as error:  # of the user's function, or a number that cannot be
             if self._has_peers:  # they would wait for a rank that raises: the window is dropped
-                if (said := f"{type(error).__name__}: {error}") != self._said:
-                    logger.error("sonde: units_per_piece= could not count a piece: %s", said)
-                self._said = said
+                if not self._has_logged:
+                    logger.error("sonde: units_per_piece= could not count a piece: %s: %s", type(error).__name__, error)
+                self._has_logged = True
             else:
                 self._error = error  # raised when the window ends
             return Problem.NOT_COUNTED

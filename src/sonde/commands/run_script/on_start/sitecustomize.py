@@ -10,12 +10,15 @@ import atexit
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+_FOLDER, _STARTED = os.getcwd(), sys.argv[0]
+"""Where this process was started, and its script, or "-m": a script may change both."""
 _RUN_SCRIPT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -154,15 +157,25 @@ class _Watcher:
 
 def _say_that_no_optimizer_was_made() -> None:
     """Say at the script's end that there was nothing to measure. Launchers make no optimizer either, and are silent."""
-    if _Watcher.is_on or _Watcher.has_failed or os.environ.get("RANK", "0") != "0" or sys.stderr is None:
-        return
-    command = json.loads(os.environ["SONDE_RUN"])["command"]
-    main = sys.modules.get("__main__")
-    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    is_script = file is not None and os.path.basename(file) in [os.path.basename(word) for word in command]
-    is_module = spec is not None and spec.name.removesuffix(".__main__") in command
-    if is_script or is_module:
+    has_watched = _Watcher.is_on or _Watcher.has_failed
+    if not has_watched and os.environ.get("RANK", "0") == "0" and sys.stderr is not None and _is_the_script():
         sys.stderr.write("sonde: nothing was measured: the script made no torch.optim.Optimizer\n")
+
+
+def _is_the_script() -> bool:
+    """Whether this process runs the script or module of the command, and is not its launcher or another program."""
+    command = json.loads(os.environ["SONDE_RUN"])["command"]
+    if scripts := [_real_path(word) for word in command if word.endswith(".py")]:
+        return _real_path(_STARTED) in scripts
+    return _STARTED == "-m" and _modules(sys.orig_argv)[:1] == _modules(command)[-1:]  # those before are launchers
+
+
+def _real_path(word: str) -> str:
+    return os.path.realpath(os.path.join(_FOLDER, word))
+
+
+def _modules(words: list[str]) -> list[str]:
+    return [after for word, after in itertools.pairwise(words) if word == "-m"]
 
 
 def _show_tracebacks_of_the_script() -> None:
