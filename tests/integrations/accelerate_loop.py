@@ -47,8 +47,8 @@ def loop(
 ) -> nn.Module:
     """A loop of Accelerate's documentation. No line of it knows sonde."""
     data = torch.utils.data.DataLoader(batches(), batch_size=1, collate_fn=lambda one: one[0])  # type: ignore[arg-type]
-    model, optimizer, loader = accelerator.prepare(network(), None, data)
-    optimizer = accelerator.prepare(optimizer_of(model))
+    net = network()
+    model, optimizer, loader = accelerator.prepare(net, optimizer_of(net), data)
     if attach is not None:
         attach(model, optimizer)
     begin()

@@ -1,4 +1,4 @@
-"""The environment that torchrun sets, for Accelerate and trainers on the ranks of `tests/ranks.py`."""
+"""What torchrun sets and Accelerate finds, for loops and trainers on the ranks of `tests/ranks.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -35,3 +36,17 @@ def as_launched(port: int) -> Iterator[None]:
         AcceleratorState._reset_state(reset_partial_state=True)
         for name in ours:
             os.environ.pop(name, None)
+
+
+def fsdp2() -> Any:
+    """Accelerate's plugin for FSDP2, which cuts all layers. Call it in `as_launched`, before an Accelerator is made.
+
+    Accelerate takes a plugin on accelerators only, though FSDP2 itself runs on CPUs: it is told that it has some.
+    """
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import DistributedType, PartialState
+
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="size_based_wrap", min_num_params=10
+    )

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import sonde
 
+BY_PIECES: dict[str, Any] = {"every": 1, "per_example": "never", "verbose": False}
+"""Options of runs that are compared: every window is measured, and read in pieces, not as their costs turn out."""
+
 
 def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -59,7 +62,7 @@ def plain_loop(
     """
     model = copy.deepcopy(model).train()
     optimizer = optimizer_of(model, lr)
-    probe = sonde.attach(model, optimizer, unit="rows", every=1, verbose=False, **options)
+    probe = sonde.attach(model, optimizer, unit="rows", **(BY_PIECES | options))
     for window in windows:
         for piece in window:
             loss = model(**piece.inputs).loss * piece.weight if loss_of is None else loss_of(model, piece)

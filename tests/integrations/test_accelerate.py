@@ -23,7 +23,7 @@ from accelerate.tracking import GeneralTracker  # noqa: E402
 import sonde  # noqa: E402
 from sonde.integrations import accelerate as integration  # noqa: E402
 from tests.integrations.accelerate_loop import batches, loop, loss_of, network, tokens  # noqa: E402
-from tests.integrations.plain_loop import Piece, optimizer_of, plain_loop, same_numbers, weights  # noqa: E402
+from tests.integrations.plain_loop import BY_PIECES, Piece, optimizer_of, plain_loop, same_numbers, weights  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ class Attached:
     """Attaches, and keeps what it gets."""
 
     def __init__(self, to: Accelerator, **options: Any) -> None:
-        self._to, self._options = to, {"unit": "rows", "every": 1, "verbose": False, "strict": True} | options
+        self._to, self._options = to, {"unit": "rows", "strict": True, **BY_PIECES} | options
         self.probe: Any = None
 
     def __call__(self, model: Any, optimizer: Any) -> None:
@@ -112,6 +112,17 @@ def test_several_units() -> None:
     assert reading.in_unit("tokens").b_simple == pytest.approx(expected, rel=0.05)  # an average that forgets
 
 
+def loss_under_autocast(dtype: torch.dtype) -> Any:
+    def loss(model: nn.Module, piece: Piece) -> Tensor:
+        def in_fp32(batch: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype):
+                return model(batch).float()  # type: ignore[no-any-return]
+
+        return loss_of(in_fp32, piece.inputs["batch"]) * piece.weight  # type: ignore[arg-type]
+
+    return loss
+
+
 def test_bf16() -> None:
     """The trained network is that without sonde, and the reading that of a plain loop under autocast."""
     a = accelerator(mixed_precision="bf16")
@@ -119,15 +130,8 @@ def test_bf16() -> None:
     measured = weights(loop(a, attached))
     AcceleratorState._reset_state(reset_partial_state=True)
     assert torch.equal(measured, weights(loop(accelerator(mixed_precision="bf16"))))
-
-    def loss_in_bf16(model: nn.Module, piece: Piece) -> Tensor:
-        def in_fp32(batch: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return model(batch).float()  # type: ignore[no-any-return]
-
-        return loss_of(in_fp32, piece.inputs["batch"]) * piece.weight  # type: ignore[arg-type]
-
-    assert same_numbers(attached.probe.reading(), plain_loop(network(), windows_of(), loss_in_bf16))
+    expected = plain_loop(network(), windows_of(), loss_under_autocast(torch.bfloat16))
+    assert same_numbers(attached.probe.reading(), expected)
 
 
 class Tracker(GeneralTracker):
@@ -219,13 +223,83 @@ def test_a_checkpoint_that_cannot_be_written_or_read_does_not_stop_training(
     assert attached.probe.reading().windows == 9
 
 
-def test_two_forwards_before_a_backward_are_named(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("n_forwards", [0, 2])
+def test_a_backward_without_a_forward_of_its_own_is_named(n_forwards: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As of a second loss of one forward, of another model's loss, and of a loss over two forwards."""
     a = accelerator()
     model, optimizer = a.prepare(net := network(), optimizer_of(net))
-    integration.attach(a, model, optimizer, every=1, verbose=False)
+    other = torch.nn.Parameter(torch.ones(()))
+    integration.attach(a, model, optimizer, **BY_PIECES)
     with caplog.at_level(logging.ERROR):
-        a.backward(loss_of(model, batches()[0]) + loss_of(model, batches()[1]))
-    assert "no forward of the model, or several, came before this accelerator.backward" in caplog.text
+        a.backward(sum((loss_of(model, batches()[k]) for k in range(n_forwards)), other.square()))
+    assert "between two calls of accelerator.backward the measured model ran several times, or not at a" in caplog.text
+
+
+def test_a_loop_without_accelerator_backward_is_told_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    a = accelerator(gradient_accumulation_steps=1)
+    model, optimizer = a.prepare(net := network(), optimizer_of(net))
+    integration.attach(a, model, optimizer, every=1)
+    for batch in batches()[:2]:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert capsys.readouterr().err.count("if the loop calls loss.backward(), call accelerator.backward(loss)") == 1
+
+
+def test_the_window_of_a_step_with_a_closure_ends_after_its_backward() -> None:
+    by_examples = BY_PIECES | {"per_example": "always"}
+
+    def trained(attach: Any) -> nn.Module:
+        a = accelerator(gradient_accumulation_steps=1)
+        model, optimizer = a.prepare(net := network(), optimizer_of(net))
+        if attach is not None:
+            attach.probe = integration.attach(a, model, optimizer, units=tokens, strict=True, **by_examples)
+        for batch in [batch for batch in batches() for _ in range(2)]:
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                a.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+        return net
+
+    attached = Attached(accelerator())
+    assert torch.equal(weights(trained(attached)), weights(trained(None)))
+    windows = [[Piece({"batch": b}, {"unit_weights": tokens(b).tolist()}, 1.0)] for b in batches() for _ in range(2)]
+    reading = attached.probe.reading()
+    assert (reading.windows, reading.dropped) == (16, {})
+    assert same_numbers(reading, plain_loop(network(), windows, loss_of_piece, max_norm=1e9, **by_examples))
+
+
+def test_lbfgs_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    a = accelerator()
+    model, optimizer = a.prepare(net := network(), torch.optim.LBFGS(net.parameters()))
+    assert integration.attach(a, model, optimizer, verbose=False).probe is None
+    assert "this training is not measured: ValueError: LBFGS evaluates the loss several times in each" in caplog.text
+
+
+def test_a_scaler_of_accelerate() -> None:
+    """In fp16, gradients are scaled, unscaled before the clip, and a first window overflows."""
+
+    def trained(attach: bool) -> tuple[nn.Module, Any]:
+        a = accelerator(gradient_accumulation_steps=2)
+        a.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=1000)
+        a.native_amp, a.state._mixed_precision = True, "fp16"  # Accelerate makes a scaler on accelerators only
+        attached = Attached(a, units=tokens)
+        return loop(a, attached if attach else None), attached.probe
+
+    model, probe = trained(attach=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert torch.equal(weights(model), weights(trained(attach=False)[0]))
+    reading = probe.reading()
+    (n_dropped,) = reading.dropped.values()
+    assert 0 < n_dropped < 4
+    pieces = [Piece({"batch": b}, {"unit_weights": tokens(b).tolist()}, 1 / 2) for b in batches()]
+    windows = [pieces[k : k + 2] for k in (0, 2, 4, 6)] * 3
+    expected = plain_loop(network(), windows[n_dropped:], loss_under_autocast(torch.float16))
+    assert same_numbers(reading, expected)
 
 
 def test_bad_arguments(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

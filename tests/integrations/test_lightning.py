@@ -22,7 +22,7 @@ from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 import sonde  # noqa: E402
 from sonde.integrations import lightning as integration  # noqa: E402
 from tests.integrations.lightning_module import Module, batches, loss_of, network, trainer_of  # noqa: E402
-from tests.integrations.plain_loop import Piece, optimizer_of, plain_loop, same_numbers, weights  # noqa: E402
+from tests.integrations.plain_loop import BY_PIECES, Piece, optimizer_of, plain_loop, same_numbers, weights  # noqa: E402
 
 
 def trained(folder: Path, *callbacks: Any, module: Module | None = None, **options: Any) -> tuple[Tensor, L.Trainer]:
@@ -46,7 +46,7 @@ def loss_of_piece(model: Any, piece: Piece) -> Tensor:
 
 @pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
 def test_reads_as_a_plain_loop(tmp_path: Path, is_manual: bool) -> None:
-    probe = integration.NoiseScale(unit="rows", every=1, log=tmp_path / "log", verbose=False, strict=True)
+    probe = integration.NoiseScale(unit="rows", log=tmp_path / "log", strict=True, **BY_PIECES)
     with_probe, _ = trained(tmp_path, probe, is_manual=is_manual, logger=CSVLogger(tmp_path, "csv"))
     without, _ = trained(tmp_path, is_manual=is_manual)
     assert torch.equal(with_probe, without)
@@ -71,7 +71,7 @@ def test_unequal_weights_of_rows_and_batches(tmp_path: Path) -> None:
         return (batch[:, 0].abs() * 10).ceil()
 
     probe = integration.NoiseScale(
-        unit="rows", units=tokens, weight=lambda batch: float(len(batch)), every=1, verbose=False, strict=True
+        unit="rows", units=tokens, weight=lambda batch: float(len(batch)), strict=True, **BY_PIECES
     )
 
     class Weighs(Module):
@@ -93,7 +93,7 @@ def test_unequal_weights_of_rows_and_batches(tmp_path: Path) -> None:
 
 def test_bf16(tmp_path: Path) -> None:
     """Without a clip, which Lightning's precision refuses beside a fused optimizer."""
-    probe = integration.NoiseScale(unit="rows", every=1, verbose=False, strict=True)
+    probe = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES)
     with_probe, _ = trained(tmp_path, probe, precision="bf16-mixed", gradient_clip_val=None)
     without, _ = trained(tmp_path, precision="bf16-mixed", gradient_clip_val=None)
     assert torch.equal(with_probe, without)
@@ -108,7 +108,7 @@ def test_bf16(tmp_path: Path) -> None:
 
 def test_a_grad_scalers_skipped_steps_are_no_windows(tmp_path: Path) -> None:
     """The first scales are too large for fp16, and these steps are left out without an alert."""
-    probe = integration.NoiseScale(unit="rows", every=1, log=tmp_path / "log", verbose=False, strict=True)
+    probe = integration.NoiseScale(unit="rows", log=tmp_path / "log", strict=True, **BY_PIECES)
     options: dict[str, Any] = {"gradient_clip_val": None, "max_epochs": 4}
 
     def in_fp16() -> list[Any]:
@@ -126,12 +126,12 @@ def test_a_grad_scalers_skipped_steps_are_no_windows(tmp_path: Path) -> None:
 
 
 def test_a_resumed_training_goes_on_with_its_averages(tmp_path: Path) -> None:
-    whole = integration.NoiseScale(unit="rows", every=1, verbose=False, strict=True)
+    whole = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES)
     trained(tmp_path, whole)
-    first = integration.NoiseScale(unit="rows", every=1, verbose=False, strict=True)
+    first = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES)
     _, trainer = trained(tmp_path, first, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    resumed = integration.NoiseScale(unit="rows", every=1, verbose=False, strict=True)
+    resumed = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES)
     trainer_of(tmp_path, resumed).fit(Module(), ckpt_path=tmp_path / "half.ckpt")
     reading = resumed.reading()
     assert reading is not None
@@ -145,7 +145,7 @@ def test_a_resumed_training_goes_on_with_its_averages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"barebones": True, "log_every_n_steps": None}, {"log_every_n_steps": 0}], ids=str)
 def test_a_trainer_that_never_logs(options: dict[str, Any], tmp_path: Path) -> None:
-    probe = integration.NoiseScale(unit="rows", every=1, verbose=False, strict=True)
+    probe = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES)
     with_probe, _ = trained(tmp_path, probe, **options)
     assert torch.equal(with_probe, trained(tmp_path, **options)[0])
     reading = probe.reading()
@@ -200,7 +200,7 @@ class Fails(Module):
 
 
 def test_a_training_that_fails_ends_its_log(tmp_path: Path) -> None:
-    probe = integration.NoiseScale(unit="rows", every=1, log=tmp_path / "log", verbose=False)
+    probe = integration.NoiseScale(unit="rows", log=tmp_path / "log", **BY_PIECES)
     with pytest.raises(KeyError, match="of the user's own"):
         trained(tmp_path, probe, module=Fails())
     run = sonde.read_run(tmp_path / "log")
@@ -213,7 +213,7 @@ def test_a_training_that_fails_ends_its_log(tmp_path: Path) -> None:
 
 
 def test_a_batch_without_rows_is_named_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    probe = integration.NoiseScale(unit="rows", units=lambda batch: None, every=1, verbose=False)
+    probe = integration.NoiseScale(unit="rows", units=lambda batch: None, **BY_PIECES)
     with caplog.at_level(logging.ERROR):
         with_probe, _ = trained(tmp_path, probe)
     assert "a micro-batch is not measured, so its window is left out: ValueError: the batch has no" in caplog.text

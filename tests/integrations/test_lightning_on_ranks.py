@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.integrations.as_launched import as_launched, free_port
-from tests.integrations.plain_loop import Piece, plain_loop, same_numbers, whole_weights
+from tests.integrations.plain_loop import BY_PIECES, Piece, plain_loop, same_numbers, whole_weights
 from tests.ranks import Ranks
 
 pytest.importorskip("lightning", reason="needs lightning: pip install '.[lightning]'")
@@ -53,7 +53,7 @@ def _trained(port: int, sharded: bool, precision: str) -> dict[str, Any]:
 
         os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
         try:
-            plain, probe = fitted(), NoiseScale(unit="rows", every=1, verbose=False, strict=True)
+            plain, probe = fitted(), NoiseScale(unit="rows", strict=True, **BY_PIECES)
             measured, reading = fitted(probe), probe.reading()
         finally:
             for name in ("TORCHELASTIC_RUN_ID", "GROUP_RANK"):

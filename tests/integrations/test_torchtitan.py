@@ -20,7 +20,7 @@ from torchtitan.config import ConfigManager  # noqa: E402
 
 import sonde  # noqa: E402
 from sonde.integrations.torchtitan_batches import documents  # noqa: E402
-from tests.integrations.plain_loop import plain_loop, same_numbers  # noqa: E402
+from tests.integrations.plain_loop import BY_PIECES, plain_loop, same_numbers  # noqa: E402
 from tests.integrations.titan_trainer import (  # noqa: E402
     LR,
     STEPS,
@@ -46,7 +46,7 @@ def train(config: Any, **options: Any) -> tuple[dict[str, Tensor], Any, dict[str
     """The weights afterwards, the probe, and the weights before; without options there is no probe."""
     trainer = trainer_of(config)
     before = whole_state(trainer)
-    options = {"unit": "rows", "every": 1, "verbose": False, "strict": True} | options if options else {}
+    options = {"unit": "rows", "strict": True, **BY_PIECES} | options if options else {}
     probe = integration.attach(trainer, **options) if options else None
     trainer.train()
     trainer.close()
@@ -122,7 +122,7 @@ def test_its_metrics_have_the_noise_scale(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path))
     logged: dict[int, dict[str, Any]] = {}
     trainer.metrics_processor.logger.log = lambda metrics, step: logged.update({step: dict(metrics)})
-    integration.attach(trainer, unit="rows", every=1, verbose=False, strict=True)
+    integration.attach(trainer, unit="rows", strict=True, **BY_PIECES)
     trainer.train()
     assert list(logged) == [1, 2, 4, 6]
     assert all(metrics["gns/units_per_window"] == 9 for metrics in list(logged.values())[1:])
@@ -191,7 +191,7 @@ def test_an_error_of_the_probe_costs_a_window(tmp_path: Path, caplog: pytest.Log
 
 def test_a_training_that_fails_ends_its_log(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path))
-    integration.attach(trainer, unit="rows", every=1, verbose=False, log=tmp_path / "log")
+    integration.attach(trainer, unit="rows", log=tmp_path / "log", **BY_PIECES)
     body = trainer.fwd_bwd_fn.__func__
     calls = iter(range(100))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.plain_loop import plain_loop, same_numbers
+from tests.integrations.plain_loop import BY_PIECES, plain_loop, same_numbers
 from tests.ranks import Ranks
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make test-torchtitan")
@@ -36,7 +36,7 @@ def _trained(options: dict[str, Any]) -> dict[str, Any]:
     def fitted(is_measured: bool) -> tuple[Any, ...]:
         trainer = trainer_of(config_of(tempfile.mkdtemp(), **options))
         before = whole_state(trainer)
-        probe = integration.attach(trainer, unit="rows", every=1, verbose=False, strict=True) if is_measured else None
+        probe = integration.attach(trainer, unit="rows", strict=True, **BY_PIECES) if is_measured else None
         trainer.train()
         return before, whole_state(trainer), probe
 
@@ -107,7 +107,7 @@ def _clipped(options: dict[str, Any]) -> dict[str, Any]:
         trainer = trainer_of(config_of(tempfile.mkdtemp(), **options))
         clips: Any = titan.dist_utils
         if is_ours:
-            probe = integration.attach(trainer, unit="rows", every=1, verbose=False, clips=True)
+            probe = integration.attach(trainer, unit="rows", clips=True, **BY_PIECES)
             clips = probe
         counting = WrappedMethods(clips, **{"_clip_grad_norm_" if is_ours else "clip_grad_norm_": counted})
         trainer.train()

@@ -33,7 +33,7 @@ import sonde  # noqa: E402
 from sonde.integrations import transformers as integration  # noqa: E402
 from sonde.integrations.transformers_batches import is_divided_by, samples, shifts_labels  # noqa: E402
 from tests.integrations.hf_trainer import by_tokens, gpt2, padded, ragged_texts, record, trainer_of  # noqa: E402
-from tests.integrations.plain_loop import Piece, plain_loop, same_numbers, weights  # noqa: E402
+from tests.integrations.plain_loop import BY_PIECES, Piece, plain_loop, same_numbers, weights  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_ragged_sequences_read_as_in_a_plain_loop(tmp_path: Path, options: dict[
     """The last window of each epoch is shorter. Sequences have 2 to 11 tokens in the loss."""
     trainer = trainer_of(tmp_path, **options)
     start, recorded = copy.deepcopy(trainer.model), record(trainer)
-    probe = integration.attach(trainer, every=1, log=tmp_path / "log", verbose=False)
+    probe = integration.attach(trainer, log=tmp_path / "log", **BY_PIECES)
     trainer.train()
     assert torch.equal(weights(trainer.model), trained(tmp_path, **options))
     reading = probe.reading()
@@ -81,7 +81,7 @@ def test_ragged_sequences_read_as_in_a_plain_loop(tmp_path: Path, options: dict[
 def test_bf16(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, bf16=True)
     start, recorded = copy.deepcopy(trainer.model), record(trainer)
-    probe = integration.attach(trainer, every=1, verbose=False)
+    probe = integration.attach(trainer, **BY_PIECES)
     trainer.train()
     assert torch.equal(weights(trainer.model), trained(tmp_path, bf16=True))
 
@@ -121,7 +121,7 @@ def test_a_loss_that_ignores_the_windows_tokens_is_not_weighed_by_them(tmp_path:
     options = {"kind": kind, "train_dataset": ragged_texts(42), "data_collator": classified, "max_grad_norm": 0.5}
     trainer = trainer_of(tmp_path, model=classifier(), **options)
     start, recorded = copy.deepcopy(trainer.model), record(trainer)
-    probe = integration.attach(trainer, every=1, verbose=False)
+    probe = integration.attach(trainer, **BY_PIECES)
     trainer.train()
     assert recorded.windows[-1][-1][1] is not None  # the trainer counts items, and nobody uses them
     windows = [[Piece(i, {"units": len(i["labels"])}, 1.0) for i, _ in window] for window in recorded.windows]
@@ -131,6 +131,39 @@ def test_a_loss_that_ignores_the_windows_tokens_is_not_weighed_by_them(tmp_path:
         labels = piece.inputs["labels"]
         logits = model(**{name: value for name, value in piece.inputs.items() if name != "labels"}).logits
         return nn.functional.cross_entropy(logits, labels, torch.tensor([1.0, 3.0]) if kind is not Trainer else None)
+
+    assert same_numbers(probe.reading(), plain_loop(start, windows, loss_of))
+
+
+class SumsRows(Trainer):
+    """Its loss is a sum over rows, which no division shows."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        loss = nn.functional.cross_entropy(model(**inputs).logits, labels, reduction="sum")
+        return (loss, None) if return_outputs else loss
+
+
+def test_the_user_weighs_micro_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"kind": SumsRows, "train_dataset": ragged_texts(42), "data_collator": classified, "max_grad_norm": 0.5}
+    trainer = trainer_of(tmp_path, model=classifier(), **options)
+    start, recorded = copy.deepcopy(trainer.model), record(trainer)
+    probe = integration.attach(trainer, weight=lambda batch: len(batch["labels"]), **(BY_PIECES | {"verbose": True}))
+    trainer.train()
+    assert "pieces weigh" not in (said := capsys.readouterr().err)
+    assert "each piece weighs" not in said
+    windows = [
+        [Piece(i, {"units": len(i["labels"])}, float(len(i["labels"]))) for i, _ in window]
+        for window in recorded.windows
+    ]
+    assert {piece.weight for window in windows for piece in window} == {2.0, 4.0}
+
+    def loss_of(model: Any, piece: Piece) -> Any:
+        labels = piece.inputs["labels"]
+        logits = model(**{name: value for name, value in piece.inputs.items() if name != "labels"}).logits
+        return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
     assert same_numbers(probe.reading(), plain_loop(start, windows, loss_of))
 
@@ -146,12 +179,12 @@ def test_a_resumed_training_goes_on_with_its_averages(by_callback: bool, tmp_pat
     """A callback that comes after sonde's may ask for the checkpoint."""
     options = {} if by_callback else {"save_strategy": "steps", "save_steps": 6}
     whole = trainer_of(tmp_path / "whole", **options)
-    uninterrupted = integration.attach(whole, every=1, verbose=False)
+    uninterrupted = integration.attach(whole, **BY_PIECES)
     if by_callback:
         whole.add_callback(Saves())
     whole.train()
     resumed = trainer_of(tmp_path / "resumed", **options)
-    probe = integration.attach(resumed, every=1, verbose=False)
+    probe = integration.attach(resumed, **BY_PIECES)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
     assert torch.equal(weights(resumed.model), weights(whole.model))
     assert same_numbers(probe.reading(), uninterrupted.reading())
@@ -163,7 +196,7 @@ def test_a_resumed_training_goes_on_with_its_averages(by_callback: bool, tmp_pat
 def test_a_new_accelerator_is_measured_too(tmp_path: Path) -> None:
     """As in a search of hyperparameters, where each run makes one."""
     trainer = trainer_of(tmp_path)
-    probe = integration.attach(trainer, every=1, verbose=False, log=tmp_path / "log")
+    probe = integration.attach(trainer, log=tmp_path / "log", **BY_PIECES)
     trainer.create_accelerator_and_postprocess()
     for n in (1, 2):
         trainer.train()
@@ -216,7 +249,7 @@ def test_an_error_of_the_probe_does_not_stop_training(tmp_path: Path, caplog: py
         return 4
 
     trainer = trainer_of(tmp_path)
-    probe = integration.attach(trainer, units=units, every=1, verbose=False)
+    probe = integration.attach(trainer, units=units, **BY_PIECES)
     with caplog.at_level(logging.ERROR):
         trainer.train()
     assert torch.equal(weights(trainer.model), trained(tmp_path))
@@ -225,7 +258,7 @@ def test_an_error_of_the_probe_does_not_stop_training(tmp_path: Path, caplog: py
     assert reading is not None
     assert 0 < reading.windows < 14
     strict = trainer_of(tmp_path)
-    integration.attach(strict, units=units, every=1, verbose=False, strict=True)
+    integration.attach(strict, units=units, strict=True, **BY_PIECES)
     with pytest.raises(KeyError, match="length"):
         strict.train()
 

@@ -17,25 +17,15 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 from accelerate.state import AcceleratorState  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from peft import LoraConfig  # noqa: E402
-from transformers import Qwen2Config, Qwen2ForSequenceClassification  # noqa: E402
-from trl import (  # noqa: E402
-    DPOConfig,
-    DPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import KTOConfig, KTOTrainer, SFTTrainer  # noqa: E402
 
 import sonde  # noqa: E402
 from sonde.demos.arithmetic import task  # noqa: E402
 from sonde.integrations import transformers as integration  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of as grpo_trainer_of  # noqa: E402
-from tests.integrations.hf_trainer import arguments, record  # noqa: E402
-from tests.integrations.plain_loop import Piece, plain_loop, same_numbers, weights  # noqa: E402
+from tests.integrations.hf_trainer import record  # noqa: E402
+from tests.integrations.plain_loop import BY_PIECES, Piece, plain_loop, same_numbers, weights  # noqa: E402
+from tests.integrations.trl_trainers import SUMS, dpo, options_of, reward, sft  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -45,57 +35,13 @@ def no_state() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-SUMS = [(f"{a}+{b}=", f"{a + b}", f"{a + b + 1}") for a in range(10) for b in range(8)]
-
-
-def options_of(folder: Path, **options: Any) -> dict[str, Any]:
-    return arguments(folder, max_steps=8, gradient_checkpointing=False, **options)
-
-
-def sft(folder: Path, *, lora: bool = False, **options: Any) -> SFTTrainer:
-    torch.manual_seed(0)  # of LoRA's own weights
-    return SFTTrainer(
-        model=task.model(),
-        args=SFTConfig(**options_of(folder, **options)),
-        train_dataset=Dataset.from_list([{"prompt": sum_, "completion": right} for sum_, right, _ in SUMS]),
-        processing_class=task.tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
-    )
-
-
-def dpo(folder: Path, **options: Any) -> DPOTrainer:
-    rows = [{"prompt": sum_, "chosen": right, "rejected": wrong} for sum_, right, wrong in SUMS]
-    return DPOTrainer(
-        model=task.model(),
-        ref_model=task.model(),
-        args=DPOConfig(**options_of(folder, **options)),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=task.tokenizer(),
-    )
-
-
-def reward(folder: Path, **options: Any) -> RewardTrainer:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    tokenizer = task.tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), num_labels=1, intermediate_size=16, pad_token_id=tokenizer.pad_token_id, **sizes
-    )
-    return RewardTrainer(
-        model=Qwen2ForSequenceClassification(config),
-        args=RewardConfig(**options_of(folder, **options)),
-        train_dataset=Dataset.from_list([{"chosen": s + right, "rejected": s + wrong} for s, right, wrong in SUMS]),
-        processing_class=tokenizer,
-    )
-
-
 def both(trainer_of: Any, folder: Path, **options: Any) -> tuple[Any, Any, Any, Any]:
     """Train without sonde and with it: the weights are the same. The model at the beginning, what it was trained on,
     the probe, and another trainer that computes the loss."""
     plain, trainer = trainer_of(folder, **options), trainer_of(folder, **options)
     plain.train()
     start, recorded = copy.deepcopy(trainer.model), record(trainer)
-    probe = integration.attach(trainer, every=1, verbose=False, strict=True)
+    probe = integration.attach(trainer, strict=True, **BY_PIECES)
     trainer.train()
     assert torch.equal(weights(plain.model), weights(trainer.model))
     return start, recorded.windows, probe, plain
@@ -151,13 +97,11 @@ def test_the_loss_of_a_subclass_shows_how_pieces_weigh(
     kind: type[SFTTrainer],
     over_window: bool,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(globals(), "SFTTrainer", kind)
-    trainer = sft(tmp_path)
+    trainer = sft(tmp_path, kind=kind)
     start, recorded = copy.deepcopy(trainer.model), record(trainer)
-    probe = integration.attach(trainer, every=1, strict=True)
+    probe = integration.attach(trainer, strict=True, **(BY_PIECES | {"verbose": True}))
     trainer.train()
     said = "weigh by their loss tokens" if over_window else "each piece weighs the same"
     assert capsys.readouterr().err.count(f"{said}: the loss is ") == 1

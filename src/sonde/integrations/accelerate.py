@@ -112,7 +112,7 @@ class AccelerateProbe:
     ) -> None:
         self._accelerator, self._model, self._probe = accelerator, model, probe
         self._units, self._weight = units, weight
-        self._has_ended = self._has_news = False
+        self._has_run = self._has_ended = self._has_news = False
         probe.begin(model, optimizer, grad_scaler=accelerator.scaler)
         self._forwards = ForwardUnits(model, self._counts)
         of_accelerator: dict[str, Callable[..., Any]] = {
@@ -157,14 +157,17 @@ class AccelerateProbe:
         counts: Counts | None = self._forwards.take()
         if counts is None:
             raise ValueError(
-                "no forward of the model, or several, came before this accelerator.backward, so the units of the "
-                "micro-batch are not known: use sonde.attach with 'with probe.piece(units=…):' around each backward"
+                "between two calls of accelerator.backward the measured model ran several times, or not at all, so the "
+                "units of the micro-batch are not known: add the losses of one forward and call accelerator.backward "
+                "once, or use sonde.attach with 'with probe.piece(units=…):' around the backwards of a micro-batch, "
+                "as for several models that are trained side by side"
             )
         return counts
 
     # Wrappers of the accelerator's methods, and of its optimizer's.
 
     def _backward(self, original: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
+        self._has_run = True
         self._probe.log(loss=loss.detach())
         with self._probe.piece(self._of_forward):
             return original(loss, **kwargs)
@@ -184,15 +187,39 @@ class AccelerateProbe:
         self._has_ended = self._has_news = True
         return self._probe.clip(clip_alone, max_norm, norm_type)
 
-    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._accelerator.sync_gradients:
-            if not self._has_ended:
-                self._probe.end_window()
-            self._has_ended, self._has_news = False, True
-            result = original(*args, **kwargs)
-            self._forwards.begin_window(is_measured=self.probe is not None and self.probe.measures_now)
-            return result
-        return original(*args, **kwargs)
+    def _step(self, original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
+        if not self._accelerator.sync_gradients:
+            return original(closure) if closure is not None else original()
+        if closure is None:
+            self._end_window()
+            result = original()
+        else:
+            result = original(self._ending(closure))
+        self._has_ended, self._has_news = False, True
+        self._forwards.begin_window(is_measured=self.probe is not None and self.probe.measures_now)
+        return result
+
+    def _ending(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of a step, which runs the backward. The window ends after it."""
+
+        def then_end() -> Any:
+            loss = closure()
+            self._end_window()
+            self._has_ended = True
+            return loss
+
+        return then_end
+
+    def _end_window(self) -> None:
+        """End the window, unless the clip has done so."""
+        if not self._has_ended:
+            if not self._has_run:
+                self._probe.say_once(
+                    "no accelerator.backward came before this optimizer step, so its window is left out: if the loop "
+                    "calls loss.backward(), call accelerator.backward(loss) in its place"
+                )
+            self._probe.end_window()
+        self._has_run = False
 
     def _log(self, original: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self._has_news:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sonde.batch_size.forward_units import rows
@@ -90,19 +89,17 @@ class NoiseScale(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model in its wrapper."""
-        optimizer, refused = trainer.optimizers[0] if trainer.optimizers else None, None
+        refused = None
         if len(trainer.optimizers) != 1:
             refused = (
                 f"the module has {len(trainer.optimizers)} optimizers, and steps of one are the windows: train with "
                 "one, or optimize manually with sonde.attach(part, its optimizer, units_per_piece='first dim') for the "
                 "part that each of them steps, and with step() of that probe before the optimizer's"
             )
-        elif isinstance(optimizer, torch.optim.LBFGS):
-            refused = "LBFGS evaluates the loss several times in each step, so that no gradient is the step's"
         state, self._saved = self._saved, None  # of this training's checkpoint: a later one may have none
         self._probe.begin(
             trainer.model,
-            optimizer,
+            trainer.optimizers[0] if trainer.optimizers else None,
             grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
             state=state,
             refused=refused,

@@ -126,6 +126,8 @@ class TrainerProbe:
         with self.forgiven("this training is not measured"):
             if refused is not None:
                 raise ValueError(refused)
+            if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):  # Accelerate wraps it
+                raise ValueError("LBFGS evaluates the loss several times in each step, so no gradient is the step's")
             self._run_log = log_of(self._log, {})
             self.probe = attach(
                 model, optimizer, **self._options, grad_scaler=grad_scaler, log=self._run_log, verbose=self._verbose

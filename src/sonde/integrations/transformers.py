@@ -19,7 +19,7 @@ try:
     import transformers
     from transformers import Trainer, TrainerCallback
 
-    from sonde.integrations.transformers_batches import MicroBatches, UnitsOfBatch
+    from sonde.integrations.transformers_batches import MicroBatches, UnitsOfBatch, WeightOfBatch
 except ImportError as error:
     raise ImportError("this needs transformers: run pip install '.[transformers]' in the checkout of sonde") from error
 
@@ -35,6 +35,7 @@ def attach(
     *,
     unit: str | Sequence[str] | None = None,
     units: UnitsOfBatch | None = None,
+    weight: WeightOfBatch | None = None,
     log: LogOrPlaces = None,
     strict: bool = False,
     verbose: bool = True,
@@ -53,6 +54,8 @@ def attach(
             preferences, or "examples" where the model does not read tokens. Several names need `units`.
         units: called with each batch of a measured window, if its rows or packed documents are not the units. It
             returns their number, the weight of each in the batch's loss, [units], or a number for each name.
+        weight: called with each batch of a measured window, it returns the batch's weight in the loss. By default, the
+            graph of the first loss shows whether batches weigh by their loss tokens or all the same.
         log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
         strict: raise errors of the probe. By default, they are logged and training goes on.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
@@ -75,7 +78,7 @@ def attach(
     if any(isinstance(callback, TransformersProbe) for callback in trainer.callback_handler.callbacks):
         raise ValueError("this trainer has a probe already: attach once, or close the first")
     warn_if_untested("transformers", transformers.__version__, TESTED)
-    batches = MicroBatches(trainer, units)
+    batches = MicroBatches(trainer, units, weight)
     options["unit"] = unit or batches.unit
     probe = TrainerProbe(options, call=attach, units=units, log=log, strict=strict, verbose=verbose)
     return TransformersProbe(trainer, batches, probe)
@@ -144,7 +147,8 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
 
     def _count(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> Counts:
         counts = self._batches.count(inputs, loss, n_items)
-        self._probe.say_once(self._batches.weighting)
+        if self._batches.weighting is not None:
+            self._probe.say_once(self._batches.weighting)
         return counts
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,8 @@ from sonde.integrations.trainer_probe import Counts, as_counts
 
 UnitsOfBatch = Callable[[Mapping[str, Any]], Any]
 """Given a micro-batch, it returns its units (a number, or one for each name), or the weights of each, [units]."""
+WeightOfBatch = Callable[[Mapping[str, Any]], float | Tensor]
+"""Given a micro-batch, it returns its weight in the loss."""
 _OF_PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers of TRL whose batches have the preferred and the other answer of each pair."""
 _ROUNDING_OF_INVERSE = 0.005
@@ -30,6 +32,7 @@ class MicroBatches:
     Args:
         trainer: a `Trainer`, or one of TRL's.
         units: the user's function of a micro-batch; None to count rows, pairs or packed documents.
+        weight: the user's function of a micro-batch; None to read from the loss how they weigh.
 
     Attributes:
         unit: the plural name of what is counted, if the user does not name it.
@@ -38,8 +41,8 @@ class MicroBatches:
         ValueError: for a trainer of TRL whose independent samples are not known.
     """
 
-    def __init__(self, trainer: Any, units: UnitsOfBatch | None) -> None:
-        self._trainer, self._units = trainer, units
+    def __init__(self, trainer: Any, units: UnitsOfBatch | None, weight: WeightOfBatch | None = None) -> None:
+        self._units, self._weight = units, weight
         of_trl = next((c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")), None)
         if of_trl == "GRPOTrainer":
             raise ValueError(
@@ -72,18 +75,22 @@ class MicroBatches:
         Raises:
             ValueError: for a batch that does not show its units.
         """
-        if self._has_pairs and self._units is None:
-            return {"units": n_pairs(inputs)}
-        n_units, tokens = samples(inputs, shifts=self._shifts)
-        counts: Counts = {"units": n_units}
-        if self._units is not None:
-            counts = as_counts(self._units(inputs))
-        elif tokens is not None:
-            counts["unit_weights"] = tokens
-        if n_items is not None and self._divides_by(loss, n_items):
-            n_own = torch.as_tensor(n_units) if tokens is None else tokens.sum()
+        counts, n_own = self._units_of(inputs)
+        if self._weight is not None:
+            counts["weight"] = self._weight(inputs)
+        elif n_own is not None and n_items is not None and self._divides_by(loss, n_items):
             counts["weight"] = n_own / torch.as_tensor(n_items, device=n_own.device).sum()
         return counts
+
+    def _units_of(self, inputs: Mapping[str, Any]) -> tuple[Counts, Tensor | None]:
+        """The units of a micro-batch, and its loss tokens or rows, 0-dim; None for pairs."""
+        if self._has_pairs and self._units is None:
+            return {"units": n_pairs(inputs)}, None
+        n_units, tokens = samples(inputs, shifts=self._shifts)
+        n_own = torch.as_tensor(n_units) if tokens is None else tokens.sum()
+        if self._units is not None:
+            return as_counts(self._units(inputs)), n_own
+        return {"units": n_units} if tokens is None else {"units": n_units, "unit_weights": tokens}, n_own
 
     def _divides_by(self, loss: Tensor, n_items: Any) -> bool:
         """Whether the loss is divided by the tokens of the whole window. The first micro-batch shows it for all."""
@@ -94,8 +101,10 @@ class MicroBatches:
         return self._is_over_window
 
     @property
-    def weighting(self) -> str:
-        """How micro-batches weigh in the loss, in words."""
+    def weighting(self) -> str | None:
+        """How micro-batches weigh in the loss, in words; None if the user says it."""
+        if self._weight is not None:
+            return None
         if self._is_over_window:
             return "pieces weigh by their loss tokens: the loss is divided by those of the whole window"
         return "each piece weighs the same: the loss is a mean over its own batch"
