@@ -173,9 +173,21 @@ class ManySteps(Module):
         return torch.optim.LBFGS(self.parameters(), max_iter=2)
 
 
+class TwoLoaders(Module):
+    def train_dataloader(self) -> Any:
+        return {"first": super().train_dataloader(), "second": super().train_dataloader()}
+
+    def training_step(self, batch: Any, index: int) -> Tensor | None:
+        return super().training_step(torch.cat([batch["first"], batch["second"]]), index)
+
+
 @pytest.mark.parametrize(
     ("module", "why"),
-    [(TwoOptimizers, "the module has 2 optimizers"), (ManySteps, "LBFGS evaluates the loss several times")],
+    [
+        (TwoOptimizers, "the module has 2 optimizers"),
+        (ManySteps, "LBFGS evaluates the loss several times"),
+        (TwoLoaders, "each batch comes from 2 dataloaders, so its first tensor does not show all of its units"),
+    ],
 )
 def test_what_cannot_be_measured_trains_on_and_is_named(
     tmp_path: Path, module: Any, why: str, caplog: pytest.LogCaptureFixture
@@ -190,6 +202,21 @@ def test_what_cannot_be_measured_trains_on_and_is_named(
     assert torch.equal(with_probe, without)
     with pytest.raises(ValueError, match=why):
         trained(tmp_path, integration.NoiseScale(unit="rows", strict=True), module=module(), **options)
+
+
+def test_batches_of_several_dataloaders_are_counted_by_the_user(tmp_path: Path) -> None:
+    probe = integration.NoiseScale(
+        unit="rows", units=lambda batch: len(batch["first"]) + len(batch["second"]), strict=True, **BY_PIECES
+    )
+    trained(tmp_path, probe, module=TwoLoaders())
+    windows = [
+        [
+            Piece({"batch": torch.cat([piece.inputs["batch"]] * 2)}, {"units": 2 * piece.counts["units"]}, 1 / 3)
+            for piece in w
+        ]
+        for w in windows_of()
+    ]
+    assert same_numbers(probe.reading(), plain_loop(network(), windows, loss_of_piece))
 
 
 class Fails(Module):

@@ -89,8 +89,13 @@ class NoiseScale(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model in its wrapper."""
-        refused = None
-        if len(trainer.optimizers) != 1:
+        refused, loaders = None, trainer.train_dataloader
+        if self._units is None and isinstance(loaders, Mapping | list | tuple) and len(loaders) > 1:
+            refused = (
+                f"each batch comes from {len(loaders)} dataloaders, so its first tensor does not show all of its "
+                "units: pass units= to NoiseScale, a function of the batch"
+            )
+        elif len(trainer.optimizers) != 1:
             refused = (
                 f"the module has {len(trainer.optimizers)} optimizers, and steps of one are the windows: train with "
                 "one, or optimize manually with sonde.attach(part, its optimizer, units_per_piece='first dim') for the "
