@@ -83,7 +83,8 @@ def test_two_ranks(ranks2: Ranks, over_ranks: bool, bf16: bool, fsdp2: bool) -> 
     """Tokens are averaged over ranks, or the ranks' means are averaged, each with tokens of its own number."""
     from tests.integrations.hf_trainer import gpt2
 
-    options = {"average_tokens_across_devices": over_ranks, "bf16": bf16, "learning_rate": LR}
+    lr = LR if bf16 else 1e-2
+    options = {"average_tokens_across_devices": over_ranks, "bf16": bf16, "learning_rate": lr}
     if fsdp2:
         blocks = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "cpu_ram_efficient_loading": False}
         options |= {"fsdp": True, "fsdp_config": blocks}
@@ -97,7 +98,7 @@ def test_two_ranks(ranks2: Ranks, over_ranks: bool, bf16: bool, fsdp2: bool) -> 
                 return model(**piece.inputs, num_items_in_batch=piece.n_items).loss
             return model(**piece.inputs).loss * piece.weight
 
-    assert same_numbers(reading, plain_loop(gpt2(), windows, loss_of, lr=LR))
+    assert same_numbers(reading, plain_loop(gpt2(), windows, loss_of, lr=lr))
     assert reading.windows == 8
 
 

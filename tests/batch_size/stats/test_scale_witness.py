@@ -36,3 +36,15 @@ def test_nothing_to_compare() -> None:
     assert read_scale(zero, SUMMED, tolerance=1e-4).kind == "zero"
     assert read_scale(SUMMED, zero, tolerance=1e-4).kind == "zero"
     assert read_scale(zero, zero, tolerance=1e-4).scale is None
+
+
+@pytest.mark.parametrize(("scale", "found"), [(1.0, 1.0), (0.5, 0.5), (1 + 2e-7, 1 + 2e-7)])
+def test_rounding_in_fp32_is_no_scale(scale: float, found: float) -> None:
+    """|G|² may be a thousandth of the squares whose difference it is, so a κ of 1 must be 1."""
+    first, second = torch.randn(2, 32, generator=torch.Generator().manual_seed(3))
+    summed = first.double() + second.double()
+    reading = read_scale((first + second).double() * scale, summed, tolerance=1e-6)
+    assert reading.scale is not None
+    rounded = float((first + second).double() @ summed / (summed @ summed))
+    assert rounded != 1.0
+    assert reading.scale == (1.0 if found == 1.0 else pytest.approx(found * rounded, rel=1e-12))

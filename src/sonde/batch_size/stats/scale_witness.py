@@ -31,7 +31,7 @@ class ScaleReading:
     """How the final gradient relates to the sum of the pieces' gradients, on the witness's elements.
 
     Attributes:
-        scale: κ = ⟨F, H⟩/⟨H, H⟩; None when either is 0.
+        scale: κ = ⟨F, H⟩/⟨H, H⟩, and 1 where rounding in fp32 explains the rest; None when either is 0.
         residual: |F − κH| relative to the size of F, and of the pieces that were added up to it; of all elements or of
             one parameter's, whichever is larger; None when F or H is 0.
         kind: "scaled" within the tolerance; "clipped by value" when the largest elements all have one size and the
@@ -52,6 +52,8 @@ class ScaleReading:
 _ADDITIONS_IN_TOLERANCE = 16
 _MOST_ROUNDING = 0.05
 """Largest residual ever put down to rounding. Beyond it, a sum in 16 bits has stopped growing and is wrong."""
+_ONE_ROUNDING = 2.0**-23
+"""Relative rounding of an addition in fp32. A κ nearer to 1 is that of a gradient that nothing has scaled."""
 _NOT_DENORMAL = 1e-30
 """Elements below this size have lost digits to underflow, and are not compared."""
 
@@ -93,6 +95,10 @@ def read_scale(
     if power == 0.0 or final_power == 0.0:
         return ScaleReading(None, None, "zero")
     scale = float(final @ summed) / power
+    if (
+        abs(scale - 1.0) < _ONE_ROUNDING
+    ):  # |G|² is a small difference of squares that κ scales: 1e-8 there is 1e-5 of it
+        scale = 1.0
     sizes = sizes if sizes is not None else {0: len(final)}
     parts = _Parts(final, summed, summed.square() if squares is None else squares, sizes, floor / tolerance)
     residual = parts.residual(scale)
