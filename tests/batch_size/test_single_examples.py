@@ -19,6 +19,22 @@ from tests.batch_size.single_examples import assert_as, by_hand, pieces_of, shar
 from tests.oracles import per_example_gradients, population
 
 
+def test_backwards_of_one_piece_are_added_up_for_each_example_from_the_second_window_on() -> None:
+    model, (x, y) = small_model(), pieces_of(6)[0]
+    expected = by_hand(model, [(x, y)])
+    with attached(model, per_example="auto") as probe:
+        for _ in range(2):
+            with probe.piece(units=6):
+                (0.3 * mean_loss(model, x, y)).backward()
+                (0.7 * mean_loss(model, x, y)).backward()
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+        assert [why.split(";")[0] for why in reading.dropped] == ["a piece had several backwards"]
+        assert_as(reading, expected)
+        assert probe.alerts == {}
+
+
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("is_declared", [True, False])
 @pytest.mark.shows("single examples", "one process")

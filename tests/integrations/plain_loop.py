@@ -48,6 +48,7 @@ def plain_loop(
     loss_of: Any = None,
     max_norm: float = 0.5,
     lr: float = 1e-2,
+    parts: Sequence[float] = (1.0,),
     **options: Any,
 ) -> Any:
     """The reading of a loop that anybody would write.
@@ -58,6 +59,7 @@ def plain_loop(
         loss_of: given the model and a piece, returns the loss; by default the model's mean times the piece's weight.
         max_norm: of the clip before each step.
         lr: learning rate.
+        parts: of each loss, which have a forward and a backward each.
         **options: of `sonde.attach`.
     """
     model = copy.deepcopy(model).train()
@@ -65,9 +67,10 @@ def plain_loop(
     probe = sonde.attach(model, optimizer, unit="rows", **(BY_PIECES | options))
     for window in windows:
         for piece in window:
-            loss = model(**piece.inputs).loss * piece.weight if loss_of is None else loss_of(model, piece)
             with probe.piece(**piece.counts, weight=piece.weight):
-                loss.backward()
+                for part in parts:
+                    loss = model(**piece.inputs).loss * piece.weight if loss_of is None else loss_of(model, piece)
+                    (loss if part == 1 else part * loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         probe.step()
         optimizer.step()

@@ -153,6 +153,39 @@ def test_a_trainer_that_never_logs(options: dict[str, Any], tmp_path: Path) -> N
     assert reading.windows == 10
 
 
+class TwoLosses(Module):
+    """Two backwards of each batch, and a step after each."""
+
+    def __init__(self) -> None:
+        super().__init__(is_manual=True)
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        for part in (0.25, 0.75):
+            self.manual_backward(part * loss_of(self.net, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("module", "parts"), [(Module, (1.0,)), (TwoLosses, (0.25, 0.75))])
+def test_a_batch_a_step_is_read_by_its_examples_as_in_a_plain_loop(
+    module: Any, parts: tuple[float, ...], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+    probe = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES | {"per_example": "auto"})
+    with_probe, _ = trained(tmp_path, probe, module=module(), **options)
+    assert torch.equal(with_probe, trained(tmp_path, module=module(), **options)[0])
+    windows = windows_of(n_accumulated=1)
+    for (piece,) in windows:
+        piece.weight = 1.0
+    expected = plain_loop(network(), windows, loss_of_piece, max_norm=1e9, parts=parts, per_example="auto")
+    reading = probe.reading()
+    assert reading is not None
+    # The first window shows that pieces have several backwards.
+    assert (reading.windows, reading.u) == (len(windows) - (len(parts) > 1), 1.0)
+    assert same_numbers(reading, expected)
+
+
 class TwoOptimizers(Module):
     def __init__(self) -> None:
         super().__init__(is_manual=True)

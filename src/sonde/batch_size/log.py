@@ -68,8 +68,9 @@ NORM, CLIP_FRACTION = "grad/norm", "grad/clip_fraction"
 
 _EXPECTED = {"no_second_moment", "no_gradient"}
 """Reasons to drop a window that are no cause for alarm."""
-_PASSING = {"loss_scale"}
-"""Reasons that are no cause for alarm as long as they pass: a GradScaler finds its scale by overflows."""
+_PASSING = {"loss_scale", "several_backwards"}
+"""Reasons that are no cause for alarm as long as they pass: a GradScaler finds its scale by overflows, and what reads
+gradients learns from the first piece that has several backwards."""
 _NO_LONGER_PASSING = 10
 """Windows in a row with such a reason, from which on it is one."""
 

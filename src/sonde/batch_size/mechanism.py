@@ -13,7 +13,7 @@ from torch import nn
 
 from sonde.batch_size.consecutive_steps import ConsecutiveSteps
 from sonde.batch_size.log import MeasuredWindow
-from sonde.batch_size.per_example.window import NOTHING_COVERED, ExampleTimes, ExampleWindow
+from sonde.batch_size.per_example.window import NOTHING_COVERED, SEVERAL_BACKWARDS, ExampleTimes, ExampleWindow
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.example_sums import CoveredPart
 from sonde.batch_size.stats.mechanism_trial import MechanismTrial
@@ -313,6 +313,8 @@ def _explained(row: WindowRow, why_not: str) -> WindowRow:
     """The row of a window; if it has a single piece, with the reason why its examples are not used."""
     if row.n_pieces != 1 or row.problems or not why_not:
         return row
+    if why_not.endswith(SEVERAL_BACKWARDS):
+        return replace(row, problems=[Drop("several_backwards", SEVERAL_BACKWARDS)])
     message = f"the window held a single piece, and its examples cannot be told apart: {why_not}. {WITHOUT_EXAMPLES}"
     return replace(row, problems=[Drop("single_piece", message)])
 

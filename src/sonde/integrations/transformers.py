@@ -97,6 +97,7 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
             training_step=self._training_step,
             log=self._log,
             _save_checkpoint=self._save_checkpoint,
+            _load_callback_state=self._load_callback_state,
         )
         self._accelerator = trainer.accelerator
         self._of_accelerator = WrappedMethods(self._accelerator, backward=self._backward)
@@ -162,6 +163,16 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
         if (averages := self._probe.state_dict()) is not None:
             self._trainer.state.stateful_callbacks[SAVED_AS] = averages
         return original(*args, **kwargs)
+
+    def _load_callback_state(self, original: Callable[..., Any]) -> Any:
+        """Hide the averages from a trainer that restores its callbacks: it would warn that no callback has this name."""
+        saved = self._trainer.state.stateful_callbacks
+        averages = saved.pop(SAVED_AS, None)
+        try:
+            return original()
+        finally:
+            if averages is not None:
+                saved[SAVED_AS] = averages
 
     # Events of the trainer, in their order.
 

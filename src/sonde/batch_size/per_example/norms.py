@@ -246,7 +246,7 @@ class PerExampleNorms:
             )
         if not self._backwards:
             reason = "no backward has added to `.grad` in this piece: call take() after loss.backward()"
-        if self._n_backwards > 1 and not self._several_backwards:
+        if self.had_unexpected_backwards:
             reason = (
                 f"the piece had {self._n_backwards} backwards: call take() after each if they have different examples, "
                 "or say several_backwards=True"
@@ -257,6 +257,16 @@ class PerExampleNorms:
         squares = self._piece.take(n_examples, self._unseen, reason)
         self._forget_piece()
         return squares
+
+    @property
+    def had_unexpected_backwards(self) -> bool:
+        """Whether the piece has had several backwards, which `several_backwards=False` excludes."""
+        return self._n_backwards > 1 and not self._several_backwards
+
+    def add_backwards_up(self) -> None:
+        """From the next piece on, its backwards are of the same examples, as `several_backwards=True` says."""
+        self._several_backwards = True
+        self._piece.add_backwards_up()
 
     def discard(self) -> None:
         """Forget what backward has added since the last `take`."""

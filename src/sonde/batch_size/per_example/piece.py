@@ -75,6 +75,10 @@ class PieceSums:
         self._used_again: set[int] = set()
         self.new_piece()
 
+    def add_backwards_up(self) -> None:
+        """From the next piece on, more uses may follow at any time."""
+        self._several_backwards = True
+
     def new_piece(self) -> None:
         """Forget the present piece. Calls whose backward is still to come stay."""
         self.forget_gradients()

@@ -26,6 +26,9 @@ NOTHING_COVERED = (
     "with a penalty on weights in the loss, or where 16 bits round too much"
 )
 """Why a window's examples cannot be used, where the host knows no reason for a single parameter."""
+SEVERAL_BACKWARDS = (
+    "a piece had several backwards; from the next piece on, each example's gradients are summed before they are squared"
+)
 _MOST_BYTES = 64 * 2**20
 """Memory for the squared norms of one piece, of every example and parameter."""
 
@@ -208,6 +211,11 @@ class ExampleWindow:
             self.reasons[""] = f"the norms of {examples} in {parameters} take too much memory: is the unit a row?"
             self._norms.discard()
             return
+        if self._norms.had_unexpected_backwards:  # whoever opens a piece says that its backwards are of the same examples
+            self.reasons[""] = SEVERAL_BACKWARDS
+            self._norms.discard()
+            self._norms.add_backwards_up()
+            return
         try:
             squares = self._norms.take(n)
         except Exception as error:  # a bug, a mistake in a rule of the user's, or no memory left: training goes on
@@ -215,6 +223,8 @@ class ExampleWindow:
             self.reasons[""] = f"reading them failed ({type(error).__name__}: {error})"
             self._norms.discard()
             return
+        if squares.reasons and self.reasons.get("") == SEVERAL_BACKWARDS:
+            del self.reasons[""]  # a later reason is the one to tell
         self.reasons |= squares.reasons
         weights = _weights_of_examples(counts, n, self._small)
         over_weight = torch.where(weights > 0, squares.sq_norms / weights, squares.sq_norms * 0.0).sum(1)

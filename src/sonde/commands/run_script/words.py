@@ -11,6 +11,8 @@ REMEDIES: Mapping[str, str] = {
     ),
     "raise budget=, or put more work into each window": "raise --budget, or put more work into each step",
     "measure more of them, by every= or a larger budget=": "measure more of them, by --every or a larger --budget",
+    ", put every backward into a piece, and end a window before each optimizer.step() only, not after each "
+    "micro-batch": "",
     "Wrap the model in DDP before attach and pass the wrapped one, or pass process_group= if you average them "
     "yourself": "Wrap the model in DDP, or pass --reduced-by-hand if the script averages them",
     "wrap it first, and attach to the wrapped model": "wrap it before its first training forward",
