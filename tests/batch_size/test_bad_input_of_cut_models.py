@@ -181,7 +181,7 @@ def test_bad_input_has_a_reason_on_all_ranks(request: pytest.FixtureRequest, set
             assert (windows, dropped[reason]) == (1, 1), name
         assert "the groups of parameters differs between ranks" in found["groups"]
         assert "horizon differs between ranks" in found["horizon"]
-        expected = "horizon must be more than 1" if rank == 1 else "whether the arguments were accepted differs"
+        expected = "horizon must be more than 1" if rank == 1 else "another rank refused to attach"
         assert expected in found["refused"]
         message, is_unchanged = found["foreign state"]
         assert message.startswith("the state was saved by a probe that measured other parameters")

@@ -35,6 +35,22 @@ def test_what_cannot_be_measured_is_said_once_and_the_script_runs_on(name: str, 
     assert not re.search(r"B_simple [\d<>]", measured.err)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_be_measured_alone_says_why_and_its_peers_do_not_wait(rank: int, tmp_path: Path) -> None:
+    scalers = f"""
+scalers = [torch.amp.GradScaler("cpu") for _ in range(2)] if dist.get_rank() == {rank} else []
+for scaler in scalers:
+    scaler.scale(torch.ones(1))
+"""
+    measured = check_untouched(scripts.DDP.replace(scripts.ATTACH, scalers), tmp_path, ranks=2)
+    said = [measured.err, (tmp_path / "run" / "err-1").read_text()]
+    of_rank = "" if rank == 0 else "rank 1: "
+    assert f"sonde: {of_rank}not measured: the script uses 2 GradScalers" in said[rank]
+    other = "sonde: not measured: another rank could not be measured, and says why. The script runs on\n"
+    assert said[1 - rank].strip() == (other.strip() if rank == 1 else "")
+    assert not measured.folder.exists()
+
+
 def test_a_number_of_units_measures_a_model_that_is_called_in_parts(tmp_path: Path) -> None:
     measured = with_run(hard_scripts.PARTS, tmp_path, units_from="8")
     own = explicit(hard_scripts.PARTS, tmp_path, units_per_piece="8")

@@ -21,6 +21,15 @@ from tests.commands.trainer_scripts import ACCELERATE, LIGHTNING, TRANSFORMERS  
 from tests.commands.unmodified import bare, check_untouched, explicit, same_weights, with_run  # noqa: E402
 
 NO_UNITS = {"unit": "", "units_per_piece": ""}
+ON_FIRST_RANK = 'import os\nif os.environ.get("RANK", "0") == "0":\n    torch.save('
+
+
+def script_of(script: str, ranks: int) -> str:
+    """For one rank as it is; for several, with what its user changes: who saves, and Lightning's strategy."""
+    if ranks == 1:
+        return script
+    cpu = 'accelerator="cpu", '
+    return script.replace("torch.save(", ON_FIRST_RANK).replace(cpu, f'{cpu}devices={ranks}, strategy="ddp", ')
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,9 +39,11 @@ def _imports() -> None:
     import transformers.trainer  # noqa: F401
 
 
-def test_transformers_trainer_is_measured_by_its_integration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_transformers_trainer_is_measured_by_its_integration(ranks: int, tmp_path: Path) -> None:
     """Sequences and micro-batches weigh by their tokens, and the trainer's own logs stay as they were."""
-    without, measured = bare(TRANSFORMERS, tmp_path, forks=True), with_run(TRANSFORMERS, tmp_path, forks=True)
+    script = script_of(TRANSFORMERS, ranks)
+    without, measured = (run(script, tmp_path, ranks=ranks, forks=True) for run in (bare, with_run))
     out = [line for line in without.out.splitlines() if "train_runtime" not in line]
     assert len(out) == 3
     assert [line for line in measured.out.splitlines() if "train_runtime" not in line] == out
@@ -42,8 +53,9 @@ def test_transformers_trainer_is_measured_by_its_integration(tmp_path: Path) -> 
     assert "sonde: log " in measured.err
     attach = "sonde.integrations.transformers.attach(trainer, "
     own = explicit(
-        TRANSFORMERS.replace("import sys", "import sys, sonde.integrations.transformers"),
+        script.replace("import sys", "import sys, sonde.integrations.transformers", 1),
         tmp_path,
+        ranks=ranks,
         forks=True,
         attach=attach,
         **NO_UNITS,
@@ -70,21 +82,24 @@ trainer.add_callback(Ends())
     assert where == f"sonde: log     {measured.folder}"
 
 
-def test_lightning_is_measured_in_the_closures_of_its_optimizer(tmp_path: Path) -> None:
-    measured = check_untouched(LIGHTNING, tmp_path, forks=True)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lightning_is_measured_in_the_closures_of_its_optimizer(ranks: int, tmp_path: Path) -> None:
+    script = script_of(LIGHTNING, ranks)
+    measured = check_untouched(script, tmp_path, ranks=ranks, forks=True)
     attach = "sonde.integrations.lightning.NoiseScale("
-    script = LIGHTNING.replace("import sys", "import sys, sonde.integrations.lightning").replace(
-        "callbacks=callbacks", "callbacks=[probe]"
-    )
-    own = explicit(script, tmp_path, forks=True, attach=attach, **NO_UNITS)
-    assert ", 10 windows" in measured.err
+    script = script.replace("import sys", "import sys, sonde.integrations.lightning", 1)
+    script = script.replace("callbacks=callbacks", "callbacks=[probe]")
+    own = explicit(script, tmp_path, ranks=ranks, forks=True, attach=attach, **NO_UNITS)
+    assert f", {10 // ranks} windows" in measured.err
     assert len(own.numbers) == 3
     assert measured.numbers == pytest.approx(own.numbers, rel=1e-5)
 
 
-def test_accelerate_is_measured_by_its_forwards_and_backwards(tmp_path: Path) -> None:
-    measured = check_untouched(ACCELERATE, tmp_path, forks=True)
-    own = explicit(ACCELERATE, tmp_path, forks=True)
-    assert ", 10 windows" in measured.err
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accelerate_is_measured_by_its_forwards_and_backwards(ranks: int, tmp_path: Path) -> None:
+    script = script_of(ACCELERATE, ranks)
+    measured = check_untouched(script, tmp_path, ranks=ranks, forks=True)
+    own = explicit(script, tmp_path, ranks=ranks, forks=True)
+    assert f", {10 // ranks} windows" in measured.err
     assert len(own.numbers) == 3
     assert measured.numbers == pytest.approx(own.numbers, rel=1e-5)

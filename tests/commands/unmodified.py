@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -100,31 +102,33 @@ def _outcome(
     variables = {**(environment or {}), "OMP_NUM_THREADS": "1"}
     if ranks > 1:
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-    if forks:
-        first = _forked(arguments, folder, variables)
-    else:
-        with ExitStack() as stack:
-            processes = [
-                stack.enter_context(Python(*arguments, folder=folder, environment={**variables, "RANK": str(rank)}))
-                for rank in range(ranks)
-            ]
-            first, *others = [process.wait() for process in processes]
-        for rank, other in enumerate(others, 1):
-            (folder / f"err-{rank}").write_text(other.err)
+    of_ranks = [variables if ranks == 1 else variables | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+    with ExitStack() as stack:
+        start = _Fork if forks else Python
+        processes = [stack.enter_context(start(*arguments, folder=folder, environment=each)) for each in of_ranks]
+        first, *others = [process.wait() for process in processes]
+    for rank, other in enumerate(others, 1):
+        (folder / f"err-{rank}").write_text(other.err)
     saved = torch.load(weights) if weights.exists() else None
     return Outcome(first.status, first.out, first.err, saved, folder / "log")
 
 
-def _forked(arguments: Sequence[str], folder: Path, variables: Mapping[str, str]) -> Ended:
-    """Run it in a fork of this process: imports of trainers take many seconds."""
-    outputs = [str(folder / name) for name in ("out", "err")]
-    if (child := os.fork()) == 0:
+class _Fork:
+    """A `Python` that is a fork of this process and has its imports: those of trainers take many seconds."""
+
+    def __init__(self, *arguments: str, folder: Path, environment: Mapping[str, str]) -> None:
+        self._outputs = [folder / f"{name}-of-{environment.get('RANK', '0')}" for name in ("out", "err")]
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._run(arguments, folder, environment)
+
+    def _run(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         status = 1
         atexit._clear()  # what this process does at its end is its own: among it, to end the ranks of other tests
         try:
             for name, number in (("stdout", 1), ("stderr", 2)):
                 setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
-            as_python(arguments, str(folder), dict(os.environ) | dict(variables), outputs)
+            as_python(arguments, str(folder), dict(os.environ) | dict(environment), list(map(str, self._outputs)))
             status = 0
         except SystemExit as asked:
             status = int(asked.code or 0)
@@ -134,8 +138,24 @@ def _forked(arguments: Sequence[str], folder: Path, variables: Mapping[str, str]
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
-    _, waited = os.waitpid(child, 0)
-    return Ended(os.waitstatus_to_exitcode(waited), *(Path(output).read_text() for output in outputs))
+
+    def wait(self, seconds: float = 120.0) -> Ended:
+        """Its end, which must come in this time."""
+        deadline = time.monotonic() + seconds
+        while (ended := os.waitpid(self._pid, os.WNOHANG))[0] == 0:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"it did not end within {seconds:g} s\n{self._outputs[1].read_text()}")
+            time.sleep(0.01)
+        self._pid = 0
+        return Ended(os.waitstatus_to_exitcode(ended[1]), *(output.read_text() for output in self._outputs))
+
+    def __enter__(self) -> _Fork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
 
 
 def _free_port() -> int:

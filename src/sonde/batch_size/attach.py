@@ -139,8 +139,8 @@ def attach(
             log_groups,
         )
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
-    except ValueError:
-        _refuse_on_all_ranks(model, RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh))
+    except ValueError as error:
+        _refuse_on_all_ranks(model, RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh), error)
         raise
     return NoiseScaleProbe(
         model,
@@ -159,11 +159,11 @@ def attach(
     )
 
 
-def _refuse_on_all_ranks(model: nn.Module, ranks: RanksOfModel) -> None:
+def _refuse_on_all_ranks(model: nn.Module, ranks: RanksOfModel, error: ValueError) -> None:
     """Let peers raise too, whose own arguments may have been accepted: they wait for this rank."""
     with contextlib.suppress(ValueError):  # of the model: all ranks refuse it
         wrapper, _ = find_parameters(model, ranks)
-        join_comparison(wrapper)
+        join_comparison(wrapper, error)
 
 
 @dataclass(frozen=True)

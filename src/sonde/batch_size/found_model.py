@@ -18,12 +18,11 @@ from sonde.batch_size.model_checks import (
     refuse_steps_in_backward,
 )
 from sonde.batch_size.parameter_groups import group_names
-from sonde.batch_size.setup import NoiseScaleOptions, join_comparison, same_on_ranks
+from sonde.batch_size.setup import NoiseScaleOptions, compare_over_ranks, join_comparison, same_on_ranks
 from sonde.batch_size.units import unit_names
 from sonde.parallel.data_ranks import axis_of_sequences
 from sonde.parallel.parameter_roles import parameter_roles
 from sonde.parallel.refused_models import refuse_stage_alone
-from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import ModelParameters, model_parameters, refuse_on_all_stages
 from sonde.parallel.wrappers import Wrapper, check_model, find_wrapper
 
@@ -142,13 +141,13 @@ def find_model(
             )
         names = group_names(options.groups, whole)
         metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
-    except Exception:  # of the user's own function, or for this rank alone: its peers must not wait for this rank
-        join_comparison(wrapper)
+    except Exception as error:  # of the user's own function, or for this rank alone: its peers must not wait for it
+        join_comparison(wrapper, error)
         raise
     moments = metrics.moments
     has_moments = moments.has_state if moments is not None else None
     must_match = same_on_ranks(options, wrapper, whole, names, has_moments=has_moments)
-    check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, must_match)
+    compare_over_ranks(wrapper, must_match)
     parameters: list[Tensor] = list(wrapper.parameters.values())
     return FoundModel(
         wrapper,

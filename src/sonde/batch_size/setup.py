@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -182,6 +181,11 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler
         )
 
 
+_IS_ACCEPTED = "whether the arguments were accepted"
+NOT_ON_ALL_RANKS = "Other ranks had no such error. They raise one too, since this rank did."
+"""A note of an error in `attach`."""
+
+
 def is_number(value: object) -> TypeIs[float]:
     """Whether it is a number that a float can hold, or infinite, or not a number."""
     if not isinstance(value, Real) or isinstance(value, bool):
@@ -212,7 +216,7 @@ def same_on_ranks(
     """
     names_of_units = unit_names(options.unit)
     return {
-        "whether the arguments were accepted": True,
+        _IS_ACCEPTED: True,
         "unit": names_of_units[0],
         "the list of further units": names_of_units[1:],
         "horizon": options.horizon,
@@ -231,15 +235,31 @@ def same_on_ranks(
     }
 
 
-def join_comparison(wrapper: Wrapper) -> None:
+def compare_over_ranks(wrapper: Wrapper, values: Mapping[str, object]) -> None:
+    """See that `same_on_ranks` is the same on all ranks of the model.
+
+    Raises:
+        ValueError: on all ranks, when it is not.
+    """
+    refused_elsewhere = (
+        "another rank refused to attach, and its own error says why: attach with the same arguments, to the same "
+        "model, on every rank"
+    )
+    check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, values, {_IS_ACCEPTED: refused_elsewhere})
+
+
+def join_comparison(wrapper: Wrapper, error: Exception) -> None:
     """Take part in the comparison of all ranks' arguments where this rank's were refused, so that its peers raise too.
 
     Args:
         wrapper: of the model.
+        error: of this rank; it gets a note if other ranks had no such error.
     """
     names = same_on_ranks(NoiseScaleOptions("refused"), wrapper, ModelParameters([], [], []), [])
-    with contextlib.suppress(ValueError):  # this rank raises its own error
-        check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, dict.fromkeys(names))
+    try:
+        compare_over_ranks(wrapper, dict.fromkeys(names))
+    except ValueError:  # this rank raises its own error
+        error.add_note(NOT_ON_ALL_RANKS)
 
 
 def setup_record(

@@ -165,7 +165,7 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
         return original(*args, **kwargs)
 
     def _load_callback_state(self, original: Callable[..., Any]) -> Any:
-        """Hide the averages from a trainer that restores its callbacks: it would warn that no callback has this name."""
+        """Hide the averages from a trainer that restores its callbacks: it would warn that none has this name."""
         saved = self._trainer.state.stateful_callbacks
         averages = saved.pop(SAVED_AS, None)
         try:

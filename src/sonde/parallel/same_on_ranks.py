@@ -34,13 +34,19 @@ def check_all_succeeded(
         raise RuntimeError(message)
 
 
-def check_same_on_ranks(group: dist.ProcessGroup | None, device: torch.device, values: Mapping[str, object]) -> None:
+def check_same_on_ranks(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    values: Mapping[str, object],
+    messages: Mapping[str, str] | None = None,
+) -> None:
     """Compare values over ranks, by one all-reduce that all ranks of the group have to join. Waits.
 
     Args:
         group: the ranks; None for this process alone.
         device: one that the group's backend accepts.
         values: by name, the same names on every rank; compared by their `repr`.
+        messages: by name, of errors that need words of their own.
 
     Raises:
         ValueError: on all ranks, when a value differs, naming it and this rank's value.
@@ -55,6 +61,7 @@ def check_same_on_ranks(group: dist.ProcessGroup | None, device: torch.device, v
     for name, differs in zip(values, (highest != -lowest).tolist(), strict=True):
         if differs:
             raise ValueError(
-                f"{name} differs between ranks, got {values[name]!r:.80} on this rank: attach with the same arguments, "
-                "to the same model, on every rank"
+                (messages or {}).get(name)
+                or f"{name} differs between ranks, got {values[name]!r:.80} on this rank: attach with the same "
+                "arguments, to the same model, on every rank"
             )

@@ -286,8 +286,8 @@ _MESSAGES = {
     ),
     Problem.NOT_ZEROED: (
         "gradients from before the window's first backward were still in .grad: call zero_grad() after every "
-        "optimizer.step(), on the model where the optimizer does not hold all its parameters, put every backward into a "
-        "piece, and end a window before each optimizer.step() only, not after each micro-batch"
+        "optimizer.step(), on the model where the optimizer does not hold all its parameters, put every backward into "
+        "a piece, and end a window before each optimizer.step() only, not after each micro-batch"
     ),
     Problem.STEPPED_IN_BACKWARD: (
         "the optimizer stepped inside backward, so a window's pieces saw different weights and its gradient was gone "

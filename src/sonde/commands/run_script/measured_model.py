@@ -215,10 +215,13 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
         _refuse(found)
         units = units_of(settings.units_from, settings.weights_from, model)
         scaler = _grad_scaler()
-    except ValueError:
+    except ValueError as error:
         # With a unit that attach refuses, its peers raise too: they would wait for this rank.
-        with contextlib.suppress(ValueError):
+        try:
             sonde.attach(model, unit=(), verbose=False)
+        except ValueError as of_attach:
+            for note in getattr(of_attach, "__notes__", ()):
+                error.add_note(note)
         raise
     with torch.autocast("cpu", enabled=False), torch.autocast(_device_type(model), enabled=False):
         return sonde.attach(

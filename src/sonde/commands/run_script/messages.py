@@ -30,8 +30,15 @@ def remember_rank() -> None:
         _rank_before_the_end = dist.get_rank()
 
 
-def say(text: str) -> None:
-    """Write a sentence for the user, where the script has left a stderr to write to."""
-    if is_first_rank():
+def say(text: str, *, on_every_rank: bool = False) -> None:
+    """Write a sentence for the user, where the script has left a stderr to write to.
+
+    Args:
+        text: the sentence.
+        on_every_rank: whether other ranks than the first write it too, with their number.
+    """
+    is_first = is_first_rank()
+    if is_first or on_every_rank:
+        rank = "" if is_first else f"rank {dist.get_rank()}: "
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"sonde: {in_words_of_run(text)}\n")
+            sys.stderr.write(f"sonde: {rank}{in_words_of_run(text)}\n")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sonde.batch_size.setup import NOT_ON_ALL_RANKS
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.commands.run_script.found_models import ModelOfOptimizers, parameters_of, stepped_by
 from sonde.commands.run_script.measured_model import MeasuredModel
@@ -245,7 +246,8 @@ class ScriptWatcher:
         try:
             model = MeasuredModel(found, self._settings, self._told_to_end, n_steps=self._n_steps)
         except (ValueError, RuntimeError, OSError) as error:
-            self._refuse(found.optimizers, f"{error}")
+            is_alone = NOT_ON_ALL_RANKS in getattr(error, "__notes__", ())
+            self._refuse(found.optimizers, f"{error}", is_alone=is_alone)
             return
         self._all.append(model)
         self._models.append(model)
@@ -253,9 +255,10 @@ class ScriptWatcher:
         atexit.unregister(self.script_ends)
         atexit.register(self.script_ends)  # the last one comes first: before the probe closes itself
 
-    def _refuse(self, optimizers: Sequence[Any], why: str) -> None:
+    def _refuse(self, optimizers: Sequence[Any], why: str, *, is_alone: bool = False) -> None:
+        """Leave these optimizers alone, and say why; on each rank if it `is_alone` with this reason."""
         self._refused.update(optimizers)
-        say(f"not measured: {why}. The script runs on")
+        say(f"not measured: {why}. The script runs on", on_every_rank=is_alone)
 
     def _close_ended(self) -> None:
         """Close models whose training is over, or that are measured no more.
