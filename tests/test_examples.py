@@ -8,12 +8,14 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import sonde
+from tests.docs_blocks import DOCS, pattern_of
 from tests.new_process import Python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -33,7 +35,7 @@ NEEDS = {
     "lightning_trainer.py": "lightning",
     "transformers_trainer.py": "transformers",
 }
-MEASURES_NOISE = sorted(set(NAMES) - {"fsdp2_clip.py", "torchtitan_debug.py", "trl_grpo.py"})
+MEASURES_NOISE = sorted(set(NAMES) - {"fsdp2_clip.py", "torchtitan_debug.py", "trl_grpo.py", "unmodified_script.py"})
 
 
 def n_ranks(name: str) -> int:
@@ -96,6 +98,29 @@ def test_sharded_example(tmp_path: Path) -> None:
     assert len(losses) == 3
     assert float(losses[-1]) < float(losses[0])
     assert all(float(norm) > 0 for norm in norms)
+
+
+@pytest.mark.slow
+def test_unmodified_script_prints_what_its_page_shows(tmp_path: Path) -> None:
+    """Numbers may differ, and so the verdict: it follows from them."""
+    (command,) = re.findall(r"^sonde (run .*)$", (EXAMPLES / "unmodified_script.py").read_text(), flags=re.M)
+    page = (DOCS / "run.md").read_text()
+    shown = re.search(rf"^    sonde {re.escape(command)}\n\n.*\n\n((?:    .*\n)+)", page, flags=re.M)
+    assert shown is not None
+    arguments = command.replace("examples/", f"{EXAMPLES}/").split()
+    with Python("-m", "sonde", *arguments, folder=tmp_path, environment={"OMP_NUM_THREADS": "1"}) as process:
+        ended = process.wait()
+    assert ended.status == 0, ended.err
+    expected, said = textwrap.dedent(shown[1]).splitlines(), ended.err.splitlines()
+    assert len(said) == len(expected), ended.err
+    for line, claim in zip(said, expected, strict=True):
+        if claim.startswith("sonde: B_simple"):
+            assert re.fullmatch(r"sonde: B_simple [\d>].* sequences.*, batch 16, 150 windows: the batch .*", line)
+        else:
+            assert re.fullmatch(pattern_of(claim), line), ended.err
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", ended.out, flags=re.M)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 1
 
 
 @pytest.mark.slow
