@@ -63,7 +63,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.9
 for iter_num in range(options.max_iters):
     if iter_num % 50 == 0:
         print(f"step {iter_num}: loss {estimate_loss():.4f}")
-    for micro_step in range(options.accumulate):
+    for _ in range(options.accumulate):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits, loss = model(*get_batch())
         (loss / options.accumulate).backward()

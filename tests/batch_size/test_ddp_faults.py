@@ -7,11 +7,13 @@ import math
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from tests.batch_size.ddp_loops import batches, wrap
@@ -110,6 +112,70 @@ def _one_nan() -> tuple[sonde.NoiseScaleReading, int]:
             probe.step()
             model.zero_grad()
         return probe.reading(), rank
+
+
+def _uneven(measures: bool, clips: bool, every: int) -> tuple[Any, ...]:
+    """Three windows on each rank, then as many batches as a rank has, inside join()."""
+    model = DistributedDataParallel(small_model())
+    optimizer, generator = torch.optim.SGD(model.parameters(), lr=1e-3), torch.Generator().manual_seed(dist.get_rank())
+    probe = attached(model, optimizer, every=every) if measures else None
+
+    def window() -> None:
+        with probe.piece(units=4) if probe is not None else contextlib.nullcontext():
+            mean_loss(model, *batch(4, generator)).backward()
+        if clips:
+            (probe or model_clip).clip_grad_norm_(1e-2)
+        elif probe is not None:
+            probe.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    class model_clip:
+        @staticmethod
+        def clip_grad_norm_(max_norm: float) -> None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    for _ in range(3):
+        window()
+    with model.join():
+        for _ in range(2 if dist.get_rank() == 0 else 5):
+            window()
+    for _ in range(3):
+        window()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    if probe is None:
+        return (weights,)
+    reading, alerts = probe.reading(), probe.alerts
+    probe.close()
+    return weights, reading.windows, reading.dropped, list(alerts)
+
+
+@pytest.mark.parametrize(("clips", "every"), [(False, 1), (True, 1), (False, 2)])
+def test_uneven_inputs_are_left_out_and_training_is_the_same(clips: bool, every: int, ranks2: Ranks) -> None:
+    for measured, without in zip(ranks2(_uneven, True, clips, every), ranks2(_uneven, False, clips, 1), strict=True):
+        weights, windows, dropped, alerts = measured
+        assert weights.isfinite().all()
+        assert torch.allclose(weights, without[0], rtol=1e-6) if clips else torch.equal(weights, without[0])
+        assert (dropped, alerts) == ({}, ["uneven_inputs"])
+        assert 0 < windows <= 3
+
+
+def _never_reduces() -> str | None:
+    model = DistributedDataParallel(small_model())
+    optimizer, generator = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, optimizer) as probe, model.no_sync():
+        for _ in range(2):
+            with probe.piece(units=4):
+                mean_loss(model, *batch(4, generator)).backward()
+        probe.step()
+        return probe.reading().reason
+
+
+def test_ranks_that_do_not_average_are_named(ranks2: Ranks) -> None:
+    """As with local SGD."""
+    for reason in ranks2(_never_reduces):
+        assert reason is not None
+        assert "ranks did not average their gradients (local SGD, model.no_sync())" in reason
 
 
 def test_a_nan_on_one_rank_is_seen_by_all(ranks2: Ranks) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,33 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 
 from sonde.integrations.transformers_batches import is_divided_by
 
-N = torch.tensor(71)
+N, OWN = torch.tensor(71), torch.tensor(24)
+
+
+class Fused(torch.autograd.Function):
+    """A loss that one function makes, with its division."""
+
+    @staticmethod
+    def forward(ctx: Any, each: Tensor) -> Tensor:
+        ctx.n = len(each)
+        return each.sum() / 71
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return (grads[0] / 71).expand(ctx.n)
+
+
+class Passes(Fused):
+    """A function in a model, which makes no loss."""
+
+    @staticmethod
+    def forward(ctx: Any, each: Tensor) -> Tensor:
+        ctx.n = len(each)
+        return each.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def per_token() -> Tensor:
@@ -27,12 +55,22 @@ def per_token() -> Tensor:
         (lambda each: each.sum() * (1 / 71), True),
         (lambda each: each.sum() * (1 / N), True),
         (lambda each: each.sum().bfloat16() * (1 / N).bfloat16(), True),
+        (lambda each: (each * (torch.ones(24) / N)).sum(), True),
+        (lambda each: each.mean() * (OWN / N), True),
+        (lambda each: (each.mean().bfloat16() * (OWN / N).bfloat16()) / 3, True),
+        (lambda each: each.sum() / N + 1e-3 * each.square().mean(), True),
+        (Fused.apply, None),
+        (lambda each: 2 * Fused.apply(each), None),
+        (lambda each: Fused.apply(each) / 71, True),
+        (lambda each: Passes.apply(each).mean(), False),
+        (lambda each: each.mean() + 0.0141 * each.square().mean(), False),  # 1/71 is 0.014085
+        (lambda each: (each * (torch.arange(24) > 2)).mean(), False),
         (lambda each: each.mean(), False),
         (lambda each: each.sum() / len(each), False),
         (lambda each: each.sum() * (1 / 72), False),
         (lambda each: each.mean() / 3, False),
     ],
 )
-def test_division_by_the_windows_tokens_is_seen_in_the_graph(loss: object, is_divided: bool) -> None:
+def test_division_by_the_windows_tokens_is_seen_in_the_graph(loss: object, is_divided: bool | None) -> None:
     assert callable(loss)
-    assert is_divided_by(loss(per_token()), N) is is_divided
+    assert is_divided_by(loss(per_token()), N, OWN) is is_divided

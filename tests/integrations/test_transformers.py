@@ -31,7 +31,7 @@ from transformers import (  # noqa: E402
 
 import sonde  # noqa: E402
 from sonde.integrations import transformers as integration  # noqa: E402
-from sonde.integrations.transformers_batches import is_divided_by, samples, shifts_labels  # noqa: E402
+from sonde.integrations.transformers_batches import MicroBatches, is_divided_by, samples, shifts_labels  # noqa: E402
 from tests.integrations.hf_trainer import by_tokens, gpt2, padded, ragged_texts, record, trainer_of  # noqa: E402
 from tests.integrations.plain_loop import BY_PIECES, Piece, plain_loop, same_numbers, weights  # noqa: E402
 
@@ -103,6 +103,15 @@ class WeighsClasses(Trainer):
         return (loss, None) if return_outputs else loss
 
 
+class ScalesItself(WeighsClasses):
+    """A mean over the micro-batch, which it divides by the number of micro-batches itself, and says so."""
+
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) / 3
+
+
 def classifier() -> BertForSequenceClassification:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -115,7 +124,7 @@ def classified(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return batch | {"labels": batch["input_ids"].sum(1) % 2}
 
 
-@pytest.mark.parametrize("kind", [Trainer, WeighsClasses])
+@pytest.mark.parametrize("kind", [Trainer, WeighsClasses, ScalesItself])
 def test_a_loss_that_ignores_the_windows_tokens_is_not_weighed_by_them(tmp_path: Path, kind: Any) -> None:
     """BERT's own loss is a mean over the micro-batch, and the trainer adds these up. The last one has 2 rows."""
     options = {"kind": kind, "train_dataset": ragged_texts(42), "data_collator": classified, "max_grad_norm": 0.5}
@@ -124,13 +133,15 @@ def test_a_loss_that_ignores_the_windows_tokens_is_not_weighed_by_them(tmp_path:
     probe = integration.attach(trainer, **BY_PIECES)
     trainer.train()
     assert recorded.windows[-1][-1][1] is not None  # the trainer counts items, and nobody uses them
-    windows = [[Piece(i, {"units": len(i["labels"])}, 1.0) for i, _ in window] for window in recorded.windows]
+    weight = 1 / 3 if kind is ScalesItself else 1.0
+    windows = [[Piece(i, {"units": len(i["labels"])}, weight) for i, _ in window] for window in recorded.windows]
     assert [piece.counts["units"] for piece in windows[-1]] == [4, 2]
 
     def loss_of(model: Any, piece: Piece) -> Any:
         labels = piece.inputs["labels"]
         logits = model(**{name: value for name, value in piece.inputs.items() if name != "labels"}).logits
-        return nn.functional.cross_entropy(logits, labels, torch.tensor([1.0, 3.0]) if kind is not Trainer else None)
+        weights = torch.tensor([1.0, 3.0]) if kind is not Trainer else None
+        return piece.weight * nn.functional.cross_entropy(logits, labels, weights)
 
     assert same_numbers(probe.reading(), plain_loop(start, windows, loss_of))
 
@@ -166,6 +177,27 @@ def test_the_user_weighs_micro_batches(tmp_path: Path, capsys: pytest.CaptureFix
         return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
     assert same_numbers(probe.reading(), plain_loop(start, windows, loss_of))
+
+
+class GoesBackwardItself(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss.backward()
+        return loss.detach()
+
+
+def test_a_training_step_that_goes_backward_itself_is_told_what_to_call(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(tmp_path, kind=GoesBackwardItself, num_train_epochs=1)
+    probe = integration.attach(trainer, **BY_PIECES)
+    with caplog.at_level(logging.ERROR):
+        trainer.train()
+    why = "no backward of the window went through self.accelerator.backward(loss): use it for each backward"
+    assert caplog.text.count(why) == 1
+    reading = probe.reading()
+    assert reading is not None
+    assert (reading.windows, reading.reason) == (0, why)
 
 
 class Saves(TrainerCallback):  # type: ignore[misc]
@@ -353,6 +385,18 @@ def test_guard_a_division_by_the_windows_items_is_seen_in_the_graph() -> None:
     assert not is_divided_by(model(input_ids=ids, labels=ids).loss / 3, n_items)
     compiled = torch.compile(model, backend="aot_eager")
     assert is_divided_by(compiled(input_ids=ids, labels=ids, num_items_in_batch=n_items).loss, n_items) is None
+
+
+def test_a_compiled_loss_of_the_users_own_is_asked_about() -> None:
+    """The graph shows nothing. transformers' own loss is known by its code."""
+    compiled, batch, n_items = torch.compile(gpt2(), backend="aot_eager"), padded(ragged_texts(2)), torch.tensor(44)
+    loss = compiled(**batch, num_items_in_batch=n_items).loss
+    counts = MicroBatches(trainer_of("unused"), None).count(batch, loss, n_items)
+    assert float(counts["weight"]) == pytest.approx(float(batch["labels"][:, 1:].ne(-100).sum()) / 44)
+    of_the_user = trainer_of("unused", kind=WeighsClasses)
+    with pytest.raises(ValueError, match="does not show how micro-batches weigh: pass weight= to attach"):
+        MicroBatches(of_the_user, None).count(batch, loss, n_items)
+    assert MicroBatches(of_the_user, None, lambda batch: 2.0).count(batch, loss, n_items)["weight"] == 2.0
 
 
 PACKED = {"input_ids": torch.zeros(1, 7, dtype=torch.long), "labels": torch.tensor([[-100, 3, 4, -100, 5, -100, -100]])}

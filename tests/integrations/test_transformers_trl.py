@@ -103,8 +103,8 @@ def test_the_loss_of_a_subclass_shows_how_pieces_weigh(
     start, recorded = copy.deepcopy(trainer.model), record(trainer)
     probe = integration.attach(trainer, strict=True, **(BY_PIECES | {"verbose": True}))
     trainer.train()
-    said = "weigh by their loss tokens" if over_window else "each piece weighs the same"
-    assert capsys.readouterr().err.count(f"{said}: the loss is ") == 1
+    said = "weigh by their loss tokens: the loss is " if over_window else "each piece weighs the same, since the loss "
+    assert capsys.readouterr().err.count(said) == 1
     windows = []
     for window in recorded.windows:
         pieces = []

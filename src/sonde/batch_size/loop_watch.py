@@ -99,6 +99,12 @@ class LoopWatch:
         if self._trained.is_undecided:
             self._trained.window_ends(number)
 
+    def window_is_left_out(self) -> None:
+        """Note that a step follows whose window is not counted."""
+        self.n_passed_pieces = 0
+        self._steps.window_passes()
+        self._forwards.window_passes()
+
     def window_ends(self, number: int) -> LoopNotes:
         """Note that a measured window is being ended.
 

@@ -46,7 +46,7 @@ class DeclaredPiece:
     def __init__(
         self,
         pieces: Pieces,
-        units: Units,
+        units: Units | NotCounted,
         weight: float | Tensor,
         unit_weights: Sequence[float] | Tensor | None,
         start: float,
@@ -80,6 +80,14 @@ class CountedByForward:
     """A declared piece whose units its forward will show; `weight` is its weight in the loss."""
 
     weight: float | Tensor
+
+
+@dataclass(frozen=True)
+class NotCounted:
+    """A declared piece whose units are not known: its window is left out."""
+
+
+NOT_COUNTED = NotCounted()
 
 
 class Pieces:
@@ -129,9 +137,9 @@ class Pieces:
         """Errors that are raised from the user's own call, not inside autograd."""
 
     def begin(
-        self, units: Units, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
-    ) -> PieceCounts | CountedByForward | None:
-        """Begin a declared piece; see `NoiseScaleProbe.piece`.
+        self, units: Units | NotCounted, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
+    ) -> PieceCounts | CountedByForward | NotCounted | None:
+        """Begin a declared piece; see `NoiseScaleProbe.piece`. NOT_COUNTED as its units stands for unknown ones.
 
         Returns:
             Its counts; None in a window that is not measured, and while a CUDA graph is recorded.
@@ -139,18 +147,21 @@ class Pieces:
         start = time.perf_counter()
         self._check_closed("piece()")
         is_counted_later = self._forwards is not None and units is None and unit_weights is None
+        is_counted = units is not NOT_COUNTED
         if not self._pacing.is_measured or self._reader.is_recorded():
-            if not is_counted_later:
+            if is_counted and not is_counted_later:
                 first, further = self._counted(units, has_weights=unit_weights is not None)
                 check_counts(first, weight, unit_weights, further)
             self.loop.n_passed_pieces += not self._pacing.is_measured
             self._pacing.spent_idle(start)
             self.is_open = True
             return None
-        counts: PieceCounts | CountedByForward
+        counts: PieceCounts | CountedByForward | NotCounted
         if self._forwards is not None:
             self._forwards.forget()  # of before the piece
-        if is_counted_later:
+        if not is_counted:
+            counts = NOT_COUNTED
+        elif is_counted_later:
             check_counts(1.0, weight, None)
             counts = CountedByForward(weight)
         else:
@@ -180,7 +191,7 @@ class Pieces:
             self._error, self._units_unclear, self._units_unknown, self._ran_outside = None, False, False, False
         return has_run
 
-    def end(self, counts: PieceCounts | CountedByForward, *, failed: bool) -> None:
+    def end(self, counts: PieceCounts | CountedByForward | NotCounted, *, failed: bool) -> None:
         """End a declared piece of a measured window.
 
         Args:
@@ -190,6 +201,9 @@ class Pieces:
         self.is_open, self._has_run = False, True
         if failed or self._reader.is_recorded():
             self._reader.discard_piece()
+            return
+        if isinstance(counts, NotCounted):
+            self._reader.leave_out_backward(Problem.BAD_COUNTS)
             return
         if isinstance(counts, CountedByForward):
             by_forward = self._counted_by_forward(counts.weight)
@@ -227,13 +241,13 @@ class Pieces:
     def scheduled(
         self,
         n: int,
-        units: UnitsOfPieces,
-        weights: float | Sequence[float | Tensor],
-        unit_weights: Sequence[Sequence[float] | Tensor] | None,
+        units: UnitsOfPieces | NotCounted,
+        weights: float | Sequence[float | Tensor] = 1.0,
+        unit_weights: Sequence[Sequence[float] | Tensor] | None = None,
     ) -> Iterator[None]:
         """A context around a pipeline schedule's step; see `NoiseScaleProbe.pieces`."""
         start = time.perf_counter()
-        counts = self._counts_of(n, units, weights, unit_weights)
+        counts = None if isinstance(units, NotCounted) else self._counts_of(n, units, weights, unit_weights)
         self._check_closed("pieces()")
         self.is_open, self._units_unknown = True, False
         is_measured = self._pacing.is_measured and not self._reader.is_recorded()
@@ -252,8 +266,11 @@ class Pieces:
             self.is_open = False
         if is_measured and self._reader.is_recorded():
             self._reader.discard_piece()
-        elif is_measured:
+        elif is_measured and counts is not None:
             self._reader.end_pieces(counts)
+        elif is_measured:
+            self._reader.discard_piece()
+            self._reader.leave_out_backward(Problem.BAD_COUNTS)
 
     def _counts_of(
         self,

@@ -37,7 +37,7 @@ from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.pacing import Pacing
-from sonde.batch_size.pieces import DeclaredPiece, Pieces, Units, UnitsOfPieces
+from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.saved_state import check_state, identity, unsealed
 from sonde.batch_size.scalars import Scalars
@@ -237,6 +237,7 @@ class NoiseScaleProbe:
             self._scalars,
             unmeasured=self._unmeasured,
             late_wrapper=self._late_wrapper,
+            ddp=self._wrapper.ddp,
             log_every=log.every,
             alert=self._alert,
             say=self._say,
@@ -369,6 +370,24 @@ class NoiseScaleProbe:
                 "micro-batch"
             )
         return self._pieces.scheduled(n, units, weights, unit_weights)
+
+    def uncounted(self, n: int | None = None) -> AbstractContextManager[None]:
+        """A context like `piece()`, for a micro-batch whose units could not be counted.
+
+        Its window is left out on all ranks, with that reason. Without it, the backward would be a gradient that no
+        piece explains, and windows with such a gradient cast doubt on others.
+
+        Args:
+            n: micro-batches of a pipeline schedule, as for `pieces(n)`; None without a pipeline.
+
+        Raises:
+            RuntimeError: inside another piece.
+        """
+        start = time.perf_counter()
+        self._check_open()
+        if n is not None:
+            return self._pieces.scheduled(n, NOT_COUNTED)
+        return DeclaredPiece(self._pieces, NOT_COUNTED, 1.0, None, start)
 
     def step(self) -> None:
         """End the window: call once per optimizer step, after the last backward and before `optimizer.step()`.

@@ -57,4 +57,6 @@ class RoundingWatch:
             )
         lost = "16-bit gradients lost small parts while many were added up (accumulate in fp32), or "
         other = "noise was added, a hook changed it, or a backward outside this window wrote to it"
+        if self._wrapper.n_ranks > 1 and self._wrapper.ddp is not None:
+            other = f"ranks did not average their gradients (local SGD, model.no_sync()), {other}"
         return lost + other if is_16_bit else other

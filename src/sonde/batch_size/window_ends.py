@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.late_wrapper import LateWrapper
@@ -43,6 +44,7 @@ class WindowEnds:
         scalars: the user's own, which travel with a window.
         unmeasured: parameters that a clip takes besides.
         late_wrapper: a wrapper that came after attach, which makes windows unusable.
+        ddp: the DDP module around the model; None without DDP.
         log_every: windows from one reading in the log to the next.
         alert: takes an alert's name and message.
         say: takes a sentence for the user.
@@ -61,6 +63,7 @@ class WindowEnds:
         *,
         unmeasured: UnmeasuredParameters,
         late_wrapper: LateWrapper,
+        ddp: DistributedDataParallel | None,
         log_every: int,
         alert: Alert,
         say: Callable[[str], None],
@@ -68,6 +71,7 @@ class WindowEnds:
         self._reader, self._loop, self._pieces, self._pacing = reader, loop, pieces, pacing
         self._taps, self._mechanism, self._delivery, self._scalars = taps, mechanism, delivery, scalars
         self._unmeasured, self._late_wrapper, self._log_every = unmeasured, late_wrapper, log_every
+        self._ddp = ddp
         self._alert, self._say = alert, say
         self.n_windows = 0
         """Windows ended so far, those before a restart included."""
@@ -86,7 +90,7 @@ class WindowEnds:
         Returns:
             Whether it was one. If not, `end` ends it.
         """
-        if not self._n_quiet or self._pieces.is_open or self._reader.is_recorded():
+        if not self._n_quiet or self._pieces.is_open or self._reader.is_recorded() or self._inputs_are_uneven():
             return False
         self._n_quiet -= 1
         self.n_windows += 1
@@ -111,7 +115,28 @@ class WindowEnds:
             self._refuse_in_graph(clip)
             return None
         with torch.no_grad():
-            return self._end_checked(clip)
+            return self._leave_out(clip) if self._inputs_are_uneven() else self._end_checked(clip)
+
+    def _inputs_are_uneven(self) -> bool:
+        """Whether DDP's `join()` is in force: ranks without further batches take part in DDP's collectives alone.
+
+        torch does not take that back when the context ends.
+        """
+        return self._ddp is not None and self._ddp._join_config.enable
+
+    def _leave_out(self, clip: WindowClip | None) -> Tensor | None:
+        """Clip, and end no window. Ranks that go on and ranks that have no more batches must count the same windows."""
+        self._alert(
+            "uneven_inputs",
+            "steps inside model.join() and after it are not measured: ranks that have no more batches take no part in "
+            "sonde's sum over ranks. Where all ranks have as many batches, as DistributedSampler gives them, leave out "
+            "join(), or pass enable=False to it",
+        )
+        if self._pacing.is_measured:
+            self._pieces.discard()
+            self._reader.forget_window()
+        self._loop.window_is_left_out()
+        return None if clip is None else clip.apply(self._reader.final.plan_without_groups)
 
     def _end_checked(self, clip: WindowClip | None) -> Tensor | None:
         self.catch_up()

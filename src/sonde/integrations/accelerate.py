@@ -92,7 +92,15 @@ def attach(
         )
     warn_if_untested("accelerate", accelerate.__version__, TESTED)
     options["unit"] = unit
-    probe = TrainerProbe(options, call=attach, units=units, log=log, strict=strict, verbose=verbose)
+    probe = TrainerProbe(
+        options,
+        call=attach,
+        units=units,
+        log=log,
+        backward="accelerator.backward(loss)",
+        strict=strict,
+        verbose=verbose,
+    )
     return AccelerateProbe(accelerator, model, optimizer, probe, units=units, weight=weight, clips=clips)
 
 
@@ -112,7 +120,7 @@ class AccelerateProbe:
     ) -> None:
         self._accelerator, self._model, self._probe = accelerator, model, probe
         self._units, self._weight = units, weight
-        self._has_run = self._has_ended = self._has_news = False
+        self._has_ended = self._has_news = False
         probe.begin(model, optimizer, grad_scaler=accelerator.scaler)
         self._forwards = ForwardUnits(model, self._counts)
         of_accelerator: dict[str, Callable[..., Any]] = {
@@ -122,7 +130,8 @@ class AccelerateProbe:
         }
         if clips:
             of_accelerator["clip_grad_norm_"] = self._clip_grad_norm_
-        self._wrapped = [WrappedMethods(accelerator, **of_accelerator), WrappedMethods(optimizer, step=self._step)]
+        of_optimizer = {"step": self._step, "zero_grad": self._zero_grad}
+        self._wrapped = [WrappedMethods(accelerator, **of_accelerator), WrappedMethods(optimizer, **of_optimizer)]
         self._hooks = [
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
@@ -167,7 +176,6 @@ class AccelerateProbe:
     # Wrappers of the accelerator's methods, and of its optimizer's.
 
     def _backward(self, original: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
-        self._has_run = True
         self._probe.log(loss=loss.detach())
         with self._probe.piece(self._of_forward):
             return original(loss, **kwargs)
@@ -199,6 +207,13 @@ class AccelerateProbe:
         self._forwards.begin_window(is_measured=self.probe is not None and self.probe.measures_now)
         return result
 
+    def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """A loop may zero gradients without a step, as where the loss has a spike."""
+        if self._accelerator.sync_gradients:  # otherwise Accelerate leaves the gradients as they are
+            self._probe.zeroed()
+            self._has_ended = False
+        original(*args, **kwargs)
+
     def _ending(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure of a step, which runs the backward. The window ends after it."""
 
@@ -213,13 +228,7 @@ class AccelerateProbe:
     def _end_window(self) -> None:
         """End the window, unless the clip has done so."""
         if not self._has_ended:
-            if not self._has_run:
-                self._probe.say_once(
-                    "no accelerator.backward came before this optimizer step, so its window is left out: if the loop "
-                    "calls loss.backward(), call accelerator.backward(loss) in its place"
-                )
             self._probe.end_window()
-        self._has_run = False
 
     def _log(self, original: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self._has_news:

@@ -63,7 +63,15 @@ class NoiseScale(Callback):  # type: ignore[misc]
     ) -> None:
         warn_if_untested("lightning", lightning.__version__, TESTED)
         options["unit"] = unit
-        self._probe = TrainerProbe(options, call=NoiseScale, units=units, log=log, strict=strict, verbose=verbose)
+        self._probe = TrainerProbe(
+            options,
+            call=NoiseScale,
+            units=units,
+            log=log,
+            backward="self.manual_backward(loss)",
+            strict=strict,
+            verbose=verbose,
+        )
         self._units, self._weight = units, weight
         self._saved: dict[str, Any] | None = None
         self._batch: Any = None

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypedDict
 
 import torch
@@ -23,7 +23,10 @@ from sonde.records import LogOrPlaces, log_of, logger
 _PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group")
 """Arguments of `sonde.attach` that are not in `NoiseScaleOptions`."""
 _NO_PROPER_END = "the log of the noise scale has no proper end"
+_Pieces = Callable[[NoiseScaleProbe, Mapping[str, Any]], AbstractContextManager[None]]
+"""Given the probe and counts, it returns the context of a piece or of several."""
 _NOT_MEASURED = "a micro-batch is not measured, so its window is left out"
+_WINDOW_NOT_MEASURED = "a window is not measured"
 LOGGED = (
     "gns/b_simple",
     "gns/b_simple_low",
@@ -67,6 +70,7 @@ class TrainerProbe:
         call: the function or class that the user has called with them.
         units: the user's function that counts the units, if there is one.
         log: of the run, or what `RunLog` takes; None for none. One that is given ends with the first training.
+        backward: the method that runs each backward of a piece, as the user calls it.
         strict: raise the probe's errors instead.
         verbose: print the set-up that was found, and the reading when training ends, on rank 0.
 
@@ -82,6 +86,7 @@ class TrainerProbe:
         call: Callable[..., Any] = attach,
         units: Callable[..., Any] | None = None,
         log: LogOrPlaces = None,
+        backward: str = "the trainer's backward",
         strict: bool = False,
         verbose: bool = True,
     ) -> None:
@@ -101,6 +106,11 @@ class TrainerProbe:
         self._final_state: dict[str, Any] | None = None
         self._unused: Counts = {"units": 1 if len(names) == 1 else dict.fromkeys(names, 1)}
         """The counts of a piece in windows that are not measured."""
+        self._n_entered = 0
+        """Pieces that have begun in the present window."""
+        self._backward = backward
+        self._why_none: str | None = None
+        """Why windows could not be ended so far, if none was."""
         self._strict, self._verbose = strict, verbose
         self._said: set[str] = set()
 
@@ -147,7 +157,7 @@ class TrainerProbe:
         Args:
             count: called in measured windows only, it returns the piece's units and weights.
         """
-        return self._around(lambda probe: probe.piece(**(count() if probe.measures_now else self._unused)))
+        return self._around(lambda probe, counts: probe.piece(**counts), count)
 
     def pieces(self, n: int, count: Callable[[], Mapping[str, Any]]) -> AbstractContextManager[None]:
         """A context around the step of a pipeline schedule.
@@ -157,17 +167,11 @@ class TrainerProbe:
             count: called in measured windows only, it returns their units and weights, as `NoiseScaleProbe.pieces`
                 takes them.
         """
-        return self._around(lambda probe: probe.pieces(n, **(count() if probe.measures_now else self._unused)))
+        return self._around(lambda probe, counts: probe.pieces(n, **counts), count, n)
 
     @contextlib.contextmanager
-    def _around(self, pieces: Callable[[NoiseScaleProbe], AbstractContextManager[None]]) -> Iterator[None]:
-        probe, entered = self.probe, None
-        if probe is not None:
-            # A backward outside of a piece is a gradient that no piece explains, so the probe leaves its window out.
-            with self.forgiven(_NOT_MEASURED):
-                context = pieces(probe)
-                context.__enter__()
-                entered = context
+    def _around(self, pieces: _Pieces, count: Callable[[], Mapping[str, Any]], n: int | None = None) -> Iterator[None]:
+        entered = None if self.probe is None else self._entered(self.probe, pieces, count, n)
         try:
             yield
         except BaseException as error:  # of the training
@@ -179,11 +183,33 @@ class TrainerProbe:
             with self.forgiven(_NOT_MEASURED):
                 entered.__exit__(None, None, None)
 
+    def _entered(
+        self, probe: NoiseScaleProbe, pieces: _Pieces, count: Callable[[], Mapping[str, Any]], n: int | None
+    ) -> AbstractContextManager[None] | None:
+        """The context of a piece, entered; None if the probe refuses it."""
+        self._n_entered += 1
+        with self.forgiven(_NOT_MEASURED):
+            context = pieces(probe, count() if probe.measures_now else self._unused)
+            context.__enter__()
+            return context
+        with self.forgiven(_NOT_MEASURED):
+            context = probe.uncounted(n)
+            context.__enter__()
+            return context
+        return None
+
     def end_window(self) -> None:
         """The optimizer is about to step."""
         if (probe := self.probe) is not None:
-            with self.forgiven("a window is not measured"), _discarding(probe):
+            with self.forgiven(_WINDOW_NOT_MEASURED), self._ending(probe):
                 probe.step()
+
+    def zeroed(self) -> None:
+        """Gradients are zeroed. Where no step came first, the pieces before do not count."""
+        if (probe := self.probe) is not None and self._n_entered:
+            self._n_entered = 0
+            with self.forgiven(_WINDOW_NOT_MEASURED):
+                probe.discard()
 
     def clip(
         self,
@@ -202,7 +228,7 @@ class TrainerProbe:
             RuntimeError: if the norm is not finite and `error_if_nonfinite` is set.
         """
         if (probe := self.probe) is not None:
-            with self.forgiven("a window is not measured"), _discarding(probe):
+            with self.forgiven(_WINDOW_NOT_MEASURED), self._ending(probe):
                 return probe.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         return clip_alone()
 
@@ -230,7 +256,7 @@ class TrainerProbe:
 
     def reading(self) -> NoiseScaleReading | None:
         """The present reading, or the last one of a training that has ended. Waits for the device."""
-        return self._last if self.probe is None else self.probe.reading()
+        return self._last if self.probe is None else self._read(self.probe)
 
     def end(self, reason: str) -> None:
         """Close the probe, and print its last reading."""
@@ -254,15 +280,40 @@ class TrainerProbe:
 
     def keep(self, probe: NoiseScaleProbe) -> None:
         """Keep the last reading and state of a probe whose training has ended, and print the reading."""
-        self._last, self._final_state = probe.reading(), probe.state_dict()
+        self._last, self._final_state = self._read(probe), probe.state_dict()
         if self._verbose and self._run_log.is_first_rank:
             sys.stderr.write(f"sonde: {self._last}\n")
+
+    def _read(self, probe: NoiseScaleProbe) -> NoiseScaleReading:
+        """The probe's reading; where no window could be ended, with the reason."""
+        reading = probe.reading()
+        if self._why_none is not None and not reading.windows and not reading.dropped:
+            return replace(reading, reason=self._why_none)
+        return reading
 
     def say_once(self, text: str) -> None:
         """Print a sentence about what was found, on rank 0."""
         if self._verbose and self._run_log.is_first_rank and text not in self._said:
             self._said.add(text)
             sys.stderr.write(f"sonde: {text}\n")
+
+    @contextlib.contextmanager
+    def _ending(self, probe: NoiseScaleProbe) -> Iterator[None]:
+        """Forget the window if ending it fails: the next one begins anew."""
+        is_bare, self._n_entered = probe.measures_now and self._n_entered == 0, 0
+        # The probe's own words are those of its loop. Where other ranks would wait, it drops the window instead.
+        no_backward = f"no backward of the window went through {self._backward}: use it for each backward"
+        try:
+            yield
+        except Exception as error:
+            probe.discard()
+            self._why_none = str(error)
+            if is_bare and isinstance(error, RuntimeError):
+                self._why_none = no_backward
+                raise RuntimeError(no_backward) from error
+            raise
+        if is_bare:
+            self._log_once(f"{_WINDOW_NOT_MEASURED}: {no_backward}")
 
     @contextlib.contextmanager
     def forgiven(self, consequence: str) -> Iterator[None]:
@@ -272,16 +323,9 @@ class TrainerProbe:
         except Exception as error:
             if self._strict:
                 raise
-            if (said := f"{consequence}: {type(error).__name__}: {error}") not in self._said:
-                self._said.add(said)
-                logger.error("sonde: %s", said)
+            self._log_once(f"{consequence}: {type(error).__name__}: {error}")
 
-
-@contextlib.contextmanager
-def _discarding(probe: NoiseScaleProbe) -> Iterator[None]:
-    """Forget the window if ending it fails: the next one begins anew."""
-    try:
-        yield
-    except Exception:
-        probe.discard()
-        raise
+    def _log_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.error("sonde: %s", text)

@@ -80,7 +80,15 @@ def attach(
     warn_if_untested("transformers", transformers.__version__, TESTED)
     batches = MicroBatches(trainer, units, weight)
     options["unit"] = unit or batches.unit
-    probe = TrainerProbe(options, call=attach, units=units, log=log, strict=strict, verbose=verbose)
+    probe = TrainerProbe(
+        options,
+        call=attach,
+        units=units,
+        log=log,
+        backward="self.accelerator.backward(loss)",
+        strict=strict,
+        verbose=verbose,
+    )
     return TransformersProbe(trainer, batches, probe)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from sonde.batch_size.forward_units import rows
@@ -20,8 +21,8 @@ WeightOfBatch = Callable[[Mapping[str, Any]], float | Tensor]
 """Given a micro-batch, it returns its weight in the loss."""
 _OF_PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers of TRL whose batches have the preferred and the other answer of each pair."""
-_ROUNDING_OF_INVERSE = 0.005
-"""Relative rounding of 1/n in 16 bits."""
+_MOST_NODES = 64
+"""Operations of a loss that are looked at, the last ones first."""
 _LEAST = 1e-6
 """Tokens of a sample without any: it counts for nothing, and the samples' weights stay positive."""
 
@@ -59,8 +60,10 @@ class MicroBatches:
         self._model: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
         reads_tokens = getattr(self._model, "main_input_name", "input_ids") == "input_ids"
         self.unit = "pairs" if self._has_pairs else "sequences" if reads_tokens else "examples"
-        self._is_of_sft = of_trl == "SFTTrainer"
-        self._is_over_window: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
+        self._trainer, self._is_of_sft = trainer, of_trl == "SFTTrainer"
+        self._has_items = False
+        """Whether the trainer counts the tokens of the whole window."""
+        self._is_over_window: bool | None = None
         """Whether the loss is divided by the tokens of the whole window; None until the first micro-batch shows it."""
         self._shifts = shifts_labels(self._model)
 
@@ -76,9 +79,10 @@ class MicroBatches:
             ValueError: for a batch that does not show its units.
         """
         counts, n_own = self._units_of(inputs)
+        self._has_items |= n_items is not None
         if self._weight is not None:
             counts["weight"] = self._weight(inputs)
-        elif n_own is not None and n_items is not None and self._divides_by(loss, n_items):
+        elif n_own is not None and n_items is not None and self._divides_by(loss, n_items, n_own):
             counts["weight"] = n_own / torch.as_tensor(n_items, device=n_own.device).sum()
         return counts
 
@@ -92,13 +96,29 @@ class MicroBatches:
             return as_counts(self._units(inputs)), n_own
         return {"units": n_units} if tokens is None else {"units": n_units, "unit_weights": tokens}, n_own
 
-    def _divides_by(self, loss: Tensor, n_items: Any) -> bool:
+    def _divides_by(self, loss: Tensor, n_items: Any, n_own: Tensor) -> bool:
         """Whether the loss is divided by the tokens of the whole window. The first micro-batch shows it for all."""
         if self._is_over_window is None:
-            found = is_divided_by(loss, torch.as_tensor(n_items))
-            names = inspect.unwrap(type(self._model).forward).__code__.co_names
-            self._is_over_window = self._is_of_sft or "loss_function" in names if found is None else found
+            found = is_divided_by(loss, torch.as_tensor(n_items), n_own)
+            self._is_over_window = self._is_by_the_code() if found is None else found
         return self._is_over_window
+
+    def _is_by_the_code(self) -> bool:
+        """Whether a loss whose graph does not show it is divided by the tokens of the whole window.
+
+        Raises:
+            ValueError: for a `compute_loss` of the user's own.
+        """
+        own = inspect.unwrap(type(self._trainer).compute_loss).__module__
+        if not own.startswith(("transformers.", "trl.")) or self._trainer.compute_loss_func is not None:
+            raise ValueError(
+                "the graph of the loss is compiled or made by a function of its own, so it does not show how micro-"
+                "batches weigh: pass weight= to attach. It is a function of the batch: 'lambda batch: 1.0' where each "
+                "micro-batch's loss is a mean, or the batch's loss tokens where the loss is divided by those of the "
+                "whole window"
+            )
+        names = inspect.unwrap(type(self._model).forward).__code__.co_names
+        return self._is_of_sft or "loss_function" in names
 
     @property
     def weighting(self) -> str | None:
@@ -107,7 +127,12 @@ class MicroBatches:
             return None
         if self._is_over_window:
             return "pieces weigh by their loss tokens: the loss is divided by those of the whole window"
-        return "each piece weighs the same: the loss is a mean over its own batch"
+        if not self._has_items or self._has_pairs:
+            return "each piece weighs the same: the loss is a mean over its own batch"
+        return (
+            "each piece weighs the same, since the loss shows no division by the tokens of the whole window. If it is "
+            "divided by them, pass weight= to attach, a function of the batch that returns its loss tokens"
+        )
 
 
 def shifts_labels(model: nn.Module) -> bool:
@@ -181,30 +206,51 @@ def _documents(inputs: Mapping[str, Any]) -> tuple[Tensor | None, int]:
     return None, 0
 
 
-def is_divided_by(loss: Tensor, n_items: Tensor) -> bool | None:
-    """Whether a division by this number, or a multiplication by its inverse, is among the last operations of a loss.
+def is_divided_by(loss: Tensor, n_items: Tensor, n_own: Tensor | None = None) -> bool | None:
+    """Whether one of the last operations of a loss divides by this number.
 
-    Waits for the device.
+    That is a division by it, or a multiplication by its inverse, or by n_own times that; by a number, or by weights
+    whose largest is that. Waits for the device.
 
     Args:
         loss: with its graph.
-        n_items: 0-dim.
+        n_items: loss tokens of the window, 0-dim.
+        n_own: loss tokens of the micro-batch, 0-dim.
 
     Returns:
-        None if the graph is compiled, and shows no operations.
+        None if the graph is compiled, or a function of the user's own has made the loss: neither shows its operations.
     """
-    nodes, seen = deque([loss.grad_fn]), 0
-    while nodes and seen < 64:
+    own = 1.0 if n_own is None else n_own.item()
+    nodes, seen, is_opaque = deque([loss.grad_fn]), 0, False
+    while nodes and seen < _MOST_NODES:
         node, seen = nodes.popleft(), seen + 1
         if node is None:
             continue
-        if "Compiled" in node.name():
-            return None
+        if "Compiled" in node.name() or _makes_a_loss(node):
+            is_opaque = True
+            continue
         other = getattr(node, "_saved_other", None)
-        if isinstance(other, Tensor) and other.numel() == 1:
-            divides, multiplies = (node.name().startswith(name) for name in ("DivBackward", "MulBackward"))
-            is_inverse = multiplies and abs(other.item() * n_items.item() - 1) < _ROUNDING_OF_INVERSE
-            if is_inverse or (divides and other.item() == n_items.item()):
-                return True
+        if isinstance(other, Tensor) and _shows_division(node.name(), other, n_items.item(), own):
+            return True
         nodes.extend(parent for parent, _ in node.next_functions)
-    return False
+    return None if is_opaque else False
+
+
+def _shows_division(name: str, other: Tensor, n_items: float, n_own: float) -> bool:
+    """Whether an operation with this other operand divides by `n_items`; see `is_divided_by`."""
+    if name.startswith("DivBackward"):
+        return other.numel() == 1 and other.item() == n_items
+    if not name.startswith("MulBackward") or not other.is_floating_point():
+        return False
+    rounding = 0.51 * torch.finfo(other.dtype).eps + 1e-15  # of a quotient, and of the product below
+    if other.numel() == 1:
+        return any(abs(other.item() * n_items - factor) <= rounding * factor for factor in (1.0, n_own))
+    # Weights of tokens. In 16 bits, many a tensor has a largest element that is about 1/n.
+    is_exact = other.numel() > 0 and other.dtype in (torch.float32, torch.float64)
+    return is_exact and abs(other.max().item() * n_items - 1) <= rounding
+
+
+def _makes_a_loss(node: Any) -> bool:
+    """Whether a node of the graph is a `torch.autograd.Function` in Python that has returned a single number."""
+    outputs = getattr(node, "_input_metadata", ()) if isinstance(node, BackwardCFunction) else ()
+    return any(not output.shape for output in outputs)

@@ -84,6 +84,7 @@ class LeafHookTap:
         self._counted = CountedBackwards() if counted is None else counted
         self._explicit = False
         self._parameters = leaves if parameters is None else parameters
+        self._leaves_have_grad = all(p is leaf for p, leaf in zip(self._parameters, leaves, strict=True))
         self._left_overs = LeftOvers(self._parameters, witness)
         self._scheduled: list[PieceGradient] = []
         self._turns: list[int] = []
@@ -225,6 +226,8 @@ class LeafHookTap:
                 self._collectives_before = self._n_collectives()
             self._n_open += 1
             Variable._execution_engine.queue_callback(self._close_backward)
+        # FSDP2's sharded parameters get theirs when a backward reduces it.
+        self._problems[Problem.ZEROED] += self._leaves_have_grad and self._left_overs.are_gone()
         self._problems[Problem.CONTEXT_PARALLEL] += self._context is None and is_context_parallel()
         self._backwards.add(torch._C._current_graph_task_id())
         return True

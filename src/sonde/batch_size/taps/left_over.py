@@ -1,4 +1,4 @@
-"""Gradients that were still in `.grad` when a window's first backward came."""
+"""Gradients that were still in `.grad` when a window's first backward came, or no longer when another one came."""
 
 from __future__ import annotations
 
@@ -41,6 +41,13 @@ class LeftOvers:
         # The answer stays on the device.
         elements = self._witness.read_shard(index, local_tensor(grad.detach()), spec_of(grad))
         self._found.append(elements.any())
+
+    def are_gone(self) -> bool:
+        """Whether a watched parameter that a backward of this window has reached has no `.grad`. It looks at one."""
+        for index, parameter in self.watched.items():
+            if index not in self.unseen:
+                return parameter.grad is None
+        return False
 
     def take(self) -> Number:
         """How many parameters had a gradient left over since the last call."""

@@ -175,6 +175,7 @@ class Problem(IntEnum):
     LOSS_SCALE = 3
     NOT_FINITE = 4
     OVERFLOW = 5
+    ZEROED = 37
     INTERRUPTED = 6
     NOT_ZEROED = 7
     STEPPED_IN_BACKWARD = 8
@@ -200,7 +201,7 @@ class Problem(IntEnum):
     @property
     def only_explains(self) -> bool:
         """Whether the window may be sound all the same. The problem only explains a gradient that turns out changed."""
-        return self is Problem.INTERRUPTED
+        return self in (Problem.INTERRUPTED, Problem.ZEROED)
 
     def applies(self, *, are_declared: bool) -> bool:
         """Whether what was counted is a problem. It depends on all ranks for backwards outside declared pieces.
@@ -280,6 +281,10 @@ _MESSAGES = {
     Problem.OVERFLOW: (
         "a piece's gradient was so large (above 1e19) that its squares overflow fp32, or infinite: scale the loss down"
     ),
+    Problem.ZEROED: (
+        "gradients were zeroed between the pieces of the window: where the loop zeroes them without a step, call "
+        "probe.discard() on every rank"
+    ),
     Problem.INTERRUPTED: (
         "a piece was interrupted in or after its backward, and part of its gradient may still be in .grad: "
         "zero the gradients after an error that you catch"
@@ -328,7 +333,8 @@ _MESSAGES = {
     ),
     Problem.SEVERAL_REDUCTIONS: (
         "DDP reduced more than once in a window, so its buckets no longer hold one rank's gradient: "
-        "accumulate under model.no_sync(), or use tap='leaf'"
+        "accumulate under model.no_sync(), or use tap='leaf'; where the loop zeroes gradients without a step, call "
+        "probe.discard()"
     ),
     Problem.LEFT_OVER: (
         "gradients from before the window's first backward were still in .grad, and DDP's buckets hold them too: "

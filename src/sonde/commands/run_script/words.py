@@ -13,6 +13,8 @@ REMEDIES: Mapping[str, str] = {
     "measure more of them, by every= or a larger budget=": "measure more of them, by --every or a larger --budget",
     "another rank refused to attach, and its own error says why: attach with the same arguments, to the same model, on "
     "every rank": "another rank could not be measured, and says why",
+    ": where the loop zeroes them without a step, call probe.discard() on every rank": "",
+    "; where the loop zeroes gradients without a step, call probe.discard()": "",
     ", put every backward into a piece, and end a window before each optimizer.step() only, not after each "
     "micro-batch": "",
     "Wrap the model in DDP before attach and pass the wrapped one, or pass process_group= if you average them "
