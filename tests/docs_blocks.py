@@ -26,9 +26,10 @@ NEEDS = {
     ("torchtitan.md", 2): "torchtitan",
     ("trainers.md", 1): "transformers",
     ("trainers.md", 2): "transformers",
-    ("trainers.md", 3): "lightning",
-    ("trainers.md", 4): "accelerate",
+    ("trainers.md", 3): "trl",
+    ("trainers.md", 4): "lightning",
     ("trainers.md", 5): "accelerate",
+    ("trainers.md", 6): "accelerate",
 }
 """Blocks, by page and number, that run only where a package is installed. All others run everywhere."""
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(DOCS.glob("*.md"))]

@@ -20,6 +20,10 @@ def trainers(page: Page) -> None:
         reading = names["probe"].reading()
         assert (reading.windows, reading.unit) == (14, "documents")
         assert 5 < reading.units_per_window < 6  # two rows each: six in most windows, four in the last of an epoch
+    names = page.run(of_trl)
+    if names:
+        readings = [probe.reading() for probe in (names["of_sft"], names["of_dpo"])]
+        assert [(reading.windows, reading.unit) for reading in readings] == [(2, "sequences"), (2, "pairs")]
     Path("runs/my-run/records.jsonl").unlink(missing_ok=True)
     names = page.run(of_lightning)
     if names:
@@ -44,6 +48,12 @@ def of_transformers() -> Names:
 
     Path("runs/my-run/records.jsonl").unlink(missing_ok=True)
     return {"trainer": trainer_of(Path("trained"))}
+
+
+def of_trl() -> Names:
+    from tests.integrations.trl_trainers import dpo, sft
+
+    return {"sft": sft(Path("trained"), max_steps=2, lora=True), "dpo": dpo(Path("trained"), max_steps=2)}
 
 
 def of_lightning() -> Names:

@@ -35,7 +35,7 @@ NEEDS = {
     "lightning_trainer.py": "lightning",
     "transformers_trainer.py": "transformers",
 }
-MEASURES_NOISE = sorted(set(NAMES) - {"fsdp2_clip.py", "torchtitan_debug.py", "trl_grpo.py", "unmodified_script.py"})
+MEASURES_NOISE = sorted(set(NAMES) - {"fsdp2_clip.py", "torchtitan_debug.py", "trl_grpo.py", "trl_sft_dpo.py", "unmodified_script.py"})
 
 
 def n_ranks(name: str) -> int:
@@ -157,6 +157,22 @@ def test_reinforcement_learning_example(
     assert all(float(se) > 0 for *_, se in found)
     learned = said.split("learning from")[1].split("evaluated on")[0]
     assert len(re.findall(r"^\d\+\d= ", learned, flags=re.M)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # other packages cause various warnings
+def test_fine_tuning_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which may have imported TRL already."""
+    pytest.importorskip("trl", reason="the example of TRL needs trl")
+    assert n_ranks("trl_sft_dpo.py") == 1
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "trl_sft_dpo.py"), run_name="__main__")
+    for name, unit, n_windows in (("sft", "sequences", 40), ("dpo", "pairs", 20)):
+        run = sonde.read_run(tmp_path / "runs" / name)
+        last = run.readings[-1]
+        assert (run.ended, run.alerts, run.header.unit) == ("training ended", (), unit)
+        assert (last.window, last.dropped, last.metrics["gns/units_per_window"]) == (n_windows, {}, 16)
+        assert last.metrics["gns/b_simple_low"] is not None
 
 
 @pytest.mark.slow

@@ -69,6 +69,8 @@ class Mechanism:
                 self.examples, self.why_not = None, "another rank cannot read them"
             elif self.examples is None:
                 _all_can(wrapper, can=False)
+        else:
+            self.why_not = "per_example='never' leaves them out"
         if self._is_asked and self.examples is None:
             raise ValueError(f"per_example='always' needs the gradients of single examples, but {self.why_not}")
         self._state: _State = "pieces" if self.examples is None else "examples" if self._is_asked else "first"

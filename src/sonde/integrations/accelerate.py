@@ -96,6 +96,7 @@ def attach(
         options,
         call=attach,
         units=units,
+        weight=weight,
         log=log,
         backward="accelerator.backward(loss)",
         strict=strict,

@@ -67,6 +67,7 @@ class NoiseScale(Callback):  # type: ignore[misc]
             options,
             call=NoiseScale,
             units=units,
+            weight=weight,
             log=log,
             backward="self.manual_backward(loss)",
             strict=strict,

@@ -54,8 +54,7 @@ def attach(
         unit: plural name of the independent sample.
         units: called with a micro-batch's `input_dict` and `labels`, it returns the number of units, or the weight of
             each in the loss, [units]. By default the loss tokens of each row; `documents` of
-            `sonde.integrations.torchtitan_batches` returns
-            those of each document in the rows.
+            `sonde.integrations.torchtitan_batches` returns those of each document in the rows.
         clips: clip by `sonde.clip_grad_norm_` in place of torchtitan's own: one collective for parameters on all
             meshes, and the log has the share of windows that were clipped.
         log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.

@@ -69,6 +69,7 @@ class TrainerProbe:
         options: of `sonde.attach`, by name; `unit` is one of them.
         call: the function or class that the user has called with them.
         units: the user's function that counts the units, if there is one.
+        weight: the user's function that weighs a micro-batch, if there is one.
         log: of the run, or what `RunLog` takes; None for none. One that is given ends with the first training.
         backward: the method that runs each backward of a piece, as the user calls it.
         strict: raise the probe's errors instead.
@@ -85,6 +86,7 @@ class TrainerProbe:
         *,
         call: Callable[..., Any] = attach,
         units: Callable[..., Any] | None = None,
+        weight: Callable[..., Any] | None = None,
         log: LogOrPlaces = None,
         backward: str = "the trainer's backward",
         strict: bool = False,
@@ -94,6 +96,8 @@ class TrainerProbe:
         refuse_unknown(call, [name for name in options if name not in (*known, *_PARTNERS)], [*known, *_PARTNERS])
         if units is not None and not callable(units):
             raise ValueError(f"units must be a function of a batch, got {units!r:.60}: as units=lambda batch: 8")
+        if weight is not None and not callable(weight):
+            raise ValueError(f"weight must be a function of a batch, got {weight!r:.60}: as weight=lambda batch: 2.0")
         names = unit_names(NoiseScaleOptions(**{n: v for n, v in options.items() if n not in _PARTNERS}).unit)
         if len(names) > 1 and units is None:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.integrations.trainer_probe import Counts, TrainerProbe
-from sonde.integrations.versions import warn_if_untested
+from sonde.integrations.versions import TESTED_TRL, warn_if_untested
 from sonde.integrations.wrapped_methods import WrappedMethods
 from sonde.records import LogOrPlaces
 
@@ -79,11 +80,16 @@ def attach(
         raise ValueError("this trainer has a probe already: attach once, or close the first")
     warn_if_untested("transformers", transformers.__version__, TESTED)
     batches = MicroBatches(trainer, units, weight)
+    if batches.is_of_trl:
+        warn_if_untested("trl", importlib.metadata.version("trl"), TESTED_TRL)
+    if batches.has_pairs:
+        options.setdefault("per_example", "never")  # a pair has two rows, and each row's gradient is a part of its own
     options["unit"] = unit or batches.unit
     probe = TrainerProbe(
         options,
         call=attach,
         units=units,
+        weight=weight,
         log=log,
         backward="self.accelerator.backward(loss)",
         strict=strict,

@@ -37,6 +37,8 @@ class MicroBatches:
 
     Attributes:
         unit: the plural name of what is counted, if the user does not name it.
+        has_pairs: whether a batch has two rows for each pair, so that a row is no independent sample.
+        is_of_trl: whether the trainer is one of TRL's.
 
     Raises:
         ValueError: for a trainer of TRL whose independent samples are not known.
@@ -55,11 +57,11 @@ class MicroBatches:
                 f"the independent samples of TRL's {of_trl} are not known: pass units=, a function that is given a "
                 "micro-batch and returns their number"
             )
-        self._has_pairs = of_trl in _OF_PAIRS
+        self.is_of_trl, self.has_pairs = of_trl is not None, of_trl in _OF_PAIRS
         model: Any = trainer.accelerator.unwrap_model(trainer.model)
         self._model: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
         reads_tokens = getattr(self._model, "main_input_name", "input_ids") == "input_ids"
-        self.unit = "pairs" if self._has_pairs else "sequences" if reads_tokens else "examples"
+        self.unit = "pairs" if self.has_pairs else "sequences" if reads_tokens else "examples"
         self._trainer, self._is_of_sft = trainer, of_trl == "SFTTrainer"
         self._has_items = False
         """Whether the trainer counts the tokens of the whole window."""
@@ -88,7 +90,7 @@ class MicroBatches:
 
     def _units_of(self, inputs: Mapping[str, Any]) -> tuple[Counts, Tensor | None]:
         """The units of a micro-batch, and its loss tokens or rows, 0-dim; None for pairs."""
-        if self._has_pairs and self._units is None:
+        if self.has_pairs and self._units is None:
             return {"units": n_pairs(inputs)}, None
         n_units, tokens = samples(inputs, shifts=self._shifts)
         n_own = torch.as_tensor(n_units) if tokens is None else tokens.sum()
@@ -127,7 +129,7 @@ class MicroBatches:
             return None
         if self._is_over_window:
             return "pieces weigh by their loss tokens: the loss is divided by those of the whole window"
-        if not self._has_items or self._has_pairs:
+        if not self._has_items or self.has_pairs:
             return "each piece weighs the same: the loss is a mean over its own batch"
         return (
             "each piece weighs the same, since the loss shows no division by the tokens of the whole window. If it is "

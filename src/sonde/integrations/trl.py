@@ -32,13 +32,11 @@ try:
 
     from sonde.integrations.trl_checks import check_arguments, default_prompts
     from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts
-    from sonde.integrations.versions import warn_if_untested
+    from sonde.integrations.versions import TESTED_TRL, warn_if_untested
     from sonde.integrations.wrapped_methods import WrappedMethods
 except ImportError as error:
     raise ImportError("this needs trl: run pip install '.[trl]' in the checkout of sonde") from error
 
-TESTED = ("1.16", "1.17")
-"""The first version of TRL that the tests ran with, and the first one above it that they did not."""
 DEFAULT = {name: {"enabled": True} for name in ("entropy_probe", "policy_entropy_probe")}
 """The probes of `attach` without a config."""
 DIVIDED_BY_TOKENS = ("bnpo", "dapo", "cispo", "vespo")
@@ -95,7 +93,7 @@ def attach(
     refuse_unknown(attach, deprecated)
     config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
     config.warn_if_nothing_is_on()
-    warn_if_untested("trl", trl_version, TESTED)
+    warn_if_untested("trl", trl_version, TESTED_TRL)
     if evaluation_prompts is None:
         evaluation_prompts = default_prompts(trainer)
     check_arguments(

@@ -6,6 +6,9 @@ from packaging.version import Version
 
 from sonde.records import logger
 
+TESTED_TRL = ("1.16", "1.17")
+"""The first version of TRL that the tests ran with, and the first one above it that they did not."""
+
 
 def warn_if_untested(package: str, version: str, tested: tuple[str, str]) -> None:
     """Log a warning for a version outside the tested range, since a trainer's hooks may have moved.
