@@ -35,7 +35,9 @@ NEEDS = {
     "lightning_trainer.py": "lightning",
     "transformers_trainer.py": "transformers",
 }
-MEASURES_NOISE = sorted(set(NAMES) - {"fsdp2_clip.py", "torchtitan_debug.py", "trl_grpo.py", "trl_sft_dpo.py", "unmodified_script.py"})
+MEASURES_NOISE = sorted(
+    set(NAMES) - {"fsdp2_clip.py", "torchtitan_debug.py", "trl_grpo.py", "trl_sft_dpo.py", "unmodified_script.py"}
+)
 
 
 def n_ranks(name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import logging
 import re
 from pathlib import Path
@@ -110,13 +111,19 @@ def _constants() -> list[str]:
     return texts
 
 
-def test_messages_name_options_of_the_command(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("sonde")
-    before = list(logger.filters)
-    say_in_words_of_run()
+def test_messages_name_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the script turns all loggers off that it has not made."""
+    logger, stream = logging.getLogger("sonde"), io.StringIO()
+    monkeypatch.setattr("sonde.console._chosen", None)
+    monkeypatch.setattr("sonde.console._in_words", str)
+    before = logger.__class__, logger.handlers, logger.propagate, logger.disabled
+    say_in_words_of_run(stream)
     try:
+        logger.disabled = True
+        logging.disable()
         logger.error("sonde: windows are too short: %s", "raise budget=, or put more work into each window")
     finally:
-        logger.filters[:] = before
-    assert caplog.messages == ["sonde: windows are too short: raise --budget, or put more work into each step"]
+        logging.disable(logging.NOTSET)
+        logger.__class__, logger.handlers, logger.propagate, logger.disabled = before
+    assert stream.getvalue() == "sonde: windows are too short: raise --budget, or put more work into each step\n"
     assert in_words_of_run("pass units_per_piece=1)") == "pass --units-from 1)"

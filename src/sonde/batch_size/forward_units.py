@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeIs
 
+from sonde.batch_size.module_hook import ModuleHook, is_in_graph
+
 FirstDim = Literal["first dim"]
 """The size of dim 0 of the first tensor that the model is called with: the rows of a micro-batch."""
 [FIRST_DIM] = get_args(FirstDim)
@@ -85,7 +87,7 @@ class ForwardUnits:
     """
 
     def __init__(self, model: nn.Module, count: UnitsOfForward | FirstDim) -> None:
-        self._rows = _RowsOfCall()
+        self._rows = _RowsOfCall(model)
         self._hook = _Hook(self._rows if isinstance(count, str) else count)
         self._handle = model.register_forward_pre_hook(self._hook, with_kwargs=True)
 
@@ -126,8 +128,8 @@ class ForwardUnits:
         self._handle.remove()
 
 
-class _Hook:
-    """An object, so that a model can be pickled whole, and a copy counts for itself."""
+class _Hook(ModuleHook):
+    """Counts the units of forwards that build a graph."""
 
     def __init__(self, count: UnitsOfForward) -> None:
         self.seen: list[tuple[bool, Any]] = []
@@ -138,7 +140,7 @@ class _Hook:
         self._count = count
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not (self.counts and torch.is_grad_enabled()):
+        if is_in_graph() or not (self.counts and torch.is_grad_enabled()):
             return
         start = time.perf_counter()
         try:
@@ -150,10 +152,20 @@ class _Hook:
 
 
 class _RowsOfCall:
-    """Counts the rows of the first tensor that a model is called with, and remembers the first such tensor's shape."""
+    """Counts the rows of the first tensor that a model is called with, and remembers the first such tensor's shape.
 
-    def __init__(self) -> None:
+    Args:
+        model: a layer in which may read time first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         self.counted_in = ""
+        reads_time_first = (
+            type(layer).__name__
+            for layer in model.modules()
+            if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and not layer.batch_first
+        )
+        self._time_first = next(reads_time_first, "")
 
     def __call__(self, *args: object, **kwargs: object) -> int | None:
         if (first := _first_tensor((*args, *kwargs.values()))) is None:
@@ -162,6 +174,11 @@ class _RowsOfCall:
             self.counted_in = f"dim 0 of {str(first.dtype).removeprefix('torch.')} {list(first.shape)}"
             if first.dim() == 1:
                 self.counted_in += "; if that is one unit without a dim of its own, pass units_per_piece=1"
+            elif self._time_first:
+                self.counted_in += (
+                    f"; its {self._time_first} has batch_first=False: if dim 0 is time, pass units_per_piece=lambda x: "
+                    "x.shape[1]"
+                )
         return first.shape[0]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from sonde.batch_size.module_hook import ModuleHook, is_traced
 from sonde.parallel.devices import is_capturing, runs_beside_host
 
 
@@ -91,8 +92,8 @@ class ForwardWatch:
         self._handle = None
 
 
-class _ForwardCounter:
-    """A forward hook that counts: an object, so that a model can be pickled whole, and a copy counts for itself."""
+class _ForwardCounter(ModuleHook):
+    """A forward hook that counts."""
 
     def __init__(self, device: torch.device) -> None:
         self.n = 0
@@ -104,7 +105,7 @@ class _ForwardCounter:
         if torch.compiler.is_compiling():
             # A count would be guarded by its value, and compiled again at each call. A constant is set without a guard.
             self.was_compiled = True
-        else:
+        elif not is_traced():
             start = time.perf_counter()
             if torch.is_grad_enabled():
                 self.n += 1

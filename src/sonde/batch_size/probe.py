@@ -11,7 +11,6 @@ import atexit
 import functools
 import math
 import os
-import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -61,6 +60,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.batch_size.window_ends import WindowEnds
+from sonde.console import tell
 from sonde.deprecation import with_deprecated
 from sonde.parallel.devices import exact_bits
 from sonde.parallel.process_groups import n_summed
@@ -147,6 +147,11 @@ class NoiseScaleProbe:
             raise ValueError(
                 f"units_per_piece={options.units_per_piece!r} counts the forwards of a model, and a pipeline's stage "
                 "is not called as one: pass a number, or units= to pieces()"
+            )
+        if isinstance(model, torch.jit.ScriptModule) and is_of_forward(options.units_per_piece):
+            raise ValueError(
+                f"units_per_piece={options.units_per_piece!r} counts the forwards of a model, and one of torch.jit "
+                "takes no hooks: pass a number, or units= to piece()"
             )
         self._wrapper, self._options = (wrapper := found.wrapper), options
         self._unmeasured = UnmeasuredParameters(model, found.parameters, wrapper.leaves, wrapper.stand_ins)
@@ -681,7 +686,7 @@ class NoiseScaleProbe:
 
     def _say(self, text: str) -> None:
         if self._verbose:
-            sys.stderr.write(f"sonde: {text}\n")
+            tell(text)
 
 
 def _close_left_open(probe: weakref.ref[NoiseScaleProbe], pid: int) -> None:

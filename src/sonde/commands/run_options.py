@@ -40,7 +40,7 @@ class RunOptions:
     nproc: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
     unit: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: rows)")] = None
     units_from: Annotated[str, arg(metavar="SOURCE")] = "first-dim"
-    weights_from: Literal["auto", "labels", "equal"] = "auto"
+    weights_from: Literal["auto", "labels", "units", "equal"] = "auto"
     reduced_by_hand: bool = False
     micro_batches: bool = False
     budget: Annotated[float, arg(metavar="PART")] = 0.01

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -17,6 +16,7 @@ from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.units import unit_names
+from sonde.console import tell
 from sonde.deprecation import refuse_unknown
 from sonde.records import LogOrPlaces, log_of, logger
 
@@ -286,7 +286,7 @@ class TrainerProbe:
         """Keep the last reading and state of a probe whose training has ended, and print the reading."""
         self._last, self._final_state = self._read(probe), probe.state_dict()
         if self._verbose and self._run_log.is_first_rank:
-            sys.stderr.write(f"sonde: {self._last}\n")
+            tell(str(self._last))
 
     def _read(self, probe: NoiseScaleProbe) -> NoiseScaleReading:
         """The probe's reading; where no window could be ended, with the reason."""
@@ -299,7 +299,7 @@ class TrainerProbe:
         """Print a sentence about what was found, on rank 0."""
         if self._verbose and self._run_log.is_first_rank and text not in self._said:
             self._said.add(text)
-            sys.stderr.write(f"sonde: {text}\n")
+            tell(text)
 
     @contextlib.contextmanager
     def _ending(self, probe: NoiseScaleProbe) -> Iterator[None]:

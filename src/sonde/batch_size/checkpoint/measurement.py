@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from sonde.batch_size.model_checks import BATCH_NORM, n_batch_norms
 from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.console import tell
 from sonde.wording import duration, number, plural
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -123,7 +123,7 @@ class Progress:
 
     def _say(self, text: str) -> None:
         if self._says:
-            sys.stderr.write(f"sonde: {text}\n")
+            tell(text)
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

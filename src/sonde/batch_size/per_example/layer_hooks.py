@@ -6,32 +6,22 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from sonde.batch_size.module_hook import ModuleHook, is_in_graph
 from sonde.batch_size.per_example.rules import Inputs, LayerRule
 
 
-class LayerHook:
-    """A forward hook that is left behind when its module is copied or pickled."""
+class LayerHook(ModuleHook):
+    """A hook on a layer."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        """Do nothing in a graph that is being compiled: what the layer's parameters miss is noticed in backward."""
-        if not torch.compiler.is_compiling():
+        """Do nothing in a graph that is being made: what the layer's parameters miss is noticed in backward."""
+        if not is_in_graph():
             self._function(*args)
-
-    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
-        return _NoHook, ()
-
-
-class _NoHook:
-    """What a copy of a module has in place of the hook."""
-
-    def __call__(self, *args: Any) -> None:
-        return None
 
 
 def hook_gradient_of(output: Tensor, inputs: Inputs, function: Callable[[Tensor], None]) -> None:

@@ -44,6 +44,8 @@ def units_of(text: str, weights_from: str, model: nn.Module) -> UnitsPerPiece:
         ValueError: when the text is of no known form, or names a function that is not there.
     """
     units = _units_of(text, model)
+    if weights_from == "units":
+        return _weighed_by_units(units)
     if weights_from == "labels":
         return _weighed(units, model, always=True)
     is_of_transformers = any(kind.__module__.startswith("transformers.") for kind in type(unwrap_model(model)).__mro__)
@@ -84,6 +86,23 @@ def _units_of(text: str, model: nn.Module) -> UnitsPerPiece:
     return lambda *args, **kwargs: argument(args, kwargs).shape[int(last)]
 
 
+def _weighed_by_units(units: UnitsPerPiece) -> Callable[..., CountsOfForward | None]:
+    """Units, by which micro-batches weigh: for a loss that is added up over them, and divided by those of the step."""
+
+    def counts(*args: Any, **kwargs: Any) -> CountsOfForward | None:
+        own = _own_units(units, args, kwargs)
+        return None if own is None else CountsOfForward(own, own)
+
+    return counts
+
+
+def _own_units(units: UnitsPerPiece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The units of one call of the model; None where they are its rows and it has none."""
+    if units == "first dim":
+        return rows(*args, *kwargs.values())
+    return units(*args, **kwargs) if callable(units) else units
+
+
 def _weighed(units: UnitsPerPiece, model: nn.Module, *, always: bool) -> Callable[..., CountsOfForward | None]:
     """Units with weights: the labels that are not -100, after the shift by which each predicts the next.
 
@@ -96,9 +115,7 @@ def _weighed(units: UnitsPerPiece, model: nn.Module, *, always: bool) -> Callabl
     labels = _argument("labels", model, "--weights-from labels")
 
     def counts(*args: Any, **kwargs: Any) -> CountsOfForward | None:
-        n_rows = rows(*args, *kwargs.values())
-        own = n_rows if units == "first dim" else units(*args, **kwargs) if callable(units) else units
-        if own is None:
+        if (own := _own_units(units, args, kwargs)) is None:
             return None
         if not always and kwargs.get("num_items_in_batch") is None:
             return CountsOfForward(own)

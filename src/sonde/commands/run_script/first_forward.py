@@ -46,13 +46,16 @@ def watch(before_call: Callable[[nn.Module], None]) -> Callable[[], None]:
         A function that ends it; a second call of it does nothing.
 
     Raises:
-        RuntimeError: when another tool has replaced `nn.Module.__call__` by something of another kind.
+        RuntimeError: when another tool has replaced `nn.Module.__call__` by something of another kind, and when the
+            calls are watched already.
     """
     global unwatched, callback
     call: Any = nn.Module.__call__
     if not isinstance(call, types.FunctionType) or call.__closure__ is not None:
         raise RuntimeError("nn.Module.__call__ has been replaced by another tool")
     code = call.__code__
+    if "first_forward" in code.co_names:
+        raise RuntimeError("the calls of modules are watched already")
     # torch's compiler looks at every call that is made inside a compiled model, and must not look at ours.
     callback = torch.compiler.disable(before_call)
     unwatched = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__)

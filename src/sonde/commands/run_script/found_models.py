@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sonde.parallel.placements import is_dtensor
 
 _ENOUGH = 0.99
 """Part of an optimizer's elements that its model must hold. The rest may be a temperature, or an entropy's weight."""
@@ -41,6 +45,28 @@ def stepped_by(optimizer: Any) -> dict[int, int]:
 def parameters_of(optimizer: Any) -> list[Tensor]:
     """All tensors of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def why_not_reduced(model: nn.Module, *, by_hand: bool) -> str:
+    """Why a model cannot be measured in this job of several processes; empty if it can.
+
+    Args:
+        model: as the script calls it.
+        by_hand: whether the script averages gradients over all ranks by itself.
+    """
+    n_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if n_ranks == 1 or by_hand or is_reduced(model):
+        return ""
+    return (
+        f"the model is neither in DDP nor cut by FSDP2, and this is a job of {n_ranks} processes: pass "
+        "--reduced-by-hand if the script averages or adds up the gradients over all of them by itself"
+    )
+
+
+def is_reduced(model: nn.Module) -> bool:
+    """Whether DDP or FSDP2 averages the gradients of a model, or of a part of it."""
+    has_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    return has_ddp or any(map(is_dtensor, model.parameters()))
 
 
 def models_in(called: nn.Module, optimizers: Sequence[Any]) -> list[ModelOfOptimizers]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde.batch_size.taps.autograd_internals import in_backward
@@ -19,7 +18,9 @@ from sonde.commands.run_script.endings import PATIENCE, say_where
 from sonde.commands.run_script.found_models import (
     ModelOfOptimizers,
     enabled_grad_scalers,
+    is_reduced,
     trainable,
+    why_not_reduced,
 )
 from sonde.commands.run_script.messages import is_first_rank, say
 from sonde.commands.run_script.settings import Settings
@@ -65,6 +66,8 @@ class MeasuredModel:
         """Those that step the model. When all are gone, the script is done with its training."""
         self._stepped: set[int] = set()
         """Optimizers that have stepped since the last window was ended, by identity."""
+        self.is_closing = False
+        """Whether it is being closed, so that its reading is about to be known."""
         self._n_errors = self._n_ended = 0
         self._why_stopped = ""
         self.begins_at, self._last_step = n_steps, 0
@@ -168,8 +171,11 @@ class MeasuredModel:
         """
         probe, self._probe = self._probe, None
         if probe is not None:
+            # After a SIGTERM that the script has survived, this asks for the report. The reading is not said yet.
+            self.is_closing = True
             with contextlib.suppress(Exception):
                 probe.close(self._why_stopped or reason, patience=PATIENCE)
+            self.is_closing = False
             self._keep_reading(probe)
 
     def _keep_reading(self, probe: sonde.NoiseScaleProbe) -> None:
@@ -212,7 +218,7 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
     model, optimizer = found.model, found.optimizers[0] if len(found.optimizers) == 1 else None
     try:
         group = _group_by_hand(model, settings)
-        _refuse(found)
+        _refuse_lbfgs(found)
         units = units_of(settings.units_from, settings.weights_from, model)
         scaler = _grad_scaler()
     except ValueError as error:
@@ -240,11 +246,11 @@ def _device_type(model: nn.Module) -> str:
     return next(model.parameters()).device.type
 
 
-def _refuse(found: ModelOfOptimizers) -> None:
-    """Refuse what no probe can see from outside the script.
+def _refuse_lbfgs(found: ModelOfOptimizers) -> None:
+    """Refuse an optimizer that no probe can follow.
 
     Raises:
-        ValueError: with what was found, and the way out.
+        ValueError: with the way out.
     """
     for optimizer in found.optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -260,17 +266,10 @@ def _group_by_hand(model: nn.Module, settings: Settings) -> dist.ProcessGroup | 
     Raises:
         ValueError: for a plain model in a job of several processes, unless the option says how it is reduced.
     """
-    n_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    is_plain = not any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    is_plain = is_plain and not any(map(is_dtensor, model.parameters()))
-    if n_ranks == 1 or not is_plain:
-        return None
-    if not settings.reduced_by_hand:
-        raise ValueError(
-            f"the model is neither in DDP nor cut by FSDP2, and this is a job of {n_ranks} processes: pass "
-            "--reduced-by-hand if the script averages or adds up the gradients over all of them by itself"
-        )
-    return dist.group.WORLD
+    if why := why_not_reduced(model, by_hand=settings.reduced_by_hand):
+        raise ValueError(why)
+    is_in_job = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if is_in_job and not is_reduced(model) else None
 
 
 def _grad_scaler() -> torch.amp.GradScaler | None:

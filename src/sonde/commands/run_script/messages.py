@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 
 import torch.distributed as dist
 
-from sonde.commands.run_script.words import in_words_of_run
+from sonde.console import tell
 
 _rank_before_the_end: int | None = None
 """The rank of this process in a process group that is no more."""
@@ -31,7 +29,7 @@ def remember_rank() -> None:
 
 
 def say(text: str, *, on_every_rank: bool = False) -> None:
-    """Write a sentence for the user, where the script has left a stderr to write to.
+    """Write a sentence for the user.
 
     Args:
         text: the sentence.
@@ -40,5 +38,4 @@ def say(text: str, *, on_every_rank: bool = False) -> None:
     is_first = is_first_rank()
     if is_first or on_every_rank:
         rank = "" if is_first else f"rank {dist.get_rank()}: "
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"sonde: {rank}{in_words_of_run(text)}\n")
+        tell(f"{rank}{text}")

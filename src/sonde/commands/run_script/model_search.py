@@ -32,6 +32,7 @@ class ModelSearch:
         before_call: called before each call of a module while the search goes on.
         attach: called with a model that was found.
         refuse: called with optimizers without a model, and why.
+        why_not_reduced: says of a model why it cannot be measured in a job of several processes; empty if it can.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class ModelSearch:
         before_call: Callable[[nn.Module], None],
         attach: Callable[[ModelOfOptimizers], None],
         refuse: Callable[[Sequence[Any], str], None],
+        why_not_reduced: Callable[[nn.Module], str],
     ) -> None:
         self._before_call, self._attach, self._refuse = before_call, attach, refuse
+        self._why_not_reduced = why_not_reduced
         self._pending: list[weakref.ref[Any]] = []
         """Optimizers whose model has not been called yet, in the order in which they were made."""
         self._n_steps = 0
@@ -83,6 +86,10 @@ class ModelSearch:
         if not found and reshard(called):
             touched = _touched(called, pending)
             found = models_in(called, touched)
+        if self._why_not_reduced(called):
+            # One rank alone may call what is not wrapped yet, or what DDP holds, as to show its layers. Attaching takes
+            # all ranks, so the call is passed over. If the optimizer steps without another, its model is refused then.
+            return
         if touched and not found:  # the script calls a part of a model
             found = self._whole_models(touched)
         for each in found:
@@ -119,8 +126,10 @@ class ModelSearch:
         n_unseen = self._n_unseen[optimizer] = self._n_unseen.get(optimizer, 0) + 1
         if n_unseen == 1:
             self.done_with([optimizer])
-            if model_among_living(optimizer) is None:
+            if (model := model_among_living(optimizer)) is None:
                 self._refuse_homeless(optimizer)
+            elif why := self._why_not_reduced(model):
+                self._refuse([optimizer], why)
             else:
                 self.add(optimizer)
         elif n_unseen == _MOST_UNSEEN:

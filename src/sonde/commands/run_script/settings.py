@@ -11,6 +11,7 @@ from typing import Any
 
 from sonde.commands.run_script.endings import LogOfScript
 from sonde.records import RunLog
+from sonde.runs.sinks import RECORDS_NAME
 
 VARIABLE = "SONDE_RUN"
 """The environment variable that holds the settings. Launchers hand it on to the processes that they start."""
@@ -56,6 +57,11 @@ class Settings:
         """
         file = LogOfScript(Path(self.folder), self.start, before_the_end)
         return RunLog(file, metadata={"command": " ".join(self.command), "start": self.start}), file
+
+    @property
+    def has_log(self) -> bool:
+        """Whether any process of the script has begun the first log."""
+        return (Path(self.folder) / RECORDS_NAME).exists()
 
     @property
     def averaging(self) -> dict[str, Any]:

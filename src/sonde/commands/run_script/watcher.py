@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sonde.batch_size.setup import NOT_ON_ALL_RANKS
 from sonde.batch_size.taps.autograd_internals import in_backward
-from sonde.commands.run_script.found_models import ModelOfOptimizers, parameters_of, stepped_by
+from sonde.commands.run_script.found_models import ModelOfOptimizers, parameters_of, stepped_by, why_not_reduced
 from sonde.commands.run_script.measured_model import MeasuredModel
 from sonde.commands.run_script.measured_trainer import MeasuredTrainer
 from sonde.commands.run_script.messages import remember_rank, say
@@ -41,17 +42,24 @@ def watcher_of_process() -> ScriptWatcher:
 def _never_raising(
     method: Callable[Concatenate[ScriptWatcher, P], T],
 ) -> Callable[Concatenate[ScriptWatcher, P], T | None]:
-    """A method whose errors are said once and end the measuring: the script goes on without."""
+    """A method whose errors are said once and end the measuring: the script goes on without.
+
+    One thread of the script at a time runs any of them.
+    """
 
     @functools.wraps(method)
     def guarded(self: ScriptWatcher, *args: P.args, **kwargs: P.kwargs) -> T | None:
-        if not self.is_on or os.getpid() != self.pid:  # a child that the script forks is not measured
+        if os.getpid() != self.pid:
+            self._say_that_a_fork_is_not_measured()
             return None
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            self.fail(error)
-            return None
+        with self._lock:
+            if not self.is_on:
+                return None
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                self.fail(error)
+                return None
 
     return cast("Callable[Concatenate[ScriptWatcher, P], T | None]", guarded)
 
@@ -65,8 +73,12 @@ class ScriptWatcher:
 
     def __init__(self, settings: Settings) -> None:
         self.is_on, self.pid = True, os.getpid()
+        self._lock = threading.RLock()
+        self._has_said_fork = False
+        self._threads: set[int] = set()
+        """Threads of the script that train."""
         self._settings = settings
-        self._search = ModelSearch(self.before_forward, self._attach, self._refuse)
+        self._search = ModelSearch(self.before_forward, self._attach, self._refuse, self._why_not_reduced)
         self._all: list[MeasuredModel | MeasuredTrainer] = []
         """All that was measured, in the order in which it began."""
         self._models: list[MeasuredModel] = []
@@ -77,6 +89,7 @@ class ScriptWatcher:
         """Trainings of trainers that go on now, one inside the other: optimizers that step there are theirs."""
         self._refused: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose model is not measured."""
+        self._has_refused = False
         self._models_of: weakref.WeakKeyDictionary[Any, tuple[MeasuredModel, ...]] = weakref.WeakKeyDictionary()
         """Models that hold parameters of an optimizer or a module; forgotten when a model is added."""
         register_optimizer_step_pre_hook(torch.compiler.disable(self.before_step))
@@ -85,7 +98,15 @@ class ScriptWatcher:
         if multiprocessing.parent_process() is not None:
             # A child that was forked runs no exit handlers, but those of its own library.
             multiprocessing.util.Finalize(None, self.script_ends, exitpriority=0)
-        say_in_words_of_run()
+        say_in_words_of_run(sys.__stderr__ or sys.stderr)  # the script may have put something else in its place
+
+    def _say_that_a_fork_is_not_measured(self) -> None:
+        """Say it once in each process that the script has forked and that trains."""
+        if not self._has_said_fork:
+            self._has_said_fork = True
+            say(
+                "a process that the script forked after it had made an optimizer is not measured: fork before, or spawn"
+            )
 
     # What the script does.
 
@@ -114,6 +135,7 @@ class ScriptWatcher:
         Returns:
             Other arguments for the step, if it gets a closure, which runs the backward. None to leave them.
         """
+        self._threads.add(threading.get_ident())
         self._search.any_stepped()
         if callable(closure := kwargs.get("closure")):
             return args, kwargs | {"closure": self._followed(closure, optimizer)}
@@ -215,7 +237,7 @@ class ScriptWatcher:
             self._search.stop()
             kind = getattr(sys, "last_type", None)
             reason = "the script ended" if kind is None else f"the script was stopped by {kind.__name__}"
-            if self.is_on and not (self._all or self._refused):
+            if self.is_on and not (self._all or self._has_refused or self._settings.has_log):
                 say("nothing was measured: the script made an optimizer, and took no step with a model that it called")
             for each in self._all:
                 each.close(reason)
@@ -230,7 +252,8 @@ class ScriptWatcher:
 
     def _told_to_end(self, measured: MeasuredModel | MeasuredTrainer) -> None:
         """SIGTERM is about to end the process: say what is known of all before this one, whose log is complete."""
-        self._say_ends(self._all.index(measured) + 1)
+        if not (isinstance(measured, MeasuredModel) and measured.is_closing):
+            self._say_ends(self._all.index(measured) + 1)
 
     def _models_with(self, owner: Any) -> tuple[MeasuredModel, ...]:
         """The measured models that hold parameters of an optimizer or a module."""
@@ -242,7 +265,20 @@ class ScriptWatcher:
             self._models_of[owner] = known = tuple(model for model in self._models if model.holds(held))
         return known
 
+    def _why_not_reduced(self, model: nn.Module) -> str:
+        return why_not_reduced(model, by_hand=self._settings.reduced_by_hand)
+
+    def _others_train(self) -> bool:
+        """Whether another thread may be in a step now: torch goes through its hooks, of which none may come or go."""
+        alive = {thread.ident for thread in threading.enumerate()}
+        return not self._threads.isdisjoint(alive - {threading.get_ident()})
+
     def _attach(self, found: ModelOfOptimizers) -> None:
+        others_train = self._others_train()
+        self._threads.add(threading.get_ident())
+        if others_train:
+            self._refuse(found.optimizers, "another thread of the script trains, and one at a time is measured")
+            return
         try:
             model = MeasuredModel(found, self._settings, self._told_to_end, n_steps=self._n_steps)
         except (ValueError, RuntimeError, OSError) as error:
@@ -258,6 +294,7 @@ class ScriptWatcher:
     def _refuse(self, optimizers: Sequence[Any], why: str, *, is_alone: bool = False) -> None:
         """Leave these optimizers alone, and say why; on each rank if it `is_alone` with this reason."""
         self._refused.update(optimizers)
+        self._has_refused = True
         say(f"not measured: {why}. The script runs on", on_every_rank=is_alone)
 
     def _close_ended(self) -> None:
@@ -267,17 +304,18 @@ class ScriptWatcher:
         """
         if not any(model.is_over or model.is_stopped for model in self._models):
             return
-        if os.getpid() != self.pid or in_backward():
+        if os.getpid() != self.pid or in_backward() or self._others_train():
             return
-        for model in self._models:
-            if model.is_over:
-                model.close("the script was done with its optimizers")
-            elif model.is_stopped:
-                model.close()
-        self._models = [model for model in self._models if not model.is_over]
-        self._models_of.clear()
-        if not self._search.pending():
-            self._search.stop()
+        with self._lock:
+            for model in self._models:
+                if model.is_over:
+                    model.close("the script was done with its optimizers")
+                elif model.is_stopped:
+                    model.close()
+            self._models = [model for model in self._models if not model.is_over]
+            self._models_of.clear()
+            if not self._search.pending():
+                self._search.stop()
 
     def fail(self, error: Exception) -> None:
         """Measure no more, after an error of sonde's own."""

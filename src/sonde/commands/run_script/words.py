@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import TextIO
+
+from sonde.console import tell, write_to
 
 REMEDIES: Mapping[str, str] = {
     "Enter 'with probe.piece(units=…):' around the backward of each micro-batch": (
@@ -32,6 +35,7 @@ REMEDIES: Mapping[str, str] = {
     ". For a plain or compiled model in one process and the plain metric, allow_biased=True gives a number that is "
     "probably too large": "",
     "pass units_per_piece=1": "pass --units-from 1",
+    "pass units_per_piece=lambda x: x.shape[1]": "pass --units-from NAME:1, with its name in the model's forward",
     "units_per_piece=": "--units-from",
     ", and run each backward inside its own 'with probe.piece():'": "",
     "wrap each micro-batch in 'with probe.piece():' or use": "use",
@@ -58,11 +62,37 @@ def in_words_of_run(text: str) -> str:
     return text
 
 
-def say_in_words_of_run() -> None:
-    """Change what sonde's logger says from now on."""
-    logging.getLogger("sonde").addFilter(_changed)
+class _Own(logging.Handler):
+    """Writes what sonde's logger says where all of sonde's sentences go, as they are for this user."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, and the traceback that it may have."""
+        text = record.getMessage().removeprefix("sonde: ")
+        trace = "" if record.exc_info is None else "\n" + self.format(_only_trace(record))
+        tell(text + trace)
 
 
-def _changed(record: logging.LogRecord) -> bool:
-    record.msg, record.args = in_words_of_run(record.getMessage()), ()
-    return True
+def _only_trace(record: logging.LogRecord) -> logging.LogRecord:
+    return logging.makeLogRecord(vars(record) | {"msg": "with this traceback:", "args": ()})
+
+
+class _AlwaysHeard(logging.Logger):
+    """A logger whose warnings no configuration of the script's loggers turns off."""
+
+    def isEnabledFor(self, level: int) -> bool:
+        return level >= logging.WARNING
+
+    def handle(self, record: logging.LogRecord) -> None:
+        for handler in self.handlers:
+            handler.handle(record)
+
+
+def say_in_words_of_run(stream: TextIO) -> None:
+    """Have sonde and its logger say from now on what a script's user can follow, on this stream alone.
+
+    The script's own loggers may write to stdout, which is the script's.
+    """
+    write_to(stream, in_words_of_run)
+    logger = logging.getLogger("sonde")
+    logger.__class__ = _AlwaysHeard
+    logger.handlers, logger.propagate = [_Own()], False

@@ -7,6 +7,7 @@ torchrun makes no optimizer, and a script that never trains pays nothing.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -14,12 +15,15 @@ import itertools
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 _FOLDER, _STARTED = os.getcwd(), sys.argv[0]
 """Where this process was started, and its script, or "-m": a script may change both."""
 _RUN_SCRIPT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TERMINATION = os.path.normpath(os.path.join(_RUN_SCRIPT, os.pardir, os.pardir, "termination.py"))
+"""It calls the script's own handler of SIGTERM."""
 
 
 class _AfterImports:
@@ -138,6 +142,7 @@ class _Watcher:
     is_on = False
     _watcher: Any = None
     has_failed = False
+    _lock = threading.RLock()
 
     @classmethod
     def tell(cls, method: str, *args: Any) -> None:
@@ -145,21 +150,32 @@ class _Watcher:
         if cls.has_failed:
             return
         try:
-            if cls._watcher is None:
-                cls._watcher = importlib.import_module("sonde.commands.run_script.watcher").watcher_of_process()
-                cls.is_on = True
+            with cls._lock:
+                if cls._watcher is None:
+                    cls._watcher = importlib.import_module("sonde.commands.run_script.watcher").watcher_of_process()
+                    cls.is_on = True
             getattr(cls._watcher, method)(*args)
         except Exception as error:
             cls.has_failed, cls.is_on = True, False
-            if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
-                sys.stderr.write(f"sonde: not measured, since sonde failed ({type(error).__name__}: {error})\n")
+            _say(f"not measured, since sonde failed ({type(error).__name__}: {error})")
 
 
 def _say_that_no_optimizer_was_made() -> None:
-    """Say at the script's end that there was nothing to measure. Launchers make no optimizer either, and are silent."""
-    has_watched = _Watcher.is_on or _Watcher.has_failed
-    if not has_watched and os.environ.get("RANK", "0") == "0" and sys.stderr is not None and _is_the_script():
-        sys.stderr.write("sonde: nothing was measured: the script made no torch.optim.Optimizer\n")
+    """Say at the script's end that there was nothing to measure. Launchers make no optimizer either, and are silent.
+
+    So are scripts whose child processes have trained: these have a log.
+    """
+    folder = json.loads(os.environ["SONDE_RUN"])["folder"]
+    is_silent = _Watcher.is_on or _Watcher.has_failed or os.path.exists(os.path.join(folder, "records.jsonl"))
+    if not is_silent and _is_the_script():
+        _say("nothing was measured: the script made no torch.optim.Optimizer")
+
+
+def _say(text: str) -> None:
+    """Write a sentence on the stderr of the process's start, on the first rank."""
+    if os.environ.get("RANK", "0") == "0" and sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.__stderr__.write(f"sonde: {text}\n")
 
 
 def _is_the_script() -> bool:
@@ -209,7 +225,8 @@ def _leave_out_frames_of_sonde(error: BaseException) -> None:
 
 def _is_of_sonde(code: Any) -> bool:
     # The code that stands for that of torch's modules names torch's file.
-    return code.co_filename.startswith(_RUN_SCRIPT) or "sonde.commands.run_script" in code.co_names
+    is_own = code.co_filename.startswith(_RUN_SCRIPT) or code.co_filename == _TERMINATION
+    return is_own or "sonde.commands.run_script" in code.co_names
 
 
 def _hand_on() -> None:

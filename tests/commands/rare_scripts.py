@@ -1,0 +1,129 @@
+"""Training scripts in styles that few use, and that must go on untouched all the same."""
+
+from __future__ import annotations
+
+from tests.commands.scripts import DDP, END, PLAIN, START
+
+THREADS = (
+    START
+    + """
+import threading
+together, trained = threading.Barrier(3), {}
+
+def train(number):
+    model = nn.Linear(6, 1)
+    nn.init.constant_(model.weight, number)
+    nn.init.zeros_(model.bias)
+    together.wait()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(8):
+        for micro in range(2):
+            nn.functional.mse_loss(model(torch.full((4, 6), step + micro / 2)), torch.ones(4, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained[number] = model
+
+threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+model = nn.ModuleList([trained[number] for number in range(3)])
+"""
+    + END
+)
+
+_SHOWS = "if dist.get_rank() == 0:\n    print(tuple(model{}(torch.ones(2, 6)).shape), flush=True)\n"
+SHOWS_BEFORE_IT_WRAPS = DDP.replace(
+    "model = DistributedDataParallel(model)\n", _SHOWS.format("") + "model = DistributedDataParallel(model)\n"
+)
+SHOWS_WHAT_DDP_HOLDS = DDP.replace("# (attach here)\n", _SHOWS.format(".module"))
+
+PICKLES = (
+    PLAIN
+    + """
+import copy, pickle
+whole = pickle.dumps(model)
+x, y = batch()
+print(b"sonde" in whole, torch.equal(pickle.loads(whole)(x), model(x)), torch.equal(copy.deepcopy(model)(x), model(x)))
+print(torch.equal(torch.jit.trace(model, x)(x), model(x)))
+"""
+)
+
+LOGS_TO_STDOUT = START.replace(
+    "import torch\n",
+    """import logging
+import torch
+
+logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+
+class Tee:
+    def write(self, text):
+        sys.__stdout__.write(text)
+    def flush(self):
+        sys.__stdout__.flush()
+
+sys.stderr = Tee()
+""",
+    1,
+) + PLAIN.removeprefix(START).replace("optimizer.step()\n", "optimizer.step()\n    optimizer.step()\n")
+
+STOPS_ITSELF = (
+    PLAIN.replace("import torch\n", "import os, signal\nimport torch\n", 1)
+    .replace(
+        "    optimizer.step()\n",
+        """    optimizer.step()
+    if step == 6:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if asked:
+        print("saved", flush=True)
+        break
+""",
+    )
+    .replace("for step", "asked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(True))\nfor step", 1)
+)
+
+STARTS_CHILDREN = """
+import multiprocessing, sys
+
+def train(weights):
+    sys.argv = ["train", weights, "of a child"]
+    exec(SCRIPT, {"__name__": "child"})
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=train, args=(sys.argv[1],))
+    child.start()
+    child.join()
+    print(child.exitcode)
+"""
+
+RAGGED_SUMS = (
+    START
+    + """
+model = network()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+# (attach here)
+for step in range(12):
+    for rows in (8, 8, 2):
+        x, y = batch(rows)
+        (nn.functional.mse_loss(model(x), y, reduction="sum") / 18).backward()
+    # (a window ends here)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    + END
+)
+
+TIME_FIRST = (
+    START
+    + """
+model = nn.LSTM(6, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for step in range(12):
+    for micro in range(2):
+        model(batch(40)[0].view(5, 8, 6))[0].square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    + END
+)
