@@ -152,7 +152,8 @@ def test_log_takes_what_a_run_log_takes(tmp_path: Path, monkeypatch: pytest.Monk
     assert [sonde.read_run(name).readings[-1].window for name in ("mine", "wandb")] == [3, 3]
     assert sink.of_kind("reading")
     assert calls[-1][1] == 3
-    assert not Path("runs").exists()
+    (beside,) = Path("runs").iterdir()  # the function's, for reports
+    assert sonde.read_run(beside).readings[-1].window == 3
     for wrong in (5, True, object()):
         with pytest.raises(ValueError, match="a log needs places for records, got"):
             sonde.attach(model, unit="rows", log=wrong, verbose=False)
@@ -183,7 +184,7 @@ def test_the_older_spelling_of_attach_warns_and_logs_the_same() -> None:
     probe.close()
     header = sink.records[0]
     assert (header["run"], header["metadata"], header["setup"]["log_every"]) == ("r", {"a": 1}, 3)
-    with pytest.raises(TypeError, match=r"pass run= to sonde\.RunLog, not beside log="):
+    with pytest.raises(TypeError, match=r"run= does not go beside log=: pass log=sonde\.RunLog\(\.\.\., run=\.\.\.\)"):
         sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(), run="r")
     for wrong, right in (("horizn", "horizon"), ("grad_scalar", "grad_scaler"), ("verbos", "verbose")):
         with pytest.raises(TypeError, match=rf"attach\(\) has no argument '{wrong}': did you mean '{right}'\?"):

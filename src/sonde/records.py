@@ -21,6 +21,7 @@ These are the records that sinks get. `JsonlSink` writes them in a compact form:
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import logging
 import platform
@@ -79,8 +80,8 @@ class RunLog:
 
     Args:
         sinks: one place for the records, or several: a folder, for the log that reports are made from; "wandb",
-            "mlflow", "trackio" or "tensorboard", each with such a log in the folder `runs/`; a run or writer of one of
-            these; a function that takes metrics and a step; or an object with the methods of `Sink`.
+            "mlflow", "trackio" or "tensorboard"; a run or writer of one of these; a function that takes metrics and a
+            step; or an object with the methods of `Sink`. Beside all but the last, such a log is written in `runs/`.
         run: the run's name.
         metadata: anything worth remembering with the run, JSON values.
         every: windows between two readings of the noise scale.
@@ -308,6 +309,24 @@ def _folder_of(run: str) -> Path:
     return folder
 
 
+def _check_folder(text: str) -> None:
+    """Refuse a folder that is none, and one that is rather the name of a tracker with a mistake.
+
+    Raises:
+        ValueError: with what to give.
+    """
+    words = text.lower().replace(",", " ").split()
+    meant = [match for word in words for match in difflib.get_close_matches(word, TRACKERS, n=1, cutoff=0.8)]
+    if not words or (meant and "/" not in text):
+        several = meant if len(meant) > 1 else (meant or ["runs/my-run"])[0]
+        raise ValueError(
+            f"log must be a folder, or one of {', '.join(TRACKERS)}, got {text!r}: did you mean log={several!r}? A "
+            f"folder of that name is 'runs/{text}'"
+            if words
+            else "log must be a folder, got '': pass log='runs/my-run', or leave out log= for no log"
+        )
+
+
 def log_of(log: LogOrPlaces, deprecated: dict[str, Any], *, every: int = 10) -> RunLog:
     """The log passed as `log=`, or a log made from the deprecated keywords.
 
@@ -321,14 +340,18 @@ def log_of(log: LogOrPlaces, deprecated: dict[str, Any], *, every: int = 10) -> 
         TypeError: for both at once.
     """
     if log is not None and not isinstance(log, RunLog):
-        is_folder = isinstance(log, str) and log not in TRACKERS
-        log = RunLog(Path(log) if is_folder else log, every=every)
+        if isinstance(log, str) and log not in TRACKERS:
+            _check_folder(log)
+            log = Path(log)
+        log = RunLog(log, every=every)
     old = {name: deprecated.pop(name) for name in ("sinks", "run", "metadata", "log_every") if name in deprecated}
     if not old:
         return RunLog(every=every) if log is None else log
     names = [name.removeprefix("log_") for name in old]
     if log is not None:
-        raise TypeError(f"pass {names[0]}= to sonde.RunLog, not beside log=")
+        raise TypeError(
+            f"{next(iter(old))}= does not go beside log=: pass log=sonde.RunLog(..., {names[0]}=...), which has it"
+        )
     words = ", ".join(f"{name}=…" for name in names)
     warn_deprecated(", ".join(f"{name}=…" for name in old), f"log=sonde.RunLog({words})")
     return RunLog(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 from collections.abc import Mapping
@@ -111,7 +112,9 @@ class GuardedSink:
 
     def _hand_over(self, record: Mapping[str, object], *, raises: bool) -> None:
         try:
-            self._sink.write(record)
+            # The other sinks get the same record: one of the user's own might write into it.
+            is_ours = type(self._sink).__module__.startswith("sonde.")
+            self._sink.write(record if is_ours else copy.deepcopy(record))
             self._n_refused = 0
         except Exception as error:
             if raises or self._is_unwinding:
@@ -119,7 +122,8 @@ class GuardedSink:
             if isinstance(error, ValueError):
                 self._note_refusal(record, error)
             else:
-                self._fail(str(error))
+                own_words = isinstance(error, OSError)  # of others, the text alone may be a key or nothing
+                self._fail((str(error) if own_words else f"{type(error).__name__}: {error}").removesuffix("."))
 
     def _note_refusal(self, record: Mapping[str, object], error: ValueError) -> None:
         """This record cannot be written. The next ones perhaps can."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import sonde
 from sonde.runs.known_metrics import known_metrics
@@ -84,7 +85,7 @@ def test_mlflow(mlflow: Any) -> None:
     runs = []
     for is_module in (True, False):
         with mlflow.start_run() as run:
-            (sink,) = sinks_for(mlflow if is_module else run, Path())
+            sink, _ = sinks_for(mlflow if is_module else run, Path())
             assert isinstance(sink, MlflowSink)
             write(sink)
             assert mlflow.active_run() is not None  # it is the user's to end
@@ -145,7 +146,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = wandb.init(project="test", dir=tmp_path)
-    (sink,) = sinks_for(run, Path())
+    sink, _ = sinks_for(run, Path())
     assert isinstance(sink, WandbSink)
     for record in RECORDS:
         sink.write(record)
@@ -169,9 +170,10 @@ def _logged_to_trackio(folder: Path) -> list[tuple[int, dict[str, float]]]:
     import trackio
 
     run = trackio.init(project="p", name="r", embed=False, auto_log_cpu=False, auto_log_gpu=False)
-    (sink,) = sinks_for(run, Path())
+    sink, _ = sinks_for(run, Path())
     assert isinstance(sink, TrackioSink)
     write(sink)
+    write(sinks_for("trackio", Path())[0])  # by its name too: the run is the active one
     run.finish()
     with contextlib.closing(sqlite3.connect(folder / "p.db")) as stored:
         return [(step, json.loads(metrics)) for step, metrics in stored.execute("SELECT step, metrics FROM metrics")]
@@ -180,7 +182,8 @@ def _logged_to_trackio(folder: Path) -> list[tuple[int, dict[str, float]]]:
 @pytest.mark.slow
 def test_trackio(tmp_path: Path) -> None:
     rows = in_new_process(_logged_to_trackio, tmp_path)
-    assert rows == [(int(str(record["window"])), known_metrics(record)) for record in READINGS]
+    assert rows == 2 * [(int(str(record["window"])), known_metrics(record)) for record in READINGS]
+    assert [file.name for file in tmp_path.glob("*.db")] == ["p.db"]  # nothing went to a project of sonde's
 
 
 @pytest.mark.parametrize("wrong", [7, object(), "wanbd", {"wandb": 1}, [None], Recording])
@@ -191,9 +194,37 @@ def test_what_takes_no_records_is_refused_and_what_does_is_named(wrong: object) 
         sonde.RunLog(wrong)
 
 
-def test_a_name_and_a_folder_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("WandB", "'wandb'"), ("wandbb", "'wandb'"), ("wandb,mlflow", r"\['wandb', 'mlflow'\]")]
+)
+def test_the_misspelt_name_of_a_tracker_is_no_folder(wrong: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"got '{wrong}': did you mean log={meant}\? A folder of that name is 'runs/"):
+        sonde.attach(small_model(), unit="rows", log=wrong)
+    with pytest.raises(ValueError, match="log must be a folder, got ''"):
+        sonde.attach(small_model(), unit="rows", log="")
 
+
+def test_a_log_for_reports_is_beside_whatever_is_no_sink(tmp_path: Path) -> None:
+    """Whoever gives sinks alone has chosen all of them."""
+    for place in (lambda metrics, step: None, "tensorboard"):
+        assert [type(sink) for sink in sinks_for(place, tmp_path)][1:] == [sonde.JsonlSink]
+    assert len(sinks_for(Recording(), tmp_path)) == 1
+    assert len(sinks_for([lambda metrics, step: None, tmp_path], tmp_path)) == 2
+
+
+def test_what_a_sink_writes_into_a_record_reaches_no_other_sink(tmp_path: Path) -> None:
+    class Writes(Recording):
+        def write(self, record: Any) -> None:
+            record["metrics"] = {"evil": 1.0}
+
+    log = sonde.RunLog([Writes(), sonde.JsonlSink(tmp_path)], every=1)
+    model = small_model()
+    with sonde.attach(model, unit="rows", log=log, every=1, verbose=False) as probe:
+        train(model, probe, torch.optim.SGD(model.parameters(), lr=0.001), windows=2)
+    assert "gns/b_simple" in sonde.read_run(tmp_path).readings[-1].metrics
+
+
+def test_a_name_and_a_folder_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     calls: list[int] = []
     recording, model = Recording(), small_model()
@@ -207,8 +238,10 @@ def test_a_name_and_a_folder_are_enough(tmp_path: Path, monkeypatch: pytest.Monk
     assert calls == [5, 10]
 
 
-def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    import torch
+def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         raise OSError("no route to the tracker")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from sonde.runs.known_metrics import known_metrics
 
@@ -23,12 +23,16 @@ class TensorBoardSink:
     Args:
         log_dir: the folder TensorBoard is pointed at; or a writer of yours, which is flushed at the end, not closed.
         flush_secs: seconds between two flushes to disk, done by a thread of TensorBoard's own.
+        step: gives your own number of a step from the number of a window, from 1; by default they are the same.
 
     Raises:
         ImportError: without the `tensorboard` package.
     """
 
-    def __init__(self, log_dir: str | Path | SummaryWriter, *, flush_secs: int = 10) -> None:
+    def __init__(
+        self, log_dir: str | Path | SummaryWriter, *, flush_secs: int = 10, step: Callable[[int], int] | None = None
+    ) -> None:
+        self._step_of = step or (lambda window: window)
         self._opened: SummaryWriter | None = None
         self._is_own = isinstance(log_dir, str | Path)
         if not isinstance(log_dir, str | Path):
@@ -64,10 +68,11 @@ class TensorBoardSink:
 
     def _add_reading(self, record: Mapping[str, object]) -> None:
         for tag, value in known_metrics(record).items():
-            self._writer.add_scalar(tag, value, global_step=record["window"], walltime=record["time"])
+            step = self._step_of(cast(int, record["window"]))
+            self._writer.add_scalar(tag, value, global_step=step, walltime=record["time"])
 
     def _add_text(self, tag: str, text: str, record: Mapping[str, object]) -> None:
         # TensorBoard renders text as Markdown with HTML in it: escaped and in <pre>, it shows as it was written.
-        self._writer.add_text(
-            tag, f"<pre>{html.escape(text)}</pre>", global_step=record.get("window", 0), walltime=record["time"]
-        )
+        window = cast(int, record.get("window", 0))
+        step = self._step_of(window) if window else 0
+        self._writer.add_text(tag, f"<pre>{html.escape(text)}</pre>", global_step=step, walltime=record["time"])

@@ -152,8 +152,8 @@ class TrackioSink(_TrackerSink):
     """Writes metrics to a trackio run, and no alerts.
 
     Args:
-        run: what `trackio.init` returned; it is not finished here. By default a new run of the project "sonde", begun
-            with the first metrics and finished at the end.
+        run: what `trackio.init` returned; it is not finished here. By default the active run, or a new one of the
+            project "sonde" that is begun with the first metrics and finished at the end.
         step: as for `FunctionSink`.
         name: of a new run; by default the tracker names it.
 
@@ -176,6 +176,8 @@ class TrackioSink(_TrackerSink):
             self._run.finish()
 
     def _begin(self) -> None:
+        if self._run is None:
+            self._run = self._trackio.context_vars.current_run.get()
         if self._run is None:
             self._run, self._is_own = self._trackio.init(project="sonde", name=self._new_name, embed=False), True
 
@@ -245,7 +247,7 @@ def sinks_for(given: object, folder: Path) -> tuple[Sink, ...]:
 
     Args:
         given: see `RunLog`.
-        folder: for the log beside a tracker that is given by its name.
+        folder: for the log beside trackers and functions. Whoever gives sinks alone chooses all of them.
 
     Raises:
         ValueError: for an object that takes no records, naming what does.
@@ -254,9 +256,9 @@ def sinks_for(given: object, folder: Path) -> tuple[Sink, ...]:
     # Not every iterable is a list of places: MLflow's runs, mappings and texts are iterable too.
     places = list(given) if isinstance(given, list | tuple | set | frozenset | Iterator) else [given]
     sinks = [_sink_for(place, folder) for place in places]
-    if any(isinstance(place, str) and place in TRACKERS for place in places):
-        has_log = any(isinstance(sink, JsonlSink) for sink in sinks)
-        sinks += [] if has_log else [JsonlSink(folder)]  # a report is made from it
+    has_log = any(isinstance(sink, JsonlSink) for sink in sinks)
+    if not (has_log or all(map(_is_sink, places))):
+        sinks.append(JsonlSink(folder))  # a report is made from it
     return tuple(sinks)
 
 
