@@ -47,6 +47,8 @@ whole = pickle.dumps(model)
 x, y = batch()
 print(b"sonde" in whole, torch.equal(pickle.loads(whole)(x), model(x)), torch.equal(copy.deepcopy(model)(x), model(x)))
 print(torch.equal(torch.jit.trace(model, x)(x), model(x)))
+for each in (model, copy.deepcopy(model)):
+    print(torch.equal(torch.jit.script(each)(x), model(x)))
 """
 )
 

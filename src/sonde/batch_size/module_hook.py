@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 
 class ModuleHook:
@@ -28,3 +29,24 @@ def is_traced() -> bool:
 def is_in_graph() -> bool:
     """Whether torch compiles or traces the forward that goes on: whatever a hook does would become part of it."""
     return torch.compiler.is_compiling() or is_traced()
+
+
+@contextlib.contextmanager
+def lifted(model: nn.Module) -> Iterator[None]:
+    """Take such hooks off a model and its parts for a while: `torch.jit.script` would compile them."""
+    tables = [table for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks)]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        for key in [key for key, hook in table.items() if _is_ours(hook)]:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(hooks)
+
+
+def _is_ours(hook: object) -> bool:
+    """Whether it is such a hook, or what a copy has in its place."""
+    return isinstance(hook, ModuleHook) or getattr(hook, "__func__", None) is contextlib.nullcontext.__exit__

@@ -24,8 +24,9 @@ class RunOptions:
             is called with. A number: it has always so many. NAME:DIM, as input_ids:0: a dim of an argument of the
             model's forward. package.module:function: a function of yours, called as the model is.
         weights_from: What shows the weight of a micro-batch in the loss. labels: the number of labels that are not
-            -100, where the loss is a mean over the tokens of the whole step. equal: all have the same. auto: labels
-            where a model of transformers is told the tokens of the step, otherwise equal.
+            -100, where the loss is a mean over the tokens of the whole step. units: the units of the micro-batch, where
+            the loss is added up over rows and divided by those of the whole step. equal: all have the same. auto:
+            labels where a model of transformers is told the tokens of the step, otherwise equal.
         reduced_by_hand: The script averages or adds up gradients over all processes by itself, without DDP or FSDP2.
         micro_batches: Several backwards in a step are micro-batches of one batch, also where the script trains several
             models. Without it, such a model is not measured: its backwards may be of different losses.

@@ -24,6 +24,10 @@ _WHOLE = ("all",)
 """The only group of the averages of a whole model, where groups do not add up to it."""
 
 
+_OF_OTHER_STEPS = {"zeroed", "not_zeroed", "left_over", "several_reductions", "outside_pieces", "ended_late"}
+"""Reasons to drop a window whose pieces may be of another step too, so that they do not show the batch."""
+
+
 class NoiseScaleTracker:
     """Turns window rows into running estimates; drops, counts and explains windows that cannot be used.
 
@@ -108,9 +112,6 @@ class NoiseScaleTracker:
         experts = None
         if row.experts is not None:
             experts = row.experts.read_scale(row.witness_sizes, tolerance=tolerance, floor=floor)
-        if math.isfinite(row.n_units) and row.n_pieces:
-            for averages in self._all_averages:
-                averages.see_units(row.n_units, row.further_units)
         drop = why_unusable(
             row,
             scale,
@@ -118,6 +119,9 @@ class NoiseScaleTracker:
             likely_cause=self.rounding.likely_cause,
             expert_scale=experts,
         )
+        if math.isfinite(row.n_units) and row.n_pieces and not (drop is not None and drop.kind in _OF_OTHER_STEPS):
+            for averages in self._all_averages:
+                averages.see_units(row.n_units, row.further_units)
         scale = scale if experts is None else joint_scale(scale, experts)
         if is_first(row.step):
             self._steps.wait(row, number, every, scale, drop)

@@ -68,6 +68,7 @@ def _watch_torch() -> None:
 
     _watch_optimizers()
     _watch_clips()
+    _watch_scripting()
     if torch.distributed.is_available():
         _watch_process_group()
 
@@ -102,6 +103,21 @@ def _watch_clips() -> None:
         return norm
 
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = watched_clip
+
+
+def _watch_scripting() -> None:
+    import torch.jit
+
+    script = torch.jit.script
+
+    @functools.wraps(script)
+    def watched_script(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (_Watcher.is_on and isinstance(obj, torch.nn.Module)):
+            return script(obj, *args, **kwargs)
+        with importlib.import_module("sonde.batch_size.module_hook").lifted(obj):
+            return script(obj, *args, **kwargs)
+
+    torch.jit.script = watched_script
 
 
 def _watch_process_group() -> None:
