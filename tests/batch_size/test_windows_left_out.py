@@ -58,3 +58,37 @@ def test_squares_that_overflow_at_the_end_of_the_window_are_not_called_infinite_
         probe.step()
         (reason,) = probe.reading().dropped
     assert "leave the range of fp32" in reason
+
+
+@pytest.mark.parametrize("how", ["zeroed", "discarded", "kept elsewhere"])
+def test_windows_whose_gradients_go_between_pieces(how: str) -> None:
+    """Zeroed without a step, as where a loss has a spike; or added up by the loop itself, which changes nothing."""
+    model = small_model()
+    parameters, generator = list(model.parameters()), torch.Generator().manual_seed(0)
+    with attached(model) as probe:
+        for window in range(12):
+            own = [torch.zeros_like(p) for p in parameters]
+            for _ in range(3):
+                with probe.piece(units=4):
+                    mean_loss(model, *batch(4, generator)).backward()
+                if how == "kept elsewhere":
+                    for p, total in zip(parameters, own, strict=True):
+                        assert p.grad is not None
+                        total += p.grad
+                        p.grad = None
+            if how == "kept elsewhere":
+                for p, total in zip(parameters, own, strict=True):
+                    p.grad = total
+            is_skipped = how != "kept elsewhere" and window in (3, 7)
+            if not is_skipped:
+                probe.step()
+            model.zero_grad()
+            if is_skipped and how == "discarded":
+                probe.discard()
+        reading = probe.reading()
+    assert reading.trace_cov is not None
+    n_dropped = 2 if how == "zeroed" else 0
+    assert reading.windows == {"zeroed": 8, "discarded": 10, "kept elsewhere": 12}[how]
+    assert list(reading.dropped.values()) == ([n_dropped] if n_dropped else [])
+    for reason in reading.dropped:
+        assert reason.startswith("gradients were zeroed between the pieces of the window: where the loop zeroes them")

@@ -1,5 +1,17 @@
-"""Files that pytest would import for their docstrings' examples."""
+"""Files that pytest would import for their docstrings' examples, and what trainers leave behind."""
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
+import pytest
+
 collect_ignore = [] if find_spec("torchtitan") else ["titan_trainer.py"]
+
+
+@pytest.fixture
+def no_accelerate_state() -> Iterator[None]:
+    """Accelerate holds one state for the process, and refuses another precision while it is there."""
+    yield
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
