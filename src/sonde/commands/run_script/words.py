@@ -9,6 +9,14 @@ from typing import TextIO
 from sonde.console import tell, write_to
 
 REMEDIES: Mapping[str, str] = {
+    " has no rule: give one in rules=, or leave the parameter out": " has no rule",
+    ": pass rules= to attach, see sonde.PerExampleNorms": "",
+    "use tap='leaf', or Embedding(sparse=False)": "use Embedding(sparse=False)",
+    ", or use tap='leaf'": "",
+    "pass cp_mesh= to attach, the mesh axis of the ranks that share sequences": (
+        "'sonde run' does not know these ranks: use sonde.attach(cp_mesh=...)"
+    ),
+    ": attach anew (or make a new PerExampleNorms)": "",
     "Enter 'with probe.piece(units=…):' around the backward of each micro-batch": (
         "To count such micro-batches, pass --units-from with the number of units in one"
     ),
