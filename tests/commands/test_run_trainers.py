@@ -32,6 +32,15 @@ def script_of(script: str, ranks: int) -> str:
     return script.replace("torch.save(", ON_FIRST_RANK).replace(cpu, f'{cpu}devices={ranks}, strategy="ddp", ')
 
 
+@pytest.fixture(autouse=True)
+def _no_accelerate_state() -> None:
+    """What other tests of this process have left there, a fork would have too: that it is one process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _imports() -> None:
     """Here, so that the children need not import them."""
