@@ -315,15 +315,15 @@ def _check_folder(text: str) -> None:
     Raises:
         ValueError: with what to give.
     """
-    words = text.lower().replace(",", " ").split()
-    meant = [match for word in words for match in difflib.get_close_matches(word, TRACKERS, n=1, cutoff=0.8)]
-    if not words or (meant and "/" not in text):
-        several = meant if len(meant) > 1 else (meant or ["runs/my-run"])[0]
+    if not text.strip():
+        raise ValueError("log must be a folder, got '': pass log='runs/my-run', or leave out log= for no log")
+    # A name of a tracker in other letters, or several: "WandB", "wandbb", "wandb,mlflow". Not "wandb-1".
+    words = [word.strip().lower() for word in text.split(",")]
+    meant = [match for word in words for match in difflib.get_close_matches(word, TRACKERS, n=1, cutoff=0.85)]
+    if len(meant) == len(words) and all(map(str.isalpha, words)) and not Path(text).exists():
         raise ValueError(
-            f"log must be a folder, or one of {', '.join(TRACKERS)}, got {text!r}: did you mean log={several!r}? A "
-            f"folder of that name is 'runs/{text}'"
-            if words
-            else "log must be a folder, got '': pass log='runs/my-run', or leave out log= for no log"
+            f"log must be a folder, or one of {', '.join(TRACKERS)}, got {text!r}: did you mean "
+            f"log={meant if len(meant) > 1 else meant[0]!r}? A folder of that name is 'runs/{text}'"
         )
 
 

@@ -49,6 +49,16 @@ print(b"sonde" in whole, torch.equal(pickle.loads(whole)(x), model(x)), torch.eq
 print(torch.equal(torch.jit.trace(model, x)(x), model(x)))
 for each in (model, copy.deepcopy(model)):
     print(torch.equal(torch.jit.script(each)(x), model(x)))
+
+def helper(x: torch.Tensor):
+    return x + 1
+
+@torch.jit.script
+class Scripted:
+    def __init__(self, x: torch.Tensor):
+        self.x = helper(x)
+
+print(Scripted(torch.ones(1)).x.item())
 """
 )
 
@@ -98,6 +108,27 @@ if __name__ == "__main__":
     child.join()
     print(child.exitcode)
 """
+
+READS_IN_WORKERS = (
+    START
+    + """
+class Rows(torch.utils.data.Dataset):
+    turned = nn.Linear(6, 6)
+    def __len__(self):
+        return 48
+    def __getitem__(self, number):
+        return self.turned(torch.full((6,), float(number))).detach()
+
+if __name__ == "__main__":
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for x in torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=2, multiprocessing_context="fork"):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    + END
+)
 
 RAGGED_SUMS = (
     START

@@ -27,6 +27,8 @@ def _trainer_of(kind: str, **options: Any) -> Any:
 
         if "fsdp" in options:
             fsdp2()
+        if options.pop("has_own_loss", False):
+            options["kind"] = hf_trainer.OwnLoss
         return hf_trainer.trainer_of(tempfile.mkdtemp(), **options)
     from tests.integrations import trl_trainers
 
@@ -80,11 +82,15 @@ def _by_tokens(window: list[tuple[Any, Any]], *, over_ranks: bool = True) -> lis
     ids=["over ranks", "means", "bf16", "FSDP2"],
 )
 def test_two_ranks(ranks2: Ranks, over_ranks: bool, bf16: bool, fsdp2: bool) -> None:
-    """Tokens are averaged over ranks, or the ranks' means are averaged, each with tokens of its own number."""
+    """Tokens are averaged over ranks, or the ranks' means are averaged, each with tokens of its own number.
+
+    A loss of the trainer's own is read through DDP, which hands on what the model returns by a function of its own.
+    """
     from tests.integrations.hf_trainer import gpt2
 
     lr = LR if bf16 else 1e-2
-    options = {"average_tokens_across_devices": over_ranks, "bf16": bf16, "learning_rate": lr}
+    options: dict[str, Any] = {"average_tokens_across_devices": over_ranks, "bf16": bf16, "learning_rate": lr}
+    options["has_own_loss"] = not (bf16 or fsdp2)
     if fsdp2:
         blocks = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "cpu_ram_efficient_loading": False}
         options |= {"fsdp": True, "fsdp_config": blocks}

@@ -204,6 +204,13 @@ def test_the_misspelt_name_of_a_tracker_is_no_folder(wrong: str, meant: str) -> 
         sonde.attach(small_model(), unit="rows", log="")
 
 
+@pytest.mark.parametrize("folder", ["tensorboard_logs", "wandb-1", "mlflow_2", "my wandb run", "trackers"])
+def test_a_folder_may_be_named_after_a_tracker(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sonde.attach(small_model(), unit="rows", log=folder, verbose=False).close()
+    assert (tmp_path / folder / "records.jsonl").exists()
+
+
 def test_a_log_for_reports_is_beside_whatever_is_no_sink(tmp_path: Path) -> None:
     """Whoever gives sinks alone has chosen all of them."""
     for place in (lambda metrics, step: None, "tensorboard"):

@@ -69,7 +69,6 @@ class NoiseScale(Callback):  # type: ignore[misc]
             units=units,
             weight=weight,
             log=log,
-            backward="self.manual_backward(loss)",
             strict=strict,
             verbose=verbose,
         )
@@ -110,6 +109,7 @@ class NoiseScale(Callback):  # type: ignore[misc]
                 "one, or optimize manually with sonde.attach(part, its optimizer, units_per_piece='first dim') for the "
                 "part that each of them steps, and with step() of that probe before the optimizer's"
             )
+        self._probe.backward = None if pl_module.automatic_optimization else "self.manual_backward(loss)"
         state, self._saved = self._saved, None  # of this training's checkpoint: a later one may have none
         self._probe.begin(
             trainer.model,

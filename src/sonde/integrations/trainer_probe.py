@@ -71,7 +71,7 @@ class TrainerProbe:
         units: the user's function that counts the units, if there is one.
         weight: the user's function that weighs a micro-batch, if there is one.
         log: of the run, or what `RunLog` takes; None for none. One that is given ends with the first training.
-        backward: the method that runs each backward of a piece, as the user calls it.
+        backward: the method that runs each backward of a piece, as the user calls it; None if the trainer calls it.
         strict: raise the probe's errors instead.
         verbose: print the set-up that was found, and the reading when training ends, on rank 0.
 
@@ -88,7 +88,7 @@ class TrainerProbe:
         units: Callable[..., Any] | None = None,
         weight: Callable[..., Any] | None = None,
         log: LogOrPlaces = None,
-        backward: str = "the trainer's backward",
+        backward: str | None = None,
         strict: bool = False,
         verbose: bool = True,
     ) -> None:
@@ -112,7 +112,7 @@ class TrainerProbe:
         """The counts of a piece in windows that are not measured."""
         self._n_entered = 0
         """Pieces that have begun in the present window."""
-        self._backward = backward
+        self.backward = backward
         self._why_none: str | None = None
         """Why windows could not be ended so far, if none was."""
         self._strict, self._verbose = strict, verbose
@@ -304,9 +304,10 @@ class TrainerProbe:
     @contextlib.contextmanager
     def _ending(self, probe: NoiseScaleProbe) -> Iterator[None]:
         """Forget the window if ending it fails: the next one begins anew."""
-        is_bare, self._n_entered = probe.measures_now and self._n_entered == 0, 0
+        is_bare = probe.measures_now and self._n_entered == 0 and self.backward is not None
+        self._n_entered = 0
         # The probe's own words are those of its loop. Where other ranks would wait, it drops the window instead.
-        no_backward = f"no backward of the window went through {self._backward}: use it for each backward"
+        no_backward = f"no backward of the window went through {self.backward}: use it for each backward"
         try:
             yield
         except Exception as error:

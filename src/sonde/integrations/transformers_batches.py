@@ -101,7 +101,10 @@ class MicroBatches:
     def _divides_by(self, loss: Tensor, n_items: Any, n_own: Tensor) -> bool:
         """Whether the loss is divided by the tokens of the whole window. The first micro-batch shows it for all."""
         if self._is_over_window is None:
-            found = is_divided_by(loss, torch.as_tensor(n_items), n_own)
+            total = torch.as_tensor(n_items).sum()
+            found = is_divided_by(loss, total, n_own if n_own > 0 else None)
+            if found and n_own > 0 and total.item() % n_own.item() == 0 and not is_divided_by(loss, total):
+                return True  # or multiplied by the inverse of the number of micro-batches, which weighs the same now
             self._is_over_window = self._is_by_the_code() if found is None else found
         return self._is_over_window
 
@@ -253,6 +256,20 @@ def _shows_division(name: str, other: Tensor, n_items: float, n_own: float) -> b
 
 
 def _makes_a_loss(node: Any) -> bool:
-    """Whether a node of the graph is a `torch.autograd.Function` in Python that has returned a single number."""
-    outputs = getattr(node, "_input_metadata", ()) if isinstance(node, BackwardCFunction) else ()
-    return any(not output.shape for output in outputs)
+    """Whether a node of the graph is a `torch.autograd.Function` in Python that has made a single number of others.
+
+    DDP hands on a loss by such a function, which makes none.
+    """
+    if not (isinstance(node, BackwardCFunction) and any(not shape for shape in _shapes_of(node))):
+        return False
+    parents = [(parent, number) for parent, number in node.next_functions if parent is not None]
+    return not any(
+        number < len(shapes := _shapes_of(parent)) and not shapes[number]
+        for parent, number in parents
+        if "AccumulateGrad" not in parent.name()  # a parameter, such as a temperature
+    )
+
+
+def _shapes_of(node: Any) -> list[torch.Size]:
+    """Of what a node has returned."""
+    return [output.shape for output in getattr(node, "_input_metadata", ())]

@@ -27,7 +27,8 @@ NOTHING_COVERED = (
 )
 """Why a window's examples cannot be used, where the host knows no reason for a single parameter."""
 SEVERAL_BACKWARDS = (
-    "a piece had several backwards; from the next piece on, each example's gradients are summed before they are squared"
+    "a piece had several backwards; from the next piece on, each example's gradients are summed before they are "
+    "squared. If the backwards are of different examples, give each a piece of its own"
 )
 _MOST_BYTES = 64 * 2**20
 """Memory for the squared norms of one piece, of every example and parameter."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from sonde.commands.run_script.endings import LogOfScript
 from sonde.records import RunLog
+from sonde.runs.lines import last_header
 from sonde.runs.sinks import RECORDS_NAME
 
 VARIABLE = "SONDE_RUN"
@@ -60,8 +61,9 @@ class Settings:
 
     @property
     def has_log(self) -> bool:
-        """Whether any process of the script has begun the first log."""
-        return (Path(self.folder) / RECORDS_NAME).exists()
+        """Whether any process of the script has begun the first log, or gone on with it."""
+        header = last_header(Path(self.folder) / RECORDS_NAME)
+        return header is not None and header.get("metadata", {}).get("start") == self.start
 
     @property
     def averaging(self) -> dict[str, Any]:

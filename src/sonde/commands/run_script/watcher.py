@@ -50,7 +50,8 @@ def _never_raising(
     @functools.wraps(method)
     def guarded(self: ScriptWatcher, *args: P.args, **kwargs: P.kwargs) -> T | None:
         if os.getpid() != self.pid:
-            self._say_that_a_fork_is_not_measured()
+            if method.__name__ == "before_step":  # workers of a data loader call modules too
+                self._say_that_a_fork_is_not_measured()
             return None
         with self._lock:
             if not self.is_on:
@@ -277,7 +278,7 @@ class ScriptWatcher:
         others_train = self._others_train()
         self._threads.add(threading.get_ident())
         if others_train:
-            self._refuse(found.optimizers, "another thread of the script trains, and one at a time is measured")
+            self._refuse(found.optimizers, "another thread of the script trains or has trained, and one is measured")
             return
         try:
             model = MeasuredModel(found, self._settings, self._told_to_end, n_steps=self._n_steps)

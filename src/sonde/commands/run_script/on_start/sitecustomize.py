@@ -112,6 +112,8 @@ def _watch_scripting() -> None:
 
     @functools.wraps(script)
     def watched_script(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        # Names in a scripted class are those of the frame that scripts it.
+        kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
         if not (_Watcher.is_on and isinstance(obj, torch.nn.Module)):
             return script(obj, *args, **kwargs)
         with importlib.import_module("sonde.batch_size.module_hook").lifted(obj):
@@ -181,8 +183,7 @@ def _say_that_no_optimizer_was_made() -> None:
 
     So are scripts whose child processes have trained: these have a log.
     """
-    folder = json.loads(os.environ["SONDE_RUN"])["folder"]
-    is_silent = _Watcher.is_on or _Watcher.has_failed or os.path.exists(os.path.join(folder, "records.jsonl"))
+    is_silent = _Watcher.is_on or _Watcher.has_failed or _size_of_log() != _SIZE_BEFORE
     if not is_silent and _is_the_script():
         _say("nothing was measured: the script made no torch.optim.Optimizer")
 
@@ -194,9 +195,17 @@ def _say(text: str) -> None:
             sys.__stderr__.write(f"sonde: {text}\n")
 
 
+def _size_of_log() -> int:
+    """Of the first log, in bytes; 0 without one."""
+    try:
+        return os.path.getsize(os.path.join(_SETTINGS["folder"], "records.jsonl"))
+    except OSError:
+        return 0
+
+
 def _is_the_script() -> bool:
     """Whether this process runs the script or module of the command, and is not its launcher or another program."""
-    command = json.loads(os.environ["SONDE_RUN"])["command"]
+    command = _SETTINGS["command"]
     if scripts := [_real_path(word) for word in command if word.endswith(".py")]:
         return _real_path(_STARTED) in scripts
     return _STARTED == "-m" and _modules(sys.orig_argv)[:1] == _modules(command)[-1:]  # those before are launchers
@@ -272,5 +281,7 @@ def _watch() -> None:
 
 
 if "SONDE_RUN" in os.environ:
+    _SETTINGS: dict[str, Any] = json.loads(os.environ["SONDE_RUN"])  # the script may clear its environment
+    _SIZE_BEFORE = _size_of_log()
     _watch()
 _hand_on()
