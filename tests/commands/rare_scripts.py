@@ -103,7 +103,7 @@ def train(weights):
     exec(SCRIPT, {"__name__": "child"})
 
 if __name__ == "__main__":
-    child = multiprocessing.get_context("spawn").Process(target=train, args=(sys.argv[1],))
+    child = multiprocessing.get_context("fork").Process(target=train, args=(sys.argv[1],))
     child.start()
     child.join()
     print(child.exitcode)

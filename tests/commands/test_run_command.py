@@ -15,7 +15,7 @@ from sonde.cli import main
 from sonde.commands.run import arguments_of, environment_of, split_command
 from sonde.commands.run_options import RunOptions
 from sonde.commands.run_script.settings import Settings
-from tests.commands.scripts import DDP, PLAIN
+from tests.commands.scripts import PLAIN
 from tests.commands.unmodified import same_weights
 from tests.new_process import Python
 
@@ -159,29 +159,3 @@ def test_a_real_python_runs_the_script_as_it_was(tmp_path: Path) -> None:
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
     run = sonde.read_run(folder)
     assert (run.ended, run.header.metadata["command"]) == ("the script ended", "train.py b.pt --lr 3")
-
-
-@pytest.mark.slow
-def test_torchrun_starts_ranks_that_are_measured_together(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(DDP)
-    arguments = [
-        "-m",
-        "sonde",
-        "run",
-        "--nproc",
-        "2",
-        "--every",
-        "1",
-        "--no-report",
-        "--out",
-        "log",
-        "--unit",
-        "images",
-    ]
-    environment = {"PYTHONPATH": str(Path(sonde.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    with Python(*arguments, "--", "train.py", "a.pt", folder=tmp_path, environment=environment) as process:
-        ended = process.wait()
-    assert ended.status == 0, ended.err
-    assert "2 data-parallel ranks" in ended.err
-    assert "batch 32, 12 windows" in ended.err
-    assert sonde.read_run(tmp_path / "log").header.unit == "images"

@@ -38,7 +38,8 @@ def launched(command: Sequence[str], folder: Path) -> Ended:
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(Path(sonde.__file__).parents[1]),
     }
-    arguments = ["-m", "sonde", "run", "--every", "1", "--no-report", *command, "w.pt", "--lr", "3"]
+    options = ["--every", "1", "--no-report", "--unit", "images"]
+    arguments = ["-m", "sonde", "run", *options, *command, "w.pt", "--lr", "3"]
     with Python(*arguments, folder=folder, environment=environment) as process:
         return process.wait()
 
@@ -55,10 +56,11 @@ def test_a_script_is_measured_as_it_is_launched(name: str, tmp_path: Path) -> No
     assert (ended.status, ended.out) == (0, without.out), ended.err
     assert same_weights(torch.load(tmp_path / "w.pt"), without.weights)
     assert ended.err.count("sonde: B_simple") == 1, ended.err
+    assert f"  ranks     {ranks} data-parallel rank" in ended.err
     assert "nothing was measured" not in ended.err
     (folder,) = (tmp_path / "runs").iterdir()
     run = sonde.read_run(folder)
-    assert (run.readings[-1].window, run.readings[-1].dropped) == (12, {})
+    assert (run.readings[-1].window, run.readings[-1].dropped, run.header.unit) == (12, {}, "images")
     assert run.header.metadata["command"] == " ".join([*command[command.index("--") + 1 :], "w.pt", "--lr", "3"])
 
 
