@@ -37,7 +37,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 log = sonde.RunLog(sonde.JsonlSink("runs/fsdp2"))
 probe = sonde.attach(model, optimizer, unit="contexts", every=1, log=log)  # a short run: measure all windows
 
-for _ in range(150):
+for _ in range(100):
     for micro in range(MICRO_BATCHES):
         model.set_requires_gradient_sync(micro == MICRO_BATCHES - 1)  # only the last micro-batch reduces
         starts = torch.randint(len(text) - CONTEXT, (MICRO_BATCH,), generator=generator)

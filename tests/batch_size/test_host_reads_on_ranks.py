@@ -29,7 +29,7 @@ from tests.batch_size.sharded_loops import loss_of as loss_of_sharded
 from tests.mutants import Mutant
 from tests.ranks import Ranks, mesh_of
 
-WINDOWS = 4
+WINDOWS = 3
 WINDOWS_OF_A_PACE = 20
 """The first 16 are all measured."""
 METRICS = ("euclidean", "adam", "sign")  # "spectral" needs whole matrices

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.slow
 TORCHRUN = ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
 STARTS = [
     ["train.py"],
-    ["-m", "train"],
-    [*TORCHRUN, "train.py"],
     ["-m", "torch.distributed.run", *TORCHRUN[1:], "-m", "train"],
 ]
 COMMANDS = {

@@ -142,7 +142,7 @@ def test_prompts_of_the_same_text_count_once(tmp_path: Path) -> None:
         integration.attach(trainer, evaluation_prompts=2)
 
 
-@pytest.mark.parametrize(("n_slices", "most"), [(2, 92), (4, 84), (3, 84)])
+@pytest.mark.parametrize(("n_slices", "most"), [(2, 92), (4, 84)])
 def test_as_many_evaluation_prompts_as_are_allowed_last_to_the_end(tmp_path: Path, n_slices: int, most: int) -> None:
     """A window has 16 completions, 2 to a prompt; in shuffled generations, up to 16 prompts."""
     trainer = trainer_of(
