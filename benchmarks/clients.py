@@ -115,13 +115,13 @@ class Row:
         client: the script, and how it was started.
         is_same: of its status, stdout and weights under `sonde run`, which are the same as without.
         reading: what sonde said at its end.
-        is_exact: the largest relative deviation of a window from exact values, where they are known.
+        deviation: the largest relative one of a window from exact values, where they are known.
     """
 
     client: str
     is_same: Mapping[str, bool]
     reading: str
-    is_exact: str = ""
+    deviation: str = ""
 
 
 def _run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -275,7 +275,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         same = [name for name, is_same in row.is_same.items() if is_same]
         other = [name for name, is_same in row.is_same.items() if not is_same]
-        lines.append((row.client, ", ".join(same), ", ".join(other), row.reading, row.is_exact))
+        lines.append((row.client, ", ".join(same), ", ".join(other), row.reading, row.deviation))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

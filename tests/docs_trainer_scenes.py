@@ -22,7 +22,7 @@ def trainers(page: Page) -> None:
         assert 5 < reading.units_per_window < 6  # two rows each: six in most windows, four in the last of an epoch
     names = page.run(of_trl)
     if names:
-        readings = [probe.reading() for probe in (names["of_sft"], names["of_dpo"])]
+        readings = [probe.reading() for probe in (names["sft_probe"], names["dpo_probe"])]
         assert [(reading.windows, reading.unit) for reading in readings] == [(2, "sequences"), (2, "pairs")]
     Path("runs/my-run/records.jsonl").unlink(missing_ok=True)
     names = page.run(of_lightning)

@@ -151,6 +151,22 @@ def test_a_compiled_loss_of_the_users_own_is_asked_about() -> None:
     assert MicroBatches(of_the_user, None, lambda batch: 2.0).count(batch, loss, n_items)["weight"] == 2.0
 
 
+def test_equal_shares_leave_it_open_how_micro_batches_weigh() -> None:
+    """A mean times 1/4 and a mean times its share of the tokens are the same there. The next batch tells."""
+    batches, weight = MicroBatches(trainer_of("unused"), None), torch.ones(3, requires_grad=True)
+    rows = {"input_ids": torch.ones(2, 6, dtype=torch.long), "labels": torch.ones(2, 6, dtype=torch.long)}
+    equal, n_items = (weight * 2).mean() * (10 / 40), torch.tensor(40)
+    assert float(batches.count(rows, equal, n_items)["weight"]) == 0.25
+    assert batches.weighting is None
+    ragged = rows | {"labels": torch.tensor([[1] * 6, [1, 1, -100, -100, -100, -100]])}
+    assert "weight" not in batches.count(ragged, equal, n_items)
+    assert "each piece weighs the same" in str(batches.weighting)
+    by_share = MicroBatches(trainer_of("unused"), None)
+    by_share.count(rows, equal, n_items)
+    by_share.count(ragged, (weight * 2).mean() * (6 / 40), n_items)
+    assert "weigh by their loss tokens" in str(by_share.weighting)
+
+
 PACKED = {"input_ids": torch.zeros(1, 7, dtype=torch.long), "labels": torch.tensor([[-100, 3, 4, -100, 5, -100, -100]])}
 
 

@@ -80,7 +80,7 @@ def attach(
         raise ValueError("this trainer has a probe already: attach once, or close the first")
     warn_if_untested("transformers", transformers.__version__, TESTED)
     batches = MicroBatches(trainer, units, weight)
-    if batches.is_of_trl:
+    if batches.is_trl_trainer:
         warn_if_untested("trl", importlib.metadata.version("trl"), TESTED_TRL)
     if batches.has_pairs:
         options.setdefault("per_example", "never")  # a pair has two rows, and each row's gradient is a part of its own

@@ -23,6 +23,8 @@ _OF_PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers of TRL whose batches have the preferred and the other answer of each pair."""
 _MOST_NODES = 64
 """Operations of a loss that are looked at, the last ones first."""
+_MOST_UNDECIDED = 8
+"""Micro-batches that may leave it open how they weigh. If all hold equal shares, they weigh the same either way."""
 _LEAST = 1e-6
 """Tokens of a sample without any: it counts for nothing, and the samples' weights stay positive."""
 
@@ -38,7 +40,7 @@ class MicroBatches:
     Attributes:
         unit: the plural name of what is counted, if the user does not name it.
         has_pairs: whether a batch has two rows for each pair, so that a row is no independent sample.
-        is_of_trl: whether the trainer is one of TRL's.
+        is_trl_trainer: whether the trainer is one of TRL's.
 
     Raises:
         ValueError: for a trainer of TRL whose independent samples are not known.
@@ -46,31 +48,32 @@ class MicroBatches:
 
     def __init__(self, trainer: Any, units: UnitsOfBatch | None, weight: WeightOfBatch | None = None) -> None:
         self._units, self._weight = units, weight
-        of_trl = next((c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")), None)
-        if of_trl == "GRPOTrainer":
+        trl_kind = next((c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")), None)
+        if trl_kind == "GRPOTrainer":
             raise ValueError(
                 "completions of one prompt depend on each other, so GRPO is measured in prompts: use "
                 "sonde.integrations.trl.attach(trainer, {'gns_probe': {'enabled': True, 'unit': 'prompts'}})"
             )
-        if of_trl not in (None, "SFTTrainer", *_OF_PAIRS) and units is None:
+        if trl_kind not in (None, "SFTTrainer", *_OF_PAIRS) and units is None:
             raise ValueError(
-                f"the independent samples of TRL's {of_trl} are not known: pass units=, a function that is given a "
+                f"the independent samples of TRL's {trl_kind} are not known: pass units=, a function that is given a "
                 "micro-batch and returns their number"
             )
-        self.is_of_trl, self.has_pairs = of_trl is not None, of_trl in _OF_PAIRS
+        self.is_trl_trainer, self.has_pairs = trl_kind is not None, trl_kind in _OF_PAIRS
         model: Any = trainer.accelerator.unwrap_model(trainer.model)
         self._model: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
         reads_tokens = getattr(self._model, "main_input_name", "input_ids") == "input_ids"
         self.unit = "pairs" if self.has_pairs else "sequences" if reads_tokens else "examples"
-        self._trainer, self._is_of_sft = trainer, of_trl == "SFTTrainer"
+        self._trainer, self._is_sft = trainer, trl_kind == "SFTTrainer"
         self._has_items = False
         """Whether the trainer counts the tokens of the whole window."""
+        self._n_undecided = 0
         self._is_over_window: bool | None = None
         """Whether the loss is divided by the tokens of the whole window; None until the first micro-batch shows it."""
         self._shifts = shifts_labels(self._model)
 
     def count(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> Counts:
-        """The units and weights of a micro-batch. Its first call waits for the device.
+        """The units and weights of a micro-batch. The first call waits for the device, and at most the first eight.
 
         Args:
             inputs: of the model.
@@ -101,10 +104,13 @@ class MicroBatches:
     def _divides_by(self, loss: Tensor, n_items: Any, n_own: Tensor) -> bool:
         """Whether the loss is divided by the tokens of the whole window. The first micro-batch shows it for all."""
         if self._is_over_window is None:
-            total = torch.as_tensor(n_items).sum()
-            found = is_divided_by(loss, total, n_own if n_own > 0 else None)
-            if found and n_own > 0 and total.item() % n_own.item() == 0 and not is_divided_by(loss, total):
-                return True  # or multiplied by the inverse of the number of micro-batches, which weighs the same now
+            total, own = torch.as_tensor(n_items).sum(), n_own.round()  # rows without tokens count a little
+            found = is_divided_by(loss, total)
+            if not found and own > 0 and is_divided_by(loss, total, own):
+                found = True
+                self._n_undecided += 1
+                if total.item() % own.item() == 0 and self._n_undecided <= _MOST_UNDECIDED:
+                    return True  # or multiplied by 1/micro-batches, as a mean is: now both weigh alike
             self._is_over_window = self._is_by_the_code() if found is None else found
         return self._is_over_window
 
@@ -123,12 +129,13 @@ class MicroBatches:
                 "whole window"
             )
         names = inspect.unwrap(type(self._model).forward).__code__.co_names
-        return self._is_of_sft or "loss_function" in names
+        return self._is_sft or "loss_function" in names
 
     @property
     def weighting(self) -> str | None:
-        """How micro-batches weigh in the loss, in words; None if the user says it."""
-        if self._weight is not None:
+        """How micro-batches weigh in the loss, in words; None if the user says it, and while it is not known."""
+        is_open = self._is_over_window is None and self._has_items and not self.has_pairs
+        if self._weight is not None or is_open:
             return None
         if self._is_over_window:
             return "pieces weigh by their loss tokens: the loss is divided by those of the whole window"

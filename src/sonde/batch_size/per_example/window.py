@@ -212,7 +212,7 @@ class ExampleWindow:
             self.reasons[""] = f"the norms of {examples} in {parameters} take too much memory: is the unit a row?"
             self._norms.discard()
             return
-        if self._norms.had_unexpected_backwards:  # all of one piece: of the same examples
+        if self._norms.had_unexpected_backwards:  # taken to be of the same examples
             self.reasons[""] = SEVERAL_BACKWARDS
             self._norms.discard()
             self._norms.add_backwards_up()
