@@ -9,50 +9,59 @@ import torch
 from torch import nn
 
 from sonde.policy.entropy_change import EntropyChangeProbe
-from tests.policy.entropy_scene import N_E, Scene, coefficients, gradient_per_prompt
+from tests.policy.entropy_scene import N_E, Scene, coefficients, first_order, gradient_per_prompt
 from tests.small_policy import STATISTICS, drawn, policy, real_step, sample
 
 
-@pytest.mark.parametrize("derivatives", ["forward", "central"])
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum"])
-@pytest.mark.parametrize(("objective", "weights"), [("per_token", "one"), ("sequence", "one"), ("sequence", "length")])
-@pytest.mark.shows("entropy change", "one process")
-def test_each_prompts_share_is_its_gradient_along_the_real_step(
+@pytest.mark.parametrize("derivatives", ["forward", "central", "backward"])
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+@pytest.mark.parametrize(
+    ("objective", "weights"),
+    [("per_token", "one"), ("sequence", "one"), ("sequence", "length"), ("sequence", "longest")],
+)
+def test_each_prompts_derivative_is_its_gradient_along_the_real_step(
     kind: str, objective: str, weights: str, derivatives: str
 ) -> None:
     scene = Scene(kind)
     x = gradient_per_prompt(scene, scene.E, coefficients(objective, weights, scene))
     step = torch.cat([d.flatten() for d in real_step(scene.model, scene.optimizer).values()]).double()
     expected = x @ step
-    probe = scene.probe(objective=objective, sequence_weights=weights, derivatives=derivatives)
-    forecast = probe.forecast(scene.E)
-    assert forecast.derivatives == derivatives
-    by_prompt = torch.tensor([s.change for s in sorted(forecast.shares, key=lambda s: s.prompt)]) * N_E
+    found = first_order(scene, objective=objective, sequence_weights=weights, derivatives=derivatives)
+    assert found.derivatives == derivatives
     # Central differences of fp32 scores keep 2 to 3 digits; the real step is rounded to the parameters' fp32.
     off = 6e-3 if derivatives == "central" else 5e-4
-    assert float((by_prompt - expected).norm() / expected.norm()) < off
-    assert forecast.delta == pytest.approx(float(expected.mean()), abs=off * float(expected.std()))
-    assert forecast.bars_dot == forecast.delta
+    assert float((found.change.per_prompt - expected).norm() / expected.norm()) < off
+    assert found.change.delta == pytest.approx(float(expected.mean()), abs=off * float(expected.std()))
+    assert found.bars_dot == found.change.delta
+    assert found.change.se == pytest.approx(math.sqrt(found.change.v_x))
+    if objective == "sequence":
+        assert found.change.se == pytest.approx(float(expected.std()) / N_E**0.5, rel=off)
+
+
+@pytest.mark.parametrize(("objective", "weights"), [("per_token", "one"), ("sequence", "one"), ("sequence", "length")])
+@pytest.mark.shows("entropy change", "one process")
+def test_a_small_step_is_the_derivative_along_it(objective: str, weights: str) -> None:
+    """The derivative has a baseline, which takes away a part of the scatter that the finite step has."""
+    scene = Scene(lr=1e-5, dtype=torch.float64)
+    probe = scene.probe(objective=objective, sequence_weights=weights, first_order=True)
+    forecast = probe.forecast(scene.E)
+    assert forecast.first_order is not None
+    assert abs(forecast.delta - forecast.first_order.delta) < 0.2 * forecast.se
+    assert forecast.se == pytest.approx(forecast.first_order.se, rel=0.15)
+    assert sum(s.change for s in forecast.shares) == pytest.approx(forecast.delta, rel=1e-6)
     assert (forecast.n_evaluation, forecast.n_update, forecast.v_y) == (N_E, 0, 0.0)
-    assert forecast.se == pytest.approx(math.sqrt(forecast.v_x))
     assert forecast.low < forecast.delta < forecast.high
-    if objective == "per_token":
+    if weights == "one":
+        assert forecast.sharpening + forecast.drift == pytest.approx(forecast.delta)
         assert all(s.change == pytest.approx(s.sharpening + s.drift) for s in forecast.shares)
-
-
-def test_the_standard_error_is_the_scatter_of_the_prompts() -> None:
-    scene = Scene()
-    x = gradient_per_prompt(scene, scene.E, coefficients("sequence", "one", scene))
-    step = torch.cat([d.flatten() for d in real_step(scene.model, scene.optimizer).values()]).double()
-    forecast = scene.probe(objective="sequence").forecast(scene.E)
-    assert forecast.se == pytest.approx(float((x @ step).std()) / N_E**0.5, rel=1e-3)
+    assert abs(forecast.fixed_prefixes.true - forecast.fixed_prefixes.linear) < 0.01 * forecast.first_order.se
 
 
 def test_the_truth_is_the_effect_of_a_real_step() -> None:
     scene = Scene(lr=5e-4)
     with torch.no_grad():
         _, before = STATISTICS(scene.model, scene.E)
-    forecast = scene.probe().forecast(scene.E)
+    forecast = scene.probe(first_order=True).forecast(scene.E)
     scene.optimizer.step()
     with torch.no_grad():
         _, after = STATISTICS(scene.model, scene.E)
@@ -81,26 +90,28 @@ def test_fresh_rollouts_agree_within_their_errors(objective: str) -> None:
     assert forecast.rollouts is not None
     assert forecast.rollouts.se > 0
     error = math.hypot(forecast.se, forecast.rollouts.se)
-    # Three standard errors of the difference, and a tenth for the deviation from first order.
-    assert abs(forecast.delta - forecast.rollouts.delta) < 3 * error + 0.1 * abs(forecast.rollouts.delta)
+    assert abs(forecast.delta - forecast.rollouts.delta) < 3 * error
     assert forecast.rollouts.se < 10 * abs(forecast.rollouts.delta)
+    assert 0 < forecast.rollouts.n_differ < 150 * 16
 
 
-def test_a_large_step_is_not_to_be_trusted() -> None:
-    forecast = Scene(lr=0.3).probe().forecast(drawn(policy(), 0, N_E, seed=1))
+def test_a_step_beyond_all_support_is_not_to_be_trusted() -> None:
+    scene = Scene(lr=0.3)
+    forecast = scene.probe().forecast(drawn(policy(), 0, N_E, seed=1))
     assert not forecast.is_valid
-    assert "not to be trusted: the step is too large to be linear" in forecast.reason
+    assert "not to be trusted: the step is too large for these responses: from token" in forecast.reason
     assert math.isfinite(forecast.delta)
     assert math.isfinite(forecast.se)
+    assert forecast.support.unsupported > 0.5
 
 
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "rmsprop"])
 def test_around_a_real_step(kind: str) -> None:
     scene = Scene(kind)
-    expected = None if kind == "rmsprop" else scene.probe().forecast(scene.E)
+    expected = None if kind == "rmsprop" else scene.probe(first_order=True).forecast(scene.E)
     before = [p.detach().clone() for p in scene.model.parameters()]
     step = real_step(scene.model, scene.optimizer)
-    probe = scene.probe(sampler=lambda m: sample(m, list(range(20))))
+    probe = scene.probe(sampler=lambda m: sample(m, list(range(20))), first_order=True)
     with probe.around_step(scene.E) as around:
         with pytest.raises(RuntimeError, match="known after the with block"):
             _ = around.forecast
@@ -113,26 +124,45 @@ def test_around_a_real_step(kind: str) -> None:
     assert forecast.fixed_prefixes is not None
     assert abs(forecast.fixed_prefixes.true - forecast.fixed_prefixes.linear) < 0.5 * forecast.se
     if expected is not None:
-        assert forecast.delta == pytest.approx(expected.delta, rel=1e-6)
-        assert forecast.importance is not None
-        assert expected.importance is not None
-        assert forecast.importance.delta == pytest.approx(expected.importance.delta, rel=1e-2)
+        # The real step rounds its last bits differently.
+        assert forecast.delta == pytest.approx(expected.delta, rel=1e-3)
+        assert forecast.first_order.delta == pytest.approx(expected.first_order.delta, rel=1e-6)
 
 
-def test_another_step_than_the_forecast_is_noticed() -> None:
+def test_a_step_is_measured_though_it_was_clipped_after_the_derivatives() -> None:
     scene = Scene("sgd")
-    with scene.probe().around_step(scene.E) as around:
+    with scene.probe(first_order=True).around_step(scene.E) as around:
         torch.nn.utils.clip_grad_norm_(scene.model.parameters(), 1e-3)
         scene.optimizer.step()
-    assert not around.forecast.is_valid
-    assert "differs from the forecast by" in around.forecast.reason
+    forecast = around.forecast
+    assert forecast.is_valid, forecast.reason
+    assert abs(forecast.delta) < 0.1 * abs(forecast.first_order.delta)
+    assert "derivatives are along another step" in forecast.doubt
+
+
+def test_a_forecast_along_gradients_beside_the_real_step() -> None:
+    scene = Scene("sgd", lr=1e-3)
+    with scene.probe(update="gradient").around_step(scene.E, scene.U) as around:
+        scene.optimizer.step()
+    forecast = around.forecast
+    expected = Scene("sgd", lr=1e-3)
+    step = expected.probe().forecast(expected.E)
+    assert forecast.finite_step.delta == pytest.approx(step.delta, rel=1e-3)
+    assert forecast.delta == pytest.approx(
+        expected.probe(update="gradient").forecast(expected.E, expected.U).delta, rel=1e-6
+    )
+    # SGD's step is η times the mean gradient: both are of the same step here.
+    assert forecast.delta == pytest.approx(forecast.finite_step.delta, abs=0.2 * forecast.se)
+    assert forecast.fixed_prefixes.linear is None
+    assert "the step " in str(forecast)
+    assert forecast.metrics()["entropy/delta_finite_step"] == forecast.finite_step.delta
 
 
 def test_a_gradient_scale_scales_the_step() -> None:
     scene = Scene("sgd")
     whole = scene.probe().forecast(scene.E)
     half = scene.probe().forecast(scene.E, gradient_scale=0.5)
-    assert half.delta == pytest.approx(0.5 * whole.delta, rel=1e-3)
+    assert half.delta == pytest.approx(0.5 * whole.delta, rel=2e-2)
 
 
 def test_an_optimizer_may_hold_parameters_of_other_models() -> None:

@@ -44,10 +44,12 @@ def test_a_model_that_is_random_without_dropout_is_refused() -> None:
 def test_one_prompt_is_too_few(update: str) -> None:
     scene = Scene()
     forecast = scene.probe(update=update).forecast(drawn(scene.model, 0, 1, seed=1), scene.U)
-    assert (forecast.delta, forecast.se, forecast.low, forecast.high) == (None,) * 4
-    assert "at least 2" in forecast.reason
+    assert math.isfinite(forecast.delta)
+    assert (forecast.se, forecast.low, forecast.high) == (None,) * 3
+    assert forecast.reason.startswith("its standard error is not known: it needs at least 2")
     assert not forecast.is_valid
-    assert "entropy change unknown" in str(forecast)
+    assert "± unknown nats a token; " in str(forecast)
+    assert str(forecast).endswith(forecast.reason)
 
 
 def test_gradients_that_are_not_finite() -> None:
@@ -61,14 +63,18 @@ def test_a_forecast_reports_that_it_is_lost_in_rounding() -> None:
     scene = Scene()
 
     def rounded(model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
-        """Scores with the digits of bf16."""
+        """Scores with the digits of bf16, and the gradients of scores that are not rounded."""
         s, h = STATISTICS(model, rollouts)
-        return (s * 64).round() / 64, (h * 64).round() / 64
+        return tuple(t + ((t * 64).round() / 64 - t).detach() for t in (s, h))  # type: ignore[return-value]
 
-    forecast = scene.probe(derivatives="central", token_statistics=rounded).forecast(scene.E)
+    options = {"update": "gradient", "derivatives": "central"}
+    forecast = scene.probe(token_statistics=rounded, **options).forecast(scene.E, scene.U)
     assert "lost in rounding" in forecast.reason
     assert not forecast.is_valid
-    assert scene.probe(derivatives="central").forecast(scene.E).is_valid
+    assert scene.probe(**options).forecast(scene.E, scene.U).is_valid
+    step = scene.probe(token_statistics=rounded, first_order=True, derivatives="central").forecast(scene.E)
+    assert "lost in rounding" in step.doubt
+    assert step.is_valid, step.reason  # scores after a finite step need no derivative
 
 
 def test_scores_that_are_not_finite_before_or_after_the_step() -> None:
@@ -82,8 +88,8 @@ def test_scores_that_are_not_finite_before_or_after_the_step() -> None:
         next(scene.model.parameters())[1] = torch.nan
     assert around.forecast.reason == "the policy's scores are not finite after the step"
     assert not around.forecast.is_valid
-    assert math.isfinite(around.forecast.delta)
-    assert around.forecast.importance is None
+    assert around.forecast.delta is around.forecast.importance is None
+    assert math.isfinite(around.forecast.entropy)
 
 
 def test_evaluation_and_update_that_share_prompts() -> None:
@@ -117,6 +123,16 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
         (lambda: forecast(level=95), "level must be between 0 and 1, got 95"),
         (lambda: forecast(buffer_dtype=torch.int32), "buffer_dtype must be one of"),
         (lambda: forecast(step_size=0.0), "step_size must be positive"),
+        (lambda: forecast(clip_at=1.0), "clip_at must be above 1, as a multiple of the mean weight, got 1.0"),
+        (lambda: forecast(sequence_weights="shortest"), "sequence_weights must be one of one, length, longest"),
+        (
+            lambda: forecast(objective="sequence", sequence_weights=lambda mask, prompt: mask[0]),
+            "sequence_weights must have the mask's shape",
+        ),
+        (
+            lambda: forecast(objective="sequence", sequence_weights=lambda mask, prompt: 1.0),
+            r"sequence_weights must return a tensor, \[responses, tokens\], got float",
+        ),
         (lambda: forecast(checkpoint=True), "checkpoint=True needs a model of transformers"),
     ],
 )
@@ -128,7 +144,7 @@ def test_bad_input(call: Callable[[], EntropyForecast], message: str) -> None:
 def test_calls_out_of_order() -> None:
     scene = Scene()
     with (
-        pytest.raises(ValueError, match="around_step\\(\\) measures the optimizer's own step"),
+        pytest.raises(ValueError, match="forecasts along the update prompts' gradients: pass their rollouts"),
         scene.probe(update="gradient").around_step(scene.E),
     ):
         pass
@@ -201,11 +217,12 @@ def test_another_optimizer_that_steps_in_the_same_block_is_noticed() -> None:
     scene = Scene("sgd")
     part = torch.optim.SGD(scene.model.out.parameters(), lr=1e-3)
     rest = torch.optim.SGD([p for n, p in scene.model.named_parameters() if not n.startswith("out")], lr=1e-3)
-    with EntropyChangeProbe(scene.model, part).around_step(scene.E) as around:
+    probe = EntropyChangeProbe(scene.model, part, EntropyChangeOptions(first_order=True))
+    with probe.around_step(scene.E) as around:
         part.step()
-    assert around.forecast.is_valid, around.forecast.reason
-    with EntropyChangeProbe(scene.model, part).around_step(scene.E) as around:
+    assert around.forecast.doubt == ""
+    with probe.around_step(scene.E) as around:
         part.step()
         rest.step()
-    assert not around.forecast.is_valid
-    assert "the forecast leaves out parameters that moved" in around.forecast.reason
+    assert "derivatives leave out parameters that moved" in around.forecast.doubt
+    assert around.forecast.is_valid, around.forecast.reason  # both steps are measured

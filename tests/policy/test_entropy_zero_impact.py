@@ -42,7 +42,7 @@ def assert_untouched(scene: Scene, before: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("update", ["step", "gradient"])
-@pytest.mark.parametrize("derivatives", ["forward", "central"])
+@pytest.mark.parametrize("derivatives", ["forward", "central", "backward"])
 def test_nothing_of_the_training_changes(update: str, derivatives: str) -> None:
     scene = Scene()
     scene.model.train()
@@ -66,7 +66,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("update", ["step", "gradient"])
-@pytest.mark.parametrize("derivatives", ["forward", "central"])
+@pytest.mark.parametrize("derivatives", ["forward", "central", "backward"])
 def test_nothing_changes_wherever_it_fails(update: str, derivatives: str) -> None:
     """Every single call of the model fails, through all phases, and the sampler fails."""
     scene = Scene()

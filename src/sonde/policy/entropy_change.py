@@ -33,6 +33,7 @@ Sampler = Callable[[nn.Module], Rollouts]
 """Samples responses of a model, to the same prompts in each call, with the global random numbers of torch, numpy or
 Python."""
 
+_NO_UPDATE = "update='gradient' forecasts along the update prompts' gradients: pass their rollouts"
 _SCORES_NOT_FINITE = "the policy's scores are not finite"
 
 
@@ -89,19 +90,43 @@ class EntropyChangeProbe:
         "entropy/per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
         "entropy/per_token_se": Metric("nats a token", "standard error of this entropy, over prompts"),
         "entropy/surprise_sd": Metric("nats", "scatter of −log π around the entropy; almost 0 for a uniform policy"),
-        "entropy/delta_forecast": Metric("nats", "forecast of the change of entropy by the step, to first order"),
-        "entropy/delta_se": Metric("nats", "standard error of the forecast"),
-        "entropy/delta_low": Metric("nats", "lower end of the forecast's 95 % interval"),
-        "entropy/delta_high": Metric("nats", "upper end of the forecast's 95 % interval"),
+        "entropy/own_policy_z": Metric("standard errors", "−log π above the entropy; −2 to 2 for the policy's own"),
+        "entropy/own_policy_departure": Metric("fraction", "−log π above the entropy, over the entropy"),
+        "entropy/delta_forecast": Metric("nats", "change of entropy by the step"),
+        "entropy/delta_se": Metric("nats", "standard error of this change"),
+        "entropy/delta_low": Metric("nats", "lower end of the change's 95 % interval"),
+        "entropy/delta_high": Metric("nats", "upper end of the change's 95 % interval"),
+        "entropy/delta_sharpening": Metric("nats", "part of the change at the same prefixes"),
+        "entropy/delta_drift": Metric("nats", "part of the change from more and less likely prefixes"),
+        "entropy/frac_var": Metric("ratio", "variance of the change over its square"),
+        "entropy/v_x": Metric("nats²", "variance of the change from the evaluation prompts"),
+        "entropy/v_y": Metric("nats²", "variance of the change from the update prompts"),
+        "entropy/bars_dot": Metric("nats", "mean entropy gradient times mean update gradient, or times the step"),
+        "entropy/n_evaluation_prompts": Metric("prompts", "evaluation prompts, B_E"),
+        "entropy/n_update_prompts": Metric("prompts", "update prompts whose causes are known, B_U"),
+        "entropy/support": Metric("fraction", "effective sample size after the step over responses, by position"),
+        "entropy/unsupported": Metric("fraction", "entropy after the step that positions of little support carry"),
+        "entropy/delta_first_order": Metric("nats", "change to first order, if a derivative was taken"),
+        "entropy/delta_first_order_se": Metric("nats", "standard error of the change to first order"),
+        "entropy/delta_finite_step": Metric("nats", "change by the real step, beside a forecast along gradients"),
+        "entropy/delta_finite_step_se": Metric("nats", "standard error of the change by the real step"),
         "entropy/delta_fixed_prefixes": Metric("nats a token", "true change on the same prefixes"),
         "entropy/linear_over_true": Metric("ratio", "first order over truth on the same prefixes; about 1 if small"),
-        "entropy/delta_importance": Metric("nats", "true change by importance sampling, if enough responses count"),
-        "entropy/ess_fraction": Metric("fraction", "effective sample size of importance sampling, over the responses"),
+        "entropy/delta_importance": Metric("nats", "change by weights of whole responses, if enough of them count"),
+        "entropy/ess_fraction": Metric("fraction", "effective sample size of whole responses, over their number"),
         "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
         "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),
+        "entropy/rollouts_that_differ": Metric("responses", "fresh responses that the step has changed"),
         "entropy/is_valid": Metric("0 or 1", "whether the forecast gives no reason not to trust it"),
         "entropy/is_of_own_prompts": Metric("0 or 1", "whether evaluation prompts are those that the step learns from"),
         "cost/entropy_seconds": Metric("seconds", "time of the forecast of the entropy change"),
+        "cost/entropy_scores_seconds": Metric("seconds", "of these, scoring responses before the step"),
+        "cost/entropy_scores_after_seconds": Metric("seconds", "of these, scoring responses after the step"),
+        "cost/entropy_derivatives_seconds": Metric("seconds", "of these, derivatives"),
+        "cost/entropy_gradients_seconds": Metric("seconds", "of these, backwards of update='gradient'"),
+        "cost/entropy_causes_seconds": Metric("seconds", "of these, causes"),
+        "cost/entropy_rollouts_seconds": Metric("seconds", "of these, fresh rollouts"),
+        "cost/entropy_peak_bytes": Metric("bytes", "growth of the peak memory by the forecast"),
     }
 
     def __init__(
@@ -142,7 +167,7 @@ class EntropyChangeProbe:
         gradient_scale: float | Tensor = 1.0,
         causes: bool = False,
     ) -> EntropyForecast:
-        """What the next optimizer step will do, to first order, with the truths on these responses.
+        """What the next optimizer step will do. Parameters take the step for one forward, and have their bits again.
 
         With update="step", call it between the last backward and the optimizer's step, while gradients are in `.grad`.
 
@@ -181,20 +206,23 @@ class EntropyChangeProbe:
     def around_step(
         self, evaluation: Rollouts, update: Rollouts | None = None, *, causes: bool = False
     ) -> Iterator[AroundStep]:
-        """Around the optimizer's real step: the forecast along it, and its truths.
+        """Around the optimizer's real step, of any optimizer: what the step did to the entropy.
 
-        If the optimizer's step can be forecast, it is forecast on entry. On exit, a sample of elements checks that this
-        was the step actually taken. If it cannot be forecast, the probe keeps a copy of the parameters and measures the
-        step on exit.
+        E is scored on entry and on exit. With update="gradient", the change along the update prompts' gradients is
+        forecast on entry, and `finite_step` has the change by the real step beside it.
+
+        Derivatives are taken with causes=True or the option `first_order`. If the optimizer's step can be forecast,
+        they are taken along the forecast on entry. On exit, a sample of elements checks that this was the step actually
+        taken. If it cannot be forecast, the probe keeps a copy of the parameters and measures the step on exit.
 
         Args:
             evaluation: this rank's part of E, sampled before the step.
-            update: this rank's part of U, with advantages, for causes by prompt.
+            update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
             causes: as for `forecast`; ignored if the step cannot be forecast.
 
         Raises:
-            ValueError: for responses that cannot be used, or a probe with update="gradient".
-            RuntimeError: if there is no gradient yet.
+            ValueError: for responses that cannot be used.
+            RuntimeError: if there is no gradient yet, where one is needed.
 
         Example:
             >>> def trained(probe: EntropyChangeProbe, evaluation: Rollouts, optimizer: torch.optim.Optimizer) -> None:
@@ -202,17 +230,28 @@ class EntropyChangeProbe:
             ...         optimizer.step()
             ...     print(around.forecast)
         """
-        if self._options.update == "gradient":
-            raise ValueError("around_step() measures the optimizer's own step: make the probe with update='step'")
-        around = AroundStep()
+        around, options = AroundStep(), self._options
         self._check_responses(evaluation, update)
+        is_gradient = options.update == "gradient"
+        if is_gradient and update is None:
+            raise ValueError(_NO_UPDATE)
         with self._measuring(evaluation, self._sampler) as measurement:
-            before = self._step.before(measurement, update, causes)
+            before = self._step.before(
+                measurement,
+                update,
+                has_derivatives=not is_gradient and (causes or options.first_order),
+                causes=causes,
+            )
+            if is_gradient and measurement is not None:
+                assert update is not None
+                before.first_order, _ = measurement.along_gradients(update, self._optimizer, self._learning_rate())
         yield around
         with preserve_training_state(self._model):
-            around._forecast = (
-                self._unknown(_SCORES_NOT_FINITE) if measurement is None else self._step.after(measurement, before)
-            )
+            if measurement is None:
+                around._forecast = self._unknown(_SCORES_NOT_FINITE)
+            else:
+                finish = self._step.after_gradients if is_gradient else self._step.after
+                around._forecast = finish(measurement, before)
 
     def step(self) -> None:
         """In every `every`-th window, forecast the next optimizer step on fresh responses of the sampler.
@@ -254,26 +293,28 @@ class EntropyChangeProbe:
         if is_step and (why := why_no_forecast(self._optimizer)):
             raise ValueError(why)
         if not is_step and update is None:
-            raise ValueError("update='gradient' forecasts along the update prompts' gradients: pass their rollouts")
+            raise ValueError(_NO_UPDATE)
         with self._measuring(evaluation, sampler) as measurement:
             if measurement is None:
                 return self._unknown(_SCORES_NOT_FINITE)
+            first_order = None
             if is_step:
                 step = self._step.forecast(gradient_scale)
                 if not self._step.is_finite(step):
                     return measurement.unknown(STEP_NOT_FINITE)
-                first_order = measurement.along_step(step)
-                del step  # each direction has the size of the parameters, and causes need one of their own
-                if causes:
-                    first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-                step = self._step.forecast(gradient_scale)  # again: derivatives change the direction by rounding
+                if causes or self._options.first_order:
+                    first_order = measurement.along_step(step)
+                    del step  # each direction has the size of the parameters, and causes need one of their own
+                    if causes:
+                        first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
+                    step = self._step.forecast(gradient_scale)  # again: derivatives change it by rounding
             else:
                 assert update is not None
                 first_order, step = measurement.along_gradients(update, self._optimizer, self._learning_rate())
             before = measurement.sample()
             with taken(step, self._model):
-                truths = measurement.truths(before)
-            return measurement.forecast(first_order, truths)
+                after = measurement.after(measurement.scored_after(), before)
+            return measurement.forecast(first_order, after)
 
     @contextlib.contextmanager
     def _measuring(self, evaluation: Rollouts, sampler: Sampler | None) -> Iterator[EntropyMeasurement | None]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +19,16 @@ from sonde.policy.scoring.optimizer_step import Direction, Part, dot, forecast_s
 from sonde.policy.scoring.preconditioner import Preconditioner
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored, ScoreDerivatives, Scorer
-from sonde.policy.stats.attribution import Cause, causes_by_prompt, split_gradient, split_step
+from sonde.policy.stats.attribution import Cause, causes_by_prompt, credit_by_sign, split_gradient, split_step
 from sonde.policy.stats.entropy_change import EntropyObjective, change_by_gradients
-from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, Truths, entropy_forecast, unknown
-from sonde.policy.stats.entropy_gradient import Coefficients, entropy_rate, entropy_rate_se
+from sonde.policy.stats.entropy_forecast import AfterStep, EntropyForecast, FirstOrder, entropy_forecast, unknown
+from sonde.policy.stats.entropy_gradient import (
+    Coefficients,
+    entropy_rate,
+    entropy_rate_se,
+    on_same_prefixes_coefficients,
+)
+from sonde.policy.stats.finite_step import Scores, change_by_finite_step
 from sonde.policy.stats.importance import fixed_prefix_change, importance_sampled_change, resampled_change
 from sonde.policy.stats.near_uniform import surprise_sd
 
@@ -54,7 +61,10 @@ class EntropyMeasurement:
         self._sample = sample
         self._cost = cost
         self._objective = EntropyObjective(options.objective, options.sequence_weights)
-        self._coefficients = self._objective.coefficients(base.log_prob, base.entropy, base.responses)
+
+    @functools.cached_property
+    def _coefficients(self) -> Coefficients:
+        return self._objective.coefficients(self._base.log_prob, self._base.entropy, self._base.responses)
 
     def along_step(self, step: Direction) -> FirstOrder:
         """The change along a given step. Afterwards `step` holds the same vector only approximately."""
@@ -96,43 +106,51 @@ class EntropyMeasurement:
         with self._cost.phase("scores"):
             learned = self._scorer.scored(update)
         n_update = learned.responses.n_prompts
-        no_entropy = torch.zeros_like(learned.entropy)
-        on_update = Coefficients(no_entropy, self._credit(learned) * learned.responses.share[:, None])
+        # Each prompt's gradient is a mean over its responses.
+        on_update = self._credit(learned) * learned.responses.share[:, None]
         with self._cost.phase("gradients"):
             # X̄₁ and X̄₂, the means of X over halves of the evaluation prompts; then Ȳ.
             halves = [(half, self._put_away(self._entropy_gradient(half))) for half in responses.halves()]
-            y, precondition = self._update_gradient(update, learned, on_update.on_log_prob, optimizer)
+            y, precondition = self._update_gradient(update, learned, on_update, optimizer)
         with self._cost.phase("derivatives"):
             # X_n·Ȳ is the derivative of prompt n's terms along Ȳ; Y_p·X̄₁ is that of prompt p's terms along P X̄₁.
-            along_y = self._derivatives(base.rollouts, y)
-            y_along_halves, d_update, doubts = [], torch.zeros_like(learned.log_prob), [along_y.doubt]
+            along_y = self._derivatives(base, y)
+            x_along_y, sharpening, on_same_prefixes = along_y.along(
+                [self._coefficients, self._coefficients.entropy_alone(), on_same_prefixes_coefficients(responses)]
+            )
+            y_along_halves, doubts = [], [along_y.doubt]
+            rewarded, penalised = (torch.zeros(n_update, dtype=torch.float64) for _ in range(2))
             for half, stored in halves:
                 direction = self._at_work(stored)
                 precondition(direction)
-                along_half = self._derivatives(update, direction)
+                along_half = self._derivatives(learned, direction)
                 doubts.append(along_half.doubt)
-                y_along_halves.append(on_update.per_prompt(learned.responses, no_entropy, along_half.log_prob))
+                up, down = along_half.along(credit_by_sign(on_update))
+                y_along_halves.append(up + down)
                 # X̄ is the mean of X̄₁ and X̄₂, weighted by their shares of the prompts.
-                d_update += along_half.log_prob * responses.share[half].sum() / responses.n_prompts
+                part = float(responses.share[half].sum()) / responses.n_prompts
+                rewarded += part * up
+                penalised += part * down
         change = change_by_gradients(
-            self._coefficients.per_prompt(responses, along_y.entropy, along_y.log_prob),
-            on_update.per_prompt(learned.responses, no_entropy, d_update),
+            x_along_y,
+            rewarded + penalised,
             step_size,
             y_along_halves=(y_along_halves[0], y_along_halves[-1]),
-            sharpening=self._coefficients.per_prompt(responses, along_y.entropy, torch.zeros_like(along_y.entropy)),
+            sharpening=sharpening if bool(self._coefficients.on_entropy.any()) else None,
             level=self._options.level,
         )
-        prompts = causes_by_prompt(d_update, on_update.on_log_prob, learned.responses, step_size / n_update)
+        prompts = causes_by_prompt(rewarded, penalised, learned.responses, step_size / n_update)
         first_order = FirstOrder(
             change,
-            step_size * entropy_rate(along_y.entropy, responses)[0],
+            step_size * float(on_same_prefixes.mean()),
             None if change.delta is None else change.delta / step_size,
             along_y.mode,
+            along_y.why,
             next(filter(None, doubts), ""),
             split_gradient(change.delta, prompts),
         )
-        for part in y.values():
-            part.mul_(step_size)
+        for vector in y.values():
+            vector.mul_(step_size)
         return first_order, y
 
     def sample(self) -> Scored | None:
@@ -142,18 +160,27 @@ class EntropyMeasurement:
         with self._cost.phase("rollouts"):
             return self._scorer.scored(self._sample())
 
-    def truths(self, before: Scored | None) -> Truths | None:
-        """The measured changes; parameters hold θ⁺.
+    def scored_after(self) -> Scored:
+        """E, scored again; parameters hold θ⁺."""
+        with self._cost.phase("scores_after"):
+            return self._scorer.scored(self._base.rollouts)
+
+    def is_unchanged(self, now: Scored) -> bool:
+        """Whether scores are those before the step, bit for bit."""
+        base = self._base
+        return torch.equal(now.log_prob, base.log_prob) and torch.equal(now.entropy, base.entropy)
+
+    def after(self, now: Scored, before: Scored | None) -> AfterStep | None:
+        """What scores after the step say; parameters hold θ⁺.
 
         Args:
+            now: what `scored_after` gave.
             before: what `sample` gave at θ.
 
         Returns:
             None if the policy's scores are not finite at θ⁺.
         """
-        base, terms = self._base, self._terms
-        with self._cost.phase("truth"):
-            now = self._scorer.scored(base.rollouts)
+        base, terms, options = self._base, self._terms, self._options
         if not now.is_finite:
             return None
         importance = importance_sampled_change(
@@ -162,34 +189,52 @@ class EntropyMeasurement:
             base.log_prob,
             now.log_prob,
             base.responses,
-            weighting=self._options.weighting,
+            weighting=options.weighting,
+            clip_at=options.clip_at,
             per=self._objective.per,
+        )
+        finite_step = change_by_finite_step(
+            Scores(base.log_prob, base.entropy),
+            Scores(now.log_prob, now.entropy),
+            base.responses,
+            self._objective,
+            weighting=options.weighting,
+            clip_at=options.clip_at,
+            level=options.level,
         )
         rollouts = None
         if before is not None and (after := self.sample()) is not None:
             rollouts = resampled_change(
-                terms(before), before.responses, terms(after), after.responses, per=self._objective.per
+                terms(before),
+                before.responses,
+                terms(after),
+                after.responses,
+                per=self._objective.per,
+                n_differ=self._scorer.n_that_differ(before.rollouts, after.rollouts),
             )
-        return Truths(fixed_prefix_change(base.entropy, now.entropy, base.responses), importance, rollouts)
+        on_same_prefixes = fixed_prefix_change(base.entropy, now.entropy, base.responses)
+        return AfterStep(finite_step, on_same_prefixes, importance, rollouts)
 
-    def forecast(self, first_order: FirstOrder, truths: Truths | None, problem: str = "") -> EntropyForecast:
+    def forecast(
+        self, first_order: FirstOrder | None, after: AfterStep | None, *, is_same_step: bool = True
+    ) -> EntropyForecast:
         """The forecast, made of what the phases gave.
 
         Args:
-            first_order: the change to first order.
-            truths: the measured changes; None if the policy's scores are not finite after the step.
-            problem: why the forecast is not to be trusted, if that is known already.
+            first_order: the change to first order; needed with update="gradient".
+            after: what scores after the step say; None if they are not finite.
+            is_same_step: whether both are of the same step.
         """
         return entropy_forecast(
             first_order,
-            truths,
+            after,
             self._base.log_prob,
             self._base.entropy,
             self._base.responses,
             objective=self._objective,
             update=self._options.update,
             level=self._options.level,
-            problem=problem,
+            is_same_step=is_same_step,
             seconds=self._cost.seconds,
             peak_bytes=self._cost.peak_bytes(),
         )
@@ -207,12 +252,16 @@ class EntropyMeasurement:
         )
 
     def _along(self, step: Direction) -> FirstOrder:
-        base = self._base
-        d = self._derivatives(base.rollouts, step)
-        change = self._objective.change(
-            base.log_prob, base.entropy, d.log_prob, d.entropy, base.responses, level=self._options.level
-        )
-        return FirstOrder(change, entropy_rate(d.entropy, base.responses)[0], change.delta, d.mode, d.doubt)
+        base, responses = self._base, self._base.responses
+        d = self._derivatives(base, step)
+        change = self._objective.change(base.log_prob, base.entropy, responses, d.along, level=self._options.level)
+        if self._objective.kind == "per_token":
+            assert change.sharpening is not None
+            on_same_prefixes = change.sharpening
+        else:
+            [on_same] = d.along([on_same_prefixes_coefficients(responses)])
+            on_same_prefixes = float(on_same.mean())
+        return FirstOrder(change, on_same_prefixes, change.delta, d.mode, d.why, d.doubt)
 
     def _along_part(self, part: Part, optimizer: Any, gradient_scale: float) -> FirstOrder | None:
         """The change along one part of the optimizer's step; None if this part is 0."""
@@ -230,8 +279,8 @@ class EntropyMeasurement:
         step = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part="batch")
         gradients = {p: p.grad for p in step if p.grad is not None}
         downhill = -gradient_scale * dot(gradients, step)
-        along_batch = self._derivatives(update, step)
-        uphill = float((credit * along_batch.log_prob).sum())
+        along_batch = self._derivatives(learned, step)
+        uphill = sum(float(part.sum()) for part in along_batch.along(credit_by_sign(credit)))
         del step
         if not uphill * downhill:
             return (), along_batch.doubt
@@ -240,16 +289,17 @@ class EntropyMeasurement:
         x = self._entropy_gradient(None)
         to_entropy = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part="batch", along=x)
         del x
-        d = self._derivatives(update, to_entropy)
+        d = self._derivatives(learned, to_entropy)
         scale = -downhill / uphill / gradient_scale
-        return causes_by_prompt(d.log_prob, credit, learned.responses, scale), along_batch.doubt or d.doubt
+        rewarded, penalised = d.along(credit_by_sign(credit))
+        return causes_by_prompt(rewarded, penalised, learned.responses, scale), along_batch.doubt or d.doubt
 
     def _terms(self, scored: Scored) -> Tensor:
         return self._objective.terms(scored.log_prob, scored.entropy, scored.responses)
 
-    def _derivatives(self, rollouts: Rollouts, direction: Direction) -> ScoreDerivatives:
-        """D s and D H of every token of all ranks. Afterwards the direction is the same only approximately."""
-        return self._scorer.derivatives(rollouts, direction, self._options.derivatives)
+    def _derivatives(self, scored: Scored, direction: Direction) -> ScoreDerivatives:
+        """Derivatives of the scores of all ranks. Afterwards the direction is the same only approximately."""
+        return self._scorer.derivatives(scored, direction, self._options.derivatives)
 
     def _entropy_gradient(self, half: Tensor | None) -> Direction:
         """X̄ over all prompts; or over a half of them, given as a mask of their responses."""
@@ -285,7 +335,7 @@ class EntropyMeasurement:
     def _gradient(
         self, rollouts: Rollouts, on_log_prob: Tensor, on_entropy: Tensor | None = None, rows: Tensor | None = None
     ) -> Direction:
-        return self._scorer.gradient(rollouts, on_log_prob, on_entropy, of=rows, dtype=self._options.buffer_dtype)
+        return self._scorer.gradient(rollouts, on_log_prob, on_entropy, rows=rows, dtype=self._options.buffer_dtype)
 
     def _credit(self, scored: Scored) -> Tensor:
         """Advantage × weight of every rank's tokens, [responses, tokens]."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from sonde.policy.scoring.directional_derivatives import Derive
 from sonde.policy.scoring.summed_gradient import DTYPES
-from sonde.policy.stats.entropy_change import Objective, SequenceWeights
+from sonde.policy.stats.entropy_change import Objective
 from sonde.policy.stats.entropy_forecast import Update
-from sonde.policy.stats.importance import Weighting
+from sonde.policy.stats.prefix_weights import CLIPPED_AT, Weighting
+from sonde.policy.stats.sequence_entropy import SequenceWeights
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,21 @@ class EntropyChangeOptions:
     Attributes:
         objective: which entropy: "per_token" for R = E[Σ H]/E[T], in nats a token; "sequence" for E[−Σ w s], in nats a
             response.
-        update: which update: "step" for the optimizer's own step; "gradient" for η times the mean of the update
-            prompts' gradients, preconditioned by Adam's second moment. With "gradient", the scatter of the update
-            prompts counts in the standard error too.
-        sequence_weights: w of the "sequence" objective: "one", or one over the response's "length".
+        update: which update: "step" for the optimizer's own step, of any size, from scores before and after it;
+            "gradient" for η times the mean of the update prompts' gradients, preconditioned by Adam's second moment, to
+            first order. With "gradient", the scatter of the update prompts counts in the standard error too.
+        sequence_weights: w of the "sequence" objective: "one"; one over the response's "length"; one over the "longest"
+            length among the prompt's responses; or a function of the mask, [responses, tokens], and the prompts,
+            [responses], that returns [responses, tokens]. What a function depends on is found out by calling it with
+            other masks.
         step_size: η of update="gradient"; None for the optimizer's learning rate.
         micro_batch_prompts: number of prompts scored at a time.
-        derivatives: "forward" mode, "central" differences, or "auto": forward mode if the model supports it.
-        weighting: importance weights: "snis" (self-normalised), or "clip" for less variance and some bias.
+        first_order: with update="step", also take the derivative along the step, as a check. `causes` take it anyway.
+        derivatives: "forward" mode; "central" differences; "backward", a backward for every prompt; or "auto": the
+            first of these that the model supports.
+        weighting: weights of responses after the step: "snis" (self-normalised), or "clip" for less variance and some
+            bias.
+        clip_at: largest weight with weighting="clip", as a multiple of the mean weight at its position.
         every: `step` makes a forecast in every so many windows.
         buffer_dtype: dtype of summed gradients, where backwards are needed.
         offload: keep summed gradients on the CPU while they are not needed.
@@ -50,8 +58,10 @@ class EntropyChangeOptions:
     sequence_weights: SequenceWeights = "one"
     step_size: float | None = None
     micro_batch_prompts: int = 2
-    derivatives: Literal["auto", "forward", "central"] = "auto"
+    first_order: bool = False
+    derivatives: Derive = "auto"
     weighting: Weighting = "snis"
+    clip_at: float = CLIPPED_AT
     every: int = 1
     buffer_dtype: torch.dtype = torch.float32
     offload: bool = False
@@ -62,13 +72,16 @@ class EntropyChangeOptions:
     def __post_init__(self) -> None:
         _check_choice("objective", self.objective, ("per_token", "sequence"))
         _check_choice("update", self.update, ("step", "gradient"))
-        _check_choice("sequence_weights", self.sequence_weights, ("one", "length"))
-        _check_choice("derivatives", self.derivatives, ("auto", "forward", "central"))
+        if not callable(self.sequence_weights):
+            _check_choice("sequence_weights", self.sequence_weights, ("one", "length", "longest"))
+        _check_choice("derivatives", self.derivatives, ("auto", "forward", "central", "backward"))
         _check_choice("weighting", self.weighting, ("snis", "clip"))
         _check_choice("buffer_dtype", self.buffer_dtype, DTYPES)
         for name, n in (("micro_batch_prompts", self.micro_batch_prompts), ("every", self.every)):
             if isinstance(n, bool) or not isinstance(n, int) or n < 1:
                 raise ValueError(f"{name} must be a whole number from 1 up, got {n!r}")
+        if not 1 < self.clip_at < math.inf:
+            raise ValueError(f"clip_at must be above 1, as a multiple of the mean weight, got {self.clip_at!r}")
         if not 0 < self.level < 1:
             raise ValueError(f"level must be between 0 and 1, got {self.level!r}")
         if self.step_size is not None and not 0 < self.step_size < math.inf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,16 @@ from torch import nn
 
 from sonde.parallel.placements import local_tensor, reshard
 from sonde.parallel.process_groups import gather_from_all_ranks
+from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_measurement import EntropyMeasurement
-from sonde.policy.scoring.optimizer_step import Direction, StepMeter, StepWitness, forecast_step, why_no_forecast
+from sonde.policy.scoring.optimizer_step import (
+    Direction,
+    StepMeter,
+    StepWatch,
+    StepWitness,
+    forecast_step,
+    why_no_forecast,
+)
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
@@ -26,7 +35,7 @@ _STEP_SKIPPED = (
     "are not finite, or it was not called, or its learning rate is 0"
 )
 _MOVED_OTHERS = (
-    "the forecast leaves out parameters that moved in the block of around_step(), since they are not in the probe's "
+    "derivatives leave out parameters that moved in the block of around_step(), since they are not in the probe's "
     "optimizer or had no gradient: pass an optimizer that holds all parameters of the model"
 )
 
@@ -37,13 +46,15 @@ class BeforeStep:
 
     Attributes:
         sample: fresh responses, scored; None without a sampler.
-        first_order: the change along the forecast step; None if the step has no forecast, or is not finite.
-        watch: compares the step that is taken with its forecast, or measures this step.
+        first_order: the change along the forecast step, or along the update prompts' gradients; None if no derivative
+            is wanted, or if the step has no forecast, or is not finite.
+        watch: sees whether a step is taken; where derivatives are wanted, it also compares this step with its forecast,
+            or measures it.
     """
 
     sample: Scored | None
     first_order: FirstOrder | None
-    watch: StepWitness | StepMeter
+    watch: StepWatch | StepWitness | StepMeter
 
 
 class PolicyStep:
@@ -80,15 +91,20 @@ class PolicyStep:
         """Whether the step is finite on all ranks."""
         return not self._on_any_rank(not all(bool(local_tensor(delta).isfinite().all()) for delta in step.values()))
 
-    def before(self, measurement: EntropyMeasurement | None, update: Rollouts | None, causes: bool) -> BeforeStep:
-        """Forecast the step before it is taken, and put a watch on it.
+    def before(
+        self, measurement: EntropyMeasurement | None, update: Rollouts | None, *, has_derivatives: bool, causes: bool
+    ) -> BeforeStep:
+        """Put a watch on the step before it is taken, and take derivatives along its forecast.
 
         Args:
             measurement: None if the policy's scores are not finite.
             update: this rank's part of U, for causes by prompt.
-            causes: whether to split the forecast into its causes.
+            has_derivatives: whether derivatives are wanted along the step.
+            causes: whether to split the change to first order into its causes.
         """
         sample = None if measurement is None else measurement.sample()
+        if not has_derivatives:
+            return BeforeStep(sample, None, StepWatch(self._parameters))
         if why_no_forecast(self._optimizer):
             return BeforeStep(sample, None, StepMeter(self._parameters))
         step = self.forecast(1.0)
@@ -101,24 +117,31 @@ class PolicyStep:
         return BeforeStep(sample, first_order, witness)
 
     def after(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
-        """The forecast along the step that was taken, with its truths. Parameters hold θ⁺.
+        """The change by the step that was taken. Parameters hold θ⁺.
 
         Args:
             measurement: that `before` was made with.
             before: the result of `before`; its watch is given up.
         """
         watch, first_order = before.watch, before.first_order
-        if self._on_any_rank(watch.is_to_move) and not self._on_any_rank(watch.has_moved()):
+        now = measurement.scored_after()
+        # A watch sees a few elements of each parameter. A step of others alone shows in the scores.
+        if self._is_to_move() and not self._on_any_rank(watch.has_moved()) and measurement.is_unchanged(now):
             return measurement.unknown(_STEP_SKIPPED)
-        problem = ""
-        if isinstance(watch, StepWitness):
-            problem = self._why_another_step(watch)
-        else:
+        after = measurement.after(now, before.sample)
+        if isinstance(watch, StepWitness) and first_order is not None:
+            first_order = dataclasses.replace(first_order, doubt=self._why_another_step(watch) or first_order.doubt)
+        elif isinstance(watch, StepMeter):
             first_order = self._along_measured_step(measurement, watch)
         del watch, before.watch  # a meter holds a copy of the parameters
-        if first_order is None:
-            return measurement.unknown(STEP_NOT_FINITE)
-        return measurement.forecast(first_order, measurement.truths(before.sample), problem)
+        return measurement.forecast(first_order, after)
+
+    def after_gradients(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
+        """The change along the update prompts' gradients, beside that by the step that was taken."""
+        now = measurement.scored_after()
+        if self._is_to_move() and not self._on_any_rank(before.watch.has_moved()) and measurement.is_unchanged(now):
+            return measurement.unknown(_STEP_SKIPPED)
+        return measurement.forecast(before.first_order, measurement.after(now, before.sample), is_same_step=False)
 
     def _why_another_step(self, witness: StepWitness) -> str:
         """How the step that was taken differs from its forecast; empty if it does not."""
@@ -126,7 +149,7 @@ class PolicyStep:
             return _MOVED_OTHERS
         departure = max(self._gather_from_ranks(witness.departure()))
         if departure > _LARGEST_DEPARTURE:
-            return f"the step that was taken differs from the forecast by {departure:.0%}: clip before the block"
+            return f"derivatives are along another step, {departure:.0%} off the one taken: clip before the block"
         return ""
 
     def _along_measured_step(self, measurement: EntropyMeasurement, meter: StepMeter) -> FirstOrder | None:
@@ -141,6 +164,11 @@ class PolicyStep:
         finally:
             after.restore()
             reshard(self._model)
+
+    def _is_to_move(self) -> bool:
+        """Whether a step is expected to move anything; without a learning rate, as a warm-up begins, it is not."""
+        groups = getattr(unwrap_optimizer(self._optimizer), "param_groups", ())
+        return any(float(group.get("lr", 1.0)) != 0.0 for group in groups) or not groups
 
     def _on_any_rank(self, is_so: bool) -> bool:
         return any(self._gather_from_ranks(float(is_so)))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_change import EntropyChange, change_by_gradients, change_of_sequences, change_per_token
-from sonde.policy.stats.entropy_gradient import Responses, per_token_coefficients, sequence_coefficients
+from sonde.policy.stats.entropy_gradient import Responses, along_tokens, per_token_coefficients
+from sonde.policy.stats.sequence_entropy import sequence_coefficients
 from tests import tiny_policy as tiny
 from tests.policy.stats.tiny_batches import D_H, D_S, DIRECTION, THETA, H, J, S, sampled
 
@@ -29,7 +30,7 @@ def test_the_interval_of_a_given_update_covers(n_prompts: int) -> None:
     for _ in range(2000):
         responses, prompts, picked = sampled(n_prompts, 4, generator)
         at = (prompts, picked)
-        changes.append(change_per_token(H[at], D_H[at], D_S[at], responses))
+        changes.append(change_per_token(H[at], responses, along_tokens(D_H[at], D_S[at], responses)))
     assert 0.93 <= coverage(changes, exact) <= 0.97
     mean = sum(c.delta for c in changes) / len(changes)
     spread = math.sqrt(sum((c.delta - mean) ** 2 for c in changes) / len(changes))
@@ -45,8 +46,9 @@ def test_the_interval_for_whole_sequences_covers() -> None:
     changes = []
     for _ in range(2000):
         responses, prompts, picked = sampled(24, 4, generator)
-        c = sequence_coefficients(S[prompts, picked], responses, is_causal=True)
-        changes.append(change_of_sequences(c, D_S[prompts, picked], responses))
+        at = (prompts, picked)
+        c = sequence_coefficients(S[at], H[at], responses)
+        changes.append(change_of_sequences(c, along_tokens(D_H[at], D_S[at], responses)))
     assert 0.93 <= coverage(changes, exact) <= 0.97
 
 
@@ -54,7 +56,7 @@ def test_sharpening_is_the_change_on_the_same_prefixes_and_drift_is_the_rest() -
     generator = torch.Generator().manual_seed(6)
     responses, prompts, picked = sampled(50, 4, generator)
     at = (prompts, picked)
-    change = change_per_token(H[at], D_H[at], D_S[at], responses)
+    change = change_per_token(H[at], responses, along_tokens(D_H[at], D_S[at], responses))
     assert change.sharpening + change.drift == pytest.approx(change.delta, rel=1e-12)
     step = 1e-6
     _, after = tiny.tokens(THETA + step * DIRECTION)
@@ -144,14 +146,17 @@ def test_noise_common_to_both_batches_is_counted_once() -> None:
         assert once == pytest.approx(variance, rel=0.1)
 
 
-def test_one_prompt_gives_a_reason_and_no_number() -> None:
+def test_one_prompt_gives_the_change_and_a_reason_for_its_error() -> None:
     responses, prompts, picked = sampled(1, 4, torch.Generator().manual_seed(0))
     at = (prompts, picked)
-    change = change_per_token(H[at], D_H[at], D_S[at], responses)
-    assert (change.delta, change.se, change.low, change.high, change.v_x) == (None,) * 5
-    assert change.reason == "the standard error needs at least 2 evaluation prompts, got 1: pass more prompts"
+    change = change_per_token(H[at], responses, along_tokens(D_H[at], D_S[at], responses))
+    assert math.isfinite(change.delta)
+    assert (change.se, change.low, change.high, change.v_x) == (None,) * 4
+    assert change.reason.endswith("not known: it needs at least 2 evaluation prompts, got 1: pass more prompts")
     one = torch.ones(1)
-    assert "got 1 and 1" in change_by_gradients(one, one, 0.1, products=torch.ones(1, 1)).reason
+    change = change_by_gradients(one, one, 0.1, products=torch.ones(1, 1))
+    assert "got 1 and 1" in change.reason
+    assert (change.delta, change.se) == (pytest.approx(0.1), None)
 
 
 def test_products_or_halves_are_needed_and_both_means_must_agree() -> None:

@@ -10,120 +10,164 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.attribution import Cause, Causes, split_gradient, split_step
-from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective, SequenceWeights
-from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, Truths, entropy_forecast, unknown
+from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
+from sonde.policy.stats.entropy_forecast import (
+    TOO_LARGE,
+    AfterStep,
+    EntropyForecast,
+    Estimate,
+    FirstOrder,
+    FixedPrefixes,
+    Update,
+    entropy_forecast,
+    unknown,
+)
 from sonde.policy.stats.entropy_gradient import Responses
+from sonde.policy.stats.finite_step import FiniteStep
 from sonde.policy.stats.importance import MeasuredChange
+from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
+from sonde.policy.stats.prefix_weights import Support
+from sonde.policy.stats.sequence_entropy import SequenceWeights
 
 # Two prompts with one response each, of 2 tokens with 1 nat each.
 RESPONSES = Responses(torch.ones(2, 2), torch.tensor([3, 5]))
 ENTROPY = torch.ones(2, 2)
 LOG_PROB = torch.tensor([[-0.5, -1.5], [-2.0, -0.0]])
 CHANGE = EntropyChange(-0.2, 0.1, -0.4, 0.0, "", torch.tensor([-0.3, -0.1]), torch.tensor([-0.2, 0.0]), 0.01)
+STEP = dataclasses.replace(CHANGE, delta=-0.21, se=0.11, low=-0.45, high=0.03, v_x=0.0121)
+WHOLE = Support(0.9, 0.0, None)
 FIRST_ORDER = FirstOrder(CHANGE, on_same_prefixes=-0.1, bars_dot=-0.2, derivatives="forward")
-TRUTHS = Truths(-0.11, MeasuredChange(-0.21, 0.02, 1.8, 0.9))
+AFTER = AfterStep(FiniteStep(STEP, WHOLE), -0.11, MeasuredChange(-0.22, 0.02, 1.8, 0.9))
 
 
 def forecast(
-    first_order: FirstOrder = FIRST_ORDER,
-    truths: Truths | None = TRUTHS,
+    first_order: FirstOrder | None = FIRST_ORDER,
+    after: AfterStep | None = AFTER,
     kind: Objective = "per_token",
     weights: SequenceWeights = "one",
     log_prob: Tensor = LOG_PROB,
+    update: Update = "step",
     **options: Any,
 ) -> EntropyForecast:
-    objective = EntropyObjective(kind, weights)
     return entropy_forecast(
         first_order,
-        truths,
+        after,
         log_prob,
         ENTROPY,
         RESPONSES,
-        objective=objective,
-        update="step",
+        objective=EntropyObjective(kind, weights),
+        update=update,
         level=0.95,
         seconds={"scores": 1.0},
         **options,
     )
 
 
-def test_the_interval_includes_the_deviation_from_first_order() -> None:
+def test_along_a_step_the_numbers_are_those_of_the_finite_step() -> None:
+    result = forecast(peak_bytes=7)
+    assert (result.delta, result.se, result.low, result.high, result.v_x) == (-0.21, 0.11, -0.45, 0.03, 0.0121)
+    assert (result.first_order, result.finite_step) == (Estimate.of(CHANGE), Estimate.of(STEP))
+    assert (result.entropy, result.bars_dot, result.support) == (1.0, -0.2, WHOLE)
+    assert (result.n_evaluation, result.n_update, result.derivatives, result.peak_bytes) == (2, 0, "forward", 7)
+    assert result.frac_var == pytest.approx((0.11 / 0.21) ** 2)
+    metrics = result.metrics()
+    assert metrics["entropy/linear_over_true"] == pytest.approx(0.1 / 0.11)
+    assert (metrics["entropy/delta_importance"], metrics["entropy/delta_rollouts"]) == (-0.22, None)
+    assert (metrics["entropy/delta_first_order"], metrics["entropy/delta_finite_step"]) == (-0.2, None)
+    assert str(result).endswith("forecast -2.10e-01 ± 1.1e-01 nats a token; first order -2.00e-01 ± 1.0e-01")
+    assert result.surprise_sd == metrics["entropy/surprise_sd"] == pytest.approx(((0.25 + 0.25 + 1 + 1) / 4) ** 0.5)
+    alone = forecast(None)
+    assert (alone.delta, alone.first_order, alone.derivatives, alone.bars_dot) == (-0.21, None, "", None)
+    assert alone.fixed_prefixes == FixedPrefixes(-0.11)
+    assert alone.is_valid
+
+
+def test_along_gradients_the_numbers_are_those_to_first_order() -> None:
+    result = forecast(update="gradient")
+    assert (result.delta, result.se, result.finite_step) == (-0.2, 0.1, Estimate.of(STEP))
+    assert [(s.prompt, s.change) for s in result.shares] == [(3, pytest.approx(-0.15)), (5, pytest.approx(-0.05))]
+    metrics = result.metrics()
+    assert (metrics["entropy/delta_finite_step"], metrics["entropy/delta_finite_step_se"]) == (-0.21, 0.11)
+    assert "the step -2.10e-01 ± 1.1e-01" in str(result)
+
+
+def test_along_gradients_the_interval_includes_the_deviation_from_first_order() -> None:
     for truth, low, high in ((-0.11, -0.41, 0.0), (-0.09, -0.4, 0.01), (-0.1, -0.4, 0.0)):
-        result = forecast(truths=dataclasses.replace(TRUTHS, on_same_prefixes=truth))
+        result = forecast(after=dataclasses.replace(AFTER, on_same_prefixes=truth), update="gradient")
         assert (result.low, result.high) == (pytest.approx(low), pytest.approx(high))
         assert result.is_valid
     # The entropy of a sum over 2 tokens deviates twice as much as that of a token.
-    assert forecast(kind="sequence").low == pytest.approx(-0.42)
-    assert forecast(kind="sequence", weights="length").low == pytest.approx(-0.41)
+    assert forecast(kind="sequence", update="gradient").low == pytest.approx(-0.42)
+    assert forecast(kind="sequence", weights="length", update="gradient").low == pytest.approx(-0.41)
+    # Another step on the same prefixes says nothing of this one.
+    other = forecast(update="gradient", is_same_step=False)
+    assert (other.low, other.fixed_prefixes) == (-0.4, FixedPrefixes(-0.11))
 
 
-def test_numbers_and_parts_are_those_of_the_phases() -> None:
-    result = forecast(peak_bytes=7)
-    assert (result.delta, result.se, result.entropy, result.v_x, result.bars_dot) == (-0.2, 0.1, 1.0, 0.01, -0.2)
-    assert (result.n_evaluation, result.n_update, result.derivatives, result.peak_bytes) == (2, 0, "forward", 7)
-    assert [(s.prompt, s.change) for s in result.shares] == [(3, pytest.approx(-0.15)), (5, pytest.approx(-0.05))]
-    metrics = result.metrics()
-    assert metrics["entropy/linear_over_true"] == pytest.approx(0.1 / 0.11)
-    assert (metrics["entropy/delta_importance"], metrics["entropy/delta_rollouts"]) == (-0.21, None)
-    assert str(result).endswith("importance sampling -2.10e-01 ± 2.0e-02")
-    assert result.surprise_sd == metrics["entropy/surprise_sd"] == pytest.approx(((0.25 + 0.25 + 1 + 1) / 4) ** 0.5)
-
-
-def test_a_truth_that_few_responses_carry_is_not_known() -> None:
-    few = dataclasses.replace(TRUTHS, importance=MeasuredChange(-0.258, 0.002, 0.64, 0.02))
-    result = forecast(truths=few)
-    assert "importance sampling not known (effective sample size 0.02 of the responses)" in str(result)
-    assert "0.258" not in str(result)
-    assert "2.58" not in str(result)
-    metrics = result.metrics()
+def test_a_change_that_few_responses_carry_is_not_known() -> None:
+    few = dataclasses.replace(AFTER, importance=MeasuredChange(-0.258, 0.002, 0.64, 0.02))
+    assert str(few.importance) == "not known (effective sample size 0.02 of the responses)"
+    metrics = forecast(after=few).metrics()
     assert (metrics["entropy/delta_importance"], metrics["entropy/ess_fraction"]) == (None, 0.02)
-    enough = dataclasses.replace(TRUTHS, importance=MeasuredChange(-0.258, 0.002, 16.0, 0.5))
-    assert forecast(truths=enough).metrics()["entropy/delta_importance"] == -0.258
+    assert forecast(after=few).is_valid  # whole responses say nothing of the positions
+    enough = dataclasses.replace(AFTER, importance=MeasuredChange(-0.258, 0.002, 16.0, 0.5))
+    assert forecast(after=enough).metrics()["entropy/delta_importance"] == -0.258
+
+
+def test_a_step_without_support_is_not_to_be_trusted() -> None:
+    late = dataclasses.replace(AFTER, finite_step=FiniteStep(STEP, Support(0.3, 0.4, 12)))
+    assert forecast(after=late).is_valid
+    lost = dataclasses.replace(AFTER, finite_step=FiniteStep(STEP, Support(0.1, 0.6, 12)))
+    result = forecast(after=lost)
+    assert result.reason.startswith(f"{TOO_LARGE} for these responses: from token 12 on")
+    assert "carry 60\xa0% of the entropy after the step" in result.reason
+    metrics = result.metrics()
+    assert (metrics["entropy/support"], metrics["entropy/unsupported"]) == (0.1, 0.6)
 
 
 def test_a_policy_that_is_almost_uniform_gets_no_advice_on_the_learning_rate() -> None:
     uniform = -ENTROPY + torch.tensor([[0.05, -0.05], [0.05, -0.05]])
-    bent = dataclasses.replace(TRUTHS, on_same_prefixes=-0.5)
-    reason = forecast(truths=bent, log_prob=uniform).reason
+    bent = dataclasses.replace(AFTER, on_same_prefixes=-0.5)
+    reason = forecast(after=bent, log_prob=uniform, update="gradient").reason
     assert "the policy is almost uniform, where the entropy has no slope" in reason
     assert "learning rate" not in reason
-    assert forecast(log_prob=uniform).is_valid  # as long as first order agrees with the truth
-    far = dataclasses.replace(bent, importance=MeasuredChange(-0.5, 0.002, 0.64, 0.02))
-    for too_far in (far, dataclasses.replace(far, on_same_prefixes=TRUTHS.on_same_prefixes)):
-        reason = forecast(truths=too_far, log_prob=uniform).reason
-        assert "almost uniform" in reason
-        assert "learning rate" not in reason
-        assert "use a smaller learning rate" in forecast(truths=too_far).reason
+    assert forecast(log_prob=uniform, update="gradient").is_valid  # as long as first order agrees with the truth
+    assert forecast(after=bent, log_prob=uniform).is_valid  # a finite step needs no slope
+
+
+def test_responses_of_another_policy_are_named() -> None:
+    """256 tokens whose surprise is 1.5 nats where the entropy is 1, and less than the entropy for the other sign."""
+    responses = Responses(torch.ones(16, 16), torch.arange(16) // 2)
+    for surprise, sign, cause in ((1.5, "less likely", "older weights"), (0.5, "more likely", "lower temperature")):
+        log_prob, entropy = torch.full((16, 16), -surprise), torch.ones(16, 16)
+        reason = why_not_own(OwnPolicyTest.of(log_prob, entropy, responses))  # type: ignore[arg-type]
+        assert f"{sign} than the policy's entropy says, by 50\xa0% of it (16 standard errors)" in reason
+        assert cause in reason
 
 
 def test_the_first_of_several_reasons_is_given() -> None:
-    bent = dataclasses.replace(TRUTHS, on_same_prefixes=-0.5)
+    bent = dataclasses.replace(AFTER, on_same_prefixes=-0.5)
     doubtful = dataclasses.replace(FIRST_ORDER, doubt="lost in rounding")
     few = dataclasses.replace(doubtful, change=dataclasses.replace(CHANGE, reason="too few prompts"))
-    assert "the step is too large to be linear" in forecast(truths=bent).reason
-    assert forecast(doubtful, bent).reason == "lost in rounding"
-    assert forecast(doubtful, None).reason == "the policy's scores are not finite after the step"
-    assert forecast(doubtful, None, problem="another step").reason == "another step"
-    assert forecast(few, None, problem="another step").reason == "too few prompts"
-    assert not forecast(few).is_valid
+    assert "the step is too large to be linear" in forecast(after=bent, update="gradient").reason
+    assert forecast(doubtful, bent, update="gradient").reason == "lost in rounding"
+    assert forecast(doubtful, None, update="gradient").reason == "the policy's scores are not finite after the step"
+    assert forecast(few, None, update="gradient").reason == "too few prompts"
+    # A finite step stands without derivatives.
+    result = forecast(few, bent)
+    assert (result.is_valid, result.doubt) == (True, "lost in rounding")
 
 
 def test_unknown_numbers_are_none_everywhere() -> None:
-    change = EntropyChange(None, None, None, None, "why", torch.tensor([-0.3, -0.1]), None, None)
-    result = forecast(FirstOrder(change, -0.1, None, "forward"), None)
+    result = forecast(None, None)
     assert (result.delta, result.se, result.low, result.high, result.v_x, result.bars_dot) == (None,) * 6
-    assert (result.reason, str(result)) == ("why", "entropy change unknown: why")
-    assert [(share.sharpening, share.drift) for share in result.shares] == [(None, None)] * 2
+    assert str(result) == "entropy change unknown: the policy's scores are not finite after the step"
+    assert (result.frac_var, result.sharpening, result.drift, result.shares) == (None, None, None, ())
     empty = unknown("why", "sequence", "step")
-    assert {name for name, value in empty.metrics().items() if value is not None} == {
-        "entropy/is_valid",
-        "cost/entropy_seconds",
-    }
-    still = dataclasses.replace(TRUTHS, on_same_prefixes=0.0)
-    assert (
-        forecast(dataclasses.replace(FIRST_ORDER, on_same_prefixes=0.0), still).metrics()["entropy/linear_over_true"]
-        is None
-    )
+    assert {name for name, value in empty.metrics().items() if value} == set()
+    still = dataclasses.replace(AFTER, on_same_prefixes=0.0)
+    assert forecast(after=still).metrics()["entropy/linear_over_true"] is None
+    assert forecast(None).metrics()["entropy/linear_over_true"] is None
 
 
 def test_causes_of_a_step_and_of_gradients() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from sonde.policy.stats.entropy_gradient import (
     Coefficients,
     Responses,
+    along_tokens,
     covariance,
     entropy_rate,
     per_token_coefficients,
-    sequence_coefficients,
 )
 from tests import tiny_policy as tiny
 
@@ -60,43 +60,6 @@ def test_the_gradient_of_the_rate_is_exact(has_baseline: bool) -> None:
     torch.testing.assert_close(mean / n_prompts, exact, rtol=1e-10, atol=1e-12)
 
 
-def causal_weights() -> Tensor:
-    """Weights by position, known before the token is sampled."""
-    return torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64).expand(15, 3) * tiny.MASK
-
-
-def one_over_length() -> Tensor:
-    return tiny.MASK / tiny.LENGTH[:, None]
-
-
-def mean_of_x(weights: Tensor, *, is_causal: bool) -> Tensor:
-    """E[X] over all pairs of responses to each prompt; a pair is a group."""
-    pairs = [(p, i, j) for p in range(tiny.N_PROMPTS) for i, j in itertools.product(range(15), repeat=2)]
-    prompts, picked = [p for p, _, _ in pairs for _ in range(2)], [y for _, i, j in pairs for y in (i, j)]
-    groups = torch.arange(len(pairs)).repeat_interleave(2)
-    responses = Responses(tiny.MASK[picked], groups)
-    c = sequence_coefficients(S[prompts, picked], responses, weights=weights[picked], is_causal=is_causal)
-    terms = c.on_log_prob[..., None] * J.log_prob[prompts, picked]
-    chance = torch.stack([P[p, i] * P[p, j] for p, i, j in pairs])[groups]
-    assert not c.on_entropy.any()
-    return (chance[:, None] * terms.sum(1)).sum(0) / tiny.N_PROMPTS
-
-
-def test_leave_one_out_is_unbiased() -> None:
-    for weights in (tiny.MASK.double(), causal_weights()):
-        exact = tiny.gradient(lambda theta, w=weights: tiny.weighted_entropy(theta, w), THETA)
-        torch.testing.assert_close(mean_of_x(weights, is_causal=True), exact, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(mean_of_x(weights, is_causal=False), exact, rtol=1e-12, atol=1e-12)
-
-
-def test_weights_that_depend_on_the_length_need_their_own_term() -> None:
-    weights = one_over_length()
-    exact = tiny.gradient(lambda theta: tiny.weighted_entropy(theta, weights), THETA)
-    torch.testing.assert_close(mean_of_x(weights, is_causal=False), exact, rtol=1e-12, atol=1e-12)
-    wrong = mean_of_x(weights, is_causal=True)
-    assert float((wrong - exact).norm() / exact.norm()) > 0.05
-
-
 def test_projections_are_products_with_the_direction() -> None:
     prompts, picked = [0, 0, 3, 4, 4, 4], [1, 14, 9, 2, 0, 8]
     responses, _, h = batch(prompts, picked)
@@ -104,14 +67,8 @@ def test_projections_are_products_with_the_direction() -> None:
     along = torch.randn(tiny.DIM, dtype=torch.float64)
     d_entropy, d_log_prob = J.entropy[prompts, picked] @ along, J.log_prob[prompts, picked] @ along
     expected = x_by_prompt(c, responses, prompts, picked) @ along
-    torch.testing.assert_close(c.per_prompt(responses, d_entropy, d_log_prob), expected, rtol=1e-12, atol=1e-14)
-
-
-def test_the_plus_sign_gives_the_opposite_direction() -> None:
-    weights = tiny.MASK.double()
-    exact = tiny.gradient(lambda theta: tiny.weighted_entropy(theta, weights), THETA)
-    with_plus = -mean_of_x(weights, is_causal=True)
-    assert float(torch.cosine_similarity(with_plus, exact, dim=0)) == pytest.approx(-1.0, abs=1e-12)
+    [found] = along_tokens(d_entropy, d_log_prob, responses)([c])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_all_prompts_weigh_the_same_in_the_rate_whatever_the_size_of_their_groups() -> None:
@@ -156,12 +113,6 @@ def test_the_covariance_is_over_tokens() -> None:
         (
             lambda: entropy_rate(torch.full((2, 2), torch.nan), Responses(torch.ones(2, 2), torch.zeros(2))),
             "entropy must be finite wherever a token was sampled",
-        ),
-        (
-            lambda: sequence_coefficients(
-                torch.ones(2, 2), Responses(torch.ones(2, 2), torch.arange(2)), is_causal=True
-            ),
-            "at least 2 responses to every prompt",
         ),
     ],
 )

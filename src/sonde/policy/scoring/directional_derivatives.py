@@ -1,7 +1,9 @@
 """How fast a model's outputs change along a direction in parameter space, without a backward.
 
-Forward mode is exact and takes one pass; every kernel must support it. Central differences take two passes without
-gradients, at θ + hΔ and θ − hΔ, and work with sharded parameters too.
+Forward mode is exact and takes one pass; every kernel must support it. Torch's fused attention does not, so attention
+is computed in plain operations there. Central differences take two passes without gradients, at θ + hΔ and θ − hΔ, and
+work with sharded parameters too. A backward needs neither forward mode nor 32 bits, but it gives one sum, and not each
+output.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sonde.parallel.placements import is_dtensor, local_tensor, reshard
 from sonde.parallel.process_groups import group_of_mesh, start_reduce
-from sonde.policy.scoring.optimizer_step import Direction
+from sonde.policy.scoring.optimizer_step import Direction, dot
 
 Outputs = tuple[Tensor, ...]
-Mode = Literal["forward", "central"]
+Mode = Literal["forward", "central", "backward"]
+Derive = Literal["auto", "forward", "central", "backward"]
 
 _RELATIVE_STEP = {torch.float32: 2e-3, torch.float64: 1e-5}
 """First choice of ‖hΔ‖/‖θ‖. The relative rounding error grows as 1/h, and the error of central differences as h²."""
@@ -42,7 +46,7 @@ _TOO_FAR = 0.3
 LOST_IN_ROUNDING = (
     "not to be trusted: derivatives are lost in rounding, or the model has none. Scores change the same way whether "
     "parameters move up or down, or by far too much, or are not finite, or parameters are too large to move by so "
-    "little. Score in fp32, without autocast, or use derivatives='forward'"
+    "little. Score in fp32, without autocast, or use derivatives='backward'"
 )
 
 
@@ -53,14 +57,24 @@ class Derivatives:
     Attributes:
         batches: the derivatives of each micro-batch's outputs, in the outputs' unit per Δ.
         mode: how derivatives were taken.
-        why_central: why forward mode was not used; empty with "forward".
+        why: why forward mode was not used; empty with "forward".
         doubt: why the derivatives are not to be trusted; empty if they are.
     """
 
     batches: list[Outputs]
     mode: Mode
-    why_central: str
+    why: str
     doubt: str = ""
+
+
+class TooFewBits(ValueError):
+    """Central differences need more bits than parameters have.
+
+    Attributes:
+        forward: why forward mode is not there either.
+    """
+
+    forward = ""
 
 
 @torch.no_grad()
@@ -70,7 +84,7 @@ def derivatives_along(
     direction: Direction,
     batches: Sequence[Any],
     *,
-    mode: Literal["auto", "forward", "central"] = "auto",
+    mode: Derive = "auto",
     pilot: Any = None,
 ) -> Derivatives:
     """The derivative of every output along a direction, micro-batch by micro-batch.
@@ -90,8 +104,8 @@ def derivatives_along(
         Parameters have their former bits, also if `function` fails.
 
     Raises:
-        ValueError: for central differences of parameters of fewer than 32 bits, which rounding would swallow, or along
-            a direction of another dtype than the parameters'.
+        TooFewBits: for central differences of parameters of fewer than 32 bits, which rounding would swallow.
+        ValueError: for central differences along a direction of another dtype than the parameters'.
     """
     why = "parameters are sharded" if any(is_dtensor(p) for p in direction) else ""
     if mode == "forward" or (mode == "auto" and not why):
@@ -102,8 +116,42 @@ def derivatives_along(
                 raise
             why = str(error).splitlines()[0]
     pilot = batches[0] if pilot is None else pilot
-    derivatives, doubt = _central(function, model, direction, batches, pilot)
+    try:
+        derivatives, doubt = _central(function, model, direction, batches, pilot)
+    except TooFewBits as error:
+        error.forward = why or "central differences are asked for"
+        raise
     return Derivatives(derivatives, "central", why or "asked for", doubt)
+
+
+@torch.enable_grad()
+def dots_with_gradients(
+    function: Callable[[], Outputs], model: nn.Module, weights: Sequence[Sequence[Tensor]], direction: Direction
+) -> list[float]:
+    """⟨∇ Σ weight·output, Δ⟩ for each of several weights, by one forward and a backward for each.
+
+    No hook of a parameter runs: modules find copies in their place, which share the memory.
+
+    Args:
+        function: calls `model` and returns outputs.
+        model: plain or inside a wrapper; its parameters are whole.
+        weights: constants in the outputs' shapes, for each of the outputs.
+        direction: Δ for some parameters.
+
+    Returns:
+        A number for each of the weights.
+    """
+    copies = {p: p.detach().requires_grad_() for p in direction}
+    with _replaced(model, copies):
+        outputs = function()
+    found = []
+    for k, each in enumerate(weights):
+        total = torch.stack([(w.to(out) * out).sum() for w, out in zip(each, outputs, strict=True)]).sum()
+        gradients = torch.autograd.grad(
+            total, list(copies.values()), retain_graph=k + 1 < len(weights), materialize_grads=True
+        )
+        found.append(dot(dict(zip(direction, gradients, strict=True)), direction))
+    return found
 
 
 def _has_no_forward_mode(error: Exception) -> bool:
@@ -114,7 +162,7 @@ def _forward(
     function: Callable[[Any], Outputs], model: nn.Module, direction: Direction, batches: Sequence[Any]
 ) -> list[Outputs]:
     derivatives = []
-    with warnings.catch_warnings(), forward_ad.dual_level():
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
         # torch itself causes this warning when its forward mode is first used: a FutureWarning since 2.14,
         # with other words on Python 3.14.
         for category in (DeprecationWarning, FutureWarning):
@@ -197,9 +245,9 @@ def _central(
 def _check_dtypes(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     narrow = next((p.dtype for p, _ in pairs if p.dtype not in _RELATIVE_STEP), None)
     if narrow is not None:
-        raise ValueError(
+        raise TooFewBits(
             f"central differences need parameters of 32 bits or more, got {narrow}, whose rounding swallows "
-            "small movements: use derivatives='forward', or train parameters in fp32"
+            "small movements: use derivatives='backward', or train parameters in fp32"
         )
     other = next(((p, step) for p, step in pairs if step.dtype != p.dtype), None)
     if other is not None:

@@ -16,6 +16,8 @@ from sonde.parallel.unwrap import unwrap_optimizer
 Direction = dict[Tensor, Tensor]
 """A vector in parameter space: for each parameter, by identity, a tensor like it."""
 
+_SAMPLED = 256
+"""Elements of each parameter that a watch copies."""
 Part = Literal["all", "momentum", "batch", "decay"]
 """Part of a step: from earlier batches' gradients, from this batch's, or from weight decay. They add up to "all"."""
 
@@ -239,6 +241,23 @@ def taken(step: Direction, model: nn.Module) -> Iterator[None]:
         reshard(model)
 
 
+class StepWatch:
+    """Sees whether a step is taken, by a few hundred elements of each parameter.
+
+    Args:
+        parameters: all that may move; the elements are copied.
+    """
+
+    @torch.no_grad()
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._samples = [(p, _sample(p).clone()) for p in parameters]
+
+    @torch.no_grad()
+    def has_moved(self) -> bool:
+        """Whether any of the elements has moved. Waits for the device."""
+        return any(not torch.equal(_sample(p), before) for p, before in self._samples)
+
+
 class StepWitness:
     """Tells whether the step that was taken is the one that was forecast, by a few hundred elements of each parameter.
 
@@ -247,43 +266,35 @@ class StepWitness:
         parameters: all that may move, also those that the forecast leaves out.
     """
 
-    _EACH = 256
-
     @torch.no_grad()
     def __init__(self, step: Direction, parameters: Iterable[Tensor]) -> None:
         self._samples = []
-        self._left_out = [(p, self._sample(p).clone()) for p in parameters if p not in step]
+        self._left_out = [(p, _sample(p).clone()) for p in parameters if p not in step]
         for parameter, delta in step.items():
-            theta, part = self._sample(parameter), self._sample(delta)
+            theta, part = _sample(parameter), _sample(delta)
             after = (theta.to(part.dtype) + part).to(theta.dtype)
             self._samples.append((parameter, theta.clone(), after))
-        self.is_to_move = any(not torch.equal(before, after) for _, before, after in self._samples)
-        """Whether the forecast moves any of the elements."""
 
     @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether any of the elements has moved. Waits for the device."""
-        return any(not torch.equal(self._sample(p), before) for p, before, _ in self._samples)
+        return any(not torch.equal(_sample(p), before) for p, before, _ in self._samples)
 
     @torch.no_grad()
     def has_moved_others(self) -> bool:
         """Whether any parameter that the forecast leaves out has moved. Waits for the device."""
-        return any(not torch.equal(self._sample(p), before) for p, before in self._left_out)
+        return any(not torch.equal(_sample(p), before) for p, before in self._left_out)
 
     @torch.no_grad()
     def departure(self) -> float:
         """|taken − forecast|/|forecast| on this rank's elements; 0 if both are 0. Waits for the device."""
         sq_error, sq_step = 0.0, 0.0
         for parameter, before, after in self._samples:
-            sq_error += float((self._sample(parameter).double() - after).square().sum())
+            sq_error += float((_sample(parameter).double() - after).square().sum())
             sq_step += float((after.double() - before).square().sum())
         if not sq_step:
             return math.inf if sq_error else 0.0
         return float((sq_error / sq_step) ** 0.5)
-
-    def _sample(self, tensor: Tensor) -> Tensor:
-        flat = local_tensor(tensor.detach()).reshape(-1)
-        return flat[:: max(flat.numel() // self._EACH, 1)]
 
 
 class StepMeter:
@@ -292,9 +303,6 @@ class StepMeter:
     Args:
         parameters: the parameters that may change; a copy of them is kept.
     """
-
-    is_to_move = True
-    """Nothing is known of the step, so a step of 0 is not expected."""
 
     @torch.no_grad()
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -316,3 +324,8 @@ class StepMeter:
         """Give every parameter its former bits."""
         for parameter, old in self._before.items():
             parameter.copy_(old)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = local_tensor(tensor.detach()).reshape(-1)
+    return flat[:: max(flat.numel() // _SAMPLED, 1)]

@@ -119,6 +119,21 @@ class Rollouts:
         """The mask and the prompts, for equations; on the CPU."""
         return Responses(self.mask.cpu(), self.prompt.cpu())
 
+    def n_that_differ(self, other: Rollouts) -> int:
+        """How many responses differ from those in the same rows of `other`; the padding behind them does not count."""
+        differs = torch.zeros(len(self), dtype=torch.bool)
+        pairs = [(self.mask.bool(), other.mask.bool())]
+        pairs += [(mine, other.inputs[name]) for name, mine in self.inputs.items() if name in other.inputs]
+        for mine, theirs in pairs:
+            mine, theirs = mine.cpu(), theirs.cpu()
+            if mine.dim() > 1 and mine.shape[1] != theirs.shape[1]:  # padded to different widths
+                width = min(mine.shape[1], theirs.shape[1])
+                if mine.dtype == torch.bool:  # the masks: a token beyond the other's width is a difference
+                    differs |= mine[:, width:].any(1) | theirs[:, width:].any(1)
+                mine, theirs = mine[:, :width], theirs[:, :width]
+            differs |= (mine != theirs).flatten(1).any(1)
+        return int(differs.sum())
+
     def credit(self) -> Tensor:
         """Advantage × weight, 0 where no token was sampled; [responses, tokens], fp64.
 

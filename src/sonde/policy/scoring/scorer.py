@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,19 @@ from torch import Tensor, nn
 from sonde.parallel.placements import is_fully_sharded, reshard
 from sonde.parallel.process_groups import Tokens, gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_model
-from sonde.policy.scoring.directional_derivatives import LOST_IN_ROUNDING, Mode, derivatives_along
-from sonde.policy.scoring.optimizer_step import Direction
+from sonde.policy.scoring.directional_derivatives import (
+    LOST_IN_ROUNDING,
+    Derivatives,
+    Derive,
+    Mode,
+    TooFewBits,
+    derivatives_along,
+    dots_with_gradients,
+)
+from sonde.policy.scoring.optimizer_step import Direction, dot
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import GradientSum, summed_gradient
-from sonde.policy.stats.entropy_gradient import Responses
+from sonde.policy.stats.entropy_gradient import Along, Coefficients, Responses, along_tokens
 
 T = TypeVar("T")
 
@@ -59,16 +68,16 @@ class ScoreDerivatives:
     """How fast scores change along a direction Δ.
 
     Attributes:
-        log_prob: D_Δ s_k, [responses, tokens] of all ranks; fp64, on the CPU.
-        entropy: D_Δ H_k, [responses, tokens] of all ranks; fp64, on the CPU.
-        mode: how derivatives were taken.
+        along: sums over each prompt's tokens, of all ranks.
+        mode: how derivatives are taken.
+        why: why they are not taken in forward mode; empty if they are.
         doubt: why they are not to be trusted; empty if they are.
     """
 
-    log_prob: Tensor
-    entropy: Tensor
+    along: Along
     mode: Mode
-    doubt: str
+    why: str = ""
+    doubt: str = ""
 
 
 class Scorer:
@@ -109,27 +118,89 @@ class Scorer:
         responses = Responses(tokens["mask"], tokens["prompt"])
         return Scored(rollouts, responses, tokens["log_prob"], tokens["entropy"], rows)
 
-    def derivatives(
-        self, rollouts: Rollouts, direction: Direction, mode: Literal["auto", "forward", "central"]
-    ) -> ScoreDerivatives:
-        """Derivatives of `log_prob` and `entropy` along a direction, of the responses of all ranks."""
+    def derivatives(self, scored: Scored, direction: Direction, mode: Derive) -> ScoreDerivatives:
+        """Derivatives of the scores of all ranks' responses along a direction.
+
+        With "auto", a backward for every prompt is the last resort: where forward mode is missing, and where
+        parameters, or what is computed of them, have too few bits for central differences.
+
+        Args:
+            scored: the responses.
+            direction: Δ. Afterwards it is the same only approximately.
+            mode: how to take derivatives.
+        """
+        why = "asked for"
+        if mode != "backward":
+            try:
+                found = self._of_tokens(scored, direction, mode)
+            except TooFewBits as error:
+                if mode != "auto":
+                    raise
+                why = f"{error.forward}; {error}"
+            else:
+                if not found.doubt or mode != "auto":
+                    return found
+                why = f"{found.why}; central differences are lost in rounding"
+
+        def along(coefficients: Sequence[Coefficients]) -> list[Tensor]:
+            return self._by_backwards(scored, direction, coefficients)
+
+        return ScoreDerivatives(along, "backward", why)
+
+    def _of_tokens(self, scored: Scored, direction: Direction, mode: Derive) -> ScoreDerivatives:
+        """By the derivative of every token's scores."""
+        rollouts = scored.rollouts
         batches = self._batches(rollouts)
         # The pilot has responses to many prompts: where the policy is certain of its answer, nothing changes.
         n = min(_PILOT_RESPONSES, min(len(batch) for batch in batches))
         pilot = rollouts.rows(torch.linspace(0, len(rollouts) - 1, n).round().long())
-        modes: list[Mode] = []
+        made: list[Derivatives] = []
 
         def work() -> Tokens:
-            derivatives = derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot)
-            modes.append(derivatives.mode)
-            tokens = self._in_order(rollouts, derivatives.batches, ("d_log_prob", "d_entropy"))
+            made.append(derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot))
+            tokens = self._in_order(rollouts, made[0].batches, ("d_log_prob", "d_entropy"))
             is_finite = all(bool(values.isfinite().all()) for values in tokens.values())
             tokens = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in tokens.items()}
-            return tokens | {"is_lost": torch.tensor([bool(derivatives.doubt) or not is_finite])}
+            return tokens | {"is_lost": torch.tensor([bool(made[0].doubt) or not is_finite])}
 
         tokens = gather_from_all_ranks(self._group, work)
+        along = along_tokens(tokens["d_entropy"], tokens["d_log_prob"], scored.responses)
         doubt = LOST_IN_ROUNDING if bool(tokens["is_lost"].any()) else ""
-        return ScoreDerivatives(tokens["d_log_prob"], tokens["d_entropy"], modes[0], doubt)
+        return ScoreDerivatives(along, made[0].mode, made[0].why, doubt)
+
+    def _by_backwards(self, scored: Scored, direction: Direction, of: Sequence[Coefficients]) -> list[Tensor]:
+        """X_n·Δ by the gradient X_n of every prompt, of which only the product with Δ is kept."""
+        n_prompts = scored.responses.n_prompts
+        if self._is_sharded:
+            # A backward adds up over ranks: so prompts take turns, and ranks that do not have the prompt fill up.
+            index = scored.responses.index[scored.rows]
+            found = torch.zeros(n_prompts, len(of), dtype=torch.float64)
+            for prompt in range(n_prompts):
+                for k, c in enumerate(of):
+                    gradient = self.gradient(
+                        scored.rollouts, scored.own(c.on_log_prob), scored.own(c.on_entropy), rows=index == prompt
+                    )
+                    found[prompt, k] = dot(gradient, direction)
+            return list(found.unbind(1))
+
+        def work() -> Tokens:
+            own = torch.zeros(n_prompts, len(of), dtype=torch.float64)
+            index = scored.responses.index[scored.rows]
+            sums = [(scored.own(c.on_log_prob), scored.own(c.on_entropy)) for c in of]
+            for rows in scored.rollouts.order(1):
+                batch = scored.rollouts.rows(rows)
+                weights = [(on_s[rows], on_h[rows]) for on_s, on_h in sums]
+                dots = dots_with_gradients(functools.partial(self._outputs, batch), self._model, weights, direction)
+                own[index[rows[0]]] = torch.tensor(dots, dtype=torch.float64)
+            return {"x": own.T.reshape(len(of), n_prompts)}
+
+        # Each rank has added up its own responses to a prompt.
+        parts = gather_from_all_ranks(self._group, work)["x"].view(-1, len(of), n_prompts)
+        return list(parts.sum(0).unbind(0))
+
+    def n_that_differ(self, first: Rollouts, second: Rollouts) -> int:
+        """How many of all ranks' responses differ between two samples of the same prompts, row by row."""
+        return int(self.everywhere("differ", lambda: torch.tensor([first.n_that_differ(second)])).sum())
 
     def everywhere(self, name: str, own: Callable[[], Tensor]) -> Tensor:
         """Values of all ranks' tokens from this rank's values; [responses, tokens]."""
@@ -141,7 +212,7 @@ class Scorer:
         on_log_prob: Tensor,
         on_entropy: Tensor | None = None,
         *,
-        of: Tensor | None = None,
+        rows: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Direction:
         """∇ Σ (on_log_prob·s + on_entropy·H) over the tokens of all ranks.
@@ -150,13 +221,13 @@ class Scorer:
             rollouts: this rank's responses.
             on_log_prob: constants, [responses, tokens] of this rank.
             on_entropy: constants, [responses, tokens] of this rank; 0 by default.
-            of: mask of this rank's responses that count, [responses]; all by default.
+            rows: mask of this rank's responses that count, [responses]; all by default.
             dtype: dtype of the sums.
         """
-        rows = torch.arange(len(rollouts)) if of is None else of.nonzero()[:, 0]
+        some = torch.arange(len(rollouts)) if rows is None else rows.nonzero()[:, 0]
         batches = (
-            [(chosen, 1.0) for i in rollouts.rows(rows).order(self._prompts_each) for chosen in [rows[i]]]
-            if len(rows)
+            [(chosen, 1.0) for i in rollouts.rows(some).order(self._prompts_each) for chosen in [some[i]]]
+            if len(some)
             else [(torch.arange(1), 0.0)]
         )  # a rank with no rows still runs one zero-weighted batch, so its peers do not hang
         batches = self._as_many_everywhere(batches, lambda batch: (batch[0], 0.0))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_change import EntropyChange
-from sonde.policy.stats.entropy_gradient import Responses
+from sonde.policy.stats.entropy_gradient import Coefficients, Responses
 
 T = TypeVar("T")
 _TEXT_WIDTH = 40
@@ -122,30 +122,26 @@ def _explained(prompts: tuple[Cause, ...] | None, batch: float | None) -> float 
     return None if prompts is None or not batch else sum(cause.change for cause in prompts) / batch
 
 
-def causes_by_prompt(d_log_prob: Tensor, credit: Tensor, responses: Responses, scale: float) -> tuple[Cause, ...]:
+def credit_by_sign(credit: Tensor) -> list[Coefficients]:
+    """Coefficients of Σ credit·s over tokens of positive, and of negative credit; [responses, tokens] each."""
+    zero = torch.zeros_like(credit)
+    return [Coefficients(zero, credit.clamp(min=0.0)), Coefficients(zero, credit.clamp(max=0.0))]
+
+
+def causes_by_prompt(rewarded: Tensor, penalised: Tensor, responses: Responses, scale: float) -> tuple[Cause, ...]:
     """Each update prompt's part t_p = scale × Σ credit·D s, summed over the prompt's responses.
 
     Args:
-        d_log_prob: D_Δ s_k along the direction Δ for which a gradient g changes the entropy by g·Δ;
-            [responses, tokens].
-        credit: advantage × weight of each token, [responses, tokens].
-        responses: which tokens count.
+        rewarded: Σ credit·D s of each prompt over tokens of positive credit, along the direction for which a gradient g
+            changes the entropy by g·Δ; [prompts].
+        penalised: the same over tokens of negative credit.
+        responses: the update's.
         scale: nats per unit of credit·D s.
 
     Returns:
         The prompts. The prompt that lowers entropy most comes first.
     """
-    parts = scale * responses.tokens("credit", credit) * responses.tokens("d_log_prob", d_log_prob)
-
-    def sum_by_prompt(per_token: Tensor) -> list[float]:
-        # per_prompt() takes means over a prompt's responses: dividing by the share makes them sums.
-        total: Tensor = responses.per_prompt(per_token.sum(1) / responses.share)
-        return total.tolist()
-
-    zero = torch.zeros_like(parts)
-    rewarded = sum_by_prompt(torch.where(credit > 0, parts, zero))
-    penalised = sum_by_prompt(torch.where(credit < 0, parts, zero))
-    rows = zip(responses.prompts.tolist(), rewarded, penalised, strict=True)
+    rows = zip(responses.prompts.tolist(), (scale * rewarded).tolist(), (scale * penalised).tolist(), strict=True)
     return tuple(sorted((Cause(p, up + down, up, down) for p, up, down in rows), key=lambda cause: cause.change))
 
 

@@ -14,18 +14,25 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import (
+    Along,
     Coefficients,
     Responses,
     entropy_rate,
     per_token_coefficients,
-    sequence_coefficients,
 )
 from sonde.policy.stats.importance import Per
+from sonde.policy.stats.sequence_entropy import (
+    DependsOn,
+    SequenceWeights,
+    depends_on,
+    sequence_coefficients,
+    token_weights,
+)
 from sonde.stats.intervals import student_t_quantile
 
 Objective = Literal["per_token", "sequence"]
-SequenceWeights = Literal["one", "length"]
 
+SE_UNKNOWN = "its standard error is not known"
 _ROUNDING = 0.02
 """Largest relative difference between two means of the same products. Central differences keep 3 digits, sums in bf16
 fewer."""
@@ -79,7 +86,7 @@ class EntropyObjective:
 
     Attributes:
         kind: "per_token" for R = E[Σ H]/E[T]; "sequence" for H_w = E[−Σ w s].
-        weights: w_k of "sequence": "one", or one over the response's "length".
+        weights: w_k of "sequence": see `sequence_entropy.py`.
     """
 
     kind: Objective
@@ -90,47 +97,47 @@ class EntropyObjective:
         """Whether changes are in nats a "token" or a "response"."""
         return "token" if self.kind == "per_token" else "response"
 
-    @property
-    def is_sum_over_tokens(self) -> bool:
-        """Whether the entropy grows with the response's length."""
-        return self.kind == "sequence" and self.weights == "one"
+    def total_weight(self, responses: Responses) -> float:
+        """Nats of this entropy for a nat at every token: the mean of Σ w_k over responses; 1 for "per_token"."""
+        if self.kind == "per_token":
+            return 1.0
+        return float(responses.per_prompt(token_weights(self.weights, responses).sum(1)).mean())
 
     def terms(self, log_prob: Tensor, entropy: Tensor, responses: Responses) -> Tensor:
         """H_k, or −w_k s_k: the expectation of their sum over a response is its entropy; [responses, tokens]."""
-        return entropy if self.kind == "per_token" else -self._token_weights(responses) * log_prob
+        if self.kind == "per_token":
+            return responses.tokens("entropy", entropy)
+        return -token_weights(self.weights, responses) * responses.tokens("log_prob", log_prob)
+
+    def causal_terms(self, entropy: Tensor, responses: Responses) -> Tensor:
+        """H_k, or w_k H_k, which has less scatter than −w_k s_k; [responses, tokens].
+
+        Their sum has the same expectation as `terms` only if w_k depends on nothing that was sampled.
+        """
+        entropy = responses.tokens("entropy", entropy)
+        return entropy if self.kind == "per_token" else token_weights(self.weights, responses) * entropy
+
+    def depends_on(self, responses: Responses) -> DependsOn:
+        """What the token weights depend on."""
+        return "nothing" if self.kind == "per_token" else depends_on(self.weights, responses)
 
     def coefficients(self, log_prob: Tensor, entropy: Tensor, responses: Responses) -> Coefficients:
         """The weights of the tokens' gradients in the gradient of the entropy."""
         if self.kind == "per_token":
             return per_token_coefficients(entropy, responses)
-        weights = self._token_weights(responses)
-        return sequence_coefficients(log_prob, responses, weights=weights, is_causal=self.weights == "one")
+        return sequence_coefficients(log_prob, entropy, responses, self.weights)
 
     def change(
-        self,
-        log_prob: Tensor,
-        entropy: Tensor,
-        d_log_prob: Tensor,
-        d_entropy: Tensor,
-        responses: Responses,
-        *,
-        level: float = 0.95,
+        self, log_prob: Tensor, entropy: Tensor, responses: Responses, along: Along, *, level: float = 0.95
     ) -> EntropyChange:
-        """The change along a given update, from every token's scores and their derivatives along it."""
+        """The change along a given update to first order, from every token's scores and derivatives along it."""
         if self.kind == "per_token":
-            return change_per_token(entropy, d_entropy, d_log_prob, responses, level=level)
-        coefficients = self.coefficients(log_prob, entropy, responses)
-        return change_of_sequences(coefficients, d_log_prob, responses, level=level)
-
-    def _token_weights(self, responses: Responses) -> Tensor:
-        ones = responses.mask.double()
-        return ones if self.weights == "one" else ones / responses.length[:, None]
+            return change_per_token(entropy, responses, along, level=level)
+        return change_of_sequences(self.coefficients(log_prob, entropy, responses), along, level=level)
 
 
-def change_per_token(
-    entropy: Tensor, d_entropy: Tensor, d_log_prob: Tensor, responses: Responses, *, level: float = 0.95
-) -> EntropyChange:
-    """δR along a given update, from every token's derivative along it.
+def change_per_token(entropy: Tensor, responses: Responses, along: Along, *, level: float = 0.95) -> EntropyChange:
+    """δR along a given update to first order.
 
     R is a ratio of two means, both estimated from these prompts, and so is δR. The standard error of δR is that of the
     mean of the prompts' influences on it,
@@ -141,42 +148,37 @@ def change_per_token(
 
     Args:
         entropy: H_k in nats, [responses, tokens].
-        d_entropy: D_Δ H_k, [responses, tokens].
-        d_log_prob: D_Δ s_k, [responses, tokens].
         responses: which tokens count.
+        along: derivatives along the update.
         level: confidence level.
     """
-    entropy, d_entropy, d_log_prob = (
-        responses.tokens(name, values)
-        for name, values in (("entropy", entropy), ("d_entropy", d_entropy), ("d_log_prob", d_log_prob))
-    )
+    entropy = responses.tokens("entropy", entropy)
     rate, length = entropy_rate(entropy, responses)
     coefficients = per_token_coefficients(entropy, responses)
-    shares = coefficients.per_prompt(responses, d_entropy, d_log_prob)
-    delta = float(shares.mean())
     # d̄, the derivative of the mean length: token k's log-probability moves the likelihood of the tokens after it.
     after = torch.where(responses.mask, responses.after(responses.mask.double()), 0.0)
-    d_length = float(responses.per_prompt((after * d_log_prob).sum(1)).mean())
+    of_length = Coefficients(torch.zeros_like(entropy), responses.share[:, None] * after)
+    shares, sharpening, d_length = along([coefficients, coefficients.entropy_alone(), of_length])
+    delta = float(shares.mean())
     h, t = responses.per_prompt(entropy.sum(1)), responses.per_prompt(responses.length)
-    influence = shares - delta * t / length - d_length / length * (h - rate * t) / length
-    sharpening = coefficients.per_prompt(responses, d_entropy, torch.zeros_like(d_log_prob))
+    influence = shares - delta * t / length - float(d_length.mean()) / length * (h - rate * t) / length
     return _change(delta, influence, shares, sharpening, level)
 
 
-def change_of_sequences(
-    coefficients: Coefficients, d_log_prob: Tensor, responses: Responses, *, level: float = 0.95
-) -> EntropyChange:
-    """δH_w along a given update, from every token's derivative along it.
+def change_of_sequences(coefficients: Coefficients, along: Along, *, level: float = 0.95) -> EntropyChange:
+    """δH_w along a given update to first order.
 
     Args:
         coefficients: of ∇H_w, by `sequence_coefficients`.
-        d_log_prob: D_Δ s_k, [responses, tokens].
-        responses: which tokens count.
+        along: derivatives along the update.
         level: confidence level.
     """
-    shares = coefficients.per_prompt(responses, torch.zeros_like(d_log_prob), d_log_prob)
+    if bool(coefficients.on_entropy.any()):
+        shares, sharpening = along([coefficients, coefficients.entropy_alone()])
+    else:
+        [shares], sharpening = along([coefficients]), None
     delta = float(shares.mean())
-    return _change(delta, shares - delta, shares, None, level)
+    return _change(delta, shares - delta, shares, sharpening, level)
 
 
 def change_by_gradients(
@@ -216,10 +218,12 @@ def change_by_gradients(
     scaled_sharpening = None if sharpening is None else step_size * sharpening.double()
     if min(len(x), len(y)) < 2:
         reason = (
-            "the standard error needs at least 2 prompts to evaluate and 2 to update on, got "
-            f"{len(x)} and {len(y)}: pass more prompts"
+            f"{SE_UNKNOWN}: it needs at least 2 prompts to evaluate and 2 to update on, got {len(x)} and {len(y)}: "
+            "pass more prompts"
         )
-        return EntropyChange(None, None, None, None, reason, step_size * x, scaled_sharpening, None, None, None)
+        return EntropyChange(
+            step_size * delta, None, None, None, reason, step_size * x, scaled_sharpening, None, None, None
+        )
     doubt = ""
     if not math.isclose(delta, float(y.mean()), rel_tol=_ROUNDING, abs_tol=_ROUNDING * float(x.std())):
         doubt = (
@@ -259,8 +263,8 @@ def _variance_of_mean(a: Tensor, b: Tensor) -> float:
 def _change(delta: float, influence: Tensor, shares: Tensor, sharpening: Tensor | None, level: float) -> EntropyChange:
     n = len(influence)
     if n < 2:
-        reason = f"the standard error needs at least 2 evaluation prompts, got {n}: pass more prompts"
-        return EntropyChange(None, None, None, None, reason, shares, sharpening, None)
+        reason = f"{SE_UNKNOWN}: it needs at least 2 evaluation prompts, got {n}: pass more prompts"
+        return EntropyChange(delta, None, None, None, reason, shares, sharpening, None)
     v_x = float(influence.square().sum()) / (n * (n - 1))
     return _with_interval(delta, v_x, n, level, per_prompt=shares, sharpening=sharpening, v_x=v_x)
 
@@ -279,7 +283,7 @@ def _with_interval(
     doubt: str = "",
 ) -> EntropyChange:
     se = low = high = None
-    reason = "the estimates of the variances cancel, so the standard error is unknown: use more prompts"
+    reason = f"{SE_UNKNOWN}: the estimates of the variances cancel: use more prompts"
     if variance >= 0.0:
         se, reason = math.sqrt(variance), doubt
         half = student_t_quantile(0.5 + level / 2, n - 1) * se

@@ -1,4 +1,4 @@
-"""The forecast of an update's effect on the entropy, made of what first order says and of the measured truths."""
+"""The forecast of an update's effect on the entropy, made of scores before and after it, and perhaps derivatives."""
 
 from __future__ import annotations
 
@@ -11,31 +11,37 @@ from torch import Tensor
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
 from sonde.policy.stats.entropy_gradient import Responses, entropy_rate, entropy_rate_se
-from sonde.policy.stats.importance import LEAST_ESS_FRACTION, MeasuredChange
+from sonde.policy.stats.finite_step import FiniteStep
+from sonde.policy.stats.importance import MeasuredChange
 from sonde.policy.stats.near_uniform import is_near_uniform, surprise_sd
+from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
+from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support
+from sonde.wording import percent
 
 Update = Literal["step", "gradient"]
 
 LINEAR_BETWEEN = (0.8, 1.25)
 """Range of first-order over true change on fixed prefixes. Outside it, the step is too large to be linear."""
-TOO_LARGE = "not to be trusted: the step is too large to be linear"
+TOO_LARGE = "not to be trusted: the step is too large"
 NEAR_UNIFORM = "not to be trusted: the policy is almost uniform, where the entropy has no slope"
 _NO_CHANGE = 1e-6
 """Nats a token. Smaller differences are within the rounding of fp32 scores."""
 _HARMLESS = 0.5
 """Standard errors. A deviation from first order that is smaller leaves the interval's coverage above 90 %."""
+_NOT_FINITE_AFTER = "the policy's scores are not finite after the step"
 
 
 @dataclass(frozen=True)
 class FirstOrder:
-    """What first order says of an update.
+    """What derivatives say of an update.
 
     Attributes:
         change: the change of entropy.
         on_same_prefixes: the change of R on the same prefixes, in nats a token.
         bars_dot: X̄·Ȳ with update="gradient"; `change.delta` along a given step.
-        derivatives: how derivatives were taken: "forward" or "central".
-        doubt: why the derivatives are not to be trusted; empty if they are.
+        derivatives: how derivatives were taken.
+        why: why they were not taken in a simpler way; empty with "forward".
+        doubt: why they are not to be trusted; empty if they are.
         causes: where the change comes from; None if not asked for.
     """
 
@@ -43,20 +49,23 @@ class FirstOrder:
     on_same_prefixes: float
     bars_dot: float | None
     derivatives: str
+    why: str = ""
     doubt: str = ""
     causes: Causes | None = None
 
 
 @dataclass(frozen=True)
-class Truths:
-    """What an update does, measured.
+class AfterStep:
+    """What scores after a step say of it.
 
     Attributes:
+        finite_step: the change by prefix weights.
         on_same_prefixes: the change of R on the same prefixes, in nats a token.
-        importance: the change by importance sampling.
+        importance: the change by weights of whole responses.
         rollouts: the change by fresh rollouts; None without a sampler.
     """
 
+    finite_step: FiniteStep
     on_same_prefixes: float
     importance: MeasuredChange
     rollouts: MeasuredChange | None = None
@@ -68,16 +77,43 @@ class FixedPrefixes:
 
     Attributes:
         true: the measured change. It is exact: on given prefixes nothing is random.
-        linear: the change to first order.
+        linear: the change to first order; None if no derivative was taken.
     """
 
     true: float
-    linear: float
+    linear: float | None = None
 
     @property
     def linear_over_true(self) -> float | None:
-        """About 1 if the step is small enough; None if nothing changes."""
-        return self.linear / self.true if self.true else None
+        """About 1 if the step is small enough to be linear; None if nothing changes or no derivative was taken."""
+        return self.linear / self.true if self.true and self.linear is not None else None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A change with its error, in nats.
+
+    Attributes:
+        delta: the change.
+        se: its standard error; None if unknown.
+        low: lower end of its interval; None if unknown.
+        high: upper end; None if unknown.
+    """
+
+    delta: float
+    se: float | None
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, change: EntropyChange | None) -> Estimate | None:
+        """The estimate of a change; None if the change is unknown."""
+        if change is None or change.delta is None:
+            return None
+        return cls(change.delta, change.se, change.low, change.high)
+
+    def __str__(self) -> str:
+        return f"{self.delta:+.2e} ± " + ("unknown" if self.se is None else f"{self.se:.1e}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,31 +121,40 @@ class EntropyForecast:
     """What an update will do to the policy's entropy. A number that is unknown is None, and `reason` says why.
 
     Attributes:
-        delta: the change to first order, in nats: a token with objective="per_token", a response with "sequence".
+        delta: the change in nats: a token with objective="per_token", a response with "sequence". With update="step",
+            it is that of the finite step; with "gradient", that to first order.
         se: its standard error.
         level: confidence level of its interval.
-        low: lower end of its interval. The interval follows from the standard error. If the step is not linear, the
-            interval also includes the deviation from first order on the same prefixes.
+        low: lower end of its interval. With update="gradient", the interval also includes the deviation from first
+            order on the same prefixes.
         high: upper end.
         reason: why a number is unknown, or why the forecast is not to be trusted; empty otherwise.
-        is_valid: whether `reason` is empty: above all, whether the step is small enough for a first-order forecast.
+        is_valid: whether `reason` is empty.
         objective: which entropy is meant.
         update: which update is meant.
         entropy: R before the update, in nats a token.
         entropy_se: standard error of `entropy` over the evaluation prompts; None with fewer than 2.
         surprise_sd: scatter of −s_k around H_k before the update, in nats; almost 0 for a uniform policy.
+        own_policy: whether the evaluation responses are the policy's own; None if not tested.
+        finite_step: the change by the finite step. With update="gradient", that of the real step in `around_step`.
+        support: how well the responses represent the policy after the step.
+        first_order: the change to first order; None if no derivative was taken.
+        doubt: why `first_order` and `causes` are not to be trusted; empty if they are.
+        sharpening: the part of `delta` from distributions that change at the same prefixes; None if unknown.
+        drift: the part of `delta` from prefixes and lengths that become more or less likely; None if unknown.
         v_x: variance of `delta` from the evaluation prompts.
         v_y: variance of `delta` from the update prompts; 0 along a given step.
         double_count: the noise that v_x and v_y have in common; None if v_y leaves it out already.
-        bars_dot: X̄·Ȳ with update="gradient"; `delta` along a given step.
+        bars_dot: X̄·Ȳ with update="gradient"; the change to first order along a given step, if it was taken.
         n_evaluation: number of evaluation prompts, B_E.
         n_update: number of update prompts whose causes are known, B_U; 0 along a step without them.
         fixed_prefixes: the truth on the same prefixes; None if not measured.
-        importance: the truth by importance sampling; None if not measured.
+        importance: the change by weights of whole responses; None if not measured.
         rollouts: the truth by fresh rollouts; None if not measured.
-        shares: every evaluation prompt's part. The prompt that lowers entropy most comes first.
-        causes: where the change comes from; None if not asked for.
-        derivatives: how derivatives were taken: "forward" or "central".
+        shares: every evaluation prompt's part of `delta`. The prompt that lowers entropy most comes first.
+        causes: where the change to first order comes from; None if not asked for.
+        derivatives: how derivatives were taken: "forward", "central" or "backward"; empty if none was.
+        why_derivatives: why they were not taken in forward mode; empty if they were.
         seconds: time spent, by phase.
         peak_bytes: growth of the process's peak memory; 0 if the peak did not grow, None if the system does not report
             it.
@@ -127,6 +172,13 @@ class EntropyForecast:
     entropy: float | None = None
     entropy_se: float | None = None
     surprise_sd: float | None = None
+    own_policy: OwnPolicyTest | None = None
+    finite_step: Estimate | None = None
+    support: Support | None = None
+    first_order: Estimate | None = None
+    doubt: str = ""
+    sharpening: float | None = None
+    drift: float | None = None
     v_x: float | None = None
     v_y: float | None = None
     double_count: float | None = None
@@ -139,28 +191,56 @@ class EntropyForecast:
     shares: tuple[Share, ...] = ()
     causes: Causes | None = None
     derivatives: str = ""
+    why_derivatives: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None
+
+    @property
+    def frac_var(self) -> float | None:
+        """The variance of `delta` over its square: 0.01 for a standard error of a tenth; None if unknown."""
+        return None if self.se is None or not self.delta else (self.se / self.delta) ** 2
 
     def metrics(self) -> dict[str, float | None]:
         """The forecast's numbers by metric name; None if unknown."""
         fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
+        support, own, first_order = self.support, self.own_policy, self.first_order
+        real = self.finite_step if self.update == "gradient" else None
+        n_differ = rollouts.n_differ if rollouts else None
         return {
             "entropy/per_token": self.entropy,
             "entropy/per_token_se": self.entropy_se,
             "entropy/surprise_sd": self.surprise_sd,
+            "entropy/own_policy_z": own.z if own else None,
+            "entropy/own_policy_departure": own.departure if own else None,
             "entropy/delta_forecast": self.delta,
             "entropy/delta_se": self.se,
             "entropy/delta_low": self.low,
             "entropy/delta_high": self.high,
+            "entropy/delta_sharpening": self.sharpening,
+            "entropy/delta_drift": self.drift,
+            "entropy/frac_var": self.frac_var,
+            "entropy/v_x": self.v_x,
+            "entropy/v_y": self.v_y,
+            "entropy/bars_dot": self.bars_dot,
+            "entropy/n_evaluation_prompts": float(self.n_evaluation),
+            "entropy/n_update_prompts": float(self.n_update),
+            "entropy/support": support.ess_fraction if support else None,
+            "entropy/unsupported": support.unsupported if support else None,
+            "entropy/delta_first_order": first_order.delta if first_order else None,
+            "entropy/delta_first_order_se": first_order.se if first_order else None,
+            "entropy/delta_finite_step": real.delta if real else None,
+            "entropy/delta_finite_step_se": real.se if real else None,
             "entropy/delta_fixed_prefixes": fixed.true if fixed else None,
             "entropy/linear_over_true": fixed.linear_over_true if fixed else None,
             "entropy/delta_importance": importance.delta if importance and importance.is_known else None,
             "entropy/ess_fraction": importance.ess_fraction if importance else None,
             "entropy/delta_rollouts": rollouts.delta if rollouts else None,
             "entropy/delta_rollouts_se": rollouts.se if rollouts else None,
+            "entropy/rollouts_that_differ": None if n_differ is None else float(n_differ),
             "entropy/is_valid": float(self.is_valid),
             "cost/entropy_seconds": sum(self.seconds.values()),
+            **{f"cost/entropy_{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
+            "cost/entropy_peak_bytes": None if self.peak_bytes is None else float(self.peak_bytes),
         }
 
     def table(self, texts: Mapping[int, str] | None = None, *, n: int = 5) -> str:
@@ -174,19 +254,22 @@ class EntropyForecast:
 
     def __str__(self) -> str:
         per = "a token" if self.objective == "per_token" else "a response"
-        if self.delta is None or self.se is None:
+        if self.delta is None:
             return f"entropy change unknown: {self.reason}"
-        parts = [f"entropy {self.entropy:.3f} nats a token; forecast {self.delta:+.2e} ± {self.se:.1e} nats {per}"]
-        if self.importance is not None:
-            parts.append(f"importance sampling {self.importance}")
+        error = "unknown" if self.se is None else f"{self.se:.1e}"
+        parts = [f"entropy {self.entropy:.3f} nats a token; forecast {self.delta:+.2e} ± {error} nats {per}"]
+        if self.update == "gradient" and self.finite_step is not None:
+            parts.append(f"the step {self.finite_step}")
+        if self.update == "step" and self.first_order is not None:
+            parts.append(f"first order {self.first_order}")
         if self.rollouts is not None:
             parts.append(f"fresh rollouts {self.rollouts}")
         return "; ".join([*parts, self.reason] if self.reason else parts)
 
 
 def entropy_forecast(
-    first_order: FirstOrder,
-    truths: Truths | None,
+    first_order: FirstOrder | None,
+    after: AfterStep | None,
     log_prob: Tensor,
     entropy: Tensor,
     responses: Responses,
@@ -194,49 +277,58 @@ def entropy_forecast(
     objective: EntropyObjective,
     update: Update,
     level: float,
-    problem: str = "",
+    is_same_step: bool = True,
+    is_own: bool = True,
     seconds: Mapping[str, float],
     peak_bytes: int | None = None,
 ) -> EntropyForecast:
-    """The forecast of an update, from what first order says of it and from the measured truths.
+    """The forecast of an update, from scores before and after it, and from derivatives if there are any.
 
     Args:
-        first_order: the change to first order.
-        truths: the measured changes; None if the policy's scores are not finite after the step.
+        first_order: the change to first order; needed with update="gradient".
+        after: what scores after the step say; None if they are not finite.
         log_prob: s_k before the update in nats, [responses, tokens].
         entropy: H_k before the update in nats, [responses, tokens].
         responses: the evaluation responses.
         objective: which entropy is meant.
         update: which update is meant.
         level: confidence level of the change's interval.
-        problem: why the forecast is not to be trusted, if that is known already.
+        is_same_step: whether `first_order` and `after` are of the same step.
+        is_own: whether the responses are said to be the policy's own.
         seconds: time spent, by phase.
         peak_bytes: growth of the process's peak memory.
     """
-    change, causes = first_order.change, first_order.causes
-    rate, mean_length = entropy_rate(entropy, responses)
-    # Truths on fixed prefixes are in nats a token: this factor makes them comparable with the change.
-    tokens = mean_length if objective.is_sum_over_tokens else 1.0
-    fixed = importance = None
-    if truths is not None:
-        fixed, importance = FixedPrefixes(truths.on_same_prefixes, first_order.on_same_prefixes), truths.importance
-    se = None if change.se is None else change.se / tokens
+    rate, _ = entropy_rate(entropy, responses)
     scatter = surprise_sd(log_prob, entropy, responses)
-    reason = (
-        change.reason
-        or problem
-        or ("the policy's scores are not finite after the step" if truths is None else "")
-        or first_order.doubt
-        or why_not_linear(fixed, importance, se, is_uniform=is_near_uniform(rate, scatter))
-    )
-    # A step that is not linear moves the truth to one side: without this, the interval would not hold it.
-    bend = 0.0 if fixed is None else tokens * (fixed.true - fixed.linear)
+    own_policy = OwnPolicyTest.of(log_prob, entropy, responses) if is_own else None
+    linear = first_order.on_same_prefixes if first_order is not None and is_same_step else None
+    fixed = None if after is None else FixedPrefixes(after.on_same_prefixes, linear)
+    headline = after.finite_step.change if after is not None else None
+    reasons = [_NOT_FINITE_AFTER if after is None else ""]
+    bend = 0.0
+    if update == "gradient":
+        assert first_order is not None
+        headline = first_order.change
+        # Truths on fixed prefixes are in nats a token: this factor makes them comparable with the change.
+        tokens = objective.total_weight(responses)
+        se = None if headline.se is None else headline.se / tokens
+        reasons += [first_order.doubt, why_not_linear(fixed, se, is_uniform=is_near_uniform(rate, scatter))]
+        # A step that is not linear moves the truth to one side: without this, the interval would not hold it.
+        if fixed is not None and fixed.linear is not None:
+            bend = tokens * (fixed.true - fixed.linear)
+    elif after is not None:
+        reasons.append(why_no_support(after.finite_step.support))
+    if headline is not None:
+        reasons.insert(0, headline.reason)
+    reasons.append("" if own_policy is None else why_not_own(own_policy))
+    reason = next(filter(None, reasons), "")
+    causes = None if first_order is None else first_order.causes
     return EntropyForecast(
-        delta=change.delta,
-        se=change.se,
+        delta=headline.delta if headline else None,
+        se=headline.se if headline else None,
         level=level,
-        low=None if change.low is None else change.low + min(bend, 0.0),
-        high=None if change.high is None else change.high + max(bend, 0.0),
+        low=None if headline is None or headline.low is None else headline.low + min(bend, 0.0),
+        high=None if headline is None or headline.high is None else headline.high + max(bend, 0.0),
         reason=reason,
         is_valid=not reason,
         objective=objective.kind,
@@ -244,18 +336,26 @@ def entropy_forecast(
         entropy=rate,
         entropy_se=entropy_rate_se(entropy, responses),
         surprise_sd=scatter,
-        v_x=change.v_x,
-        v_y=change.v_y,
-        double_count=change.double_count,
-        bars_dot=first_order.bars_dot,
+        own_policy=own_policy,
+        finite_step=None if after is None else Estimate.of(after.finite_step.change),
+        support=None if after is None else after.finite_step.support,
+        first_order=None if first_order is None else Estimate.of(first_order.change),
+        doubt="" if first_order is None else first_order.doubt,
+        sharpening=headline.sharpening if headline else None,
+        drift=headline.drift if headline else None,
+        v_x=headline.v_x if headline else None,
+        v_y=headline.v_y if headline else None,
+        double_count=headline.double_count if headline else None,
+        bars_dot=None if first_order is None else first_order.bars_dot,
         n_evaluation=responses.n_prompts,
         n_update=len(causes.prompts) if causes is not None else 0,
         fixed_prefixes=fixed,
-        importance=importance,
-        rollouts=truths.rollouts if truths is not None else None,
-        shares=shares_by_prompt(change, responses),
+        importance=None if after is None else after.importance,
+        rollouts=None if after is None else after.rollouts,
+        shares=() if headline is None else shares_by_prompt(headline, responses),
         causes=causes,
-        derivatives=first_order.derivatives,
+        derivatives="" if first_order is None else first_order.derivatives,
+        why_derivatives="" if first_order is None else first_order.why,
         seconds=seconds,
         peak_bytes=peak_bytes,
     )
@@ -283,30 +383,33 @@ def unknown(
     )
 
 
-def why_not_linear(
-    fixed: FixedPrefixes | None, importance: MeasuredChange | None, se: float | None, *, is_uniform: bool = False
-) -> str:
+def why_no_support(support: Support) -> str:
+    """Why a finite step is not to be trusted; empty if enough positions have support."""
+    if support.is_enough:
+        return ""
+    return (
+        f"{TOO_LARGE} for these responses: from token {support.from_position} on, their effective sample size falls "
+        f"below {percent(LEAST_SUPPORT)} of their number, and tokens of which this holds carry "
+        f"{percent(support.unsupported)} of the entropy after the step: use a smaller learning rate, or more prompts"
+    )
+
+
+def why_not_linear(fixed: FixedPrefixes | None, se: float | None, *, is_uniform: bool = False) -> str:
     """Why a first-order forecast of this step is not to be trusted; empty if it is to be trusted.
 
     Args:
         fixed: truth and first order on the same prefixes.
-        importance: truth by importance sampling.
         se: the forecast's standard error, in nats a token. A deviation from first order below half of it is harmless.
         is_uniform: whether the policy is almost uniform. Then a smaller step is not the way out.
     """
-    why = ""
-    if importance is not None and not importance.is_known:
-        why = (
-            f"the effective sample size of the responses after it is {importance.ess_fraction:.0%} of their number, "
-            f"and at least {LEAST_ESS_FRACTION:.0%} is needed"
-        )
+    if fixed is None or fixed.linear is None:
+        return ""
     harmless = max(_NO_CHANGE, 0.0 if se is None else _HARMLESS * se)
-    if fixed is not None and abs(fixed.true - fixed.linear) > harmless:
-        low, high = LINEAR_BETWEEN
-        ratio = fixed.linear_over_true
-        if ratio is None or not low <= ratio <= high:
-            numbers = f"first order gives {fixed.linear:+.2e} nats a token, and the true change is {fixed.true:+.2e}"
-            why = f"on the same prefixes, {numbers}"
-    if why and is_uniform:
-        return f"{NEAR_UNIFORM}: {why}: train on, and forecast later steps"
-    return f"{TOO_LARGE}: {why}: use a smaller learning rate" if why else ""
+    low, high = LINEAR_BETWEEN
+    ratio = fixed.linear_over_true
+    if abs(fixed.true - fixed.linear) <= harmless or (ratio is not None and low <= ratio <= high):
+        return ""
+    numbers = f"first order gives {fixed.linear:+.2e} nats a token, and the true change is {fixed.true:+.2e}"
+    if is_uniform:
+        return f"{NEAR_UNIFORM}: on the same prefixes, {numbers}: train on, and forecast later steps"
+    return f"{TOO_LARGE} to be linear: on the same prefixes, {numbers}: use a smaller learning rate"

@@ -4,14 +4,15 @@ The unit is the prompt with its group of responses. Token k of a response has a 
 of the whole distribution that it was sampled from. There are two objectives:
 
     per token    R = E[Σ_k H_k]/E[T]           ∇R = (1/E[T])·E[Σ_k ∇H_k + Σ_k (Σ_{j>k}(H_j − R) − b_k)·∇s_k]
-    sequence     H_w = E[−S_w], S_w = Σ_k w_k s_k   ∇H_w = −E[(S_w − S_w^LOO)·∇S] − E[∇S_w],  S = Σ_k s_k
+    sequence     H_w = E[−Σ_k w_k s_k]         ∇H_w: see `sequence_entropy.py`
 
-b_k is a baseline that does not depend on the tokens from k on. E[∇S_w] is 0 if w_k does not depend on them either. The
-expectation runs over prompts and, within each prompt, over its responses: all prompts weigh the same.
+b_k is a baseline that does not depend on the tokens from k on. The expectation runs over prompts and, within each
+prompt, over its responses: all prompts weigh the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +60,22 @@ class Responses:
             raise ValueError(f"{name} must be finite wherever a token was sampled")
         return values
 
+    def rows(self, index: Tensor) -> Responses:
+        """The responses with these row numbers."""
+        return Responses(self.mask[index], self.prompts[self.index[index]])
+
     def per_prompt(self, per_response: Tensor) -> Tensor:
-        """The mean over each prompt's responses, in the order of the prompts' numbers; [prompts]."""
-        return torch.zeros(self.n_prompts, dtype=torch.float64).index_add_(0, self.index, per_response * self.share)
+        """The mean over each prompt's responses, in the order of the prompts' numbers.
+
+        Args:
+            per_response: [responses] or [responses, columns].
+
+        Returns:
+            fp64, [prompts] or [prompts, columns].
+        """
+        total = torch.zeros(self.n_prompts, *per_response.shape[1:], dtype=torch.float64)
+        share = self.share.view(-1, *[1] * (per_response.dim() - 1))
+        return total.index_add_(0, self.index, per_response * share)
 
     def halves(self) -> list[Tensor]:
         """Masks of the responses to every second prompt and to the others, [responses] each; one for one prompt."""
@@ -119,12 +133,32 @@ class Coefficients:
     on_entropy: Tensor
     on_log_prob: Tensor
 
-    def per_prompt(self, responses: Responses, d_entropy: Tensor, d_log_prob: Tensor) -> Tensor:
-        """X_n·Δ along a direction Δ in parameter space, from the derivatives of each token along it; [prompts]."""
-        along = self.on_entropy * responses.tokens("d_entropy", d_entropy)
-        along = along + self.on_log_prob * responses.tokens("d_log_prob", d_log_prob)
+    def entropy_alone(self) -> Coefficients:
+        """The part from distributions that change at the same prefixes."""
+        return Coefficients(self.on_entropy, torch.zeros_like(self.on_log_prob))
+
+
+Along = Callable[[Sequence[Coefficients]], list[Tensor]]
+"""For each of several coefficients, X_n·Δ along a direction Δ in parameter space: the derivative of every prompt's
+Σ on_entropy·H + on_log_prob·s; [prompts] each."""
+
+
+def along_tokens(d_entropy: Tensor, d_log_prob: Tensor, responses: Responses) -> Along:
+    """X_n·Δ from the derivatives of each token along Δ.
+
+    Args:
+        d_entropy: D_Δ H_k, [responses, tokens].
+        d_log_prob: D_Δ s_k, [responses, tokens].
+        responses: which tokens count.
+    """
+    d_entropy, d_log_prob = responses.tokens("d_entropy", d_entropy), responses.tokens("d_log_prob", d_log_prob)
+
+    def along(coefficients: Sequence[Coefficients]) -> list[Tensor]:
+        sums = ((c.on_entropy * d_entropy + c.on_log_prob * d_log_prob).sum(1) for c in coefficients)
         # The coefficients contain each response's share already, and per_prompt() multiplies by it again.
-        return responses.per_prompt(along.sum(1) / responses.share)
+        return [responses.per_prompt(per_response / responses.share) for per_response in sums]
+
+    return along
 
 
 def entropy_rate(entropy: Tensor, responses: Responses) -> tuple[float, float]:
@@ -187,27 +221,11 @@ def per_token_coefficients(
     return Coefficients(on_entropy=share * responses.mask, on_log_prob=share * to_go)
 
 
-def sequence_coefficients(
-    log_prob: Tensor, responses: Responses, *, weights: Tensor | None = None, is_causal: bool
-) -> Coefficients:
-    """Coefficients of ∇H_w.
-
-    Args:
-        log_prob: s_k in nats, [responses, tokens].
-        responses: which tokens count; every prompt needs at least 2 responses, for leave-one-out.
-        weights: w_k, [responses, tokens]; 1 by default.
-        is_causal: whether w_k depends only on the prompt and the tokens before k. One over the length is not causal:
-            then the term −E[∇S_w] is added. Without it, the gradient of an enumerable policy is 10–18 % wrong.
-    """
-    log_prob = responses.tokens("log_prob", log_prob)
-    weights = responses.mask.double() if weights is None else responses.tokens("weights", weights)
-    weighted = (weights * log_prob).sum(1)
-    # Minus: entropy falls if likely responses become more likely. The plus sign of some implementations gives the
-    # opposite direction.
-    on_log_prob = -(weighted - responses.leave_one_out(weighted))[:, None] * responses.mask
-    if not is_causal:
-        on_log_prob = on_log_prob - weights
-    return Coefficients(torch.zeros_like(log_prob), responses.share[:, None] * on_log_prob)
+def on_same_prefixes_coefficients(responses: Responses) -> Coefficients:
+    """Coefficients of R with its prefixes held fixed: Σ H/E[T]."""
+    length = float(responses.per_prompt(responses.length).mean())
+    on_entropy = responses.mask * responses.share[:, None] / length
+    return Coefficients(on_entropy, torch.zeros_like(on_entropy))
 
 
 def covariance(log_prob: Tensor, advantage: Tensor, responses: Responses) -> float:

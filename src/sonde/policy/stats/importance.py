@@ -1,4 +1,4 @@
-"""The change of entropy that an update has made: from responses sampled before it, or from fresh responses."""
+"""The change of entropy that an update has made: from whole responses sampled before it, or from fresh responses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import Responses, entropy_rate
+from sonde.policy.stats.prefix_weights import CLIPPED_AT, Weighting, weights_from
+from sonde.policy.stats.ratios import WeightedSums, rate_change
 
-Weighting = Literal["snis", "clip"]
 Per = Literal["token", "response"]
-CLIPPED_AT = 10.0
-"""Largest weight with "clip", as a multiple of the mean weight."""
 LEAST_ESS_FRACTION = 0.5
 """Smallest effective sample size over the number of responses. Below it, they do not represent the responses of θ⁺."""
+_UNSEEN_JUMPS = 1.0
+"""Responses that count as different beside those that are: if none differs, one could have."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,15 @@ class MeasuredChange:
         se: its standard error, from the scatter of the prompts; None with fewer than 2 prompts.
         ess: effective sample size in responses, (Σω)²/Σω²; the number of responses if all weights are equal.
         ess_fraction: `ess` over the number of responses.
+        n_differ: how many of the fresh responses differ from those before the update; None if they are the same ones,
+            or if it is not known.
     """
 
     delta: float
     se: float | None
     ess: float
     ess_fraction: float
+    n_differ: int | None = None
 
     @property
     def is_known(self) -> bool:
@@ -43,29 +47,8 @@ class MeasuredChange:
     def __str__(self) -> str:
         if not self.is_known:
             return f"not known (effective sample size {self.ess_fraction:.2g} of the responses)"
-        return f"{self.delta:+.2e} ± " + ("unknown" if self.se is None else f"{self.se:.1e}")
-
-
-def importance_weights(log_ratio: Tensor, weighting: Weighting) -> Tensor:
-    """ω_i ∝ exp(log_ratio_i), with a mean of 1; [responses], fp64.
-
-    Args:
-        log_ratio: S_i(θ⁺) − S_i(θ), where S_i is the log-probability of a whole response, in nats; [responses].
-        weighting: "snis" keeps the weights as they are. "clip" cuts them at 10 times their mean and normalises again:
-            less variance, some bias.
-
-    Raises:
-        ValueError: if a log-ratio is not finite.
-    """
-    log_ratio = log_ratio.double()
-    if not bool(log_ratio.isfinite().all()):
-        raise ValueError("log-probabilities must be finite before and after the update")
-    weights = torch.exp(log_ratio - log_ratio.max())  # the shift prevents overflow, however large the update
-    weights = weights / weights.mean()
-    if weighting == "clip":
-        weights = weights.clamp(max=CLIPPED_AT)
-        weights = weights / weights.mean()
-    return weights
+        text = f"{self.delta:+.2e} ± " + ("unknown" if self.se is None else f"{self.se:.1e}")
+        return text if self.n_differ is None else f"{text} ({self.n_differ:,} of {self.ess:,.0f} responses differ)"
 
 
 def importance_sampled_change(
@@ -76,11 +59,13 @@ def importance_sampled_change(
     responses: Responses,
     *,
     weighting: Weighting = "snis",
+    clip_at: float = CLIPPED_AT,
     per: Per = "token",
 ) -> MeasuredChange:
     """The entropy at θ⁺ minus the entropy at θ, both from the responses that θ sampled.
 
-    Importance weights make the responses of θ represent those of θ⁺.
+    A whole response weighs ω ∝ π_θ⁺(response)/π_θ(response). The effective sample size of these weights falls with the
+    length of the responses, whatever the step: `change_by_finite_step` weighs each position by its prefix instead.
 
     Args:
         entropy: at θ in nats: H_k, or −w_k s_k for the entropy of sequences; [responses, tokens].
@@ -88,25 +73,33 @@ def importance_sampled_change(
         log_prob: s_k at θ, of the sampled tokens.
         log_prob_after: s_k at θ⁺.
         responses: which tokens count.
-        weighting: as for `importance_weights`.
+        weighting: as for `weights_from`.
+        clip_at: as for `weights_from`.
         per: "token" for R, or "response".
     """
     before, after = responses.tokens("log_prob", log_prob), responses.tokens("log_prob_after", log_prob_after)
-    weights = importance_weights((after - before).sum(1), weighting)
-    influence, rate = _ratio(responses, entropy, torch.ones_like(weights), per)
-    influence_after, rate_after = _ratio(responses, entropy_after, weights, per)
+    weights = weights_from((after - before).sum(1, keepdim=True), responses, weighting, clip_at)[:, 0]
+    change = rate_change(
+        _sums(responses, entropy, torch.ones_like(weights), per), _sums(responses, entropy_after, weights, per)
+    )
     ess = float(weights.sum().square() / weights.square().sum())
-    # One set of responses serves both rates: their common scatter cancels in the difference of the influences.
-    return MeasuredChange(rate_after - rate, _standard_error(influence_after - influence), ess, ess / len(weights))
+    return MeasuredChange(change.delta, change.se, ess, ess / len(weights))
 
 
 def resampled_change(
-    entropy: Tensor, responses: Responses, entropy_after: Tensor, responses_after: Responses, *, per: Per = "token"
+    entropy: Tensor,
+    responses: Responses,
+    entropy_after: Tensor,
+    responses_after: Responses,
+    *,
+    per: Per = "token",
+    n_differ: int | None = None,
 ) -> MeasuredChange:
     """The entropy of the responses sampled by θ⁺ minus that of the responses sampled by θ, to the same prompts.
 
     If both are sampled with the same random numbers, most of their scatter is common. The standard error is that of the
-    prompts' differences, and small.
+    prompts' differences, and small. After a small step, few responses differ, and most of the error is how many could
+    have differed. So the standard error also holds one more difference, as large as that of unlike responses.
 
     Args:
         entropy: at θ in nats: H_k, or −w_k s_k for the entropy of sequences; [responses, tokens].
@@ -114,6 +107,7 @@ def resampled_change(
         entropy_after: at θ⁺.
         responses_after: the responses that θ⁺ sampled.
         per: "token" for R, or "response".
+        n_differ: how many of the two sets' responses differ, if it is known.
 
     Raises:
         ValueError: if the two sets of responses do not answer the same prompts.
@@ -123,10 +117,15 @@ def resampled_change(
             "both policies must answer the same prompts, so that they can be compared prompt by prompt: "
             "let the sampler take the same prompts in each call"
         )
-    influence, rate = _ratio(responses, entropy, torch.ones_like(responses.length), per)
-    influence_after, rate_after = _ratio(responses_after, entropy_after, torch.ones_like(responses_after.length), per)
-    n = float(len(responses.length))
-    return MeasuredChange(rate_after - rate, _standard_error(influence_after - influence), n, 1.0)
+    change = rate_change(
+        _sums(responses, entropy, torch.ones_like(responses.length), per),
+        _sums(responses_after, entropy_after, torch.ones_like(responses_after.length), per),
+    )
+    n = len(responses.length)
+    se = change.se
+    if se is not None:
+        se = math.hypot(se, _unseen_jumps(responses, entropy, per))
+    return MeasuredChange(change.delta, se, float(n), 1.0, n_differ)
 
 
 def fixed_prefix_change(entropy: Tensor, entropy_after: Tensor, responses: Responses) -> float:
@@ -138,15 +137,25 @@ def fixed_prefix_change(entropy: Tensor, entropy_after: Tensor, responses: Respo
     return entropy_rate(entropy_after, responses)[0] - entropy_rate(entropy, responses)[0]
 
 
-def _ratio(responses: Responses, entropy: Tensor, weights: Tensor, per: Per) -> tuple[Tensor, float]:
-    """Each prompt's influence on Σω h/Σω t, [prompts], and the ratio itself. t is the length, or 1 per response."""
+def _sums(responses: Responses, entropy: Tensor, weights: Tensor, per: Per) -> WeightedSums:
+    """Σω h and Σω t of each prompt; t is the length, or 1 per response. weights: [responses]."""
     h = responses.tokens("entropy", entropy).sum(1)
     t = responses.length if per == "token" else torch.ones_like(responses.length)
-    weighted_h, weighted_t = responses.per_prompt(weights * h), responses.per_prompt(weights * t)
-    rate = float(weighted_h.mean() / weighted_t.mean())
-    return (weighted_h - rate * weighted_t) / weighted_t.mean(), rate
+    return WeightedSums(*(responses.per_prompt(weights * x)[:, None] for x in (h, t)))
 
 
-def _standard_error(influence: Tensor) -> float | None:
-    n = len(influence)
-    return math.sqrt(float((influence - influence.mean()).square().sum()) / (n * (n - 1))) if n > 1 else None
+def _unseen_jumps(responses: Responses, entropy: Tensor, per: Per) -> float:
+    """The effect on the rate of a response that becomes another one to the same prompt, root mean square."""
+    sums = _sums(responses, entropy, torch.ones_like(responses.length), per)
+    rate, mean = float(sums.ratios()), float(sums.weight.mean())
+    t = responses.length if per == "token" else torch.ones_like(responses.length)
+    above = (responses.tokens("entropy", entropy).sum(1) - rate * t) / mean
+    # Two responses to one prompt differ by twice the variance within the prompt. With one response to each prompt, any
+    # two responses stand for them.
+    alone = bool((responses.share == 1.0).all())
+    centre = above.mean() if alone else responses.per_prompt(above)[responses.index]
+    degrees = len(above) - (1 if alone else responses.n_prompts)
+    sq_jump = 2.0 * float((above - centre).square().sum()) / max(degrees, 1)
+    # A response's part in the rate is its share of its prompt, over the number of prompts.
+    sq_part = float(responses.share.square().mean()) / responses.n_prompts**2
+    return math.sqrt(_UNSEEN_JUMPS * sq_jump * sq_part)
