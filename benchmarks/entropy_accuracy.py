@@ -21,9 +21,9 @@ from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 from sonde.policy.stats.importance import resampled_change
-from sonde.stats.intervals import student_t_quantile
 
 SCALES = (1.0, 0.1)
+WAYS = ("finite step", "first order")
 
 
 @dataclass(frozen=True)
@@ -53,28 +53,24 @@ class Trial:
     Attributes:
         step: the optimizer step.
         scale: factor of this step.
-        delta: the forecast, in nats a token.
+        how: "finite step", or "first order" by derivatives along the step.
+        delta: the change, in nats a token.
         se: its standard error.
         low: lower end of its interval.
         high: upper end.
-        t_low: lower end by the standard error alone.
-        t_high: upper end by the standard error alone.
         is_valid: whether the forecast reports that it is to be trusted.
-        linear_over_true: first-order over true change on the same prefixes; None if nothing changes.
         truth: the change by fresh rollouts to all prompts.
         truth_se: standard error of the truth, by independent repeats.
     """
 
     step: int
     scale: float
+    how: str
     delta: float
     se: float
     low: float
     high: float
-    t_low: float
-    t_high: float
     is_valid: bool
-    linear_over_true: float | None
     truth: float
     truth_se: float
 
@@ -107,7 +103,7 @@ def trials(plan: Plan) -> list[Trial]:
 def _at_step(trainer: Any, optimizer: Any, step: int, plan: Plan) -> list[Trial]:
     model = trainer.model
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    probe = sonde.EntropyChangeProbe(model, optimizer, EntropyChangeOptions(micro_batch_prompts=16))
+    probe = sonde.EntropyChangeProbe(model, optimizer, EntropyChangeOptions(micro_batch_prompts=16, first_order=True))
     rates = [group["lr"] for group in optimizer.param_groups]
     found = []
     with preserve_training_state(model):
@@ -129,25 +125,18 @@ def _at_step(trainer: Any, optimizer: Any, step: int, plan: Plan) -> list[Trial]
             ]
             truth, truth_se = float(np.mean(truths)), float(np.std(truths, ddof=1) / math.sqrt(len(truths)))
             for f in forecasts:
-                half = student_t_quantile(0.975, f.n_evaluation - 1) * f.se
-                fixed = f.fixed_prefixes
-                assert fixed is not None
-                found.append(
-                    Trial(
-                        step=step,
-                        scale=scale,
-                        delta=f.delta,
-                        se=f.se,
-                        low=f.low,
-                        high=f.high,
-                        t_low=f.delta - half,
-                        t_high=f.delta + half,
-                        is_valid=f.is_valid,
-                        linear_over_true=fixed.linear_over_true,
-                        truth=truth,
-                        truth_se=truth_se,
+                for how, estimate in (("finite step", f.finite_step), ("first order", f.first_order)):
+                    found.append(
+                        Trial(
+                            step=step,
+                            scale=scale,
+                            how=how,
+                            **asdict(estimate),
+                            is_valid=f.is_valid,
+                            truth=truth,
+                            truth_se=truth_se,
+                        )
                     )
-                )
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
     return found
@@ -194,31 +183,32 @@ def _next(model: nn.Module, ids: Tensor, attention: Tensor) -> Tensor:
 
 
 def summary(found: list[Trial]) -> dict[str, Any]:
-    """Summary of the trials by scale; step 0 separately."""
-    of_scale = {}
-    for scale in SCALES:
-        some = [t for t in found if t.scale == scale and t.step > 0]
-        clear = [t for t in some if abs(t.delta) > 2 * t.se]
-        trusted = [t for t in some if t.is_valid]
-        of_scale[str(scale)] = {
-            "forecasts": len(some),
-            "trusted": len(trusted),
-            "clear": len(clear),
-            "sign_agreement": _share([t.delta * t.truth > 0 for t in clear]),
-            "correlation": _correlation(some),
-            "correlation_of_trusted": _correlation(trusted),
-            "coverage": _share([t.held(t.low, t.high) for t in some]),
-            "coverage_of_trusted": _share([t.held(t.low, t.high) for t in trusted]),
-            "coverage_by_se_alone": _share([t.held(t.t_low, t.t_high) for t in some]),
-            "median_size": float(np.median([abs(t.truth) for t in some])),
-            "median_se": float(np.median([t.se for t in some])),
-            "median_truth_se": float(np.median([t.truth_se for t in some])),
-        }
-    first = [t for t in found if t.step == 0 and t.scale == 1.0]
+    """Summary of the trials by scale and way; step 0 separately."""
     return {
-        "by_scale": of_scale,
-        "flagged_at_step_0": _share([not t.is_valid for t in first]),
+        "by_scale": {
+            str(scale): {
+                how: _summary([t for t in found if (t.scale, t.how) == (scale, how) and t.step > 0]) for how in WAYS
+            }
+            for scale in SCALES
+        },
+        "at_step_0": _summary([t for t in found if (t.scale, t.how) == (1.0, "finite step") and t.step == 0]),
         "trials": [asdict(t) for t in found],
+    }
+
+
+def _summary(some: list[Trial]) -> dict[str, Any]:
+    clear = [t for t in some if abs(t.delta) > 2 * t.se]
+    trusted = [t for t in some if t.is_valid]
+    return {
+        "forecasts": len(some),
+        "trusted": len(trusted),
+        "clear": len(clear),
+        "sign_agreement": _share([t.delta * t.truth > 0 for t in clear]),
+        "correlation": _correlation(some),
+        "coverage": _share([t.held(t.low, t.high) for t in some]),
+        "median_size": float(np.median([abs(t.truth) for t in some])),
+        "median_se": float(np.median([t.se for t in some])),
+        "median_truth_se": float(np.median([t.truth_se for t in some])),
     }
 
 

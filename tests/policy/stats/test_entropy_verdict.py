@@ -144,7 +144,7 @@ def test_a_verdict_names_the_measurements_behind_it() -> None:
     assert "fresh rollouts measured −0.021" in detail
     assert "2 of 2 intervals held" in detail
     assert "1 of 3 forecasts was not to be trusted." in detail
-    assert "importance sampling measured −0.021" in judge_entropy(points({}, {"is_independent": False})).detail
+    assert "the responses after it measured −0.021" in judge_entropy(points({}, {"is_independent": False})).detail
     assert "not to be trusted" in judge_entropy(points({}, {"is_valid": False})).detail
 
 

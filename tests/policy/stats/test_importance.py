@@ -103,3 +103,26 @@ def test_other_prompts_cannot_be_compared() -> None:
     others = Responses(responses.mask, torch.arange(4).repeat_interleave(4) + 1)
     with pytest.raises(ValueError, match="must answer the same prompts"):
         resampled_change(H[prompts, picked], responses, H[prompts, picked], others)
+
+
+def test_few_different_responses_leave_an_interval_that_holds() -> None:
+    """A step that turns one response in 50 into one of more entropy. Two of 96 differ on average, one sample in seven
+    has none. By the scatter of the prompts alone, the interval of such a sample has no width.
+    """
+    generator = torch.Generator().manual_seed(0)
+    before, held, scatter_held, n_differ = Responses(torch.ones(96, 1), torch.arange(24).repeat_interleave(4)), 0, 0, []
+    for _ in range(400):
+        entropy = 1.0 + 0.3 * torch.randn(96, 1, generator=generator, dtype=torch.float64)
+        jumps = torch.rand(96, 1, generator=generator) < 0.02
+        after = torch.where(jumps, 1.0 + 0.3, entropy)
+        n = int((after != entropy).sum())
+        change = resampled_change(entropy, before, after, before, n_differ=n)
+        assert change.n_differ == n
+        held += abs(change.delta - 0.02 * 0.3) < 1.96 * change.se
+        per_prompt = (after - entropy).view(24, 4).mean(1)
+        scatter_held += abs(change.delta - 0.02 * 0.3) < 1.96 * float(per_prompt.std()) / 24**0.5
+        n_differ.append(n)
+    assert 1.5 < sum(n_differ) / 400 < 2.5
+    assert held / 400 > 0.93
+    assert scatter_held / 400 < 0.87
+    assert str(change).endswith(f"({n} of 96 responses differ)")

@@ -31,7 +31,7 @@ def policy_header(**changes: Any) -> Record:
 
 
 def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **changes: Any) -> Record:
-    """Record `i`, of step 5 i + 1. The steps of records 0 and 9 are too large to be linear."""
+    """Record `i`, of step 5 i + 1. The steps of records 0 and 9 are too large."""
     rng = random.Random(i)
     delta, is_valid = -0.02 * math.exp(-0.05 * i) * rng.uniform(0.5, 1.5), i not in (0, 9)
     truth = delta * (1.05 if is_valid else 2.0)
@@ -47,6 +47,10 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
         "entropy/delta_high": delta + 2 * se,
         "entropy/delta_fixed_prefixes": truth,
         "entropy/linear_over_true": delta / truth if i != 3 else 7.0,
+        "entropy/support": 0.95 if is_valid else 0.1,
+        "entropy/unsupported": 0.0 if is_valid else 0.7,
+        "entropy/own_policy_z": math.sin(7.0 * i),
+        "entropy/own_policy_departure": 0.002 * math.sin(7.0 * i),
         "entropy/delta_importance": truth,
         "entropy/ess_fraction": 0.97 if is_valid else 0.4,
         "entropy/delta_rollouts": truth if has_truth else None,
@@ -69,7 +73,7 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
         "time": STARTED + 2.0 * i,
         "window": 5 * i + 1,
         "metrics": metrics,
-        "reason": "" if is_valid else "not to be trusted: the step is too large to be linear",
+        "reason": "" if is_valid else "not to be trusted: the step is too large for these responses",
         "per": "token",
         "shares": [
             {"prompt": f"{k}+{i}=", "change": part, "sharpening": 0.8 * part, "drift": 0.2 * part}

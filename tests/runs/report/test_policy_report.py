@@ -32,7 +32,8 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Forecast and effect of each step",
         "Forecast against truth",
         "Coverage so far",
-        "Is the step small enough?",
+        "Can the forecasts be trusted?",
+        "Are the evaluation responses the policy's own?",
         "Prompts that change the entropy most",
         "Noise scale in prompts",
         "Reward",
@@ -44,7 +45,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Coverage 100 % 22 of 22 intervals contain the truth",
         "Average noise scale 35 prompts; between 6 and 40",
         "22 of 24 forecasts can be trusted.",
-        "Step 1: not to be trusted: the step is too large to be linear",
+        "Step 1: not to be trusted: the step is too large for these responses",
         "400 ms per forecast, with the measured changes, on average",
         "fresh responses to other prompts.",
         "loss: dr_grpo",
@@ -92,7 +93,7 @@ NOTHING = {"shares": [], "causes": None}
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"has_truth": False}, "Importance sampling reuses the responses of the forecast"),
+        ({"has_truth": False}, "Responses of the forecast itself cannot check its interval"),
         ({"has_noise": False}, "turn gns_probe on"),
         ({"causes": None}, "attach with causes=True to know"),
         (NOTHING, "The forecasts of this run were logged without the parts of single prompts."),

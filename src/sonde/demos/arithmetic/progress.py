@@ -59,7 +59,7 @@ def record_line(record: Mapping[str, Any], n_steps: int) -> str:
     truth = _with_error(metrics.get("entropy/delta_rollouts"), metrics.get("entropy/delta_rollouts_se"))
     doubt = ""
     if not point.is_valid and record["reason"]:
-        doubt = "  step too large to be linear" if point.is_too_large else f"  {record['reason'].split(':')[0]}"
+        doubt = "  step too large" if point.is_too_large else f"  {record['reason'].split(':')[0]}"
     return f"{step:>9}  {reward:>6}  {entropy:>7}  {forecast:>17}  {truth:>17}{doubt}"
 
 

@@ -177,7 +177,7 @@ def _last_step(now: Point) -> str:
         return f"{forecast}: {now.reason or 'not to be trusted'}."
     if not now.has_truth:
         return f"{forecast}."
-    how = "fresh rollouts" if now.is_independent else "importance sampling"
+    how = "fresh rollouts" if now.is_independent else "the responses after it"
     return f"{forecast}; {how} measured {truth}."
 
 

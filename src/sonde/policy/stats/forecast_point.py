@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sonde.policy.stats.entropy_forecast import TOO_LARGE
 from sonde.policy.stats.importance import LEAST_ESS_FRACTION, Per
 from sonde.policy.stats.near_uniform import is_near_uniform
+from sonde.policy.stats.own_policy import OwnPolicyTest
 
 Z = 1.959964
 """Standard errors from the centre of a normal distribution to the end of its 95 % interval."""
@@ -28,9 +29,9 @@ class Point:
         delta: the forecast of the step's change of entropy, in nats; None if unknown.
         low: lower end of the forecast's 95 % interval; None if unknown.
         high: upper end; None if unknown.
-        is_valid: whether the step was small enough for a first-order forecast.
-        truth: the measured change: by fresh rollouts if there were any, otherwise by importance sampling; None if it
-            was not measured.
+        is_valid: whether the forecast is to be trusted.
+        truth: the measured change: by fresh rollouts if there were any, otherwise on the forecast's own responses, for
+            a forecast to first order; None if it was not measured.
         truth_se: standard error of the truth; None if unknown.
         is_independent: whether the truth comes from fresh rollouts, and not from the responses of the forecast.
         per: the unit of `delta` and `truth`: nats per "token" or per "response".
@@ -39,6 +40,7 @@ class Point:
         surprise_sd: scatter of −log π around the entropy, in nats; None if unknown.
         entropy_se: standard error of the entropy, over prompts; None if unknown.
         segment: which start of the run measured it, from 0.
+        own_policy: whether the evaluation responses were the policy's own; None if not tested.
     """
 
     step: int
@@ -56,6 +58,7 @@ class Point:
     surprise_sd: float | None = None
     entropy_se: float | None = None
     segment: int = 0
+    own_policy: OwnPolicyTest | None = None
 
     @property
     def is_near_uniform(self) -> bool:
@@ -64,7 +67,7 @@ class Point:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether the forecast is not valid because the step is too large to be linear."""
+        """Whether the forecast is not valid because the step is too large."""
         return not self.is_valid and self.reason.startswith(TOO_LARGE)
 
     @property
@@ -91,13 +94,17 @@ def forecast_point(
         return value if value is not None and abs(value) < _NO_MEASUREMENT else None  # nor is NaN below it
 
     is_independent, ess_fraction = metric("delta_rollouts") is not None, metric("ess_fraction")
-    # Older logs hold the change by importance sampling however few responses count.
-    is_known = ess_fraction is None or ess_fraction >= LEAST_ESS_FRACTION
-    by_importance = metric("delta_importance") if is_known else None
+    # Logs with forecasts to first order have the change on the forecast's own responses: by the finite step, or by
+    # importance sampling, in older ones however few responses count. A forecast by the finite step has nothing to
+    # compare with there.
+    on_own = metric("delta_finite_step")
+    if on_own is None and metric("support") is None and (ess_fraction is None or ess_fraction >= LEAST_ESS_FRACTION):
+        on_own = metric("delta_importance")
     entropy, entropy_se, surprise_sd = metric("per_token"), metric("per_token_se"), metric("surprise_sd")
     if entropy is None:
         entropy, entropy_se = metric("token_weighted"), metric("token_weighted_se")
         surprise_sd = metric("token_weighted_surprise_sd")
+    z, departure = metric("own_policy_z"), metric("own_policy_departure")
     return Point(
         step=step,
         entropy=entropy,
@@ -105,7 +112,7 @@ def forecast_point(
         low=metric("delta_low"),
         high=metric("delta_high"),
         is_valid=metric("is_valid") == 1.0,
-        truth=metric("delta_rollouts") if is_independent else by_importance,
+        truth=metric("delta_rollouts") if is_independent else on_own,
         truth_se=metric("delta_rollouts_se") if is_independent else 0.0,
         is_independent=is_independent,
         per=per,
@@ -114,4 +121,5 @@ def forecast_point(
         surprise_sd=surprise_sd,
         entropy_se=entropy_se,
         segment=segment,
+        own_policy=None if z is None or departure is None else OwnPolicyTest(z, departure),
     )

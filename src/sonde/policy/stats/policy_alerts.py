@@ -1,4 +1,4 @@
-"""Alerts of a policy's run: the entropy collapses, steps are too large, or intervals miss the truth."""
+"""Alerts of a policy's run: its entropy collapses, steps are too large, intervals miss, responses are not its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from sonde.policy.stats.coverage import LEVEL, Coverage, is_judged
 from sonde.policy.stats.entropy_course import Course, entropy_course
 from sonde.policy.stats.forecast_point import Point
+from sonde.policy.stats.own_policy import OwnPolicyTrack
 from sonde.policy.stats.steps_kept import StepsKeeper
 from sonde.wording import number, percent, plural
 
@@ -40,6 +41,7 @@ class PolicyAlerts:
         self._with_entropy = StepsKeeper()
         self._forecasts: deque[Point] = deque(maxlen=_TOO_LARGE_IN_A_ROW)
         self._n_judged = self._n_held = 0
+        self._own_policy = OwnPolicyTrack()
 
     def add(self, point: Point) -> None:
         """Add the next point, in the order in which points were measured."""
@@ -47,6 +49,8 @@ class PolicyAlerts:
             self._with_entropy.add(point)
         if point.delta is not None:
             self._forecasts.append(point)
+        if point.own_policy is not None:
+            self._own_policy.add(point.own_policy)
         if is_judged(point):
             self._n_judged += 1
             self._n_held += point.held
@@ -55,7 +59,8 @@ class PolicyAlerts:
         """The alerts at the last point, in plain words.
 
         Returns:
-            Messages by name: "entropy_collapse", "steps_too_large", "intervals_miss". Empty if nothing looks wrong.
+            Messages by name: "entropy_collapse", "steps_too_large", "not_own_policy", "intervals_miss". Empty if
+            nothing looks wrong.
         """
         alerts = {}
         if len(self._with_entropy) > 1 and (
@@ -65,9 +70,11 @@ class PolicyAlerts:
         n = len(self._forecasts)
         if n == _TOO_LARGE_IN_A_ROW and all(p.is_too_large for p in self._forecasts):
             alerts["steps_too_large"] = (
-                f"the last {n} forecasts of the entropy's change are not to be trusted: the steps are too large to "
-                "be linear. A smaller learning rate makes their effect predictable"
+                f"the last {n} forecasts of the entropy's change are not to be trusted: the steps are too large. A "
+                "smaller learning rate makes their effect predictable"
             )
+        if why := self._own_policy.why_not():
+            alerts["not_own_policy"] = why
         so_far = Coverage.of(self._n_judged, self._n_held)
         fraction = so_far.fraction
         if fraction is not None and so_far.n >= _JUDGED_FROM and so_far.high < LEVEL and fraction < _MISSES_BELOW:

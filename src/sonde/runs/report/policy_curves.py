@@ -1,4 +1,4 @@
-"""The figures of a policy: entropy, forecasts beside the truth, how far to trust forecasts, noise scale in prompts."""
+"""The figures of a policy: entropy, forecasts beside the truth, noise scale in prompts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from itertools import accumulate
 from bokeh.models import BasicTicker, NumeralTickFormatter
 
 from sonde.policy.stats.coverage import Coverage
-from sonde.policy.stats.entropy_forecast import LINEAR_BETWEEN
 from sonde.policy.stats.forecast_point import Point, Z
-from sonde.policy.stats.importance import LEAST_ESS_FRACTION
 from sonde.policy.stats.steps_kept import steps_kept
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.report.curve_style import (
@@ -25,7 +23,6 @@ from sonde.runs.report.curve_style import (
 )
 from sonde.runs.report.figures import (
     BLUE,
-    GREEN,
     GREY,
     LIGHT_GREY,
     ORANGE,
@@ -48,7 +45,7 @@ Line = Timeline[PolicyReading]
 
 def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
     """The policy's entropy over the run, on evaluation responses and on the responses that the policy learned from."""
-    line = _timeline_with(readings, "entropy/per_token", "entropy/token_weighted")
+    line = timeline_with(readings, "entropy/per_token", "entropy/token_weighted")
     if line is None:
         return "No entropy was measured in this run."
     fresh, learned = line.metric("entropy/per_token"), line.metric("entropy/token_weighted")
@@ -85,7 +82,7 @@ def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | s
 
 def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
     """Each step's forecast with its interval, and the change that was measured."""
-    line = _timeline_with(readings, "entropy/delta_forecast", at_most=MAX_POINTS)
+    line = timeline_with(readings, "entropy/delta_forecast", at_most=MAX_POINTS)
     if line is None:
         return "No change of entropy was forecast in this run."
     points = [None if row is None else row.point for row in line.rows]
@@ -157,7 +154,7 @@ def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     if not judged:
         return (
             "Coverage is not known, because no forecast that can be trusted was checked with fresh rollouts. "
-            "Importance sampling reuses the responses of the forecast, so it cannot check the forecast's interval."
+            "Responses of the forecast itself cannot check its interval."
         )
     line = timeline(judged, "prompts")
     held = accumulate(int(r.point.held) for r in judged)
@@ -180,43 +177,9 @@ def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     return Plot((fig,), (*legend, *restart_legend(line)))
 
 
-def trust_curves(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
-    """What validity is judged by: effective sample size, and the linear forecast over the truth on fixed prefixes."""
-    line = _timeline_with(readings, "entropy/ess_fraction", "entropy/linear_over_true")
-    if line is None:
-        return "No true change was measured on the evaluation responses."
-    ess, ratio = line.metric("entropy/ess_fraction"), line.metric("entropy/linear_over_true")
-    ess_figure = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="ESS / responses", height=200)
-    ess_figure.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
-    add_line_at(ess_figure, LEAST_ESS_FRACTION, "width", ORANGE, "dashed")
-    add_curve(ess_figure, line.x, ess, GREEN)
-    rows = [("effective sample size", "@y{0.[0] %}"), WINDOW]
-    add_hover(ess_figure, {"x": line.x, "y": ess, "window": line.windows}, rows)
-    ess_figure.xaxis.visible = False
-    y = Scale("linear", 0.0, 2.0)
-    ratio_figure = new_curve(line, axis, y, y_label="Linear / true", height=220)
-    low, high = LINEAR_BETWEEN
-    for bound in LINEAR_BETWEEN:
-        add_line_at(ratio_figure, bound, "width", ORANGE, "dashed")
-    add_curve(ratio_figure, line.x, [v if y.start <= v <= y.end else math.nan for v in ratio], BLUE)
-    outside = [y.clamp(v) if math.isfinite(v) and not y.start <= v <= y.end else math.nan for v in ratio]
-    add_triangles(ratio_figure, line.x, outside, "triangle", GREY)
-    texts = line.texts(lambda r: number(r.metrics.get("entropy/linear_over_true")))
-    columns = {"x": line.x, "y": [y.clamp(v) for v in ratio], "window": line.windows, "ratio": texts}
-    add_hover(ratio_figure, columns, [("linear / true", "@ratio"), WINDOW])
-    legend = [
-        LegendEntry("line", GREEN, "effective sample size (ESS) of importance sampling, as a share of the responses"),
-        LegendEntry("line", BLUE, "linear forecast divided by the true change, on the same prefixes"),
-        LegendEntry("dashed", ORANGE, f"limits: ESS at least {LEAST_ESS_FRACTION:.0%}; ratio from {low:g} to {high:g}"),
-    ]
-    if any(map(math.isfinite, outside)):
-        legend.append(LegendEntry("up", GREY, "ratio outside this axis"))
-    return Plot((ess_figure, ratio_figure), (*legend, *restart_legend(line)))
-
-
 def prompt_noise_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
     """The noise scale in prompts, with its interval, and how many prompts a step learns from."""
-    line = _timeline_with(readings, "gns_prompts/prompts_per_window")
+    line = timeline_with(readings, "gns_prompts/prompts_per_window")
     if line is None:
         return "The noise scale in prompts was not measured in this run: turn gns_probe on."
     known = [None if row is None else _prompt_noise(row) for row in line.rows]
@@ -267,7 +230,7 @@ def _undone(line: Line) -> list[bool]:
     return [p is not None and p.entropy is not None and id(p) not in kept for p in points]
 
 
-def _timeline_with(readings: Sequence[PolicyReading], *names: str, at_most: int | None = None) -> Line | None:
+def timeline_with(readings: Sequence[PolicyReading], *names: str, at_most: int | None = None) -> Line | None:
     """A timeline of the readings that know at least one of these metrics. Other readings would break the curves."""
     some = [r for r in readings if any(r.metrics.get(name) is not None for name in names)]
     return timeline(some, "prompts", at_most=at_most) if some else None
@@ -300,7 +263,7 @@ def _forecast_legend(points: Sequence[Point], *, marks_truth: bool = True) -> li
     if not all(p.is_valid for p in points):
         legend.append(LegendEntry("dot", GREY, "forecast that is not to be trusted"))
     if marks_truth and any(p.truth is not None for p in points):
-        method = "fresh rollouts" if any(p.is_independent for p in points) else "importance sampling"
+        method = "fresh rollouts" if any(p.is_independent for p in points) else "the forecast's own responses"
         legend.append(LegendEntry("cross", ORANGE, f"truth: the change measured by {method}"))
     return legend
 

@@ -16,8 +16,8 @@ from sonde.runs.report.policy_curves import (
     forecast_against_truth,
     forecast_curve,
     prompt_noise_curve,
-    trust_curves,
 )
+from sonde.runs.report.policy_trust import own_policy_curve, trust_curves
 from sonde.runs.report.sections import MAX_VALUES, Section, own_value_names
 from sonde.runs.report.timeline import timeline
 from sonde.wording import number, percent, plural, shorten
@@ -57,11 +57,17 @@ def policy_sections(run: Run) -> list[Section]:
             (coverage_curve(policy, axis),),
         ),
         Section(
-            "Is the step small enough?",
-            "A forecast is a first-order (linear) approximation. It is marked as not to be trusted if it differs too "
-            "much from the true change on the same prefixes, or if too few of the responses still represent what the "
-            "policy samples after the step.",
+            "Can the forecasts be trusted?",
+            "After a step, the responses sampled before it no longer represent the policy as well: each counts as "
+            "often as its beginning has become more likely. Late positions of long responses lose support first. A "
+            "forecast is marked as not to be trusted if too much of the entropy lies at positions without support.",
             (trust_curves(policy, axis),),
+        ),
+        Section(
+            "Are the evaluation responses the policy's own?",
+            "If the policy has sampled a token, its −log π is the entropy, on average. Responses sampled at another "
+            "temperature, cut off by top-p or top-k, or sampled by older weights depart from this.",
+            (own_policy_curve(policy, axis),),
         ),
         Section("Prompts that change the entropy most", _causes_text(policy), _tables(policy, run.effects)),
         Section(
@@ -91,8 +97,9 @@ def _values_section(policy: Sequence[PolicyReading], names: Sequence[str], axis:
 
 def _forecast_text(policy: Sequence[PolicyReading]) -> str:
     text = (
-        "Before each of these steps, its effect on the entropy was forecast to first order. The interval shows the "
-        "error that comes from evaluating the forecast on a sample of prompts. After the step, the effect was measured."
+        "The change of the policy's entropy by each of these steps, from scores of evaluation responses before and "
+        "after it. The interval shows the error that comes from a sample of prompts. Beside it is the change that was "
+        "measured on fresh responses, if there were any."
     )
     if any(r.metrics.get("entropy/is_of_own_prompts") == 1.0 for r in policy):
         text += (

@@ -1,0 +1,80 @@
+"""Gradient checkpointing during a measurement: the same numbers, and fewer activations kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.scoring.checkpointing import is_checkpointing
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
+
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[trl]'")
+
+
+def model_of_transformers() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=40,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def responses(first: int) -> Rollouts:
+    torch.manual_seed(first)
+    ids = torch.randint(2, 40, (8, 24))
+    prompt = torch.arange(first, first + 4).repeat_interleave(2)
+    return Rollouts({"input_ids": ids}, torch.ones(8, 16, dtype=torch.bool), prompt, advantage=torch.randn(8))
+
+
+def measured(model: Any, **options: Any) -> tuple[int, Any]:
+    """Bytes of activations that the backwards keep, and the forecast."""
+    total = 0
+
+    def pack(t: Tensor) -> Tensor:
+        nonlocal total
+        total += 0 if t.is_leaf else t.nbytes
+        return t
+
+    def same(t: Tensor) -> Tensor:
+        return t
+
+    probe = EntropyChangeProbe(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        EntropyChangeOptions(update="gradient", derivatives="forward", **options),
+        token_statistics=CausalLMStatistics(),
+    )
+    with torch.autograd.graph.saved_tensors_hooks(pack, same):
+        forecast = probe.forecast(responses(0), responses(100))
+    return total, forecast
+
+
+@pytest.mark.parametrize("was_on", [False, True])
+def test_checkpointing_gives_the_same_numbers_with_fewer_activations(was_on: bool) -> None:
+    model = model_of_transformers()
+    (plain_bytes, plain), (bytes_, forecast) = measured(model), measured(model, checkpoint=True)
+    assert forecast.delta == pytest.approx(plain.delta, rel=1e-4)
+    assert forecast.se == pytest.approx(plain.se, rel=1e-4)
+    assert bytes_ < 0.4 * plain_bytes, (bytes_, plain_bytes)
+    assert not is_checkpointing(model)
+    if was_on:  # a training that checkpoints is measured in the same way, and goes on so
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        assert is_checkpointing(model)
+        again, _ = measured(model)
+        assert again == bytes_
+        assert is_checkpointing(model)

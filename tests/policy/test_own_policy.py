@@ -1,0 +1,84 @@
+"""Whether evaluation responses are the policy's own: by sampling from a model rightly and wrongly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.stats.forecast_point import forecast_point
+from sonde.policy.stats.own_policy import OwnPolicyTest
+from sonde.policy.stats.policy_alerts import find_policy_alerts
+from tests.policy.entropy_scene import Scene
+from tests.small_policy import STATISTICS, SmallPolicy, policy, sample
+
+
+class Sampling(SmallPolicy):
+    """A policy whose logits are changed on the way to the sampler."""
+
+    def __init__(self, model: SmallPolicy, how: str) -> None:
+        super().__init__()
+        self.load_state_dict(model.state_dict())
+        self.how = how
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = super().forward(input_ids)
+        if self.how == "top_p":
+            ordered, index = logits.softmax(-1).sort(descending=True)
+            beyond = ordered.cumsum(-1) - ordered > 0.9
+            return logits.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), -torch.inf)
+        return logits / {"own": 1.0, "cold": 0.7, "hot": 1.4}[self.how]
+
+
+def judged(how: str, seed: int, model: SmallPolicy) -> OwnPolicyTest:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        made = sample(Sampling(model, how), list(range(24)))
+        s, h = STATISTICS(model, made)
+    found = OwnPolicyTest.of(s, h, made.responses())
+    assert found is not None
+    return found
+
+
+def test_own_responses_pass_and_z_has_the_scatter_that_it_says() -> None:
+    model = policy()
+    z = torch.tensor([judged("own", seed, model).z for seed in range(200)])
+    assert abs(float(z.mean())) < 0.25  # 3.5 standard errors of 200
+    assert float(z.std()) == pytest.approx(1.0, abs=0.18)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("cold", "at a lower temperature"),
+        ("top_p", "cut off by top-p"),
+        ("hot", "at a higher temperature"),
+        ("own", ""),
+    ],
+)
+def test_an_alert_names_the_likely_cause_after_a_few_forecasts(how: str, cause: str) -> None:
+    model = policy()
+    points = []
+    for seed in range(6):
+        test = judged(how, seed, model)
+        metrics = {"entropy/own_policy_z": test.z, "entropy/own_policy_departure": test.departure}
+        points.append(forecast_point(seed, {"entropy/per_token": 1.5, **metrics}))
+    alerts = find_policy_alerts(points)
+    assert ("not_own_policy" in alerts) == bool(cause), alerts
+    assert cause in alerts.get("not_own_policy", "")
+
+
+def test_a_forecast_says_that_its_responses_are_not_the_policys_own() -> None:
+    scene = Scene()
+
+    def evaluation(how: str) -> Rollouts:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return sample(Sampling(scene.model, how), list(range(100)))
+
+    forecast = scene.probe(micro_batch_prompts=100).forecast(evaluation("cold"))
+    assert "are not the policy's own: their tokens are more likely" in forecast.reason
+    assert not forecast.is_valid
+    assert forecast.own_policy.z < -5
+    assert scene.probe(micro_batch_prompts=100).forecast(evaluation("own")).is_valid
