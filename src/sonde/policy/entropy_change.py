@@ -120,12 +120,12 @@ class EntropyChangeProbe:
         "entropy/is_valid": Metric("0 or 1", "whether the forecast gives no reason not to trust it"),
         "entropy/is_of_own_prompts": Metric("0 or 1", "whether evaluation prompts are those that the step learns from"),
         "cost/entropy_seconds": Metric("seconds", "time of the forecast of the entropy change"),
-        "cost/entropy_scores_seconds": Metric("seconds", "of these, scoring responses before the step"),
-        "cost/entropy_scores_after_seconds": Metric("seconds", "of these, scoring responses after the step"),
-        "cost/entropy_derivatives_seconds": Metric("seconds", "of these, derivatives"),
-        "cost/entropy_gradients_seconds": Metric("seconds", "of these, backwards of update='gradient'"),
-        "cost/entropy_causes_seconds": Metric("seconds", "of these, causes"),
-        "cost/entropy_rollouts_seconds": Metric("seconds", "of these, fresh rollouts"),
+        "cost/entropy_seconds_scores": Metric("seconds", "of these, scoring responses before the step"),
+        "cost/entropy_seconds_scores_after": Metric("seconds", "of these, scoring responses after the step"),
+        "cost/entropy_seconds_derivatives": Metric("seconds", "of these, derivatives"),
+        "cost/entropy_seconds_gradients": Metric("seconds", "of these, backwards of update='gradient'"),
+        "cost/entropy_seconds_causes": Metric("seconds", "of these, causes"),
+        "cost/entropy_seconds_rollouts": Metric("seconds", "of these, fresh rollouts"),
         "cost/entropy_peak_bytes": Metric("bytes", "growth of the peak memory by the forecast"),
     }
 

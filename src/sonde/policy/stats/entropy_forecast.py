@@ -239,7 +239,7 @@ class EntropyForecast:
             "entropy/rollouts_that_differ": None if n_differ is None else float(n_differ),
             "entropy/is_valid": float(self.is_valid),
             "cost/entropy_seconds": sum(self.seconds.values()),
-            **{f"cost/entropy_{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
+            **{f"cost/entropy_seconds_{phase}": seconds for phase, seconds in self.seconds.items()},
             "cost/entropy_peak_bytes": None if self.peak_bytes is None else float(self.peak_bytes),
         }
 
