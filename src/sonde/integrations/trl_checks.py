@@ -28,8 +28,6 @@ def check_arguments(
         raise ValueError(f"evaluation must be 'fresh' or 'same', got {evaluation!r}")
     if config.gns_probe.enabled:
         _check_whole_groups(trainer)
-    if config.entropy_probe.enabled and config.entropy_probe.derivatives != "forward":
-        _check_dtypes(trainer)
     _check_config(trainer, config, evaluation, causes=causes)
     if causes:
         _check_loss(trainer)
@@ -131,17 +129,6 @@ def _check_loss(trainer: Any) -> None:
     }
     if named := [name for name, is_on in unsupported.items() if is_on]:
         raise ValueError(f"causes=True does not know the token weights of {named[0]}: leave out one of the two")
-
-
-def _check_dtypes(trainer: Any) -> None:
-    """Refuse parameters whose rounding hides central differences."""
-    narrow = next((p.dtype for p in trainer.model.parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
-    if narrow is not None:
-        raise ValueError(
-            f"the model's parameters are {narrow}, and its rounding swallows central differences: train fp32 "
-            "parameters in mixed precision (bf16=True), or pass entropy_probe: {derivatives: forward} with a model "
-            "loaded by attn_implementation='eager'"
-        )
 
 
 def _check_whole_groups(trainer: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from sonde.policy.scoring.precision import without_autocast
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 
@@ -37,16 +38,8 @@ class FullPrecision:
 
     def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
         """The scores of `CausalLMStatistics`."""
-        unwrapped_forward = getattr(model, "_original_forward", None)  # accelerate's name for it
-        with torch.autocast(rollouts.mask.device.type, enabled=False):
-            if unwrapped_forward is None:
-                return self._statistics(model, rollouts)
-            wrapped_forward = model.forward
-            model.forward = unwrapped_forward
-            try:
-                return self._statistics(model, rollouts)
-            finally:
-                model.forward = wrapped_forward
+        with without_autocast(model, rollouts.mask.device.type):
+            return self._statistics(model, rollouts)
 
 
 class TrlRollouts:

@@ -117,6 +117,7 @@ class EntropyChangeProbe:
         "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
         "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),
         "entropy/rollouts_that_differ": Metric("responses", "fresh responses that the step has changed"),
+        "entropy/rounded_away": Metric("fraction", "part of the step that parameters of 16 bits do not hold"),
         "entropy/is_valid": Metric("0 or 1", "whether the forecast gives no reason not to trust it"),
         "entropy/is_of_own_prompts": Metric("0 or 1", "whether evaluation prompts are those that the step learns from"),
         "cost/entropy_seconds": Metric("seconds", "time of the forecast of the entropy change"),
@@ -152,7 +153,7 @@ class EntropyChangeProbe:
         self._has_checkpoints = options.checkpoint or is_checkpointing(model)
         self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._group = data_parallel_group(model) if process_group is None else process_group
-        self._scorer = Scorer(model, self._statistics, options.micro_batch_prompts, self._group)
+        self._scorer = Scorer(model, self._statistics, options.micro_batch_prompts, self._group, options.precision)
         self._step = PolicyStep(model, self._parameters, optimizer, self._group)
         self._is_repeatable = False
         self._n_calls = 0
@@ -312,9 +313,13 @@ class EntropyChangeProbe:
                 assert update is not None
                 first_order, step = measurement.along_gradients(update, self._optimizer, self._learning_rate())
             before = measurement.sample()
-            with taken(step, self._model):
+            # Along gradients, no optimizer rounds the step.
+            with (
+                taken(step, self._model, keeps_residuals=not is_step) as now,
+                self._scorer.adding(now.residuals),
+            ):
                 after = measurement.after(measurement.scored_after(), before)
-            return measurement.forecast(first_order, after)
+            return measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_step else 0.0)
 
     @contextlib.contextmanager
     def _measuring(self, evaluation: Rollouts, sampler: Sampler | None) -> Iterator[EntropyMeasurement | None]:

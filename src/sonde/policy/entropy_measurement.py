@@ -216,7 +216,12 @@ class EntropyMeasurement:
         return AfterStep(finite_step, on_same_prefixes, importance, rollouts)
 
     def forecast(
-        self, first_order: FirstOrder | None, after: AfterStep | None, *, is_same_step: bool = True
+        self,
+        first_order: FirstOrder | None,
+        after: AfterStep | None,
+        *,
+        is_same_step: bool = True,
+        rounded_away: float | None = None,
     ) -> EntropyForecast:
         """The forecast, made of what the phases gave.
 
@@ -224,6 +229,7 @@ class EntropyMeasurement:
             first_order: the change to first order; needed with update="gradient".
             after: what scores after the step say; None if they are not finite.
             is_same_step: whether both are of the same step.
+            rounded_away: part of the step that parameters of 16 bits do not hold; None if unknown.
         """
         return entropy_forecast(
             first_order,
@@ -235,6 +241,9 @@ class EntropyMeasurement:
             update=self._options.update,
             level=self._options.level,
             is_same_step=is_same_step,
+            rounded_away=rounded_away,
+            precision=self._scorer.precision,
+            why_precision=self._scorer.why_precision,
             seconds=self._cost.seconds,
             peak_bytes=self._cost.peak_bytes(),
         )
@@ -346,5 +355,5 @@ class EntropyMeasurement:
         return {p: v.cpu() for p, v in direction.items()} if self._options.offload else direction
 
     def _at_work(self, direction: Direction) -> Direction:
-        """The direction on the parameters' devices and in their dtypes."""
-        return {p: v.to(p.device, p.dtype) for p, v in direction.items()}
+        """The direction on the parameters' devices and in their dtypes, of 32 bits at least."""
+        return {p: v.to(p.device, torch.promote_types(p.dtype, torch.float32)) for p, v in direction.items()}

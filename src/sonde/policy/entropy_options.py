@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sonde.policy.scoring.directional_derivatives import Derive
+from sonde.policy.scoring.precision import Precision
 from sonde.policy.scoring.summed_gradient import DTYPES
 from sonde.policy.stats.entropy_change import Objective
 from sonde.policy.stats.entropy_forecast import Update
@@ -38,6 +39,8 @@ class EntropyChangeOptions:
         weighting: weights of responses after the step: "snis" (self-normalised), or "clip" for less variance and some
             bias.
         clip_at: largest weight with weighting="clip", as a multiple of the mean weight at its position.
+        precision: "float32" scores responses in 32 bits: autocast is off, and parameters of 16 bits are converted while
+            they are used, a layer at a time. "model" scores as the model computes, as sharded models do in any case.
         every: `step` makes a forecast in every so many windows.
         buffer_dtype: dtype of summed gradients, where backwards are needed.
         offload: keep summed gradients on the CPU while they are not needed.
@@ -62,6 +65,7 @@ class EntropyChangeOptions:
     derivatives: Derive = "auto"
     weighting: Weighting = "snis"
     clip_at: float = CLIPPED_AT
+    precision: Precision = "float32"
     every: int = 1
     buffer_dtype: torch.dtype = torch.float32
     offload: bool = False
@@ -75,6 +79,7 @@ class EntropyChangeOptions:
         if not callable(self.sequence_weights):
             _check_choice("sequence_weights", self.sequence_weights, ("one", "length", "longest"))
         _check_choice("derivatives", self.derivatives, ("auto", "forward", "central", "backward"))
+        _check_choice("precision", self.precision, ("float32", "model"))
         _check_choice("weighting", self.weighting, ("snis", "clip"))
         _check_choice("buffer_dtype", self.buffer_dtype, DTYPES)
         for name, n in (("micro_batch_prompts", self.micro_batch_prompts), ("every", self.every)):

@@ -23,6 +23,7 @@ from sonde.policy.scoring.optimizer_step import (
     forecast_step,
     why_no_forecast,
 )
+from sonde.policy.scoring.precision import narrow_parameter
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
@@ -32,7 +33,7 @@ _LARGEST_DEPARTURE = 0.01
 STEP_NOT_FINITE = "the step is not finite"
 _STEP_SKIPPED = (
     "no parameter moved in the block of around_step(): the step was skipped, as a GradScaler does after gradients that "
-    "are not finite, or it was not called, or its learning rate is 0"
+    "are not finite, or it was not called, or its learning rate is 0, or it is too small for parameters of 16 bits"
 )
 _MOVED_OTHERS = (
     "derivatives leave out parameters that moved in the block of around_step(), since they are not in the probe's "
@@ -148,6 +149,10 @@ class PolicyStep:
         if self._on_any_rank(witness.has_moved_others()):
             return _MOVED_OTHERS
         departure = max(self._gather_from_ranks(witness.departure()))
+        if departure > _LARGEST_DEPARTURE and narrow_parameter(self._model) is not None:
+            return (
+                f"rounding to 16 bits has moved the step that was taken by {departure:.0%} from that of the derivatives"
+            )
         if departure > _LARGEST_DEPARTURE:
             return f"derivatives are along another step, {departure:.0%} off the one taken: clip before the block"
         return ""

@@ -20,8 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sonde.parallel.placements import is_dtensor, local_tensor, reshard
-from sonde.parallel.process_groups import group_of_mesh, start_reduce
-from sonde.policy.scoring.optimizer_step import Direction, dot
+from sonde.policy.scoring.optimizer_step import Direction, dot, sum_over_shards
 
 Outputs = tuple[Tensor, ...]
 Mode = Literal["forward", "central", "backward"]
@@ -287,7 +286,7 @@ class _Pilot:
         return torch.stack([out.detach().double() for out in self._function(self._batch)])
 
     def _sums(self, *values: Tensor) -> tuple[float, ...]:
-        return tuple(_over_shards(torch.stack([v.double() for v in values]), self._direction).tolist())
+        return tuple(sum_over_shards(torch.stack([v.double() for v in values]), self._direction).tolist())
 
 
 class _Lost:
@@ -308,7 +307,7 @@ class _Lost:
 
     def doubt(self) -> str:
         """Why the movement is not along the direction; empty if it is."""
-        sq_error = float(_over_shards(torch.tensor([self._sq_error], dtype=torch.float64), self._direction)[0])
+        sq_error = float(sum_over_shards(torch.tensor([self._sq_error], dtype=torch.float64), self._direction)[0])
         return LOST_IN_ROUNDING if sq_error > (_LOST_AT_MOST * self._wanted) ** 2 else ""
 
 
@@ -336,15 +335,6 @@ def _shrink(tries: _Pilot, pairs: Sequence[tuple[Tensor, Tensor]], model: nn.Mod
     return factor
 
 
-def _over_shards(sums: Tensor, direction: Direction) -> Tensor:
-    """Sums over all ranks that hold a part of a parameter. Waits for the device."""
-    for mesh in dict.fromkeys(p.device_mesh for p in direction if is_dtensor(p)):  # type: ignore[attr-defined]
-        sums = sums.to(mesh.device_type)
-        if work := start_reduce(sums, group_of_mesh(mesh)):
-            work.wait()
-    return sums
-
-
 def _step_size(direction: Direction, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """h and ‖Δ‖, the same on every rank that holds a part of a parameter. Waits for the device."""
     norms = [
@@ -352,7 +342,7 @@ def _step_size(direction: Direction, pairs: Sequence[tuple[Tensor, Tensor]]) -> 
     ]
     sums = [side.square().sum() for side in norms]
     # Replicated parameters are counted once for each copy, in θ and in Δ alike: their ratio is right.
-    sq_theta, sq_step = _over_shards(torch.stack(sums), direction).tolist()
+    sq_theta, sq_step = sum_over_shards(torch.stack(sums), direction).tolist()
     relative = max(_RELATIVE_STEP[p.dtype] for p, _ in pairs)
     h = float(relative * (sq_theta / sq_step) ** 0.5) if sq_step and sq_theta else 1.0
     return h, float(sq_step**0.5)

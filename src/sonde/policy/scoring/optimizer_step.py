@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sonde.parallel.placements import local_tensor, reshard
+from sonde.parallel.placements import is_dtensor, local_tensor, reshard
+from sonde.parallel.process_groups import group_of_mesh, start_reduce
 from sonde.parallel.unwrap import unwrap_optimizer
 
 Direction = dict[Tensor, Tensor]
@@ -214,26 +216,62 @@ def dot(a: Mapping[Tensor, Tensor], b: Direction) -> float:
     return total
 
 
+def sum_over_shards(sums: Tensor, direction: Direction) -> Tensor:
+    """Sums over all ranks that hold a part of a parameter. Waits for the device."""
+    for mesh in dict.fromkeys(p.device_mesh for p in direction if is_dtensor(p)):  # type: ignore[attr-defined]
+        sums = sums.to(mesh.device_type)
+        if work := start_reduce(sums, group_of_mesh(mesh)):
+            work.wait()
+    return sums
+
+
+@dataclass
+class TakenStep:
+    """A step that parameters have taken.
+
+    Attributes:
+        rounded_away: |θ⁺ − θ − Δ|/|Δ|, where θ⁺ is what parameters of fewer bits than Δ hold; 0 if all hold the step.
+        residuals: θ + Δ − θ⁺ of these parameters, in their dtype; empty unless it was asked for.
+    """
+
+    rounded_away: float = 0.0
+    residuals: dict[Tensor, Tensor] = field(default_factory=dict)
+
+
 @contextlib.contextmanager
-def taken(step: Direction, model: nn.Module) -> Iterator[None]:
+def taken(step: Direction, model: nn.Module, *, keeps_residuals: bool = False) -> Iterator[TakenStep]:
     """Parameters hold θ + Δ inside. On exit they have their former bits.
+
+    Parameters of 16 bits hold the rounded sum, as after the optimizer's own step.
 
     Args:
         step: Δ, in the parameters' dtypes or wider. Its tensors hold θ inside, so Δ is lost: no other copy is kept.
         model: the model that has the parameters.
+        keeps_residuals: keep what rounding takes away: of a step that no optimizer takes.
     """
     moved: list[tuple[Tensor, Tensor]] = []
+    result = TakenStep()
+    lost = {parameter: delta for parameter, delta in step.items() if delta.dtype.itemsize > parameter.dtype.itemsize}
+    sums = torch.zeros(2, dtype=torch.float64)
     try:
         with torch.no_grad():
             for parameter, delta in step.items():
                 theta, local = local_tensor(parameter.detach()), local_tensor(delta)
                 after = theta.to(local.dtype) + local
+                if parameter in lost:
+                    rest = after - after.to(theta.dtype)
+                    sums += torch.stack([t.double().square().sum() for t in (rest, local)]).cpu()
+                    if keeps_residuals:
+                        result.residuals[parameter] = rest.to(theta.dtype)
                 # θ is stored and noted before it is overwritten, so that it can be restored wherever this fails.
                 local.copy_(theta)
                 moved.append((theta, local))
                 theta.copy_(after)
+        if lost:
+            sq_lost, sq_step = sum_over_shards(sums, lost).tolist()
+            result.rounded_away = math.sqrt(sq_lost / sq_step) if sq_step else 0.0
         reshard(model)
-        yield
+        yield result
     finally:
         with torch.no_grad():
             for theta, before in moved:

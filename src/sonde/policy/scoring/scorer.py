@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from sonde.policy.scoring.directional_derivatives import (
     dots_with_gradients,
 )
 from sonde.policy.scoring.optimizer_step import Direction, dot
+from sonde.policy.scoring.precision import Precision, in_float32, narrow_parameter
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import GradientSum, summed_gradient
 from sonde.policy.stats.entropy_gradient import Along, Coefficients, Responses, along_tokens
@@ -88,10 +90,16 @@ class Scorer:
         statistics: scores a micro-batch.
         prompts_each: number of prompts in a micro-batch.
         group: the ranks that hold different responses; None for this process alone.
+        precision: in which arithmetic responses are scored.
     """
 
     def __init__(
-        self, model: nn.Module, statistics: TokenStatistics, prompts_each: int, group: dist.ProcessGroup | None
+        self,
+        model: nn.Module,
+        statistics: TokenStatistics,
+        prompts_each: int,
+        group: dist.ProcessGroup | None,
+        precision: Precision = "model",
     ) -> None:
         self._wrapped = model
         self._model = unwrap_model(model)  # the forward of DDP would issue collectives
@@ -99,6 +107,29 @@ class Scorer:
         self._prompts_each = prompts_each
         self._group = group
         self._is_sharded = any(map(is_fully_sharded, model.modules()))
+        self.precision: Precision = "model" if self._is_sharded else precision
+        self.why_precision = "FSDP2 gathers parameters in the dtype of its mixed precision" if self._is_sharded else ""
+        """Why responses are not scored in 32 bits, if they were to be."""
+        self._residuals: Mapping[Tensor, Tensor] = {}
+
+    @contextlib.contextmanager
+    def adding(self, residuals: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        """Parameters of 16 bits have these residuals added while they are converted to 32."""
+        self._residuals = residuals
+        try:
+            yield
+        finally:
+            self._residuals = {}
+
+    @contextlib.contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """Around forwards and their backwards: the arithmetic of the scores."""
+        if self.precision == "model":
+            yield
+            return
+        device = next(self._model.parameters()).device
+        with in_float32(self._model, device.type, self._residuals):
+            yield
 
     @torch.no_grad()
     def scored(self, rollouts: Rollouts) -> Scored:
@@ -106,7 +137,9 @@ class Scorer:
         batches = self._batches(rollouts)
 
         def work() -> Tokens:
-            tokens = self._in_order(rollouts, [self._outputs(b) for b in batches], ("log_prob", "entropy"))
+            with self._arithmetic():
+                outputs = [self._outputs(b) for b in batches]
+            tokens = self._in_order(rollouts, outputs, ("log_prob", "entropy"))
             n = torch.tensor([len(rollouts)])
             return tokens | {"mask": rollouts.mask.cpu().bool(), "prompt": rollouts.prompt.cpu(), "n": n}
 
@@ -157,7 +190,8 @@ class Scorer:
         made: list[Derivatives] = []
 
         def work() -> Tokens:
-            made.append(derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot))
+            with self._arithmetic():
+                made.append(derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot))
             tokens = self._in_order(rollouts, made[0].batches, ("d_log_prob", "d_entropy"))
             is_finite = all(bool(values.isfinite().all()) for values in tokens.values())
             tokens = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in tokens.items()}
@@ -190,7 +224,9 @@ class Scorer:
             for rows in scored.rollouts.order(1):
                 batch = scored.rollouts.rows(rows)
                 weights = [(on_s[rows], on_h[rows]) for on_s, on_h in sums]
-                dots = dots_with_gradients(functools.partial(self._outputs, batch), self._model, weights, direction)
+                outputs = functools.partial(self._outputs, batch)
+                with self._arithmetic():
+                    dots = dots_with_gradients(outputs, self._model, weights, direction)
                 own[index[rows[0]]] = torch.tensor(dots, dtype=torch.float64)
             return {"x": own.T.reshape(len(of), n_prompts)}
 
@@ -242,7 +278,8 @@ class Scorer:
 
         @torch.enable_grad()
         def work() -> GradientSum:
-            return summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype)
+            with self._arithmetic():
+                return summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype)
 
         reshard(self._wrapped)
         return self.on_all_ranks(work).over_ranks(self._group)
@@ -262,13 +299,18 @@ class Scorer:
     def check_repeatable(self, rollouts: Rollouts) -> None:
         """Refuse, on all ranks, a model whose two forwards of the same responses do not agree.
 
+        If the model cannot compute in 32 bits, it is scored as it computes from here on.
+
         Raises:
             ValueError: if they differ by more than rounding and the order of sums can explain.
         """
+        if self.precision == "float32":
+            self._try_float32(self._own(rollouts)[0])
 
         def check() -> None:
             batch = self._own(rollouts)[0]
-            first, second = self._outputs(batch), self._outputs(batch)
+            with self._arithmetic():
+                first, second = self._outputs(batch), self._outputs(batch)
             difference = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
             if difference > _ROUNDING:
                 raise ValueError(
@@ -277,6 +319,19 @@ class Scorer:
                 )
 
         self.on_all_ranks(check)
+
+    def _try_float32(self, batch: Rollouts) -> None:
+        """Whether the model computes in 32 bits on all ranks. One without 16 bits is not tried."""
+        why = ""
+        if narrow_parameter(self._model) is not None:
+            try:
+                with self._arithmetic():
+                    self._outputs(batch)
+            except RuntimeError as error:  # of operations whose tensors have different dtypes, or that need 16 bits
+                why = str(error).splitlines()[0]
+        failed = gather_from_all_ranks(self._group, lambda: {"failed": torch.tensor([bool(why)])})["failed"]
+        if bool(failed.any()):
+            self.precision, self.why_precision = "model", why or "another rank cannot compute in 32 bits"
 
     def _own(self, rollouts: Rollouts) -> list[Rollouts]:
         return [rollouts.rows(index) for index in rollouts.order(self._prompts_each)]

@@ -155,6 +155,10 @@ class EntropyForecast:
         causes: where the change to first order comes from; None if not asked for.
         derivatives: how derivatives were taken: "forward", "central" or "backward"; empty if none was.
         why_derivatives: why they were not taken in forward mode; empty if they were.
+        precision: in which arithmetic responses were scored: "float32", or as the "model" computes.
+        why_precision: why not in 32 bits, if they were to be; empty if they were.
+        rounded_away: part of the step, by its norm, that parameters of 16 bits do not hold after the optimizer's
+            rounding; 0 for parameters of 32 bits, None if unknown.
         seconds: time spent, by phase.
         peak_bytes: growth of the process's peak memory; 0 if the peak did not grow, None if the system does not report
             it.
@@ -192,6 +196,9 @@ class EntropyForecast:
     causes: Causes | None = None
     derivatives: str = ""
     why_derivatives: str = ""
+    precision: str = ""
+    why_precision: str = ""
+    rounded_away: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None
 
@@ -237,6 +244,7 @@ class EntropyForecast:
             "entropy/delta_rollouts": rollouts.delta if rollouts else None,
             "entropy/delta_rollouts_se": rollouts.se if rollouts else None,
             "entropy/rollouts_that_differ": None if n_differ is None else float(n_differ),
+            "entropy/rounded_away": self.rounded_away,
             "entropy/is_valid": float(self.is_valid),
             "cost/entropy_seconds": sum(self.seconds.values()),
             **{f"cost/entropy_seconds_{phase}": seconds for phase, seconds in self.seconds.items()},
@@ -279,6 +287,9 @@ def entropy_forecast(
     level: float,
     is_same_step: bool = True,
     is_own: bool = True,
+    precision: str = "",
+    why_precision: str = "",
+    rounded_away: float | None = None,
     seconds: Mapping[str, float],
     peak_bytes: int | None = None,
 ) -> EntropyForecast:
@@ -295,6 +306,9 @@ def entropy_forecast(
         level: confidence level of the change's interval.
         is_same_step: whether `first_order` and `after` are of the same step.
         is_own: whether the responses are said to be the policy's own.
+        precision: in which arithmetic responses were scored.
+        why_precision: why not in 32 bits.
+        rounded_away: part of the step that parameters of 16 bits do not hold; None if unknown.
         seconds: time spent, by phase.
         peak_bytes: growth of the process's peak memory.
     """
@@ -356,6 +370,9 @@ def entropy_forecast(
         causes=causes,
         derivatives="" if first_order is None else first_order.derivatives,
         why_derivatives="" if first_order is None else first_order.why,
+        precision=precision,
+        why_precision=why_precision,
+        rounded_away=rounded_away,
         seconds=seconds,
         peak_bytes=peak_bytes,
     )

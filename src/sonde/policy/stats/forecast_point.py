@@ -41,6 +41,7 @@ class Point:
         entropy_se: standard error of the entropy, over prompts; None if unknown.
         segment: which start of the run measured it, from 0.
         own_policy: whether the evaluation responses were the policy's own; None if not tested.
+        rounded_away: part of the step that parameters of 16 bits did not hold; None if unknown.
     """
 
     step: int
@@ -59,6 +60,7 @@ class Point:
     entropy_se: float | None = None
     segment: int = 0
     own_policy: OwnPolicyTest | None = None
+    rounded_away: float | None = None
 
     @property
     def is_near_uniform(self) -> bool:
@@ -122,4 +124,5 @@ def forecast_point(
         entropy_se=entropy_se,
         segment=segment,
         own_policy=None if z is None or departure is None else OwnPolicyTest(z, departure),
+        rounded_away=metric("rounded_away"),
     )

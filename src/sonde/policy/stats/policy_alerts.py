@@ -16,8 +16,10 @@ _RUNS_OUT_WITHIN = 20
 """Optimizer steps. An entropy that reaches 0 within them, at the pace of the last forecast, raises an alert."""
 _LEARNS_ABOVE = 0.5
 """Fraction of the entropy of an almost uniform start above which a fall is how the policy learns, and no alert."""
-_TOO_LARGE_IN_A_ROW = 3
-"""Forecasts in a row that are not to be trusted before an alert."""
+_IN_A_ROW = 3
+"""Forecasts in a row that are not to be trusted, or whose steps are rounded away, before an alert."""
+_ROUNDED_AWAY = 0.5
+"""Part of a step that parameters of 16 bits do not hold, from which most of it is lost."""
 _AT_EACH_END = 150
 """Measurements at each end of a run that a collapse is judged by. Levels and errors rest on fewer of a long run."""
 _JUDGED_FROM = 10
@@ -39,7 +41,7 @@ class PolicyAlerts:
 
     def __init__(self) -> None:
         self._with_entropy = StepsKeeper()
-        self._forecasts: deque[Point] = deque(maxlen=_TOO_LARGE_IN_A_ROW)
+        self._forecasts: deque[Point] = deque(maxlen=_IN_A_ROW)
         self._n_judged = self._n_held = 0
         self._own_policy = OwnPolicyTrack()
 
@@ -59,8 +61,8 @@ class PolicyAlerts:
         """The alerts at the last point, in plain words.
 
         Returns:
-            Messages by name: "entropy_collapse", "steps_too_large", "not_own_policy", "intervals_miss". Empty if
-            nothing looks wrong.
+            Messages by name: "entropy_collapse", "steps_too_large", "steps_rounded_away", "not_own_policy",
+            "intervals_miss". Empty if nothing looks wrong.
         """
         alerts = {}
         if len(self._with_entropy) > 1 and (
@@ -68,10 +70,16 @@ class PolicyAlerts:
         ):
             alerts["entropy_collapse"] = collapse
         n = len(self._forecasts)
-        if n == _TOO_LARGE_IN_A_ROW and all(p.is_too_large for p in self._forecasts):
+        if n == _IN_A_ROW and all(p.is_too_large for p in self._forecasts):
             alerts["steps_too_large"] = (
                 f"the last {n} forecasts of the entropy's change are not to be trusted: the steps are too large. A "
                 "smaller learning rate makes their effect predictable"
+            )
+        away = [p.rounded_away for p in self._forecasts if (p.rounded_away or 0.0) > _ROUNDED_AWAY]
+        if len(away) == _IN_A_ROW:
+            alerts["steps_rounded_away"] = (
+                f"parameters of 16 bits round away {percent(away[-1])} of each step: keep them in 32 bits, and use "
+                "autocast or mixed precision for the arithmetic"
             )
         if why := self._own_policy.why_not():
             alerts["not_own_policy"] = why

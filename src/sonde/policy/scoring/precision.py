@@ -1,0 +1,136 @@
+"""Scores in 32 bits of a model whose parameters, or whose arithmetic, have 16.
+
+A small step changes scores by less than 16 bits resolve: of a step of AdamW at a rate of 1e-5, rounding leaves an error
+8 times that of the sample. So parameters of 16 bits are converted while they are used, a block of layers at a time, and
+autocast is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Precision = Literal["float32", "model"]
+"""In which arithmetic responses are scored: in 32 bits at least, or as the model computes."""
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def narrow_parameter(model: nn.Module) -> Tensor | None:
+    """A parameter of 16 bits; None if there is none."""
+    return next((p for p in model.parameters() if p.dtype in _NARROW), None)
+
+
+@contextlib.contextmanager
+def in_float32(model: nn.Module, device_type: str, residuals: Mapping[Tensor, Tensor] | None = None) -> Iterator[None]:
+    """Forwards of the model compute in 32 bits inside. Afterwards it has its own parameters again, whatever fails.
+
+    Args:
+        model: not sharded, and inside no wrapper.
+        device_type: of its parameters, for autocast.
+        residuals: what is added to parameters after they were converted: the part of a step that 16 bits do not hold.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_autocast(model, device_type))
+        if narrow_parameter(model) is not None:
+            stack.enter_context(_widened_blocks(model, residuals or {}))
+        yield
+
+
+@contextlib.contextmanager
+def without_autocast(model: nn.Module, device_type: str) -> Iterator[None]:
+    """Without autocast, and without the autocast that accelerate puts around a model's forward."""
+    unwrapped: Any = getattr(model, "_original_forward", None)  # accelerate's name for it
+    with torch.autocast(device_type, enabled=False):
+        if unwrapped is None:
+            yield
+            return
+        wrapped = model.forward
+        model.forward = unwrapped
+        try:
+            yield
+        finally:
+            model.forward = wrapped
+
+
+@contextlib.contextmanager
+def _widened_blocks(model: nn.Module, residuals: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Each block has parameters of 32 bits while its forward runs."""
+    running: list[_Widened] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        running.append(_Widened(blocks[module], residuals))
+        return _widen(args), _widen(kwargs)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop().restore()
+
+    blocks = _blocks(model)
+    with contextlib.ExitStack() as stack:
+        for module in blocks:
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        try:
+            yield
+        finally:
+            while running:  # of blocks whose own forward never ended
+                running.pop().restore()
+
+
+def _blocks(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """Modules whose parameters are converted together: a layer of a list with all inside it, and any other by itself.
+
+    A layer may read the weights of the modules inside it, as adapters do to learn their dtype.
+    """
+    blocks: dict[nn.Module, list[nn.Module]] = {}
+
+    def visit(module: nn.Module) -> None:
+        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        if any(t.dtype in _NARROW for t in own):
+            blocks[module] = [module]
+        for child in module.children():
+            if isinstance(module, nn.ModuleList) and narrow_parameter(child) is not None:
+                blocks[child] = list(child.modules())
+            elif child not in blocks:
+                visit(child)
+
+    visit(model)
+    return blocks
+
+
+class _Widened:
+    """The parameters and buffers of 16 bits of some modules, replaced by copies of 32 bits until `restore`."""
+
+    def __init__(self, modules: list[nn.Module], residuals: Mapping[Tensor, Tensor]) -> None:
+        self._replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+        copies: dict[Tensor, Tensor] = {}
+        for module in modules:
+            for held in (module._parameters, module._buffers):
+                tensors: dict[str, Any] = held
+                for name, tensor in tensors.items():
+                    if tensor is None or tensor.dtype not in _NARROW:
+                        continue
+                    if tensor not in copies:
+                        copies[tensor] = tensor.float()
+                        if (rest := residuals.get(tensor)) is not None:
+                            copies[tensor] = copies[tensor] + rest
+                    self._replaced.append((tensors, name, tensor))
+                    tensors[name] = copies[tensor]
+
+    def restore(self) -> None:
+        """Give the modules their own parameters back."""
+        for held, name, tensor in self._replaced:
+            held[name] = tensor
+
+
+def _widen(value: Any) -> Any:
+    """Tensors of 16 bits in 32, also inside tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in _NARROW else value
+    if type(value) is dict:
+        return {name: _widen(v) for name, v in value.items()}
+    return type(value)(map(_widen, value)) if type(value) in (tuple, list) else value

@@ -1,0 +1,148 @@
+"""Parameters of 16 bits: scores in 32 bits, steps that rounding takes away, and models that cannot be converted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.scoring.precision import in_float32
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.stats.forecast_point import forecast_point
+from sonde.policy.stats.policy_alerts import find_policy_alerts
+from tests.policy.entropy_scene import Scene
+from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, policy
+
+
+class Layers(nn.Module):
+    """Layers that read the weights of the modules inside them, and keep a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(7, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.register_buffer("shift", torch.full((8,), 0.3))
+        self.out = nn.Linear(8, 7)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.token(input_ids)
+        for layer in self.layers:
+            self.seen.append(x.dtype)
+            x = x + layer(x)
+        logits: Tensor = self.out(x + self.shift)
+        return logits
+
+
+class ReadsDirectly(SmallPolicy):
+    """Uses another module's weight by itself, so that its dtype is not that of the input."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return nn.functional.linear(super().forward(input_ids) @ self.out.weight, self.out.weight)
+
+
+def test_parameters_are_converted_while_they_are_used_and_are_their_own_again() -> None:
+    model = Layers().bfloat16()
+    own = {name: t for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    ids = torch.randint(7, (3, 5))
+    exact = Layers().double()
+    exact.load_state_dict({name: t.double() for name, t in model.state_dict().items()})
+    with in_float32(model, "cpu"):
+        logits = model(ids)
+    assert logits.dtype == torch.float32
+    assert set(model.seen) == {torch.float32}
+    torch.testing.assert_close(logits.double(), exact(ids), rtol=1e-5, atol=1e-6)
+    assert all(t is own[name] for name, t in [*model.named_parameters(), *model.named_buffers()])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_model_that_fails_has_its_own_parameters_again() -> None:
+    model = Layers().bfloat16()
+    own = dict(model.named_parameters())
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no memory left")
+
+    handle = model.layers[1][1].register_forward_pre_hook(fails)  # inside a layer
+    with pytest.raises(MemoryError), in_float32(model, "cpu"):
+        model(torch.zeros(1, 2, dtype=torch.long))
+    handle.remove()
+    assert all(p is own[name] for name, p in model.named_parameters())
+    assert model(torch.zeros(1, 2, dtype=torch.long)).dtype == torch.bfloat16
+
+
+def scene(model: nn.Module, **options: Any) -> tuple[EntropyChangeProbe, torch.optim.Optimizer, Rollouts, Rollouts]:
+    kind = torch.optim.SGD if options.get("update") == "gradient" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=options.pop("lr", 1e-3))
+    E, U = drawn(policy(), 0, 24, seed=1), drawn(policy(), 200, 12, seed=2)
+    loss(model, U).backward()
+    return EntropyChangeProbe(model, optimizer, EntropyChangeOptions(**options)), optimizer, E, U
+
+
+def test_a_model_that_cannot_be_converted_is_scored_as_it_computes() -> None:
+    probe, _, E, _ = scene(ReadsDirectly().bfloat16())
+    forecast = probe.forecast(E)
+    assert forecast.precision == "model"
+    assert "dtype" in forecast.why_precision
+    assert forecast.delta is not None
+    probe, _, E, _ = scene(policy(dtype=torch.bfloat16), precision="model")
+    assert (probe.forecast(E).precision, probe.forecast(E).why_precision) == ("model", "")
+
+
+def test_the_forecast_of_a_rounded_step_is_that_of_the_step_that_the_optimizer_takes() -> None:
+    """At 1e-5 most elements of bf16 do not move, and the others move by far more than they should."""
+    probe, optimizer, E, _ = scene(policy(dtype=torch.bfloat16), lr=1e-5)
+    forecast = probe.forecast(E)
+    with probe.around_step(E) as around:
+        optimizer.step()
+    assert forecast.rounded_away > 0.5
+    assert forecast.precision == "float32"
+    # A few elements near the middle of two neighbours may be rounded to the other.
+    assert forecast.delta == pytest.approx(around.forecast.delta, abs=0.05 * around.forecast.se)
+    points = [forecast_point(k, forecast.metrics()) for k in range(3)]
+    assert "round away" in find_policy_alerts(points)["steps_rounded_away"]
+    assert "steps_rounded_away" not in find_policy_alerts(points[:2])
+
+
+def test_fp32_parameters_lose_nothing() -> None:
+    forecast = Scene().probe().forecast(Scene().E)
+    assert forecast.rounded_away == 0.0
+
+
+def test_a_step_that_no_optimizer_takes_is_not_rounded() -> None:
+    """η times the mean gradient, far below the spacing of bf16: what the parameters do not hold is added."""
+    probe, _, E, U = scene(policy(dtype=torch.bfloat16), update="gradient", step_size=1e-6)
+    probe_32, _, _, _ = scene(policy(dtype=torch.bfloat16).float(), update="gradient", step_size=1e-6)
+    forecast, exact = probe.forecast(E, U), probe_32.forecast(E, U)
+    assert forecast.finite_step.delta == pytest.approx(exact.finite_step.delta, abs=0.02 * exact.se)
+    assert abs(exact.delta) > 0.2 * exact.se
+
+
+def test_a_step_below_the_spacing_of_16_bits_is_named() -> None:
+    probe, optimizer, E, _ = scene(policy(dtype=torch.bfloat16), lr=1e-12)
+    with probe.around_step(E) as around:
+        optimizer.step()
+    assert "or it is too small for parameters of 16 bits" in around.forecast.reason
+
+
+def test_training_in_16_bits_goes_on_bit_for_bit() -> None:
+    weights = []
+    for is_watched in (False, True):
+        model = policy(dtype=torch.bfloat16)
+        optimizer = optimizer_of(model)
+        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(update="gradient"))
+        E, U = drawn(policy(), 0, 8, seed=1), drawn(policy(), 200, 8, seed=2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model, U).backward()
+            if is_watched:
+                probe.forecast(E, U)
+            optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    with torch.no_grad():
+        assert STATISTICS(policy(dtype=torch.bfloat16), E)[0].dtype == torch.float32
