@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 # Other packages cause various warnings when they are imported and run.

@@ -89,7 +89,7 @@ def _blocks(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     blocks: dict[nn.Module, list[nn.Module]] = {}
 
     def visit(module: nn.Module) -> None:
-        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(t.dtype in _NARROW for t in own):
             blocks[module] = [module]
         for child in module.children():
@@ -106,25 +106,33 @@ class _Widened:
     """The parameters and buffers of 16 bits of some modules, replaced by copies of 32 bits until `restore`."""
 
     def __init__(self, modules: list[nn.Module], residuals: Mapping[Tensor, Tensor]) -> None:
-        self._replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._replaced: list[tuple[nn.Module, str, Tensor]] = []
         copies: dict[Tensor, Tensor] = {}
         for module in modules:
-            for held in (module._parameters, module._buffers):
-                tensors: dict[str, Any] = held
-                for name, tensor in tensors.items():
-                    if tensor is None or tensor.dtype not in _NARROW:
-                        continue
-                    if tensor not in copies:
-                        copies[tensor] = tensor.float()
-                        if (rest := residuals.get(tensor)) is not None:
-                            copies[tensor] = copies[tensor] + rest
-                    self._replaced.append((tensors, name, tensor))
-                    tensors[name] = copies[tensor]
+            # Lists, since the modules change below.
+            for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                if tensor.dtype not in _NARROW:
+                    continue
+                if tensor not in copies:
+                    copies[tensor] = tensor.float()
+                    if (rest := residuals.get(tensor)) is not None:
+                        copies[tensor] = copies[tensor] + rest
+                self._replaced.append((module, name, tensor))
+                _replace(module, name, copies[tensor])
 
     def restore(self) -> None:
         """Give the modules their own parameters back."""
-        for held, name, tensor in self._replaced:
-            held[name] = tensor
+        for module, name, tensor in self._replaced:
+            _replace(module, name, tensor)
+
+
+def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of a parameter, which may be none itself, or of a buffer."""
+    parameters: dict[str, Any] = module._parameters
+    if name in parameters:
+        parameters[name] = tensor
+    else:
+        setattr(module, name, tensor)
 
 
 def _widen(value: Any) -> Any:
