@@ -32,7 +32,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     _say(start, "long responses")
     lengths = coverage_by_length(LENGTHS_QUICK if quick else Lengths())
     _say(start, "cost")
-    cost = costs(size, 1 if quick else 5)
+    cost = costs(size, 1 if quick else 8)
     _say(start, "memory")
     memory = peaks(size, [OURS], apart=False) if quick else peaks(size)
     return {
@@ -101,7 +101,7 @@ def _lengths(found: list[dict[str, Any]]) -> list[str]:
         "## Long responses",
         "",
         "A Qwen2 of 78,000 parameters, trained a little on Python's documentation, a token for each character; and a "
-        "step of AdamW by a policy gradient. Of one large sample of 2,400 prompts with 4 responses each, 24 prompts at "
+        "step of AdamW by a policy gradient. Of one large sample of 1,600 prompts with 4 responses each, 24 prompts at "
         "a time give a forecast. The truth is the forecast from all responses together; its own error widens the "
         "intervals that are counted. Beside it, fresh responses after the step. Support is the effective sample size "
         "of the prefix weights, a mean over positions; whole responses "
@@ -128,7 +128,8 @@ def _cost(found: dict[str, Any]) -> list[str]:
         "",
         f"A Qwen2 of {found['parameters'] / 1e6:.1f}M parameters with random weights; {size['prompts']} evaluation "
         "prompts and as many to learn from, 8 responses of 48 tokens each. The optimizer is SGD: its step is the mean "
-        "gradient, so all contestants forecast the same change. Contestants run in turn in one process; medians. "
+        "gradient, so all contestants forecast the same change. Contestants run in turn in one process, on new batches "
+        "in each of 8 rounds: median seconds, the first round's forecast, and root mean squares of the standard errors. "
         "Seconds at equal standard error are seconds times the square of the standard error over that of the finite "
         "step, since twice as many prompts halve the variance. The gradients' own standard error, by V_X + V_Y, counts "
         "the noise of both batches twice: the standard error of sonde's gradients replaces it.",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,14 @@ class Scene:
         optimizer: the model's optimizer.
         evaluation: E.
         update: U, with advantages. Its mean gradient is in `.grad`, with the sign of a loss.
+        probes: sonde's probes by their options.
     """
 
     model: nn.Module
     optimizer: torch.optim.SGD
     evaluation: sonde.Rollouts
     update: sonde.Rollouts
+    probes: dict[str, sonde.EntropyChangeProbe] = field(default_factory=dict)
 
 
 def scene(size: Size) -> Scene:
@@ -181,10 +184,12 @@ def _dot(a: dict[Tensor, Tensor], b: dict[Tensor, Tensor]) -> float:
 
 def by_sonde(made: Scene, **options: Any) -> tuple[float, float, dict[str, float]]:
     """Sonde's forecast: δH, its standard error, and the seconds of the phases."""
-    probe = sonde.EntropyChangeProbe(
-        made.model, made.optimizer, EntropyChangeOptions(**options), token_statistics=STATISTICS
-    )
-    found = probe.forecast(made.evaluation, made.update)
+    key = repr(options)
+    if key not in made.probes:  # a probe is made once in a training
+        made.probes[key] = sonde.EntropyChangeProbe(
+            made.model, made.optimizer, EntropyChangeOptions(**options), token_statistics=STATISTICS
+        )
+    found = made.probes[key].forecast(made.evaluation, made.update)
     shown = found.first_order if options.get("first_order") else found
     return shown.delta, shown.se, dict(found.seconds)
 
@@ -200,23 +205,44 @@ OURS = "sonde, the finite step"
 
 
 def costs(size: Size, rounds: int) -> dict[str, Any]:
-    """Run the contestants in turn on the same batches. Sonde's score E before and after the step."""
+    """Run the contestants in turn on the same batches, which are new in each round; squared errors are means.
+
+    Sonde's score E before and after the step.
+    """
     made = scene(size)
     seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    said: dict[str, Any] = {}
+    said: dict[str, list[dict[str, float]]] = {}
     phases: list[dict[str, float]] = []
     for k in range(rounds + 1):
         names = list(CONTESTANTS)
+        if k:
+            torch.manual_seed(k)
+            E, U = (_responses(made.model, size, first) for first in (0, size.prompts))
+            made = dataclasses.replace(made, evaluation=E, update=U)
+            made.optimizer.zero_grad()
+            _gradient_of(made.model, U, slice(None)).div(-size.prompts).backward()
         for name in names[k % len(names) :] + names[: k % len(names)]:
             start = time.perf_counter()
             delta, se, *rest = CONTESTANTS[name](made)
             if k:  # the first warms up
                 seconds[name].append(time.perf_counter() - start)
-                said[name] = {"delta": delta, "se": se}
+                said.setdefault(name, []).append({"delta": delta, "se": se})
                 if name == OURS:
                     phases += rest
-    parameters = sum(p.numel() for p in made.model.parameters())
-    return {"size": vars(size), "parameters": parameters, "seconds": seconds, "said": said, "phases": phases}
+    return {
+        "size": vars(size),
+        "parameters": sum(p.numel() for p in made.model.parameters()),
+        "seconds": seconds,
+        "said": {
+            name: {
+                "delta": each[0]["delta"],
+                "se": math.sqrt(math.fsum(of["se"] ** 2 for of in each) / len(each)),
+                "first_se": each[0]["se"],
+            }
+            for name, each in said.items()
+        },
+        "phases": phases,
+    }
 
 
 def peak_bytes(what: str, size: Size) -> int:

@@ -44,7 +44,7 @@ class Lengths:
 
     tokens: tuple[int, ...] = (16, 64, 256, 512)
     scales: tuple[float, ...] = (3.0, 1.0, 0.1)
-    prompts: int = 2400
+    prompts: int = 1600
     batches: int = 400
     learning_rate: float = 3e-4
     trained_for: int = 300

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from tests.policy.entropy_scene import Scene
 from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, policy, rollouts
@@ -111,10 +112,23 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
     [
         (lambda: forecast({"is_truncated": True}), "sampled with top_p < 1 or the like"),
         (
-            lambda: forecast({"temperature": 0.7}),
-            r"sampled at temperature 0.7, and are scored at 1.0: .*temperature=0.7",
+            lambda: forecast({"temperature": 0.7}, token_statistics=CausalLMStatistics(1.0)),
+            r"evaluation responses were sampled at temperature 0.7, and are scored at 1.0: leave the temperature",
         ),
-        (lambda: forecast(U={"temperature": 0.7}), "update responses were sampled at temperature 0.7"),
+        (
+            lambda: forecast(U={"temperature": 0.7}, token_statistics=CausalLMStatistics(1.0)),
+            "update responses were sampled at temperature 0.7",
+        ),
+        (
+            lambda: forecast({"log_prob": torch.zeros(16, 6)}, first_order=True),
+            "log_prob=, the sampler's own log-probabilities, which weigh them after a finite step, but not derivatives",
+        ),
+        (lambda: Scene().probe().forecast({"input_ids": 1}), "evaluation must be sonde.Rollouts, got a dict"),
+        (lambda: Scene().probe().forecast(rollouts(), [1]), "update must be sonde.Rollouts, got a list"),
+        (
+            lambda: Scene().probe(sampler=lambda model: [1]).measure(rollouts()),
+            "the sampler must return sonde.Rollouts, got a list",
+        ),
         (lambda: forecast(U={"advantage": None}), "update responses need their advantages"),
         (lambda: forecast(update="gradient"), "pass their rollouts"),
         (lambda: forecast(token_statistics=lambda m, r: (torch.zeros(2), torch.zeros(2))), "token statistics must be"),

@@ -232,7 +232,7 @@ class EntropyChangeProbe:
             ...     print(around.forecast)
         """
         around, options = AroundStep(), self._options
-        self._check_responses(evaluation, update)
+        self._check_responses(evaluation, update, causes)
         is_gradient = options.update == "gradient"
         if is_gradient and update is None:
             raise ValueError(_NO_UPDATE)
@@ -289,7 +289,7 @@ class EntropyChangeProbe:
         causes: bool,
         sampler: Sampler | None,
     ) -> EntropyForecast:
-        self._check_responses(evaluation, update)
+        self._check_responses(evaluation, update, causes)
         is_step = self._options.update == "step"
         if is_step and (why := why_no_forecast(self._optimizer)):
             raise ValueError(why)
@@ -347,6 +347,11 @@ class EntropyChangeProbe:
 
         def sampled() -> Rollouts:
             rollouts = sampler(self._model)
+            if not isinstance(rollouts, Rollouts):
+                raise ValueError(
+                    f"the sampler must return sonde.Rollouts, got a {type(rollouts).__name__}: make Rollouts of what "
+                    "it samples"
+                )
             rollouts.check_not_empty()
             return rollouts
 
@@ -358,9 +363,15 @@ class EntropyChangeProbe:
         """A different seed in each call and on each rank."""
         return 1_000_003 * self._n_calls + (self._group.rank() if self._group is not None else 0)
 
-    def _check_responses(self, evaluation: Rollouts, update: Rollouts | None) -> None:
-        temperature = getattr(self._statistics, "temperature", None)
-        check_responses(evaluation, update, temperature, self._group, is_strict=self._options.strict)
+    def _check_responses(self, evaluation: Rollouts, update: Rollouts | None, causes: bool) -> None:
+        check_responses(
+            evaluation,
+            update,
+            self._statistics,
+            self._group,
+            is_strict=self._options.strict,
+            has_derivatives=causes or self._options.first_order or self._options.update == "gradient",
+        )
 
     def _learning_rate(self) -> float:
         """η: the `step_size` of the options, or the optimizer's learning rate."""
@@ -382,12 +393,13 @@ class EntropyProbeConfig(EntropyChangeOptions):
     Attributes:
         enabled: whether the probe is wanted.
         every: as in `EntropyChangeOptions`.
-        temperature: at which responses are sampled, where `attach` is given no token statistics.
+        temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
+            responses.
     """
 
     enabled: bool = False
     every: int = 10
-    temperature: float = 1.0
+    temperature: float | None = None
 
     def attach(self, partners: Partners) -> EntropyChangeProbe:
         """Make the probe."""

@@ -15,6 +15,7 @@ from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.scoring.checkpointing import can_checkpoint
 from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.token_statistics import check_temperature
 
 
 def check_model(model: nn.Module, parameters: Sequence[Tensor], *, has_checkpoints: bool) -> None:
@@ -46,44 +47,54 @@ def check_optimizer(optimizer: Any, parameters: Sequence[Tensor]) -> None:
 def check_responses(
     evaluation: Rollouts,
     update: Rollouts | None,
-    temperature: float | None,
+    statistics: object,
     group: dist.ProcessGroup | None,
     *,
     is_strict: bool,
+    has_derivatives: bool,
 ) -> None:
     """Refuse responses that cannot be used, on every rank alike; and warn if E and U share prompts.
 
     Args:
         evaluation: this rank's part of E.
         update: this rank's part of U.
-        temperature: at which responses are scored; None if the token statistics do not say.
+        statistics: what scores them.
         group: the ranks that hold different responses.
         is_strict: refuse shared prompts rather than warn.
+        has_derivatives: whether derivatives are taken on E, which must be the policy's own then.
     """
 
-    scored_at = evaluation.temperature if temperature is None else temperature
-
     def check() -> dict[str, Tensor]:
-        for rollouts in (evaluation, update):
-            if rollouts is not None:
-                rollouts.check_not_empty()
+        for name, rollouts in (("evaluation", evaluation), ("update", update)):
+            if rollouts is None and name == "update":
+                continue
+            if not isinstance(rollouts, Rollouts):
+                raise ValueError(
+                    f"{name} must be sonde.Rollouts, got a {type(rollouts).__name__}: make Rollouts of the responses"
+                )
+            rollouts.check_not_empty()
+            check_temperature(rollouts, statistics, name)
         if evaluation.is_truncated:
             raise ValueError(
                 "the evaluation responses were sampled with top_p < 1 or the like, so their entropy is not the "
                 "policy's: sample them untruncated"
             )
-        for name, rollouts in (("evaluation", evaluation), ("update", update)):
-            if rollouts is not None and rollouts.temperature != scored_at:
-                raise ValueError(
-                    f"{name} responses were sampled at temperature {rollouts.temperature}, and are scored at "
-                    f"{scored_at}: token_statistics=CausalLMStatistics(temperature={rollouts.temperature})"
-                )
+        if evaluation.log_prob is not None and has_derivatives:
+            raise ValueError(
+                "the evaluation responses have log_prob=, the sampler's own log-probabilities, which weigh them after "
+                "a finite step, but not derivatives: leave first_order, causes and update='gradient' out, or sample "
+                "the responses from the policy as it is and leave log_prob= out"
+            )
         if update is not None and update.advantage is None:
             raise ValueError("update responses need their advantages: pass advantage= to Rollouts")
         no_prompts = torch.zeros(0, dtype=torch.long)
-        return {"E": evaluation.prompt.cpu(), "U": no_prompts if update is None else update.prompt.cpu()}
+        has_log_prob = torch.tensor([evaluation.log_prob is not None])
+        prompts = {"E": evaluation.prompt.cpu(), "U": no_prompts if update is None else update.prompt.cpu()}
+        return prompts | {"has_log_prob": has_log_prob}
 
     prompts = gather_from_all_ranks(group, check)
+    if bool(prompts["has_log_prob"].any()) and not bool(prompts["has_log_prob"].all()):
+        raise ValueError("some ranks gave log_prob= for their evaluation responses, and others did not: give it on all")
     shared = sorted(set(prompts["E"].tolist()) & set(prompts["U"].tolist()))
     if shared:
         message = (

@@ -12,7 +12,7 @@ from torch import nn
 from sonde.parallel.process_groups import data_parallel_group
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_temperature
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import PolicyEntropy, policy_entropy
 from sonde.probe import Metric, Partners
@@ -67,7 +67,7 @@ class PolicyEntropyProbe:
         statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         group = data_parallel_group(model) if process_group is None else process_group
         self._model = model
-        self._temperature = getattr(statistics, "temperature", None)
+        self._statistics = statistics
         self._scorer = Scorer(model, statistics, micro_batch_prompts, group)
         self._level = level
         self._latest: PolicyEntropy | None = None
@@ -91,11 +91,7 @@ class PolicyEntropyProbe:
 
     def _check(self, rollouts: Rollouts) -> None:
         rollouts.check_not_empty()
-        if self._temperature not in (None, rollouts.temperature):
-            raise ValueError(
-                f"responses were sampled at temperature {rollouts.temperature}, and are scored at {self._temperature}: "
-                f"token_statistics=CausalLMStatistics(temperature={rollouts.temperature})"
-            )
+        check_temperature(rollouts, self._statistics)
 
     def metrics(self) -> Mapping[str, float | None]:
         """The latest measurement by metric name; empty before the first measurement."""
@@ -129,12 +125,13 @@ class PolicyEntropyProbeConfig:
     Attributes:
         enabled: whether the probe is wanted.
         micro_batch_prompts: prompts scored at a time.
-        temperature: at which responses are sampled, where `attach` is given no token statistics.
+        temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
+            responses.
     """
 
     enabled: bool = False
     micro_batch_prompts: int = 8
-    temperature: float = 1.0
+    temperature: float | None = None
 
     def __post_init__(self) -> None:
         if self.micro_batch_prompts < 1:

@@ -23,7 +23,7 @@ from sonde.policy.scoring.prompt_norms import halves, nested_norms
 from sonde.policy.scoring.prompt_ranks import PromptRanks, prompt_ranks
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_temperature
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
 from sonde.probe import Metric
@@ -177,15 +177,10 @@ class PromptNoiseProbe:
 
     def _check_responses(self, rollouts: Rollouts, ranks: PromptRanks) -> None:
         """Refuse responses that cannot be measured, on all ranks alike."""
-        temperature = getattr(self._statistics, "temperature", rollouts.temperature)
 
         def check() -> dict[str, Tensor]:
             rollouts.check_not_empty()
-            if rollouts.temperature != temperature:
-                raise ValueError(
-                    f"responses were sampled at temperature {rollouts.temperature}, and are scored at {temperature}: "
-                    f"token_statistics=CausalLMStatistics(temperature={rollouts.temperature})"
-                )
+            check_temperature(rollouts, self._statistics)
             digest = rollouts.digest() if ranks.data.n_sharing > 1 else 0
             rollouts.credit()
             return {"of": torch.tensor([[ranks.data.rank, digest]])}
@@ -275,6 +270,8 @@ def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str) -> dic
     """What is measured, for the saved state. Averages of something else must not be continued."""
     trained = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
     temperature = getattr(statistics, "temperature", None)
+    if temperature is None and isinstance(statistics, CausalLMStatistics):
+        temperature = 1.0  # as in states from before the responses' own temperature counted
     return {
         "probe": PromptNoiseProbe.__name__,
         "weighs": weighs,

@@ -110,7 +110,10 @@ class _Widened:
         copies: dict[Tensor, Tensor] = {}
         for module in modules:
             # Lists, since the modules change below.
-            for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            for name, tensor in [
+                *module.named_parameters("", recurse=False, remove_duplicate=False),
+                *module.named_buffers("", recurse=False, remove_duplicate=False),
+            ]:
                 if tensor.dtype not in _NARROW:
                     continue
                 if tensor not in copies:

@@ -7,11 +7,12 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from sonde.policy.scoring.packed_rows import unpacked
 from sonde.policy.stats.entropy_gradient import Responses
 
 _SHAPES = {
@@ -19,7 +20,9 @@ _SHAPES = {
     "prompt": "[responses]",
     "advantage": "[responses] or [responses, tokens]",
     "weight": "[responses, tokens]",
+    "log_prob": "[responses, tokens]",
 }
+_OPTIONAL = ("advantage", "weight", "log_prob")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,11 @@ class Rollouts:
         advantage: the advantage of each response or token, in any unit; [responses] or [responses, tokens].
         weight: factor of each token in the loss beside its advantage: 1 by default, one over the response's length for
             GRPO's first form; [responses, tokens].
-        temperature: the temperature of sampling.
+        log_prob: log-probabilities of the tokens that the sampler reported, in nats, at its temperature; [responses,
+            tokens]. Give them if the responses are not the policy's own, as those of older weights: then they are
+            weighted by them. Values outside the mask are ignored.
+        temperature: the temperature of sampling, or of each response or token; a number, [responses] or [responses,
+            tokens].
         is_truncated: whether sampling left out unlikely tokens, by top-p, top-k or the like.
         texts: each prompt's text by its number, for tables.
 
@@ -54,14 +61,15 @@ class Rollouts:
     prompt: Tensor
     advantage: Tensor | None = None
     weight: Tensor | None = None
-    temperature: float = 1.0
+    log_prob: Tensor | None = None
+    temperature: float | Tensor = 1.0
     is_truncated: bool = False
     texts: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, shape in _SHAPES.items():
             value = getattr(self, name)
-            if not isinstance(value, Tensor) and not (value is None and name in ("advantage", "weight")):
+            if not isinstance(value, Tensor) and not (value is None and name in _OPTIONAL):
                 raise ValueError(f"{name} must be a tensor, {shape}, got {_kind(value)}: pass torch.tensor({name})")
         if not isinstance(self.inputs, Mapping):
             raise ValueError(
@@ -79,14 +87,76 @@ class Rollouts:
                 )
         if self.prompt.is_floating_point() or self.prompt.is_complex():
             raise ValueError(f"prompt must be whole numbers, one for each response, got {self.prompt.dtype}")
-        if not isinstance(self.temperature, Real) or not self.temperature > 0:
-            raise ValueError(
-                f"temperature must be a positive number, got {self.temperature!r}: greedy decoding has no entropy"
-            )
-        if self.advantage is not None:
-            responses.tokens("advantage", self.of_tokens("advantage").cpu())
-        if self.weight is not None:
-            responses.tokens("weight", self.of_tokens("weight").cpu())
+        self._check_temperature(responses)
+        for name in _OPTIONAL:
+            if getattr(self, name) is not None:
+                responses.tokens(name, self.of_tokens(name).cpu())
+
+    def _check_temperature(self, responses: Responses) -> None:
+        given = self.temperature
+        if isinstance(given, Tensor):
+            positive = responses.tokens("temperature", self.of_tokens("temperature").cpu())[responses.mask] > 0
+            if bool(positive.all()):
+                return
+            given = float(given.min())
+        if not isinstance(given, Real) or not given > 0:
+            raise ValueError(f"temperature must be a positive number, got {given!r}: greedy decoding has no entropy")
+
+    @classmethod
+    def from_packed(
+        cls,
+        inputs: Mapping[str, Tensor],
+        mask: Tensor,
+        prompt: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        advantage: Tensor | None = None,
+        weight: Tensor | None = None,
+        log_prob: Tensor | None = None,
+        temperature: float = 1.0,
+        is_truncated: bool = False,
+        texts: Mapping[int, str] | None = None,
+    ) -> Self:
+        """Responses that lie one after another in one row, each behind its prompt: a row each here, padded on the left.
+
+        Args:
+            inputs: `input_ids`, and `position_ids` unless `cu_seqlens` is given; [tokens] or [1, tokens].
+            mask: whether the policy sampled a token, for every token of the row; [tokens] or [1, tokens].
+            prompt: each response's prompt, [responses].
+            cu_seqlens: where responses begin, and where the last one ends; [responses + 1]. By default they begin where
+                `position_ids` is 0.
+            advantage: of each response or token; [responses] or [tokens].
+            weight: [tokens].
+            log_prob: [tokens].
+            temperature: of sampling.
+            is_truncated: as for `Rollouts`.
+            texts: as for `Rollouts`.
+
+        Raises:
+            ValueError: if lengths disagree, or a response has no sampled token or no token before it.
+
+        Example:
+            >>> ids = torch.tensor([5, 6, 7, 2, 5, 6, 2])  # two responses to the prompt 5, 6
+            >>> sampled = torch.tensor([0, 0, 1, 1, 0, 0, 1])
+            >>> made = Rollouts.from_packed(
+            ...     {"input_ids": ids}, sampled, torch.tensor([3, 3]), cu_seqlens=torch.tensor([0, 4, 7]))
+            >>> made.inputs["input_ids"].tolist(), made.mask.tolist()
+            ([[5, 6, 7, 2], [0, 5, 6, 2]], [[True, True], [False, True]])
+        """
+        of_tokens = {"mask": mask.bool(), "weight": weight, "log_prob": log_prob}
+        is_by_token = advantage is not None and advantage.shape != prompt.shape
+        if is_by_token:
+            of_tokens["advantage"] = advantage
+        rows = unpacked(inputs, {n: t for n, t in of_tokens.items() if t is not None}, prompt, cu_seqlens)
+        return cls(
+            rows.inputs,
+            prompt=prompt,
+            advantage=rows.of_tokens.pop("advantage") if is_by_token else advantage,
+            temperature=temperature,
+            is_truncated=is_truncated,
+            texts=texts or {},
+            **rows.of_tokens,
+        )
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -111,7 +181,7 @@ class Rollouts:
     def digest(self) -> int:
         """A number that differs where inputs, masks, prompts, advantages or weights do; waits for the device."""
         named = {**self.inputs, "mask": self.mask, "prompt": self.prompt}
-        named |= {"advantage": self.advantage, "weight": self.weight}  # type: ignore[dict-item]
+        named |= {name: getattr(self, name) for name in _OPTIONAL}
         sums = [(name, tuple(t.shape), _checksum(t)) for name, t in named.items() if t is not None]
         return int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
 
@@ -174,15 +244,19 @@ class Rollouts:
             prompt=pick(self.prompt),
             advantage=None if self.advantage is None else pick(self.advantage),
             weight=None if self.weight is None else pick(self.weight),
+            log_prob=None if self.log_prob is None else pick(self.log_prob),
+            temperature=pick(self.temperature) if isinstance(self.temperature, Tensor) else self.temperature,
         )
 
-    def of_tokens(self, name: Literal["advantage", "weight"]) -> Tensor:
-        """The advantage or weight of every token; [responses, tokens].
+    def of_tokens(self, name: str) -> Tensor:
+        """The advantage, weight, log-probability or temperature of every token; [responses, tokens].
 
         Raises:
             ValueError: if it has another shape.
         """
         values: Tensor = getattr(self, name)
+        if not isinstance(values, Tensor):
+            return torch.full_like(self.mask, float(values), dtype=torch.float32)
         if values.shape == self.mask.shape[:1]:
             values = values[:, None].expand_as(self.mask)
         if values.shape != self.mask.shape:

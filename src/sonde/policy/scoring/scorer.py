@@ -47,6 +47,8 @@ class Scored:
         log_prob: s_k in nats, [responses, tokens] of all ranks; fp64, on the CPU.
         entropy: H_k in nats, [responses, tokens] of all ranks; fp64, on the CPU.
         rows: where this rank's responses are among all.
+        sampled_log_prob: log-probabilities that the sampler reported, as `log_prob`; None if the responses are the
+            policy's own.
     """
 
     rollouts: Rollouts
@@ -54,6 +56,7 @@ class Scored:
     log_prob: Tensor
     entropy: Tensor
     rows: slice
+    sampled_log_prob: Tensor | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -141,6 +144,8 @@ class Scorer:
                 outputs = [self._outputs(b) for b in batches]
             tokens = self._in_order(rollouts, outputs, ("log_prob", "entropy"))
             n = torch.tensor([len(rollouts)])
+            if rollouts.log_prob is not None:
+                tokens["sampled"] = rollouts.log_prob.cpu().double()
             return tokens | {"mask": rollouts.mask.cpu().bool(), "prompt": rollouts.prompt.cpu(), "n": n}
 
         tokens = gather_from_all_ranks(self._group, work)
@@ -149,7 +154,7 @@ class Scorer:
         n_before = int(tokens["n"][:rank].sum())
         rows = slice(n_before, n_before + len(rollouts))
         responses = Responses(tokens["mask"], tokens["prompt"])
-        return Scored(rollouts, responses, tokens["log_prob"], tokens["entropy"], rows)
+        return Scored(rollouts, responses, tokens["log_prob"], tokens["entropy"], rows, tokens.get("sampled"))
 
     def derivatives(self, scored: Scored, direction: Direction, mode: Derive) -> ScoreDerivatives:
         """Derivatives of the scores of all ranks' responses along a direction.

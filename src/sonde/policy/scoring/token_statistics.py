@@ -24,13 +24,14 @@ class CausalLMStatistics:
     columns. With padding, it also holds `attention_mask` of the same shape. All other inputs go to the model unchanged.
 
     Args:
-        temperature: temperature of the sampler; logits are divided by it.
+        temperature: temperature of the sampler, by which logits are divided. None, the default, takes that of the
+            rollouts.
     """
 
-    temperature: float = 1.0
+    temperature: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
+        if self.temperature is not None and not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
     def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
@@ -57,33 +58,70 @@ class CausalLMStatistics:
         output: Any = model(**inputs)
         logits = output if isinstance(output, Tensor) else output.logits
         # The logits at a position are those of the next token.
-        return statistics_of_logits(logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=self.temperature)
+        temperature: float | Tensor | None = self.temperature
+        if temperature is None:
+            temperature = rollouts.temperature
+            if isinstance(temperature, Tensor):
+                temperature = rollouts.of_tokens("temperature").to(logits.device)
+        return statistics_of_logits(logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=temperature)
 
 
-def statistics_of_logits(logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def check_temperature(rollouts: Rollouts, statistics: object, name: str = "") -> None:
+    """Refuse responses that are scored at another temperature than they were sampled at, if the statistics say so.
+
+    Args:
+        rollouts: the responses.
+        statistics: what scores them; its attribute `temperature`, if it has one and this is not None, is what it
+            scores at.
+        name: of the responses, for the message.
+
+    Raises:
+        ValueError: naming both temperatures.
+    """
+    scored_at, sampled_at = getattr(statistics, "temperature", None), rollouts.temperature
+    if scored_at is None:
+        return
+    if isinstance(sampled_at, Tensor):
+        each = rollouts.of_tokens("temperature")[rollouts.mask.bool()]
+        agrees = torch.isclose(each.double(), torch.tensor(scored_at, dtype=torch.float64, device=each.device))
+        if bool(agrees.all()):
+            return
+        sampled_at = float(each[~agrees][0])
+    if sampled_at != scored_at:
+        who = f"{name} responses" if name else "responses"
+        raise ValueError(
+            f"{who} were sampled at temperature {sampled_at:g}, and are scored at {scored_at}: leave the temperature "
+            "of the token statistics out, so that the responses' own counts"
+        )
+
+
+def statistics_of_logits(logits: Tensor, tokens: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """s and H of softmax(logits/temperature), in nats.
 
     Args:
         logits: [responses, tokens, vocabulary], any dtype; −inf for tokens that cannot be sampled.
         tokens: the sampled tokens, [responses, tokens].
-        temperature: the temperature of sampling.
+        temperature: the temperature of sampling; a number, or [responses, tokens].
 
     Returns:
         The log-probability of each token and the entropy of its distribution, fp32 or fp64, [responses, tokens].
     """
+    # Outside the mask a temperature may be 0 or less, and its scores are not used.
+    each = torch.as_tensor(temperature, device=logits.device).clamp(min=1e-6).expand_as(tokens)[..., None]
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _statistics(logits, tokens, temperature)
+        return _statistics(logits, tokens, each)
     at_once = max(_ELEMENTS_AT_ONCE // (logits.shape[0] * logits.shape[2]), 1)
     pieces = [
-        _statistics(piece, taken, temperature)
-        for piece, taken in zip(logits.split(at_once, 1), tokens.split(at_once, 1), strict=True)
+        _statistics(*parts)
+        for parts in zip(logits.split(at_once, 1), tokens.split(at_once, 1), each.split(at_once, 1), strict=True)
     ]
     s, h = zip(*pieces, strict=True)
     return torch.cat(s, 1), torch.cat(h, 1)
 
 
-def _statistics(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    z = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+def _statistics(logits: Tensor, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    z = logits if logits.dtype == torch.float64 else logits.float()
+    z = z / temperature.to(z.dtype)
     # H = log Σe^z − Σ p z is a difference that loses digits if z is large: shift the largest logit to 0.
     z = z - z.detach().amax(-1, keepdim=True)
     log_sum = z.logsumexp(-1)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
-from sonde.policy.stats.entropy_gradient import Responses, entropy_rate, entropy_rate_se
+from sonde.policy.stats.entropy_gradient import Responses, weighted_entropy_rate
 from sonde.policy.stats.finite_step import FiniteStep
 from sonde.policy.stats.importance import MeasuredChange
 from sonde.policy.stats.near_uniform import is_near_uniform, surprise_sd
 from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
-from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support
+from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support, prefix_log_ratio, weights_from
 from sonde.wording import percent
 
 Update = Literal["step", "gradient"]
@@ -286,7 +286,7 @@ def entropy_forecast(
     update: Update,
     level: float,
     is_same_step: bool = True,
-    is_own: bool = True,
+    sampled_log_prob: Tensor | None = None,
     precision: str = "",
     why_precision: str = "",
     rounded_away: float | None = None,
@@ -305,16 +305,20 @@ def entropy_forecast(
         update: which update is meant.
         level: confidence level of the change's interval.
         is_same_step: whether `first_order` and `after` are of the same step.
-        is_own: whether the responses are said to be the policy's own.
+        sampled_log_prob: log-probabilities that the sampler reported; None if the responses are the policy's own.
         precision: in which arithmetic responses were scored.
         why_precision: why not in 32 bits.
         rounded_away: part of the step that parameters of 16 bits do not hold; None if unknown.
         seconds: time spent, by phase.
         peak_bytes: growth of the process's peak memory.
     """
-    rate, _ = entropy_rate(entropy, responses)
     scatter = surprise_sd(log_prob, entropy, responses)
-    own_policy = OwnPolicyTest.of(log_prob, entropy, responses) if is_own else None
+    own_policy, weights = None, None
+    if sampled_log_prob is None:
+        own_policy = OwnPolicyTest.of(log_prob, entropy, responses)
+    else:
+        weights = weights_from(prefix_log_ratio(log_prob, sampled_log_prob, responses), responses, "snis")
+    rate, rate_se = weighted_entropy_rate(entropy, responses, weights)
     linear = first_order.on_same_prefixes if first_order is not None and is_same_step else None
     fixed = None if after is None else FixedPrefixes(after.on_same_prefixes, linear)
     headline = after.finite_step.change if after is not None else None
@@ -348,7 +352,7 @@ def entropy_forecast(
         objective=objective.kind,
         update=update,
         entropy=rate,
-        entropy_se=entropy_rate_se(entropy, responses),
+        entropy_se=rate_se,
         surprise_sd=scatter,
         own_policy=own_policy,
         finite_step=None if after is None else Estimate.of(after.finite_step.change),

@@ -186,6 +186,23 @@ def entropy_rate_se(entropy: Tensor, responses: Responses) -> float | None:
     return standard_error(responses.per_prompt(departure) / length)
 
 
+def weighted_entropy_rate(entropy: Tensor, responses: Responses, weights: Tensor | None) -> tuple[float, float | None]:
+    """R in nats a token with its standard error, from responses of another policy.
+
+    Args:
+        entropy: H_k in nats, [responses, tokens].
+        responses: which tokens count.
+        weights: of each token, as for a policy that the responses represent, [responses, tokens]; None for 1.
+    """
+    if weights is None:
+        return entropy_rate(entropy, responses)[0], entropy_rate_se(entropy, responses)
+    weights = torch.where(responses.mask, weights, 0.0)
+    h = responses.per_prompt((weights * responses.tokens("entropy", entropy)).sum(1))
+    t = responses.per_prompt(weights.sum(1))
+    rate = float(h.sum() / t.sum())
+    return rate, standard_error((h - rate * t) / t.mean())
+
+
 def standard_error(per_prompt: Tensor) -> float | None:
     """Standard error of a mean over prompts whose terms have mean 0, [prompts]; None with fewer than 2 prompts."""
     n = len(per_prompt)

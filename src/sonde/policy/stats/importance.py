@@ -58,6 +58,7 @@ def importance_sampled_change(
     log_prob_after: Tensor,
     responses: Responses,
     *,
+    sampled_log_prob: Tensor | None = None,
     weighting: Weighting = "snis",
     clip_at: float = CLIPPED_AT,
     per: Per = "token",
@@ -73,14 +74,20 @@ def importance_sampled_change(
         log_prob: s_k at θ, of the sampled tokens.
         log_prob_after: s_k at θ⁺.
         responses: which tokens count.
+        sampled_log_prob: log-probabilities of the policy that sampled the responses; by default θ itself.
         weighting: as for `weights_from`.
         clip_at: as for `weights_from`.
         per: "token" for R, or "response".
     """
-    before, after = responses.tokens("log_prob", log_prob), responses.tokens("log_prob_after", log_prob_after)
-    weights = weights_from((after - before).sum(1, keepdim=True), responses, weighting, clip_at)[:, 0]
+    reference = responses.tokens("sampled_log_prob", log_prob if sampled_log_prob is None else sampled_log_prob)
+
+    def weights_of(log_prob: Tensor) -> Tensor:
+        ratio = responses.tokens("log_prob", log_prob) - reference
+        return weights_from(ratio.sum(1, keepdim=True), responses, weighting, clip_at)[:, 0]
+
+    weights = weights_of(log_prob_after)
     change = rate_change(
-        _sums(responses, entropy, torch.ones_like(weights), per), _sums(responses, entropy_after, weights, per)
+        _sums(responses, entropy, weights_of(log_prob), per), _sums(responses, entropy_after, weights, per)
     )
     ess = float(weights.sum().square() / weights.square().sum())
     return MeasuredChange(change.delta, change.se, ess, ess / len(weights))

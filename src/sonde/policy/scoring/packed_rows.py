@@ -1,0 +1,96 @@
+"""Responses that lie one after another in one row of tokens, as rows of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class UnpackedRows:
+    """Rows that are padded on the left.
+
+    Attributes:
+        inputs: `input_ids` and `attention_mask`, [responses, length].
+        of_tokens: values of the last columns, from the earliest sampled token on; [responses, tokens]. They are 0 or
+            False where a row has no token.
+    """
+
+    inputs: dict[str, Tensor]
+    of_tokens: dict[str, Any]
+
+
+def unpacked(
+    inputs: Mapping[str, Tensor], of_tokens: Mapping[str, Tensor], prompt: Tensor, cu_seqlens: Tensor | None
+) -> UnpackedRows:
+    """Cut a row into its responses.
+
+    Args:
+        inputs: `input_ids`, and `position_ids` unless `cu_seqlens` is given; [tokens] or [1, tokens].
+        of_tokens: "mask", and other values of every token; [tokens] or [1, tokens].
+        prompt: each response's prompt, [responses].
+        cu_seqlens: where responses begin, and where the last one ends, [responses + 1].
+
+    Raises:
+        ValueError: if lengths disagree, or a response has no sampled token or no token before it.
+    """
+    if "input_ids" not in inputs:
+        raise ValueError(f"packed rows need 'input_ids', got {sorted(inputs)}: add it to inputs")
+    ids = _flat("input_ids", inputs["input_ids"], None)
+    if cu_seqlens is None:
+        if "position_ids" not in inputs:
+            raise ValueError("nothing says where packed responses begin: pass cu_seqlens=, or 'position_ids' in inputs")
+        positions = _flat("position_ids", inputs["position_ids"], len(ids))
+        starts = (positions == 0).nonzero()[:, 0].tolist()
+        ends = [*starts[1:], len(ids)]
+    else:
+        bounds = cu_seqlens.tolist()
+        starts, ends = bounds[:-1], bounds[1:]
+        if (
+            not bounds
+            or bounds[0] != 0
+            or bounds[-1] != len(ids)
+            or any(a >= b for a, b in zip(starts, ends, strict=True))
+        ):
+            raise ValueError(f"cu_seqlens must rise from 0 to the row's {len(ids)} tokens, got {bounds}")
+    if len(starts) != len(prompt):
+        raise ValueError(f"the row holds {len(starts)} responses, and prompt {len(prompt)} numbers: give one for each")
+    flat = {name: _flat(name, t, len(ids)) for name, t in of_tokens.items()}
+    width = max(b - a for a, b in zip(starts, ends, strict=True))
+    n_tokens = 0
+    for row, (a, b) in enumerate(zip(starts, ends, strict=True)):
+        sampled = flat["mask"][a:b].nonzero()[:, 0]
+        if not len(sampled) or int(sampled[0]) == 0:
+            what = "no sampled token" if not len(sampled) else "no token before its first sampled one"
+            raise ValueError(f"response {row} of the row has {what}: correct the mask, or leave the response out")
+        n_tokens = max(n_tokens, b - a - int(sampled[0]))
+
+    def rows(values: Tensor, n: int) -> Tensor:
+        made = values.new_zeros(len(starts), n)
+        for row, (a, b) in enumerate(zip(starts, ends, strict=True)):
+            part = values[max(a, b - n) : b]
+            made[row, n - len(part) :] = part
+        return made
+
+    attention = rows(torch.ones_like(ids), width)
+    return UnpackedRows(
+        {"input_ids": rows(ids, width), "attention_mask": attention},
+        {name: rows(values, n_tokens) for name, values in flat.items()},
+    )
+
+
+def _flat(name: str, tensor: Tensor, length: int | None) -> Tensor:
+    """[tokens] from [tokens] or [1, tokens].
+
+    Raises:
+        ValueError: for another shape.
+    """
+    flat = tensor[0] if tensor.dim() == 2 and len(tensor) == 1 else tensor
+    if flat.dim() != 1 or (length is not None and len(flat) != length):
+        expected = "[tokens] or [1, tokens]" if length is None else f"[{length}] or [1, {length}], as input_ids"
+        raise ValueError(f"{name} of packed rows must be {expected}, got {list(tensor.shape)}")
+    return flat

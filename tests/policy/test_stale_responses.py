@@ -1,0 +1,143 @@
+"""Responses that are not the policy's own: weighted by the log-probabilities that their sampler reported."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from tests.policy.entropy_scene import Scene
+from tests.small_policy import STATISTICS, SmallPolicy, drawn, policy
+
+
+def older(model: SmallPolicy) -> SmallPolicy:
+    """Weights of some steps ago: less certain."""
+    old = copy.deepcopy(model)
+    with torch.no_grad():
+        old.out.weight.mul_(0.8)
+    return old
+
+
+def stale(model: SmallPolicy, n: int, seed: int) -> Rollouts:
+    """Responses of older weights, with the log-probabilities that they reported."""
+    old = older(model)
+    made = drawn(old, 0, n, seed=seed)
+    with torch.no_grad():
+        s, _ = STATISTICS(old, made)
+    return dataclasses.replace(made, log_prob=torch.where(made.mask, s, torch.nan))
+
+
+def test_stale_responses_give_the_change_of_the_policy_as_it_is() -> None:
+    """Beside responses of its own; without the weights, the entropy is that of the older policy's prefixes."""
+    scene = Scene(lr=2e-3)
+    probe = scene.probe(micro_batch_prompts=400)
+    own = probe.forecast(drawn(scene.model, 0, 400, seed=1))
+    forecast = probe.forecast(stale(scene.model, 400, 2))
+    error = (own.entropy_se**2 + forecast.entropy_se**2) ** 0.5
+    assert abs(forecast.entropy - own.entropy) < 3 * error
+    assert abs(forecast.delta - own.delta) < 3 * (own.se**2 + forecast.se**2) ** 0.5
+    assert forecast.own_policy is None
+    assert forecast.is_valid, forecast.reason
+    assert forecast.support.ess_fraction < own.support.ess_fraction
+    unweighted = probe.forecast(dataclasses.replace(stale(scene.model, 400, 2), log_prob=None))
+    assert unweighted.own_policy.z > 5
+    assert "or by another policy, such as older weights" in unweighted.reason
+
+
+def test_reported_log_probabilities_of_the_policy_itself_change_nothing() -> None:
+    scene = Scene()
+    with torch.no_grad():
+        s, _ = STATISTICS(scene.model, scene.E)
+    plain = scene.probe().forecast(scene.E)
+    forecast = scene.probe().forecast(dataclasses.replace(scene.E, log_prob=s))
+    assert forecast.delta == pytest.approx(plain.delta, rel=1e-6)
+    assert forecast.se == pytest.approx(plain.se, rel=1e-6)
+    assert forecast.entropy == pytest.approx(plain.entropy, rel=1e-9)
+    assert forecast.importance.delta == pytest.approx(plain.importance.delta, rel=1e-6)
+
+
+def test_each_token_may_have_its_own_temperature() -> None:
+    """Half of the responses sampled at 0.7: all together have the mean of the two changes."""
+    scene = Scene()
+    rows = torch.arange(len(scene.E))
+    cold = (rows // 4 % 2 == 0).nonzero()[:, 0]
+    temperature = torch.ones(len(scene.E), scene.E.mask.shape[1])
+    temperature[cold] = 0.7
+    mixed = dataclasses.replace(scene.E, temperature=temperature)
+    s, h = CausalLMStatistics()(scene.model, mixed)
+    s_cold, h_cold = CausalLMStatistics(0.7)(scene.model, scene.E.rows(cold))
+    torch.testing.assert_close(s[cold], s_cold)
+    torch.testing.assert_close(h[cold], h_cold)
+    per_response = dataclasses.replace(scene.E, temperature=temperature[:, 0])
+    torch.testing.assert_close(CausalLMStatistics()(scene.model, per_response)[0], s)
+    assert scene.probe().forecast(mixed).delta == scene.probe().forecast(per_response).delta
+    with pytest.raises(ValueError, match=r"sampled at temperature 0\.7, and are scored at 1"):
+        EntropyChangeProbe(
+            scene.model, scene.optimizer, EntropyChangeOptions(), token_statistics=CausalLMStatistics(1.0)
+        ).forecast(mixed)
+
+
+def test_packed_rows_are_scored_as_padded_ones() -> None:
+    """By a model that heeds padding, as those of transformers do."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[trl]'")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=7, num_key_value_heads=2, **sizes)).eval()
+    E = drawn(policy(), 0, 8, seed=1)
+    lengths = E.mask.sum(1).tolist()
+    attention = torch.cat([torch.ones(len(E), 2, dtype=torch.bool), E.mask], 1).long()
+    padded = dataclasses.replace(E, inputs={**E.inputs, "attention_mask": attention})
+    ids = torch.cat([E.inputs["input_ids"][i, : 2 + n] for i, n in enumerate(lengths)])
+    sampled = torch.cat([torch.tensor([False, False, *[True] * n]) for n in lengths])
+    positions = torch.cat([torch.arange(2 + n) for n in lengths])
+    starts = torch.tensor([0, *(torch.tensor(lengths) + 2).cumsum(0)])
+    by_bounds = Rollouts.from_packed({"input_ids": ids[None]}, sampled[None], E.prompt, cu_seqlens=starts)
+    by_positions = Rollouts.from_packed(
+        {"input_ids": ids, "position_ids": positions},
+        sampled,
+        E.prompt,
+        advantage=E.advantage,
+        log_prob=-1.0 * positions,
+    )
+    assert torch.equal(by_positions.advantage, E.advantage)
+    assert by_positions.log_prob[by_positions.mask].max() == -2.0  # the first sampled token is the third
+    with torch.no_grad():
+        expected = CausalLMStatistics()(model, padded)
+        for packed in (by_bounds, by_positions):
+            for found, value in zip(CausalLMStatistics()(model, packed), expected, strict=True):
+                torch.testing.assert_close(found[packed.mask], value[E.mask])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": {"input_ids": torch.zeros(7)}}, "nothing says where packed responses begin"),
+        ({"inputs": {"ids": torch.zeros(7)}}, "packed rows need 'input_ids'"),
+        ({"cu_seqlens": torch.tensor([0, 4, 8])}, r"must rise from 0 to the row's 7 tokens, got \[0, 4, 8\]"),
+        ({"prompt": torch.tensor([3])}, "the row holds 2 responses, and prompt 1 numbers"),
+        ({"mask": torch.tensor([1, 0, 1, 1, 0, 0, 1])}, "response 0 of the row has no token before its first"),
+        ({"mask": torch.tensor([0, 0, 1, 1, 0, 0, 0])}, "response 1 of the row has no sampled token"),
+        ({"mask": torch.zeros(6)}, r"mask of packed rows must be \[7\] or \[1, 7\], as input_ids, got \[6\]"),
+    ],
+)
+def test_packed_rows_that_cannot_be_cut(changes: dict[str, object], message: str) -> None:
+    given: dict[str, object] = {
+        "inputs": {"input_ids": torch.arange(7)},
+        "mask": torch.tensor([0, 0, 1, 1, 0, 0, 1]),
+        "prompt": torch.tensor([3, 3]),
+        "cu_seqlens": None if "inputs" in changes else torch.tensor([0, 4, 7]),
+    } | changes
+    with pytest.raises(ValueError, match=message):
+        Rollouts.from_packed(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [[0.0] * 16, torch.zeros(3)])
+def test_log_probabilities_of_another_form_are_refused(bad: object) -> None:
+    E = drawn(policy(), 0, 4, seed=1)
+    with pytest.raises(ValueError, match="log_prob must be"):
+        dataclasses.replace(E, log_prob=bad)  # type: ignore[arg-type]
