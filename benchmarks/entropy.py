@@ -129,7 +129,7 @@ def _cost(found: dict[str, Any]) -> list[str]:
         f"A Qwen2 of {found['parameters'] / 1e6:.1f}M parameters with random weights; {size['prompts']} evaluation "
         "prompts and as many to learn from, 8 responses of 48 tokens each. The optimizer is SGD: its step is the mean "
         "gradient, so all contestants forecast the same change. Contestants run in turn in one process, on new batches "
-        "in each of 8 rounds: median seconds, the first round's forecast, and root mean squares of the standard errors. "
+        "in each of 8 rounds: median seconds, the first round's forecast, root mean squares of the standard errors. "
         "Seconds at equal standard error are seconds times the square of the standard error over that of the finite "
         "step, since twice as many prompts halve the variance. The gradients' own standard error, by V_X + V_Y, counts "
         "the noise of both batches twice: the standard error of sonde's gradients replaces it.",

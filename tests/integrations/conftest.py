@@ -15,3 +15,11 @@ def no_accelerate_state() -> Iterator[None]:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def _errors_of_trl_probes_are_raised(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of TRL's integration must not pass because an error of a probe became an alert."""
+    integration = getattr(request.module, "integration", None)
+    if getattr(integration, "__name__", "") == "sonde.integrations.trl":
+        monkeypatch.setitem(integration.attach.__kwdefaults__, "on_error", "raise")  # type: ignore[union-attr]

@@ -43,7 +43,7 @@ class Attached:
     """Attaches, and keeps what it gets."""
 
     def __init__(self, to: Accelerator, **options: Any) -> None:
-        self._to, self._options = to, {"unit": "rows", "strict": True, **BY_PIECES} | options
+        self._to, self._options = to, {"unit": "rows", "on_error": "raise", **BY_PIECES} | options
         self.probe: Any = None
 
     def __call__(self, model: Any, optimizer: Any) -> None:
@@ -197,7 +197,7 @@ def test_units_that_cannot_be_counted_do_not_stop_training(clips: bool, caplog: 
         return len(batch)
 
     a = accelerator()
-    attached = Attached(a, units=units, strict=False, clips=clips)
+    attached = Attached(a, units=units, on_error="warn", clips=clips)
     with caplog.at_level(logging.ERROR):
         model = loop(a, attached)
     assert "a micro-batch is not measured, so its window is left out: KeyError: 'length'" in caplog.text
@@ -215,7 +215,7 @@ def test_a_checkpoint_that_cannot_be_written_or_read_does_not_stop_training(
 ) -> None:
     (tmp_path / "full" / "sonde_noise_scale.json").mkdir(parents=True)
     a = accelerator()
-    attached = Attached(a, strict=False)
+    attached = Attached(a, on_error="warn")
     loop(a, attached)
     a.save_state(str(tmp_path / "full"))
     assert "the checkpoint lacks the averages of the noise scale: IsADirectoryError" in caplog.text
@@ -254,7 +254,7 @@ def test_a_window_whose_gradients_are_zeroed_without_a_step_does_not_count() -> 
     """As where a loss has a spike. The pieces of the next window are measured from the first on."""
     a = accelerator(gradient_accumulation_steps=2)
     model, optimizer = a.prepare(net := network(), optimizer_of(net))
-    probe = integration.attach(a, model, optimizer, unit="rows", units=len, strict=True, **BY_PIECES)
+    probe = integration.attach(a, model, optimizer, unit="rows", units=len, on_error="raise", **BY_PIECES)
     windows = [[Piece({"batch": b}, {"units": len(b)}, 0.5) for b in batches()[k : k + 2]] for k in (0, 2, 4, 1, 3)]
     for number, window in enumerate(windows):
         for piece in window:
@@ -282,7 +282,7 @@ def test_the_window_of_a_step_with_a_closure_ends_after_its_backward() -> None:
         a = accelerator(gradient_accumulation_steps=1)
         model, optimizer = a.prepare(net := network(), optimizer_of(net))
         if attach is not None:
-            attach.probe = integration.attach(a, model, optimizer, units=tokens, strict=True, **by_examples)
+            attach.probe = integration.attach(a, model, optimizer, units=tokens, on_error="raise", **by_examples)
         for batch in [batch for batch in batches() for _ in range(2)]:
 
             def closure(batch: Tensor = batch) -> Tensor:

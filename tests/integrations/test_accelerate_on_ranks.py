@@ -36,7 +36,7 @@ def _trained(port: int, wrapper: str, precision: str, clips: bool) -> dict[str, 
             accelerator = Accelerator(gradient_accumulation_steps=3, cpu=True, mixed_precision=precision, **plugin)
 
             def attached(model: Any, optimizer: Any) -> None:
-                options = {"unit": "rows", "units": tokens, "strict": True, **BY_PIECES}
+                options = {"unit": "rows", "units": tokens, "on_error": "raise", **BY_PIECES}
                 assert wrapper in str([kind.__name__ for kind in type(model).__mro__]).replace("FSDPModule", "FSDP2")
                 probes.append(integration.attach(accelerator, model, optimizer, clips=clips, **options))
 

@@ -46,7 +46,7 @@ def loss_of_piece(model: Any, piece: Piece) -> Tensor:
 
 @pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
 def test_reads_as_a_plain_loop(tmp_path: Path, is_manual: bool) -> None:
-    probe = integration.NoiseScale(unit="rows", log=tmp_path / "log", strict=True, **BY_PIECES)
+    probe = integration.NoiseScale(unit="rows", log=tmp_path / "log", on_error="raise", **BY_PIECES)
     with_probe, _ = trained(tmp_path, probe, is_manual=is_manual, logger=CSVLogger(tmp_path, "csv"))
     without, _ = trained(tmp_path, is_manual=is_manual)
     assert torch.equal(with_probe, without)
@@ -71,7 +71,7 @@ def test_unequal_weights_of_rows_and_batches(tmp_path: Path) -> None:
         return (batch[:, 0].abs() * 10).ceil()
 
     probe = integration.NoiseScale(
-        unit="rows", units=tokens, weight=lambda batch: float(len(batch)), strict=True, **BY_PIECES
+        unit="rows", units=tokens, weight=lambda batch: float(len(batch)), on_error="raise", **BY_PIECES
     )
 
     class Weighs(Module):
@@ -93,7 +93,7 @@ def test_unequal_weights_of_rows_and_batches(tmp_path: Path) -> None:
 
 def test_bf16(tmp_path: Path) -> None:
     """Without a clip, which Lightning's precision refuses beside a fused optimizer."""
-    probe = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES)
+    probe = integration.NoiseScale(unit="rows", on_error="raise", **BY_PIECES)
     with_probe, _ = trained(tmp_path, probe, precision="bf16-mixed", gradient_clip_val=None)
     without, _ = trained(tmp_path, precision="bf16-mixed", gradient_clip_val=None)
     assert torch.equal(with_probe, without)
@@ -108,7 +108,7 @@ def test_bf16(tmp_path: Path) -> None:
 
 def test_a_grad_scalers_skipped_steps_are_no_windows(tmp_path: Path) -> None:
     """The first scales are too large for fp16, and these steps are left out without an alert."""
-    probe = integration.NoiseScale(unit="rows", log=tmp_path / "log", strict=True, **BY_PIECES)
+    probe = integration.NoiseScale(unit="rows", log=tmp_path / "log", on_error="raise", **BY_PIECES)
     options: dict[str, Any] = {"gradient_clip_val": None, "max_epochs": 4}
 
     def in_fp16() -> list[Any]:
@@ -126,12 +126,12 @@ def test_a_grad_scalers_skipped_steps_are_no_windows(tmp_path: Path) -> None:
 
 
 def test_a_resumed_training_goes_on_with_its_averages(tmp_path: Path) -> None:
-    whole = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES)
+    whole = integration.NoiseScale(unit="rows", on_error="raise", **BY_PIECES)
     trained(tmp_path, whole)
-    first = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES)
+    first = integration.NoiseScale(unit="rows", on_error="raise", **BY_PIECES)
     _, trainer = trained(tmp_path, first, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    resumed = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES)
+    resumed = integration.NoiseScale(unit="rows", on_error="raise", **BY_PIECES)
     trainer_of(tmp_path, resumed).fit(Module(), ckpt_path=tmp_path / "half.ckpt")
     reading = resumed.reading()
     assert reading is not None
@@ -145,7 +145,7 @@ def test_a_resumed_training_goes_on_with_its_averages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"barebones": True, "log_every_n_steps": None}, {"log_every_n_steps": 0}], ids=str)
 def test_a_trainer_that_never_logs(options: dict[str, Any], tmp_path: Path) -> None:
-    probe = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES)
+    probe = integration.NoiseScale(unit="rows", on_error="raise", **BY_PIECES)
     with_probe, _ = trained(tmp_path, probe, **options)
     assert torch.equal(with_probe, trained(tmp_path, **options)[0])
     reading = probe.reading()
@@ -172,7 +172,7 @@ def test_a_batch_a_step_is_read_by_its_examples_as_in_a_plain_loop(
     module: Any, parts: tuple[float, ...], tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
-    probe = integration.NoiseScale(unit="rows", strict=True, **BY_PIECES | {"per_example": "auto"})
+    probe = integration.NoiseScale(unit="rows", on_error="raise", **BY_PIECES | {"per_example": "auto"})
     with_probe, _ = trained(tmp_path, probe, module=module(), **options)
     assert torch.equal(with_probe, trained(tmp_path, module=module(), **options)[0])
     windows = windows_of(n_accumulated=1)
@@ -234,12 +234,12 @@ def test_what_cannot_be_measured_trains_on_and_is_named(
     without, _ = trained(tmp_path, module=module(), **options)
     assert torch.equal(with_probe, without)
     with pytest.raises(ValueError, match=why):
-        trained(tmp_path, integration.NoiseScale(unit="rows", strict=True), module=module(), **options)
+        trained(tmp_path, integration.NoiseScale(unit="rows", on_error="raise"), module=module(), **options)
 
 
 def test_batches_of_several_dataloaders_are_counted_by_the_user(tmp_path: Path) -> None:
     probe = integration.NoiseScale(
-        unit="rows", units=lambda batch: len(batch["first"]) + len(batch["second"]), strict=True, **BY_PIECES
+        unit="rows", units=lambda batch: len(batch["first"]) + len(batch["second"]), on_error="raise", **BY_PIECES
     )
     trained(tmp_path, probe, module=TwoLoaders())
     windows = [

@@ -53,7 +53,7 @@ def _trained(port: int, sharded: bool, precision: str) -> dict[str, Any]:
 
         os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
         try:
-            plain, probe = fitted(), NoiseScale(unit="rows", strict=True, **BY_PIECES)
+            plain, probe = fitted(), NoiseScale(unit="rows", on_error="raise", **BY_PIECES)
             measured, reading = fitted(probe), probe.reading()
         finally:
             for name in ("TORCHELASTIC_RUN_ID", "GROUP_RANK"):

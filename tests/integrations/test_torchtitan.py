@@ -46,7 +46,7 @@ def train(config: Any, **options: Any) -> tuple[dict[str, Tensor], Any, dict[str
     """The weights afterwards, the probe, and the weights before; without options there is no probe."""
     trainer = trainer_of(config)
     before = whole_state(trainer)
-    options = {"unit": "rows", "strict": True, **BY_PIECES} | options if options else {}
+    options = {"unit": "rows", "on_error": "raise", **BY_PIECES} | options if options else {}
     probe = integration.attach(trainer, **options) if options else None
     trainer.train()
     trainer.close()
@@ -122,7 +122,7 @@ def test_its_metrics_have_the_noise_scale(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path))
     logged: dict[int, dict[str, Any]] = {}
     trainer.metrics_processor.logger.log = lambda metrics, step: logged.update({step: dict(metrics)})
-    integration.attach(trainer, unit="rows", strict=True, **BY_PIECES)
+    integration.attach(trainer, unit="rows", on_error="raise", **BY_PIECES)
     trainer.train()
     assert list(logged) == [1, 2, 4, 6]
     assert all(metrics["gns/units_per_window"] == 9 for metrics in list(logged.values())[1:])
@@ -170,7 +170,7 @@ def test_cuda_graphs_are_named_and_training_goes_on(tmp_path: Path, caplog: pyte
     trainer = trainer_of(config_of(tmp_path))
     trainer.fwd_bwd_fn = lambda *args: body(*args)
     with pytest.raises(ValueError, match=r"train with --training\.disable_cuda_graphs"):
-        integration.attach(trainer, unit="rows", strict=True)
+        integration.attach(trainer, unit="rows", on_error="raise")
 
 
 def test_an_error_of_the_probe_costs_a_window(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -183,7 +183,7 @@ def test_an_error_of_the_probe_costs_a_window(tmp_path: Path, caplog: pytest.Log
 
     config = config_of(tmp_path)
     with caplog.at_level(logging.ERROR):
-        measured, probe, _ = train(config, units=units, strict=False)
+        measured, probe, _ = train(config, units=units, on_error="warn")
     assert "a micro-batch is not measured, so its window is left out: KeyError" in caplog.text
     assert probe.reading().windows == STEPS - 1
     assert same(measured, train(config)[0])

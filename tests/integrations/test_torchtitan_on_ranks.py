@@ -36,7 +36,7 @@ def _trained(options: dict[str, Any]) -> dict[str, Any]:
     def fitted(is_measured: bool) -> tuple[Any, ...]:
         trainer = trainer_of(config_of(tempfile.mkdtemp(), **options))
         before = whole_state(trainer)
-        probe = integration.attach(trainer, unit="rows", strict=True, **BY_PIECES) if is_measured else None
+        probe = integration.attach(trainer, unit="rows", on_error="raise", **BY_PIECES) if is_measured else None
         trainer.train()
         return before, whole_state(trainer), probe
 

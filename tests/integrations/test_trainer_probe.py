@@ -20,7 +20,7 @@ def _fails_alone() -> int | None:
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = DistributedDataParallel(small_model(), process_group=group)
     optimizer, generator = optimizer_of(model), torch.Generator().manual_seed(dist.get_rank())
-    probe = TrainerProbe({"unit": "rows", "every": 1}, verbose=False, strict=True)
+    probe = TrainerProbe({"unit": "rows", "every": 1}, verbose=False, on_error="raise")
     probe.begin(model, optimizer)
     for window in range(4):
         for _ in range(2):

@@ -188,7 +188,7 @@ def test_an_error_of_the_probe_does_not_stop_training(tmp_path: Path, caplog: py
     assert reading is not None
     assert 0 < reading.windows < 14
     strict = trainer_of(tmp_path)
-    integration.attach(strict, units=units, strict=True, **BY_PIECES)
+    integration.attach(strict, units=units, on_error="raise", **BY_PIECES)
     with pytest.raises(KeyError, match="length"):
         strict.train()
 

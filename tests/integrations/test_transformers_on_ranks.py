@@ -45,7 +45,7 @@ def _trained(port: int, kind: str, options: dict[str, Any]) -> dict[str, Any]:
         plain.train()
         trainer = _trainer_of(kind, **options)
         recorded = record(trainer)
-        probe = integration.attach(trainer, strict=True, **BY_PIECES)
+        probe = integration.attach(trainer, on_error="raise", **BY_PIECES)
         trainer.train()
         reading = probe.reading()
         return {

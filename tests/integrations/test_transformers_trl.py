@@ -41,7 +41,7 @@ def both(trainer_of: Any, folder: Path, **options: Any) -> tuple[Any, Any, Any, 
     plain, trainer = trainer_of(folder, **options), trainer_of(folder, **options)
     plain.train()
     start, recorded = copy.deepcopy(trainer.model), record(trainer)
-    probe = integration.attach(trainer, strict=True, **BY_PIECES)
+    probe = integration.attach(trainer, on_error="raise", **BY_PIECES)
     trainer.train()
     assert torch.equal(weights(plain.model), weights(trainer.model))
     return start, recorded.windows, probe, plain
@@ -101,7 +101,7 @@ def test_the_loss_of_a_subclass_shows_how_pieces_weigh(
 ) -> None:
     trainer = sft(tmp_path, kind=kind)
     start, recorded = copy.deepcopy(trainer.model), record(trainer)
-    probe = integration.attach(trainer, strict=True, **(BY_PIECES | {"verbose": True}))
+    probe = integration.attach(trainer, on_error="raise", **(BY_PIECES | {"verbose": True}))
     trainer.train()
     said = "weigh by their loss tokens: the loss is " if over_window else "each piece weighs the same, since the loss "
     assert capsys.readouterr().err.count(said) == 1

@@ -32,7 +32,9 @@ def _trained(port: int, folder: str, watched: bool) -> dict[str, Any]:
                 "policy_entropy_probe": {"enabled": True},
             }
             log = RunLog(JsonlSink(folder))
-            probes = integration.attach(trainer, config, evaluation_prompts=8, causes=True, rollouts=True, log=log)
+            probes = integration.attach(
+                trainer, config, evaluation_prompts=8, causes=True, rollouts=True, log=log, on_error="raise"
+            )
         trainer.train()
         forecasts = [] if probes is None else [forecast for _, forecast in probes.forecasts]
         return {

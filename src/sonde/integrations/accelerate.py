@@ -13,6 +13,7 @@ from sonde.batch_size.forward_units import ForwardUnits, rows
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.gradient_norm.clip import clip_grad_norm_
+from sonde.integrations.on_error import OnError
 from sonde.integrations.trainer_probe import Counts, TrainerProbe, as_counts
 from sonde.integrations.versions import warn_if_untested
 from sonde.integrations.wrapped_methods import WrappedMethods, is_wrapped
@@ -41,7 +42,7 @@ def attach(
     weight: Callable[..., float | Tensor] | None = None,
     clips: bool = False,
     log: LogOrPlaces = None,
-    strict: bool = False,
+    on_error: OnError = "warn",
     verbose: bool = True,
     **options: Any,
 ) -> AccelerateProbe:
@@ -65,7 +66,7 @@ def attach(
         clips: have `accelerator.clip_grad_norm_` clip by `sonde.clip_grad_norm_`: one collective for parameters on any
             meshes, and the log has the share of windows that were clipped.
         log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
-        strict: raise errors of the probe. By default, they are logged and training goes on.
+        on_error: "warn" logs errors of the probe, and training goes on; "raise" raises them, for tests.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
         **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `per_example`, `allow_biased`, `budget`,
             `every` and the like.
@@ -99,7 +100,7 @@ def attach(
         weight=weight,
         log=log,
         backward="accelerator.backward(loss)",
-        strict=strict,
+        on_error=on_error,
         verbose=verbose,
     )
     return AccelerateProbe(accelerator, model, optimizer, probe, units=units, weight=weight, clips=clips)

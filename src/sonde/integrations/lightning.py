@@ -11,6 +11,7 @@ from torch import Tensor
 from sonde.batch_size.forward_units import rows
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.integrations.on_error import OnError
 from sonde.integrations.trainer_probe import Counts, TrainerProbe, as_counts
 from sonde.integrations.versions import warn_if_untested
 from sonde.records import LogOrPlaces
@@ -40,7 +41,7 @@ class NoiseScale(Callback):  # type: ignore[misc]
         weight: called with each batch, it returns the batch's weight in the loss. By default, batches weigh the same,
             as means of batches do.
         log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
-        strict: raise errors of the probe. By default, they are logged and training goes on.
+        on_error: "warn" logs errors of the probe, and training goes on; "raise" raises them, for tests.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
         **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `per_example`, `allow_biased`, `budget`,
             `every` and the like.
@@ -57,7 +58,7 @@ class NoiseScale(Callback):  # type: ignore[misc]
         units: Callable[[Any], Any] | None = None,
         weight: Callable[[Any], float | Tensor] | None = None,
         log: LogOrPlaces = None,
-        strict: bool = False,
+        on_error: OnError = "warn",
         verbose: bool = True,
         **options: Any,
     ) -> None:
@@ -69,7 +70,7 @@ class NoiseScale(Callback):  # type: ignore[misc]
             units=units,
             weight=weight,
             log=log,
-            strict=strict,
+            on_error=on_error,
             verbose=verbose,
         )
         self._units, self._weight = units, weight

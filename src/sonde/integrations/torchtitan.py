@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.gradient_norm.clip import clip_grad_norm_
+from sonde.integrations.on_error import OnError
 from sonde.integrations.torchtitan_batches import UnitsOfBatch, counts_of, counts_of_each
 from sonde.integrations.trainer_probe import TrainerProbe
 from sonde.integrations.versions import warn_if_untested
@@ -40,7 +41,7 @@ def attach(
     units: UnitsOfBatch | None = None,
     clips: bool = False,
     log: LogOrPlaces = None,
-    strict: bool = False,
+    on_error: OnError = "warn",
     verbose: bool = True,
     **options: Any,
 ) -> TorchtitanProbe:
@@ -58,7 +59,7 @@ def attach(
         clips: clip by `sonde.clip_grad_norm_` in place of torchtitan's own: one collective for parameters on all
             meshes, and the log has the share of windows that were clipped.
         log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
-        strict: raise errors of the probe. By default, they are logged and training goes on.
+        on_error: "warn" logs errors of the probe, and training goes on; "raise" raises them, for tests.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
         **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `staging_mib`, `budget`, `every` and the
             like.
@@ -76,7 +77,7 @@ def attach(
         raise ValueError("this trainer has a probe already: close it first")
     warn_if_untested("torchtitan", importlib.metadata.version("torchtitan"), TESTED)
     options = {"unit": unit, **_meshes(trainer), **options}
-    probe = TrainerProbe(options, call=attach, units=units, log=log, strict=strict, verbose=verbose)
+    probe = TrainerProbe(options, call=attach, units=units, log=log, on_error=on_error, verbose=verbose)
     return TorchtitanProbe(trainer, probe, units=units, clips=clips)
 
 

@@ -18,6 +18,7 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.units import unit_names
 from sonde.console import tell
 from sonde.deprecation import refuse_unknown
+from sonde.integrations.on_error import OnError, checked_on_error
 from sonde.records import LogOrPlaces, log_of, logger
 
 _PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group")
@@ -72,7 +73,7 @@ class TrainerProbe:
         weight: the user's function that weighs a micro-batch, if there is one.
         log: of the run, or what `RunLog` takes; None for none. One that is given ends with the first training.
         backward: the method that runs each backward of a piece, as the user calls it; None if the trainer calls it.
-        strict: raise the probe's errors instead.
+        on_error: "warn" logs errors of the probe; "raise" raises them.
         verbose: print the set-up that was found, and the reading when training ends, on rank 0.
 
     Raises:
@@ -89,7 +90,7 @@ class TrainerProbe:
         weight: Callable[..., Any] | None = None,
         log: LogOrPlaces = None,
         backward: str | None = None,
-        strict: bool = False,
+        on_error: OnError = "warn",
         verbose: bool = True,
     ) -> None:
         known = [field.name for field in fields(NoiseScaleOptions) if field.name != "units_per_piece"]
@@ -115,7 +116,7 @@ class TrainerProbe:
         self.backward = backward
         self._why_none: str | None = None
         """Why windows could not be ended so far, if none was."""
-        self._strict, self._verbose = strict, verbose
+        self._on_error, self._verbose = checked_on_error(on_error), verbose
         self._said: set[str] = set()
 
     def begin(
@@ -326,7 +327,7 @@ class TrainerProbe:
         try:
             yield
         except Exception as error:
-            if self._strict:
+            if self._on_error == "raise":
                 raise
             self._log_once(f"{consequence}: {type(error).__name__}: {error}")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.integrations.on_error import OnError
 from sonde.integrations.trainer_probe import Counts, TrainerProbe
 from sonde.integrations.versions import TESTED_TRL, warn_if_untested
 from sonde.integrations.wrapped_methods import WrappedMethods
@@ -38,7 +39,7 @@ def attach(
     units: UnitsOfBatch | None = None,
     weight: WeightOfBatch | None = None,
     log: LogOrPlaces = None,
-    strict: bool = False,
+    on_error: OnError = "warn",
     verbose: bool = True,
     **options: Any,
 ) -> TransformersProbe:
@@ -58,7 +59,7 @@ def attach(
         weight: called with each batch of a measured window, it returns the batch's weight in the loss. By default, the
             graph of the first loss shows whether batches weigh by their loss tokens or all the same.
         log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
-        strict: raise errors of the probe. By default, they are logged and training goes on.
+        on_error: "warn" logs errors of the probe, and training goes on; "raise" raises them, for tests.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
         **options: others of `sonde.attach`: `horizon`, `groups`, `metric`, `per_example`, `allow_biased`, `budget`,
             `every` and the like.
@@ -92,7 +93,7 @@ def attach(
         weight=weight,
         log=log,
         backward="self.accelerator.backward(loss)",
-        strict=strict,
+        on_error=on_error,
         verbose=verbose,
     )
     return TransformersProbe(trainer, batches, probe)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +32,7 @@ try:
     from trl import GRPOTrainer
     from trl import __version__ as trl_version
 
+    from sonde.integrations.on_error import OnError, checked_on_error
     from sonde.integrations.trl_checks import check_arguments, default_prompts
     from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts
     from sonde.integrations.versions import TESTED_TRL, warn_if_untested
@@ -58,6 +61,7 @@ def attach(
     evaluation_prompts: int | None = None,
     causes: bool = False,
     rollouts: bool = False,
+    on_error: OnError = "warn",
     log: LogOrPlaces = None,
     **deprecated: Any,
 ) -> TrlProbes:
@@ -81,6 +85,8 @@ def attach(
         causes: also split the change into momentum and this batch, and by prompt of the step; this takes another
             backward.
         rollouts: also measure the step's effect by fresh rollouts: as many prompts, answered before and after it.
+        on_error: "warn" makes an error of a probe an alert, with its traceback in the log, and training goes on;
+            "raise" raises it, for tests.
         log: of the run, or what `RunLog` takes, such as a folder, of which `sonde report folder` makes a page. The
             policy's part ends when training ends.
         **deprecated: `sinks` and `run`, which are arguments of `RunLog` now.
@@ -111,6 +117,7 @@ def attach(
         n_prompts=evaluation_prompts // trainer.accelerator.num_processes,
         causes=causes,
         rollouts=rollouts,
+        on_error=checked_on_error(on_error),
         log=log,
     )
 
@@ -132,6 +139,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         n_prompts: int,
         causes: bool,
         rollouts: bool,
+        on_error: OnError,
         log: RunLog,
     ) -> None:
         self.forecasts: list[tuple[int, EntropyForecast]] = []
@@ -140,6 +148,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._evaluation = evaluation
         self._has_causes = causes
         self._has_rollouts = rollouts
+        self._on_error = on_error
         self._run_log, self._has_log = log, log.has_sinks
         self._statistics = FullPrecision(CausalLMStatistics(trainer.args.temperature))
         self._entropy: EntropyChangeProbe | None = None
@@ -150,6 +159,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._policy_log: PolicyLog | None = None
         self._rollouts = TrlRollouts(trainer, n_prompts)
         self._around: tuple[ExitStack, AroundStep] | None = None
+        self._n_micro_batches = self._n_known = 0
+        """Micro-batches of the window, and those whose responses are known: all, unless an error was forgiven."""
         self._truth_seed = 0
         self._metrics: dict[str, float | None] = {}
         self._forecast: EntropyForecast | None = None
@@ -179,18 +190,42 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _generated(self, original: Callable[..., Any], inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output: dict[str, Any] = original(inputs)
-        if self._trainer.model.training:
-            self._rollouts.generated(inputs, output)
+        with self._forgiven():
+            if self._trainer.model.training:
+                self._rollouts.generated(inputs, output)
         return output
 
     def _micro_batch(self, original: Callable[..., Any], model: Any, inputs: Mapping[str, Any]) -> Any:
-        self._rollouts.learned_from(inputs)
+        with self._forgiven():
+            self._n_micro_batches += 1
+            self._rollouts.learned_from(inputs)
+            self._n_known += 1
         return original(model, inputs)
+
+    @contextlib.contextmanager
+    def _forgiven(self) -> Iterator[None]:
+        """An error of a probe becomes an alert, once for each place, unless errors are to be raised."""
+        try:
+            yield
+        except Exception as error:
+            if self._on_error == "raise":
+                raise
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            message = f"a probe failed, and training goes on without this measurement: {type(error).__name__}: {error}"
+            if self._policy_log is None:
+                logger.warning("sonde: %s", message)
+                return
+            details = "".join(traceback.format_exception(error))
+            self._policy_log.alert(f"failed_{place.name}_{place.lineno}", message, details=details)
 
     # Events of the trainer, in their order.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the header. Only the first training is logged: its end ends the log."""
+        with self._forgiven():
+            self._begin(state)
+
+    def _begin(self, state: Any) -> None:
         self._saved_noise = state.stateful_callbacks.get(SAVED_AS)
         if self._policy_log is None:
             self._policy_log = PolicyLog(self._run_log, setup=self._setup())
@@ -199,16 +234,21 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a window."""
+        self._around, self._n_micro_batches, self._n_known = None, 0, 0
         self._rollouts.begin_window()
         self._metrics, self._forecast = {}, None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure, and forecast the step: gradients are whole and clipped."""
+        with self._forgiven():
+            self._before_step(state, kwargs["optimizer"])
+
+    def _before_step(self, state: Any, optimizer: Any) -> None:
         measures_noise = self._config.gns_probe.enabled and state.global_step % self._config.gns_probe.log_every == 0
         forecasts = state.global_step % self._config.entropy_probe.every == 0
-        if not (measures_noise or forecasts):
+        if not (measures_noise or forecasts) or self._n_known < self._n_micro_batches:
             return
-        self._make_probes(kwargs["optimizer"])
+        self._make_probes(optimizer)
         update = self._rollouts.window()
         if update is None:  # TRL has emptied all masks
             return
@@ -238,7 +278,11 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             return
         stack, around = self._around
         self._around = None
-        stack.close()
+        with self._forgiven():
+            stack.close()
+            self._after_step(state, around)
+
+    def _after_step(self, state: Any, around: AroundStep) -> None:
         self._forecast = around.forecast
         self.forecasts.append((state.global_step + 1, around.forecast))
         self._log(around.forecast.metrics())
@@ -246,6 +290,10 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the measurements around the step."""
+        with self._forgiven():
+            self._write(state)
+
+    def _write(self, state: Any) -> None:
         if self._metrics and self._policy_log is not None:
             logged = self._trainer._metrics["train"]
             scalars = {name: float(logged[name][-1]) for name in _SCALARS if logged.get(name)}

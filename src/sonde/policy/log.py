@@ -117,6 +117,20 @@ class PolicyLog:
         )
         self.alerts |= self._log.alerts  # of a sink that has failed
 
+    def alert(self, name: str, message: str, *, details: str = "") -> None:
+        """Write an alert of something that went wrong, once for each name; nothing once the log has ended.
+
+        Args:
+            name: of the alert.
+            message: in plain words.
+            details: more for the log, such as a traceback.
+        """
+        if self._has_ended or name in self.alerts:
+            return
+        self.alerts[name] = message
+        logger.warning("sonde: %s", message)
+        self._log.write("alert", window=self._step, name=name, message=message, details=details)
+
     def end(self, reason: str) -> None:
         """End this part of the run's log. A second call does nothing.
 
