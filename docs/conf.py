@@ -61,11 +61,11 @@ nitpick_ignore_regex = [
     # Values and aliases in annotations: `Literal["auto"]`, `MetricName`.
     (r"py:class", r"'.*'"),
     (r"py:class", r"CommHook|GradientsOf|Groups|LogOrPlaces|MetricName|Nonfinite|Objective|Parameters|SequenceWeights"),
-    (r"py:class", r"TapName|UnitsPerPiece|Update|Weighting"),
+    (r"py:class", r"Derive|OnError|Precision|Sampler|TapName|UnitsPerPiece|Update|Weighting"),
     # Handed from one call of sonde to another, and read by no user.
     (
         r"py:class",
-        r"sonde\..*\.(Collected|Key|Layout|NoiseScaleAverages|ParameterGroup|Point|Responses|RowSums|SolvedWindow|T|TrainerProbe|_TrackerSink)",
+        r"sonde\..*\.(Collected|EntropyChange|Key|Layout|NoiseScaleAverages|ParameterGroup|Point|Responses|RowSums|SolvedWindow|T|TrainerProbe|_TrackerSink)",
     ),
 ]
 default_role = "py:obj"

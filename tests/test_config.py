@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from sonde import (
     Probe,
     ProbesConfig,
     Rollouts,
+    RunLog,
     probes_from_config,
 )
 from sonde.policy.entropy_change import EntropyProbeConfig
@@ -104,14 +105,16 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
     ("config", "said"),
     [
         ({"gns_prob": {}}, r"the config holds an unknown option 'gns_prob': did you mean 'gns_probe'\?"),
-        ({"zzz": {}}, "the options are gns_probe, entropy_probe, policy_entropy_probe"),
+        ({"my_probe": {}}, r"the config holds an unknown option 'my_probe'"),
+        ({"prompt-noise-prob": {}}, r"did you mean 'prompt_noise_probe'\?"),
         ({"gns_probe": True}, r"gns_probe in the config must map options to values, got True: write gns_probe: \{"),
         ({"gns_probe": {"horizn": 3}}, "gns_probe of the config holds an unknown option 'horizn': .* 'horizon'"),
         (
             {"gns_probe": {"rules": "x"}},
             "gns_probe of the config holds 'rules', .* functions or objects .* rules= in code",
         ),
-        ({"entropy_probe": {"buffer-dtype": "x"}}, "holds 'buffer_dtype', .* pass buffer_dtype= in code"),
+        ({"entropy_probe": {"buffer-dtype": "x"}}, "buffer_dtype in .* must be a dtype such as float32, got 'x'"),
+        ({"entropy_probe": {"sequence_weights": "x"}}, "sequence_weights in .* must be one of one, length, longest"),
         ({"gns_probe": {"enabled": "yes"}}, "enabled in gns_probe of the config must be true or false, got 'yes'"),
         ({"gns_probe": {"tap": "hook"}}, "tap in .* must be one of auto, leaf, comm_hook, got 'hook'"),
         ({"entropy_probe": {"every": 1.5}}, "every in entropy_probe of the config must be a whole number, got 1.5"),
@@ -135,6 +138,91 @@ def test_files_that_do_not_serve(tmp_path: Path) -> None:
 def test_values_out_of_range_are_refused_where_probes_are_made() -> None:
     with pytest.raises(ValueError, match="every must be a whole number from 1 up, got 0"):
         attached(probes_from_config({"entropy_probe": {"enabled": True, "every": 0}}))
+
+
+def test_the_whole_configuration_of_a_training_may_be_given() -> None:
+    theirs = {
+        "learning_rate": 1e-3,
+        "entropy_coef": 0.01,
+        "probability": 0.5,
+        "model": {"gns": 1},
+        "report_to": ["wandb"],
+    }
+    config = probes_from_config({**theirs, "gns_probe": {"enabled": True}})
+    assert config == probes_from_config({"gns_probe": {"enabled": True}})
+    with pytest.warns(UserWarning, match="turns on no probe"):
+        assert attached(probes_from_config(theirs)) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "sampler", "said"),
+    [
+        ({}, None, "pass sampler=, a function model -> sonde.Rollouts, or make sonde.EntropyChangeProbe in code"),
+        (
+            {"update": "gradient"},
+            lambda m: drawn(m, 0, 6, seed=1),
+            "needs the update's responses, and step\\(\\) has none",
+        ),
+    ],
+)
+def test_a_probe_that_cannot_work_as_configured_is_refused_at_once(options: Any, sampler: Any, said: str) -> None:
+    config = probes_from_config({"entropy_probe": {"enabled": True, **options}})
+    with pytest.raises(ValueError, match=said):
+        attached(config, sampler=sampler)
+
+
+def test_every_option_can_be_reached() -> None:
+    config = probes_from_config(
+        {
+            "entropy_probe": {
+                "enabled": True,
+                "buffer_dtype": "float64",
+                "level": 0.9,
+                "weighting": "clip",
+                "clip_at": 5,
+                "sequence_weights": "longest",
+                "precision": "model",
+                "first_order": True,
+            },
+            "policy_entropy_probe": {"enabled": True, "level": 0.8},
+            "prompt_noise_probe": {"enabled": True, "weighs": "tokens", "horizon": 7},
+        }
+    )
+    assert (config.entropy_probe.buffer_dtype, config.entropy_probe.clip_at) == (torch.float64, 5.0)
+    assert config.entropy_probe.sequence_weights == "longest"
+    probes = attached(config, sampler=lambda m: drawn(m, 0, 6, seed=1))
+    assert list(probes) == ["entropy_probe", "policy_entropy_probe", "prompt_noise_probe"]
+    model = policy()
+    U = drawn(model, 100, 4, seed=1)
+    assert probes["prompt_noise_probe"].measure(U).windows == 1
+    assert probes["prompt_noise_probe"].metrics()["gns_prompts/prompts_per_window"] == 4.0
+
+
+def test_what_is_known_in_code_goes_to_the_probes() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    read = []
+    probes = probes_from_config({"gns_probe": {"enabled": True, "every": 1}}).attach(
+        model,
+        optimizer,
+        grad_scaler=scaler,
+        units_per_piece=4,
+        log=RunLog(lambda metrics, step: read.append(metrics), every=1),
+    )
+    for _ in range(2):
+        for _ in range(2):
+            scaler.scale(model(torch.randn(4, 3)).square().mean() / 2).backward()
+        scaler.unscale_(optimizer)
+        probes["gns_probe"].step()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    reading = probes["gns_probe"].reading()
+    assert reading.units_per_window == 8.0
+    assert 0 < reading.trace_cov < 1e3  # and not a million times as much, by the scale
+    probes["gns_probe"].close()
+    assert read
 
 
 def test_options_are_the_probes_own() -> None:
@@ -179,18 +267,18 @@ class LayerProbe:
         pass
 
 
-@dataclass(frozen=True)
-class MoreProbes(ProbesConfig):
-    layer_probe: LayerProbeConfig = field(default_factory=LayerProbeConfig)  # the one line
-
-
-def test_a_further_probe_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sonde.config.ProbesConfig", MoreProbes)
+def test_a_probe_of_your_own_has_a_key_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    probes = probes_from_config({"layer_probe": {"enabled": True, "layer": "1"}}).attach(model, optimizer)
+    mine = {"layer_probe": LayerProbeConfig}
+    config = probes_from_config({"layer_probe": {"enabled": True, "layer": "1"}}, probes=mine)
+    probes = config.attach(model, optimizer)
     assert {key: probe.metrics() for key, probe in probes.items()} == {"layer_probe": {"layer/parameters": 3.0}}
     with pytest.raises(ValueError, match="did you mean 'layer_probe'"):
-        probes_from_config({"layer_prob": {}})
+        probes_from_config({"layer_prob": {}}, probes=mine)
     with pytest.raises(ValueError, match="layer in layer_probe of the config must be text, got 1"):
-        probes_from_config({"layer_probe": {"layer": 1}})
+        probes_from_config({"layer_probe": {"layer": 1}}, probes=mine)
+    with pytest.raises(ValueError, match="'gns_probe' is a key of sonde's own: choose another"):
+        probes_from_config({}, probes={"gns_probe": LayerProbeConfig})
+    with pytest.warns(UserWarning, match="or another of .*, layer_probe"):
+        assert probes_from_config({}, probes=mine).attach(model, optimizer) == {}

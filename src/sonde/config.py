@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sonde.batch_size.attach import GnsProbeConfig
+from sonde.batch_size.forward_units import UnitsPerPiece
+from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.call_site import stack_level
 from sonde.deprecation import refuse_unknown
 from sonde.options import known_name, options_from, read_yaml
 from sonde.policy.entropy_change import EntropyProbeConfig, Sampler
 from sonde.policy.policy_entropy import PolicyEntropyProbeConfig
+from sonde.policy.prompt_noise import PromptNoiseProbeConfig
 from sonde.policy.scoring.rollouts import TokenStatistics
 from sonde.probe import Partners, Probe, ProbeConfig, RolloutProbe
 from sonde.records import LogOrPlaces, log_of
@@ -24,11 +29,17 @@ from sonde.records import LogOrPlaces, log_of
 
 @dataclass(frozen=True)
 class ProbesConfig:
-    """Which probes are wanted, and how; all are off by default. A further built-in probe is one more line here."""
+    """Which probes are wanted, and how; all are off by default. A further built-in probe is one more line here.
+
+    Attributes:
+        own: configurations of the user's own probes, by their keys.
+    """
 
     gns_probe: GnsProbeConfig = field(default_factory=GnsProbeConfig)
     entropy_probe: EntropyProbeConfig = field(default_factory=EntropyProbeConfig)
     policy_entropy_probe: PolicyEntropyProbeConfig = field(default_factory=PolicyEntropyProbeConfig)
+    prompt_noise_probe: PromptNoiseProbeConfig = field(default_factory=PromptNoiseProbeConfig)
+    own: Mapping[str, ProbeConfig] = field(default_factory=dict)
 
     def attach(
         self,
@@ -37,6 +48,11 @@ class ProbesConfig:
         *,
         token_statistics: TokenStatistics | None = None,
         sampler: Sampler | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        comm_hook: CommHook | None = None,
+        comm_state: object = None,
+        units_per_piece: UnitsPerPiece = None,
         log: LogOrPlaces = None,
         **deprecated: Any,
     ) -> dict[str, Probe | RolloutProbe]:
@@ -47,43 +63,62 @@ class ProbesConfig:
             optimizer: its optimizer.
             token_statistics: scores responses; by default those of a causal language model, at a probe's temperature.
             sampler: draws fresh responses for the entropy probe.
+            grad_scaler: in use, as for `sonde.attach`.
+            process_group: the ranks that hold different data; by default those of the model's wrapper.
+            comm_hook: DDP's communication hook of the training, as for `sonde.attach`.
+            comm_state: its state.
+            units_per_piece: as for `sonde.attach`, where it is known only in code.
             log: of the run, or what `RunLog` takes; by default one without sinks.
             **deprecated: `sinks` and `run`, which are arguments of `RunLog` now.
+
+        Raises:
+            ValueError: for a probe that cannot work as it is configured, or an option outside its range.
         """
         if log is not None or deprecated:
             log = log_of(log, deprecated, every=self.gns_probe.log_every)
             refuse_unknown(ProbesConfig.attach, deprecated)
         self.warn_if_nothing_is_on()
-        partners = Partners(model, optimizer, log, token_statistics, sampler)
-        configs: dict[str, ProbeConfig] = {f.name: getattr(self, f.name) for f in fields(self)}
+        partners = Partners(
+            model, optimizer, log, token_statistics, sampler, grad_scaler, process_group, comm_hook, comm_state
+        )
+        configs = self._by_key()
+        if units_per_piece is not None:
+            configs["gns_probe"] = replace(self.gns_probe, units_per_piece=units_per_piece)
         return {key: config.attach(partners) for key, config in configs.items() if config.enabled}
 
     def warn_if_nothing_is_on(self) -> None:
         """Say that no probe is on, since a run without measurements looks like one with them until it ends."""
-        names = [f.name for f in fields(self)]
-        if not any(getattr(self, name).enabled for name in names):
+        names = list(self._by_key())
+        if not any(config.enabled for config in self._by_key().values()):
             message = (
                 f"the configuration turns on no probe, so nothing is measured: write {names[0]}: {{enabled: true}}"
             )
             warnings.warn(f"{message}, or another of {', '.join(names)}", stacklevel=stack_level())
 
+    def _by_key(self) -> dict[str, ProbeConfig]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "own"} | dict(self.own)
 
-def probes_from_config(config: Mapping[str, Any] | str | Path) -> ProbesConfig:
+
+def probes_from_config(
+    config: Mapping[str, Any] | str | Path, *, probes: Mapping[str, type[ProbeConfig]] | None = None
+) -> ProbesConfig:
     """Read which probes are wanted.
 
     Args:
         config: a mapping such as `{"gns_probe": {"enabled": True}}`, or the path of a YAML file of that form;
-            docs/configuration.md has every key.
+            docs/configuration.md has every key. It may be the whole configuration of a training: other keys are the
+            training's own. A key that looks like a probe's is refused.
+        probes: keys of your own probes, and the dataclasses of their options.
 
     Returns:
         The configuration, whose `attach` makes the probes.
 
     Raises:
         FileNotFoundError: when there is no such file.
-        ValueError: for an unknown key, naming the nearest, or a value of another kind or outside its range.
+        ValueError: for a key that is nearly a probe's, naming it, or a value of another kind or outside its range.
 
     Example:
-        >>> config = probes_from_config({"gns_probe": {"enabled": True, "unit": "prompts"}})
+        >>> config = probes_from_config({"gns_probe": {"enabled": True, "unit": "prompts"}, "learning_rate": 1e-3})
         >>> config.gns_probe.unit, config.entropy_probe.enabled
         ('prompts', False)
     """
@@ -91,13 +126,28 @@ def probes_from_config(config: Mapping[str, Any] | str | Path) -> ProbesConfig:
     if isinstance(config, str | Path):
         where = config
         config = read_yaml(Path(config), "gns_probe: {enabled: true}")
-    kinds = get_type_hints(ProbesConfig)
-    configs = {}
+    own: dict[str, Any] = dict(probes or {})
+    built_in: dict[str, Any] = {name: kind for name, kind in get_type_hints(ProbesConfig).items() if name != "own"}
+    if both := sorted(own.keys() & built_in):
+        raise ValueError(f"{both[0]!r} is a key of sonde's own: choose another for your probe")
+    kinds = built_in | own
+    configs: dict[str, Any] = {}
     for key, options in config.items():
+        if not _is_of_a_probe(key, options, list(kinds)):
+            continue
         name = known_name(key, list(kinds), where)
         if not isinstance(options, Mapping):
             raise ValueError(
                 f"{name} in {where} must map options to values, got {options!r}: write {name}: {{enabled: true}}"
             )
         configs[name] = options_from(kinds[name], options, f"{name} of {where}")
-    return ProbesConfig(**configs)
+    mine = {name: configs.pop(name) if name in configs else kind() for name, kind in own.items()}
+    return ProbesConfig(**configs, own=mine)
+
+
+def _is_of_a_probe(key: object, value: object, known: list[str]) -> bool:
+    """Whether a key is that of a probe, ends as those of probes do, or is nearly one and holds what they may hold."""
+    name = str(key).replace("-", "_")
+    if name in known or name.endswith(("_probe", "_probes")):
+        return True
+    return isinstance(value, Mapping | bool) and bool(get_close_matches(name, known, n=1, cutoff=0.7))

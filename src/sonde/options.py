@@ -10,6 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -115,6 +117,10 @@ def _converted(hint: Any, value: Any) -> object:
         return float(value)  # from text too: YAML 1.1 reads 1e-3 as text
     if hint is Path:
         return Path(value)
+    if hint is torch.dtype:
+        if not isinstance(dtype := getattr(torch, str(value).removeprefix("torch."), None), torch.dtype):
+            raise ValueError
+        return dtype
     if type(value) is not hint:  # True is an int to isinstance
         raise TypeError
     return value
@@ -126,4 +132,5 @@ _CALLED = {
     bool: "true or false",
     str: "text",
     Path: "a path",
+    torch.dtype: "a dtype such as float32",
 }

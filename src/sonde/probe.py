@@ -54,6 +54,10 @@ class Partners:
         log: the `RunLog`; None for none.
         token_statistics: scores responses; None for those of a causal language model.
         sampler: draws fresh responses; None for none.
+        grad_scaler: in use; None for none.
+        process_group: the ranks that hold different data; None for those of the model's wrapper.
+        comm_hook: DDP's communication hook of the training; None for none.
+        comm_state: its state.
     """
 
     model: Any
@@ -61,6 +65,10 @@ class Partners:
     log: Any = None
     token_statistics: Any = None
     sampler: Any = None
+    grad_scaler: Any = None
+    process_group: Any = None
+    comm_hook: Any = None
+    comm_state: Any = None
 
 
 class ProbeConfig(Protocol):

@@ -188,4 +188,13 @@ class GnsProbeConfig(NoiseScaleOptions):
     def attach(self, partners: Partners) -> NoiseScaleProbe:
         """Make the probe."""
         log = RunLog(every=self.log_every) if partners.log is None else partners.log
-        return NoiseScaleProbe(partners.model, partners.optimizer, self, log=log)
+        return NoiseScaleProbe(
+            partners.model,
+            partners.optimizer,
+            self,
+            grad_scaler=partners.grad_scaler,
+            process_group=partners.process_group,
+            comm_hook=partners.comm_hook,
+            comm_state=partners.comm_state,
+            log=log,
+        )

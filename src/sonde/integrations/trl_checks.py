@@ -96,6 +96,15 @@ def _check_config(trainer: Any, config: ProbesConfig, evaluation: str, *, causes
         idle = [n for n, value in vars(options).items() if n not in names and value != getattr(type(options)(), n)]
         if idle:
             raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out (temperatures are the trainer's)")
+    if config.prompt_noise_probe.enabled:
+        raise ValueError(
+            "prompt_noise_probe does nothing with TRL, where gns_probe is the noise scale in prompts: write gns_probe: "
+            "{enabled: true}"
+        )
+    if config.own:
+        raise ValueError(
+            f"{next(iter(config.own))} does nothing with TRL, which calls sonde's probes alone: leave it out"
+        )
     if config.entropy_probe.update == "gradient":
         raise ValueError(
             "entropy_probe: {update: gradient} is not TRL's step, and only TRL's is forecast: leave it out"

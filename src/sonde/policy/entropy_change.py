@@ -402,10 +402,29 @@ class EntropyProbeConfig(EntropyChangeOptions):
     temperature: float | None = None
 
     def attach(self, partners: Partners) -> EntropyChangeProbe:
-        """Make the probe."""
+        """Make the probe, whose `step` a loop calls.
+
+        Raises:
+            ValueError: without a sampler, or for update="gradient", since `step` could not work.
+        """
+        if self.update == "gradient":
+            raise ValueError(
+                "entropy_probe: {update: gradient} needs the update's responses, and step() has none: leave it out, or "
+                "make sonde.EntropyChangeProbe in code and call forecast() with them"
+            )
+        if partners.sampler is None:
+            raise ValueError(
+                "entropy_probe evaluates each step on fresh responses: pass sampler=, a function model -> "
+                "sonde.Rollouts, or make sonde.EntropyChangeProbe in code and call forecast() with responses"
+            )
         statistics = partners.token_statistics
         if statistics is None:
             statistics = CausalLMStatistics(self.temperature)
         return EntropyChangeProbe(
-            partners.model, partners.optimizer, self, token_statistics=statistics, sampler=partners.sampler
+            partners.model,
+            partners.optimizer,
+            self,
+            token_statistics=statistics,
+            sampler=partners.sampler,
+            process_group=partners.process_group,
         )

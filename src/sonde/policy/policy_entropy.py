@@ -125,12 +125,14 @@ class PolicyEntropyProbeConfig:
     Attributes:
         enabled: whether the probe is wanted.
         micro_batch_prompts: prompts scored at a time.
+        level: confidence level of the correlation's interval.
         temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
             responses.
     """
 
     enabled: bool = False
     micro_batch_prompts: int = 8
+    level: float = 0.95
     temperature: float | None = None
 
     def __post_init__(self) -> None:
@@ -143,5 +145,9 @@ class PolicyEntropyProbeConfig:
         if statistics is None:
             statistics = CausalLMStatistics(self.temperature)
         return PolicyEntropyProbe(
-            partners.model, token_statistics=statistics, micro_batch_prompts=self.micro_batch_prompts
+            partners.model,
+            token_statistics=statistics,
+            micro_batch_prompts=self.micro_batch_prompts,
+            level=self.level,
+            process_group=partners.process_group,
         )

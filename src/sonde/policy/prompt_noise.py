@@ -26,7 +26,7 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_temperature
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
-from sonde.probe import Metric
+from sonde.probe import Metric, Partners
 from sonde.stats.intervals import Status
 from sonde.stats.sealed_state import check_identity, parameters_digest, sealed, unsealed
 from sonde.stats.state import check_keys
@@ -301,3 +301,34 @@ def _prompt_norms(gathered: Mapping[str, Tensor]) -> list[PromptNorms]:
         split = PromptNorms(whole, w1 + w2, (s1, s2), (w1, w2), (n1, n2))
         of_prompts.append(split if n2 else PromptNorms(whole, w1))
     return of_prompts
+
+
+@dataclass(frozen=True)
+class PromptNoiseProbeConfig:
+    """`prompt_noise_probe:` in a configuration.
+
+    Attributes:
+        enabled: whether the probe is wanted.
+        weighs: as for `PromptNoiseProbe`.
+        horizon: as for `PromptNoiseProbe`.
+        temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
+            responses.
+    """
+
+    enabled: bool = False
+    weighs: Literal["completions", "tokens"] = "completions"
+    horizon: float = 100.0
+    temperature: float | None = None
+
+    def attach(self, partners: Partners) -> PromptNoiseProbe:
+        """Make the probe."""
+        statistics = partners.token_statistics
+        if statistics is None:
+            statistics = CausalLMStatistics(self.temperature)
+        return PromptNoiseProbe(
+            partners.model,
+            token_statistics=statistics,
+            weighs=self.weighs,
+            horizon=self.horizon,
+            process_group=partners.process_group,
+        )
