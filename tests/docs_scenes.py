@@ -262,6 +262,11 @@ def entropy_change(page: Page) -> None:
     assert names["forecast"].causes is not None
     page.run(names)  # options
     page.run(of_trl)
+    rows = names["update"]
+    names |= {"ids": rows.inputs["input_ids"], "attention": torch.ones_like(rows.inputs["input_ids"])}
+    names |= {"completion_mask": rows.mask, "group": rows.prompt, "advantages": rows.advantage}
+    page.run(names)  # rollouts from a loop's tensors
+    assert names["rollouts"].credit().shape == rows.mask.shape
     page.run(names)  # from a loop of one's own
     run = sonde.read_run("runs/mine")
     assert [reading.window for reading in run.policy] == [1]

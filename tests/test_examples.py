@@ -34,6 +34,7 @@ ENDED = {
 """How logs end that `close` does not end."""
 NEEDS = {
     "accelerate_ddp.py": "accelerate",
+    "dr_grpo_loop.py": "datasets",
     "lightning_trainer.py": "lightning",
     "transformers_trainer.py": "transformers",
 }
@@ -207,7 +208,7 @@ def test_example(
     run = sonde.read_run(log)
     last = run.readings[-1]
     assert run.ended == ENDED.get(name, "closed")
-    assert last.window == {"fsdp2.py": 100}.get(name, 150)
+    assert last.window == {"fsdp2.py": 100, "dr_grpo_loop.py": 40}.get(name, 150)
     assert last.dropped == {}
     assert last.status == "resolved"
     # A small byte model on English: between a handful and a few thousand contexts, wherever the seed leads.
