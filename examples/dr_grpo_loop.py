@@ -45,7 +45,7 @@ def respond(policy: nn.Module, rows: list[int], generator: torch.Generator | Non
         mask=torch.stack(mask, 1),  # [completions, tokens]: the last columns of input_ids that the policy sampled
         prompt=torch.tensor(rows).repeat_interleave(COMPLETIONS),  # the same number for a prompt on every rank
         advantage=(reward - reward.mean(1, keepdim=True)).flatten(),  # Dr. GRPO does not divide by the scatter
-        texts={row: sums[row]["prompt"] for row in rows},
+        texts=dict(enumerate(sums["prompt"])),
     )
 
 

@@ -102,7 +102,7 @@ NOTHING = {"shares": [], "causes": None}
             "No forecast was made, so there are no parts by prompt.",
         ),
         ({"metrics": {"entropy/token_weighted": 1.0}, **NOTHING}, "No change of entropy was forecast in this run."),
-        ({"metrics": {"entropy/token_weighted": 1.0}, **NOTHING}, "No forecast can be compared with the truth"),
+        ({"metrics": {"entropy/token_weighted": 1.0}, **NOTHING}, "No forecast can be compared with fresh responses"),
         (
             {"metrics": {"entropy/token_weighted": 1.0}, **NOTHING},
             "Not known yet It is not known yet whether the policy's entropy holds: 1 nats a token at step 36",

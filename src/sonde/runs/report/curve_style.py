@@ -23,6 +23,8 @@ _MAX_RESTARTS = 100
 
 WINDOW = ("window", "@window{0,0}")
 """The row of a hover text that shows the window."""
+STEP = ("step", "@window{0,0}")
+"""The same in the figures of a policy, where a window is called an optimizer step."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from sonde.policy.stats.forecast_point import Point, Z
 from sonde.policy.stats.steps_kept import steps_kept
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.report.curve_style import (
-    WINDOW,
+    STEP,
     TimeAxis,
     add_bands,
     add_curve,
@@ -36,7 +36,7 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
-from sonde.runs.report.timeline import MAX_POINTS, Timeline, timeline
+from sonde.runs.report.timeline import MAX_POINTS, STEPS, Timeline, timeline
 from sonde.stats.intervals import RatioInterval, Status
 from sonde.wording import estimate, number
 
@@ -68,7 +68,7 @@ def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | s
         "fresh": line.texts(lambda r: number(r.metrics.get("entropy/per_token"))),
         "learned": line.texts(lambda r: number(r.metrics.get("entropy/token_weighted"))),
     }
-    rows = [("on evaluation responses", "@fresh"), ("on the step's own responses", "@learned"), WINDOW]
+    rows = [("on evaluation responses", "@fresh"), ("on the step's own responses", "@learned"), STEP]
     add_hover(fig, columns, rows)
     legend = [LegendEntry("line", BLUE, "entropy on evaluation responses")] if any(map(math.isfinite, fresh)) else []
     if any(map(math.isfinite, learned)):
@@ -106,7 +106,7 @@ def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
         "forecast": line.texts(lambda r: _forecast_text(r.point)),
         "truth": line.texts(lambda r: _truth_text(r.point)),
     }
-    add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), WINDOW])
+    add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), STEP])
     return Plot((fig,), (*_forecast_legend([p for _, p in placed]), *restart_legend(line)))
 
 
@@ -115,7 +115,10 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
     points = [p for p in (r.point for r in readings) if p.has_truth]
     points = points[::-1][:: math.ceil(len(points) / MAX_POINTS) or 1][::-1]
     if not points:
-        return "No forecast can be compared with the truth: measure what the steps do, for example with around_step()."
+        return (
+            "No forecast can be compared with fresh responses: give the probe a sampler, or pass rollouts=True with "
+            "TRL."
+        )
     ends = [_drawn(v) for p in points for v in (p.delta, p.truth, *((p.low, p.high) if p.is_valid else ()))]
     both = scale_for([0.0, *ends], "linear")
     unit = _forecast_unit(readings)
@@ -141,7 +144,7 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
         "forecast": [_forecast_text(p) for p in points],
         "truth": [_truth_text(p) for p in points],
     }
-    add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), WINDOW])
+    add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), STEP])
     legend = [LegendEntry("dashed", GREY, "forecast and truth are equal"), *_forecast_legend(points, marks_truth=False)]
     if any(p.is_valid and (p.truth_se or 0.0) > 0 for p in points):
         legend.append(LegendEntry("bar", ORANGE, "95 % interval of the truth, by fresh rollouts"))
@@ -156,7 +159,7 @@ def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
             "Coverage is not known, because no forecast that can be trusted was checked with fresh rollouts. "
             "Responses of the forecast itself cannot check its interval."
         )
-    line = timeline(judged, "prompts")
+    line = timeline(judged, "prompts", windows=STEPS)
     held = accumulate(int(r.point.held) for r in judged)
     so_far = {id(r): Coverage.of(n, n_held) for n, (r, n_held) in enumerate(zip(judged, held, strict=True), start=1)}
     fraction = line.column(lambda r: so_far[id(r)].fraction)
@@ -168,7 +171,7 @@ def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     add_curve(fig, line.x, fraction, BLUE)
     counts = line.texts(lambda r: f"{so_far[id(r)].n_held:,} of {so_far[id(r)].n:,} intervals")
     columns = {"x": line.x, "y": fraction, "window": line.windows, "counts": counts}
-    add_hover(fig, columns, [("contain the truth", "@counts"), WINDOW])
+    add_hover(fig, columns, [("contain the truth", "@counts"), STEP])
     legend = (
         LegendEntry("line", BLUE, "share of intervals so far that contain the truth"),
         LegendEntry("band", BLUE, "95 % interval of this share"),
@@ -207,7 +210,7 @@ def prompt_noise_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plo
         "known": line.texts(_prompt_noise_text),
         "share": line.texts(lambda r: _percent(r.metrics.get("gns_prompts/completions_share"))),
     }
-    rows = [("noise scale, running average", "@known"), ("part from completions", "@share"), WINDOW]
+    rows = [("noise scale, running average", "@known"), ("part from completions", "@share"), STEP]
     add_hover(fig, columns, rows)
     return Plot((fig,), (*_prompt_noise_legend(statuses), *restart_legend(line)))
 
@@ -233,7 +236,7 @@ def _undone(line: Line) -> list[bool]:
 def timeline_with(readings: Sequence[PolicyReading], *names: str, at_most: int | None = None) -> Line | None:
     """A timeline of the readings that know at least one of these metrics. Other readings would break the curves."""
     some = [r for r in readings if any(r.metrics.get(name) is not None for name in names)]
-    return timeline(some, "prompts", at_most=at_most) if some else None
+    return timeline(some, "prompts", windows=STEPS, at_most=at_most) if some else None
 
 
 def _drawn(value: float | None) -> float:

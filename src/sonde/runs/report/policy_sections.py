@@ -19,7 +19,7 @@ from sonde.runs.report.policy_curves import (
 )
 from sonde.runs.report.policy_trust import own_policy_curve, trust_curves
 from sonde.runs.report.sections import MAX_VALUES, Section, own_value_names
-from sonde.runs.report.timeline import timeline
+from sonde.runs.report.timeline import STEPS, timeline
 from sonde.wording import number, percent, plural, shorten
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ _MAX_PROMPT_LENGTH = 120
 def policy_sections(run: Run) -> list[Section]:
     """All sections of a run in which a policy was measured at least once."""
     policy = run.policy
-    axis = time_axis(timeline(policy, run.probe("policy").unit))
+    axis = time_axis(timeline(policy, run.probe("policy").unit, windows=STEPS))
     sections = [
         Section(
             "Entropy of the policy",
@@ -87,7 +87,7 @@ def policy_sections(run: Run) -> list[Section]:
 def _values_section(policy: Sequence[PolicyReading], names: Sequence[str], axis: TimeAxis) -> Section:
     plots = []
     for name in names[:MAX_VALUES]:
-        line = timeline([r for r in policy if r.metrics.get(name) is not None], "prompts")
+        line = timeline([r for r in policy if r.metrics.get(name) is not None], "prompts", windows=STEPS)
         plots.append(value_curve(line, axis, name))
     hidden = [shorten(name) for name in names[MAX_VALUES:]]
     more = f" {plural(len(hidden), 'more value')} in the log: {', '.join(hidden[:10])}." if hidden else ""

@@ -12,7 +12,7 @@ from sonde.policy.stats.entropy_forecast import LINEAR_BETWEEN
 from sonde.policy.stats.importance import LEAST_ESS_FRACTION
 from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, MOST_UNSUPPORTED
 from sonde.runs.policy_reading import PolicyReading
-from sonde.runs.report.curve_style import WINDOW, TimeAxis, add_curve, add_triangles, new_curve, restart_legend
+from sonde.runs.report.curve_style import STEP, TimeAxis, add_curve, add_triangles, new_curve, restart_legend
 from sonde.runs.report.figures import (
     BLUE,
     GREEN,
@@ -56,7 +56,7 @@ def _sample_size(line: Line, axis: TimeAxis) -> tuple[list[figure], list[LegendE
         whole = line.metric(_WHOLE)
         add_line_at(fig, LEAST_ESS_FRACTION, "width", ORANGE, "dashed")
         add_curve(fig, line.x, whole, GREEN)
-        rows = [("effective sample size", "@y{0.[0] %}"), WINDOW]
+        rows = [("effective sample size", "@y{0.[0] %}"), STEP]
         add_hover(fig, {"x": line.x, "y": whole, "window": line.windows}, rows)
         text = "effective sample size (ESS) of whole responses, as a share of their number"
         limit = f"limit: at least {LEAST_ESS_FRACTION:.0%}"
@@ -70,7 +70,7 @@ def _sample_size(line: Line, axis: TimeAxis) -> tuple[list[figure], list[LegendE
         "window": line.windows,
         "lacks": line.texts(lambda r: percent(r.metrics.get(_UNSUPPORTED))),
     }
-    add_hover(fig, columns, [("support", "@y{0.[0] %}"), ("entropy without support", "@lacks"), WINDOW])
+    add_hover(fig, columns, [("support", "@y{0.[0] %}"), ("entropy without support", "@lacks"), STEP])
     return [fig], [
         LegendEntry(
             "line", GREEN, "support: effective sample size of the responses after the step, a mean over positions"
@@ -91,7 +91,7 @@ def _linear_over_true(line: Line, axis: TimeAxis) -> tuple[figure, list[LegendEn
     add_triangles(fig, line.x, outside, "triangle", GREY)
     texts = line.texts(lambda r: number(r.metrics.get(_RATIO)))
     columns = {"x": line.x, "y": [y.clamp(v) for v in ratio], "window": line.windows, "ratio": texts}
-    add_hover(fig, columns, [("linear / true", "@ratio"), WINDOW])
+    add_hover(fig, columns, [("linear / true", "@ratio"), STEP])
     legend = [
         LegendEntry("line", BLUE, "change to first order divided by the true change, on the same prefixes"),
         LegendEntry("dashed", ORANGE, f"the step is small enough to be linear from {low:g} to {high:g}"),
@@ -113,7 +113,7 @@ def own_policy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot 
     add_curve(fig, line.x, z, BLUE)
     texts = line.texts(lambda r: percent(r.metrics.get("entropy/own_policy_departure")))
     columns = {"x": line.x, "y": z, "window": line.windows, "departure": texts}
-    add_hover(fig, columns, [("standard errors", "@y{0.0}"), ("of the entropy", "@departure"), WINDOW])
+    add_hover(fig, columns, [("standard errors", "@y{0.0}"), ("of the entropy", "@departure"), STEP])
     legend = (
         LegendEntry("line", BLUE, "mean of −log π above the entropy, in standard errors"),
         LegendEntry("dashed", ORANGE, "19 of 20 values lie between the lines if the responses are the policy's own"),

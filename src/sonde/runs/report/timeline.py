@@ -28,6 +28,8 @@ class Measured(Protocol):
 
 R = TypeVar("R", bound=Measured)
 
+WINDOWS, STEPS = "windows (optimizer steps)", "optimizer steps"
+"""What a window is called on the axis: in a policy's figures, an optimizer step."""
 MAX_POINTS = 600
 """Largest number of marks in a figure that marks each reading. (A curve thins itself out: see `curve_style`.)"""
 
@@ -89,13 +91,14 @@ class _Texts(Sequence[str], Generic[R]):
         return len(self._rows)
 
 
-def timeline(readings: Sequence[R], unit: str, *, at_most: int | None = None) -> Timeline[R]:
+def timeline(readings: Sequence[R], unit: str, *, at_most: int | None = None, windows: str = WINDOWS) -> Timeline[R]:
     """Lay out readings over the units seen, or over windows if a reading does not know the units seen.
 
     Args:
         readings: at least one.
         unit: plural name of the unit.
         at_most: leave readings out if there are more, evenly; None for all.
+        windows: what windows are called on the axis.
     """
     if at_most is not None:
         # Thin out from the end backwards, so that the newest reading is always drawn.
@@ -108,7 +111,7 @@ def timeline(readings: Sequence[R], unit: str, *, at_most: int | None = None) ->
         )
         positions, label = [(value or 0.0) / factor for value in seen], f"{word}{unit} seen"
     else:
-        positions, label = [float(reading.window) for reading in readings], "windows (optimizer steps)"
+        positions, label = [float(reading.window) for reading in readings], windows
     return _with_breaks(unit, readings, positions, label)
 
 
