@@ -120,11 +120,11 @@ def _gradient_of(model: nn.Module, rollouts: sonde.Rollouts, rows: slice | Tenso
 
 
 def by_backwards_along_the_step(made: Scene) -> tuple[float, float]:
-    """δH and its standard error, each evaluation prompt's gradient times the step: one backward a prompt."""
+    """δH and its variance, each evaluation prompt's gradient times the step: one backward a prompt."""
     rate = made.optimizer.param_groups[0]["lr"]
     step = {p: -rate * p.grad for p in made.model.parameters() if p.grad is not None}
     products = torch.tensor([_dot(x, step) for x in _entropy_gradients(made)], dtype=torch.float64)
-    return float(products.mean()), float(products.std() / math.sqrt(len(products)))
+    return float(products.mean()), float(products.var() / len(products))
 
 
 def by_backwards_of_both(made: Scene) -> tuple[float, float]:
@@ -142,7 +142,7 @@ def by_backwards_of_both(made: Scene) -> tuple[float, float]:
             x_mean[p] = x_mean[p].add_(g, alpha=1 / n) if p in x_mean else g / n
     of_y = [_dot(y, x_mean) for y in _update_gradients(made)]
     variances = [float(torch.tensor(of, dtype=torch.float64).var()) / n for of in (of_x, of_y)]
-    return rate * sum(of_x) / n, rate * math.sqrt(sum(variances))
+    return rate * sum(of_x) / n, rate**2 * sum(variances)
 
 
 def _entropy_gradients(made: Scene) -> Any:
@@ -183,15 +183,19 @@ def _dot(a: dict[Tensor, Tensor], b: dict[Tensor, Tensor]) -> float:
 
 
 def by_sonde(made: Scene, **options: Any) -> tuple[float, float, dict[str, float]]:
-    """Sonde's forecast: δH, its standard error, and the seconds of the phases."""
+    """Sonde's forecast: δH, its variance, and the seconds of the phases.
+
+    The variance along gradients is unbiased, and may be negative in a single batch.
+    """
     key = repr(options)
     if key not in made.probes:  # a probe is made once in a training
         made.probes[key] = sonde.EntropyChangeProbe(
             made.model, made.optimizer, EntropyChangeOptions(**options), token_statistics=STATISTICS
         )
     found = made.probes[key].forecast(made.evaluation, made.update)
-    shown = found.first_order if options.get("first_order") else found
-    return shown.delta, shown.se, dict(found.seconds)
+    if options.get("first_order"):
+        return found.first_order.delta, found.first_order.se**2, dict(found.seconds)
+    return found.delta, found.v_x + found.v_y, dict(found.seconds)
 
 
 CONTESTANTS: dict[str, Callable[[Scene], Any]] = {
@@ -223,10 +227,10 @@ def costs(size: Size, rounds: int) -> dict[str, Any]:
             _gradient_of(made.model, U, slice(None)).div(-size.prompts).backward()
         for name in names[k % len(names) :] + names[: k % len(names)]:
             start = time.perf_counter()
-            delta, se, *rest = CONTESTANTS[name](made)
+            delta, variance, *rest = CONTESTANTS[name](made)
             if k:  # the first warms up
                 seconds[name].append(time.perf_counter() - start)
-                said.setdefault(name, []).append({"delta": delta, "se": se})
+                said.setdefault(name, []).append({"delta": delta, "variance": variance})
                 if name == OURS:
                     phases += rest
     return {
@@ -236,8 +240,8 @@ def costs(size: Size, rounds: int) -> dict[str, Any]:
         "said": {
             name: {
                 "delta": each[0]["delta"],
-                "se": math.sqrt(math.fsum(of["se"] ** 2 for of in each) / len(each)),
-                "first_se": each[0]["se"],
+                "se": math.sqrt(max(math.fsum(of["variance"] for of in each) / len(each), 0.0)),
+                "first_se": math.sqrt(max(each[0]["variance"], 0.0)),
             }
             for name, each in said.items()
         },
