@@ -148,6 +148,6 @@ def probes_from_config(
 def _is_of_a_probe(key: object, value: object, known: list[str]) -> bool:
     """Whether a key is that of a probe, ends as those of probes do, or is nearly one and holds what they may hold."""
     name = str(key).replace("-", "_")
-    if name in known or name.endswith(("_probe", "_probes")):
+    if name in known or name.endswith(("probe", "probes")):
         return True
     return isinstance(value, Mapping | bool) and bool(get_close_matches(name, known, n=1, cutoff=0.7))

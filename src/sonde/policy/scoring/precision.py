@@ -45,7 +45,9 @@ def in_float32(model: nn.Module, device_type: str, residuals: Mapping[Tensor, Te
 def without_autocast(model: nn.Module, device_type: str) -> Iterator[None]:
     """Without autocast, and without the autocast that accelerate puts around a model's forward."""
     unwrapped: Any = getattr(model, "_original_forward", None)  # accelerate's name for it
-    with torch.autocast(device_type, enabled=False):
+    with contextlib.ExitStack() as stack:
+        if torch.amp.is_autocast_available(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
         if unwrapped is None:
             yield
             return

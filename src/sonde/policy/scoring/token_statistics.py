@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,22 +107,28 @@ def statistics_of_logits(logits: Tensor, tokens: Tensor, *, temperature: float |
     Returns:
         The log-probability of each token and the entropy of its distribution, fp32 or fp64, [responses, tokens].
     """
-    # Outside the mask a temperature may be 0 or less, and its scores are not used.
-    each = torch.as_tensor(temperature, device=logits.device).clamp(min=1e-6).expand_as(tokens)[..., None]
+    each = temperature
+    if isinstance(temperature, Tensor):  # outside the mask it may be 0 or less, and its scores are not used
+        each = temperature.to(logits.device).clamp(min=1e-6).expand_as(tokens)[..., None]
     if torch.is_grad_enabled() and logits.requires_grad:
         return _statistics(logits, tokens, each)
     at_once = max(_ELEMENTS_AT_ONCE // (logits.shape[0] * logits.shape[2]), 1)
     pieces = [
         _statistics(*parts)
-        for parts in zip(logits.split(at_once, 1), tokens.split(at_once, 1), each.split(at_once, 1), strict=True)
+        for parts in zip(
+            logits.split(at_once, 1),
+            tokens.split(at_once, 1),
+            each.split(at_once, 1) if isinstance(each, Tensor) else itertools.repeat(each),
+            strict=False,
+        )
     ]
     s, h = zip(*pieces, strict=True)
     return torch.cat(s, 1), torch.cat(h, 1)
 
 
-def _statistics(logits: Tensor, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+def _statistics(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     z = logits if logits.dtype == torch.float64 else logits.float()
-    z = z / temperature.to(z.dtype)
+    z = z / (temperature.to(z.dtype) if isinstance(temperature, Tensor) else temperature)
     # H = log Σe^z − Σ p z is a difference that loses digits if z is large: shift the largest logit to 0.
     z = z - z.detach().amax(-1, keepdim=True)
     log_sum = z.logsumexp(-1)

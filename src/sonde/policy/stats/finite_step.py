@@ -81,6 +81,7 @@ def change_by_finite_step(
         level: confidence level of the interval.
 
     Example:
+        >>> import torch
         >>> responses = Responses(torch.ones(4, 3), torch.tensor([0, 0, 1, 1]))
         >>> before = Scores(torch.full((4, 3), -1.0), torch.ones(4, 3))
         >>> found = change_by_finite_step(before, Scores(before.log_prob, before.entropy - 0.1), responses,

@@ -44,6 +44,7 @@ class OwnPolicyTest:
             responses: which tokens count.
 
         Example:
+            >>> import torch
             >>> likely = OwnPolicyTest.of(torch.full((8, 64), -0.7), torch.ones(8, 64), Responses(
             ...     torch.ones(8, 64), torch.arange(8)))
             >>> round(likely.z, 1), round(likely.departure, 2)
