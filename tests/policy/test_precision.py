@@ -120,6 +120,10 @@ def test_a_step_that_no_optimizer_takes_is_not_rounded() -> None:
     forecast, exact = probe.forecast(E, U), probe_32.forecast(E, U)
     assert forecast.finite_step.delta == pytest.approx(exact.finite_step.delta, abs=0.02 * exact.se)
     assert abs(exact.delta) > 0.2 * exact.se
+    assert forecast.rounded_away == 0.0
+    # As the model computes, nothing adds what the parameters do not hold, and the forecast says so.
+    probe, _, E, U = scene(policy(dtype=torch.bfloat16), update="gradient", step_size=1e-6, precision="model")
+    assert probe.forecast(E, U).rounded_away > 0.5
 
 
 def test_a_step_below_the_spacing_of_16_bits_is_named() -> None:
