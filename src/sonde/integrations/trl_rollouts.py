@@ -134,7 +134,7 @@ class TrlRollouts:
         log_ratio = torch.where(mask, log_prob.cpu() - old, 0.0)
         if self._trainer.importance_sampling_level == "sequence":
             log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(log_ratio)
-        slope = self._slope(log_ratio.exp(), update.of_tokens("advantage").cpu().double())
+        slope = self._slope(log_ratio.exp(), update.per_token("advantage").cpu().double())
         return dataclasses.replace(update, weight=update.weight * slope.to(update.weight.device))
 
     def _slope(self, ratio: Tensor, advantage: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class PolicyEntropyProbe:
             scored = self._scorer.scored(rollouts)
         advantage = None
         if rollouts.advantage is not None:
-            advantage = self._scorer.everywhere("advantage", lambda: rollouts.of_tokens("advantage").cpu())
+            advantage = self._scorer.everywhere("advantage", lambda: rollouts.per_token("advantage").cpu())
         self._latest = policy_entropy(scored.log_prob, scored.entropy, scored.responses, advantage, level=self._level)
         return self._latest
 

@@ -16,22 +16,22 @@ class UnpackedRows:
 
     Attributes:
         inputs: `input_ids` and `attention_mask`, [responses, length].
-        of_tokens: values of the last columns, from the earliest sampled token on; [responses, tokens]. They are 0 or
+        per_token: values of the last columns, from the earliest sampled token on; [responses, tokens]. They are 0 or
             False where a row has no token.
     """
 
     inputs: dict[str, Tensor]
-    of_tokens: dict[str, Any]
+    per_token: dict[str, Any]
 
 
 def unpacked(
-    inputs: Mapping[str, Tensor], of_tokens: Mapping[str, Tensor], prompt: Tensor, cu_seqlens: Tensor | None
+    inputs: Mapping[str, Tensor], per_token: Mapping[str, Tensor], prompt: Tensor, cu_seqlens: Tensor | None
 ) -> UnpackedRows:
     """Cut a row into its responses.
 
     Args:
         inputs: `input_ids`, and `position_ids` unless `cu_seqlens` is given; [tokens] or [1, tokens].
-        of_tokens: "mask", and other values of every token; [tokens] or [1, tokens].
+        per_token: "mask", and other values of every token; [tokens] or [1, tokens].
         prompt: each response's prompt, [responses].
         cu_seqlens: where responses begin, and where the last one ends, [responses + 1].
 
@@ -59,7 +59,7 @@ def unpacked(
             raise ValueError(f"cu_seqlens must rise from 0 to the row's {len(ids)} tokens, got {bounds}")
     if len(starts) != len(prompt):
         raise ValueError(f"the row holds {len(starts)} responses, and prompt {len(prompt)} numbers: give one for each")
-    flat = {name: _flat(name, t, len(ids)) for name, t in of_tokens.items()}
+    flat = {name: _flat(name, t, len(ids)) for name, t in per_token.items()}
     width = max(b - a for a, b in zip(starts, ends, strict=True))
     n_tokens = 0
     for row, (a, b) in enumerate(zip(starts, ends, strict=True)):

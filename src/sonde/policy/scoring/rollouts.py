@@ -90,12 +90,12 @@ class Rollouts:
         self._check_temperature(responses)
         for name in _OPTIONAL:
             if getattr(self, name) is not None:
-                responses.tokens(name, self.of_tokens(name).cpu())
+                responses.tokens(name, self.per_token(name).cpu())
 
     def _check_temperature(self, responses: Responses) -> None:
         given = self.temperature
         if isinstance(given, Tensor):
-            positive = responses.tokens("temperature", self.of_tokens("temperature").cpu())[responses.mask] > 0
+            positive = responses.tokens("temperature", self.per_token("temperature").cpu())[responses.mask] > 0
             if bool(positive.all()):
                 return
             given = float(given.min())
@@ -143,19 +143,19 @@ class Rollouts:
             >>> made.inputs["input_ids"].tolist(), made.mask.tolist()
             ([[5, 6, 7, 2], [0, 5, 6, 2]], [[True, True], [False, True]])
         """
-        of_tokens = {"mask": mask.bool(), "weight": weight, "log_prob": log_prob}
+        per_token = {"mask": mask.bool(), "weight": weight, "log_prob": log_prob}
         is_by_token = advantage is not None and advantage.shape != prompt.shape
         if is_by_token:
-            of_tokens["advantage"] = advantage
-        rows = unpacked(inputs, {n: t for n, t in of_tokens.items() if t is not None}, prompt, cu_seqlens)
+            per_token["advantage"] = advantage
+        rows = unpacked(inputs, {n: t for n, t in per_token.items() if t is not None}, prompt, cu_seqlens)
         return cls(
             rows.inputs,
             prompt=prompt,
-            advantage=rows.of_tokens.pop("advantage") if is_by_token else advantage,
+            advantage=rows.per_token.pop("advantage") if is_by_token else advantage,
             temperature=temperature,
             is_truncated=is_truncated,
             texts=texts or {},
-            **rows.of_tokens,
+            **rows.per_token,
         )
 
     def __len__(self) -> int:
@@ -212,9 +212,9 @@ class Rollouts:
         """
         if self.advantage is None:
             raise ValueError("the responses that the update learns from need advantages: pass advantage= to Rollouts")
-        credit = self.of_tokens("advantage").double()
+        credit = self.per_token("advantage").double()
         if self.weight is not None:
-            credit = credit * self.of_tokens("weight")
+            credit = credit * self.per_token("weight")
         return torch.where(self.mask.bool(), credit, 0.0)
 
     def order(self, prompts_each: int) -> list[Tensor]:
@@ -248,7 +248,7 @@ class Rollouts:
             temperature=pick(self.temperature) if isinstance(self.temperature, Tensor) else self.temperature,
         )
 
-    def of_tokens(self, name: str) -> Tensor:
+    def per_token(self, name: str) -> Tensor:
         """The advantage, weight, log-probability or temperature of every token; [responses, tokens].
 
         Raises:

@@ -111,8 +111,10 @@ class Scorer:
         self._group = group
         self._is_sharded = any(map(is_fully_sharded, model.modules()))
         self.precision: Precision = "model" if self._is_sharded else precision
-        self.why_precision = "FSDP2 gathers parameters in the dtype of its mixed precision" if self._is_sharded else ""
+        self.why_precision = ""
         """Why responses are not scored in 32 bits, if they were to be."""
+        if self.precision != precision:
+            self.why_precision = "FSDP2 gathers parameters in the dtype of its mixed precision"
         self._residuals: Mapping[Tensor, Tensor] = {}
 
     @contextlib.contextmanager
@@ -170,7 +172,7 @@ class Scorer:
         why = "asked for"
         if mode != "backward":
             try:
-                found = self._of_tokens(scored, direction, mode)
+                found = self._token_derivatives(scored, direction, mode)
             except TooFewBits as error:
                 if mode != "auto":
                     raise
@@ -178,14 +180,16 @@ class Scorer:
             else:
                 if not found.doubt or mode != "auto":
                     return found
-                why = f"{found.why}; central differences are lost in rounding"
+                why = "forward mode gives numbers that are not finite"
+                if found.mode == "central":
+                    why = f"{found.why}; central differences are lost in rounding"
 
         def along(coefficients: Sequence[Coefficients]) -> list[Tensor]:
             return self._by_backwards(scored, direction, coefficients)
 
         return ScoreDerivatives(along, "backward", why)
 
-    def _of_tokens(self, scored: Scored, direction: Direction, mode: Derive) -> ScoreDerivatives:
+    def _token_derivatives(self, scored: Scored, direction: Direction, mode: Derive) -> ScoreDerivatives:
         """By the derivative of every token's scores."""
         rollouts = scored.rollouts
         batches = self._batches(rollouts)

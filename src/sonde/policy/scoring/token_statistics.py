@@ -63,7 +63,7 @@ class CausalLMStatistics:
         if temperature is None:
             temperature = rollouts.temperature
             if isinstance(temperature, Tensor):
-                temperature = rollouts.of_tokens("temperature").to(logits.device)
+                temperature = rollouts.per_token("temperature").to(logits.device)
         return statistics_of_logits(logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=temperature)
 
 
@@ -83,7 +83,7 @@ def check_temperature(rollouts: Rollouts, statistics: object, name: str = "") ->
     if scored_at is None:
         return
     if isinstance(sampled_at, Tensor):
-        each = rollouts.of_tokens("temperature")[rollouts.mask.bool()]
+        each = rollouts.per_token("temperature")[rollouts.mask.bool()]
         agrees = torch.isclose(each.double(), torch.tensor(scored_at, dtype=torch.float64, device=each.device))
         if bool(agrees.all()):
             return
