@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from sonde.config import ProbesConfig, probes_from_config
 from sonde.deprecation import refuse_unknown
@@ -33,6 +33,7 @@ try:
     from trl import __version__ as trl_version
 
     from sonde.integrations.on_error import OnError, checked_on_error
+    from sonde.integrations.trl_bonus import clip_coefficient, entropy_coefficient
     from sonde.integrations.trl_checks import check_arguments, default_prompts
     from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts
     from sonde.integrations.versions import TESTED_TRL, warn_if_untested
@@ -168,6 +169,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._wrapped = WrappedMethods(
             trainer, _generate_and_score_completions=self._generated, _compute_loss=self._micro_batch
         )
+        self._clip = WrappedMethods(trainer.accelerator, clip_grad_norm_=self._clipped)
+        self._clip_coefficient: float | Tensor = 1.0
+        self._entropy_coefficient = 0.0
         trainer.add_callback(self)
 
     @property
@@ -184,6 +188,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         if self._policy_log is not None:
             self._policy_log.end(reason)
         self._wrapped.restore()
+        self._clip.restore()
         self._trainer.pop_callback(self)
 
     # Wrappers of the trainer's methods.
@@ -201,6 +206,13 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._rollouts.learned_from(inputs)
             self._n_known += 1
         return original(model, inputs)
+
+    def _clipped(self, original: Callable[..., Any], parameters: Any, max_norm: float, *args: Any, **kw: Any) -> Any:
+        norm = original(parameters, max_norm, *args, **kw)
+        with self._forgiven():
+            if norm is not None:  # None with DeepSpeed, which clips by itself
+                self._clip_coefficient = clip_coefficient(norm, max_norm)
+        return norm
 
     @contextlib.contextmanager
     def _forgiven(self) -> Iterator[None]:
@@ -237,6 +249,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._around, self._n_micro_batches, self._n_known = None, 0, 0
         self._rollouts.begin_window()
         self._metrics, self._forecast = {}, None
+        self._clip_coefficient = 1.0
+        with self._forgiven():
+            self._entropy_coefficient = entropy_coefficient(self._trainer)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure, and forecast the step: gradients are whole and clipped."""
@@ -269,7 +284,15 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._truth_seed = self._seed_for(state.global_step) + 500_000
             stack = ExitStack()
             learned = self._with_loss_weights(update) if self._has_causes else None
-            around = stack.enter_context(self._entropy.around_step(evaluation, learned, causes=self._has_causes))
+            around = stack.enter_context(
+                self._entropy.around_step(
+                    evaluation,
+                    learned,
+                    causes=self._has_causes,
+                    entropy_coefficient=self._entropy_coefficient,
+                    applied_scale=self._clip_coefficient,
+                )
+            )
             self._around = stack, around
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

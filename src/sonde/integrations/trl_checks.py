@@ -86,7 +86,9 @@ def _check_config(trainer: Any, config: ProbesConfig, evaluation: str, *, causes
     used = {
         "gns_probe": ("enabled", "horizon", "log_every"),
         # TRL's step is the optimizer's own, and a log holds intervals of 95 %.
-        "entropy_probe": tuple(vars(config.entropy_probe).keys() - {"temperature", "step_size", "level"}),
+        "entropy_probe": tuple(
+            vars(config.entropy_probe).keys() - {"temperature", "step_size", "level", "entropy_coefficient"}
+        ),
         "policy_entropy_probe": ("enabled", "micro_batch_prompts"),
     }
     for probe, names in used.items():
@@ -108,6 +110,11 @@ def _check_config(trainer: Any, config: ProbesConfig, evaluation: str, *, causes
     if config.entropy_probe.update == "gradient":
         raise ValueError(
             "entropy_probe: {update: gradient} is not TRL's step, and only TRL's is forecast: leave it out"
+        )
+    if config.entropy_probe.coefficient_to_hold and trainer.args.top_entropy_quantile < 1.0:
+        raise ValueError(
+            "entropy_probe: {coefficient_to_hold: true} is about a bonus on all tokens, and with top_entropy_quantile "
+            "below 1 TRL's bonus is on some of them: leave one of the two out"
         )
     if config.entropy_probe.strict and evaluation == "same" and causes:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -118,6 +119,11 @@ class EntropyChangeProbe:
         "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),
         "entropy/rollouts_that_differ": Metric("responses", "fresh responses that the step has changed"),
         "entropy/rounded_away": Metric("fraction", "part of the step that parameters of 16 bits do not hold"),
+        "entropy/coefficient_to_hold": Metric("1", "entropy coefficient with which the entropy would not change"),
+        "entropy/coefficient_to_hold_low": Metric("1", "lower end of its 95 % interval"),
+        "entropy/coefficient_to_hold_high": Metric("1", "upper end of its 95 % interval"),
+        "entropy/coefficient_now": Metric("1", "entropy coefficient of the loss"),
+        "entropy/change_per_coefficient": Metric("nats", "change of entropy by a step, for a coefficient of 1"),
         "entropy/is_valid": Metric("0 or 1", "whether the forecast gives no reason not to trust it"),
         "entropy/is_of_own_prompts": Metric("0 or 1", "whether evaluation prompts are those that the step learns from"),
         "cost/entropy_seconds": Metric("seconds", "time of the forecast of the entropy change"),
@@ -126,6 +132,7 @@ class EntropyChangeProbe:
         "cost/entropy_seconds_derivatives": Metric("seconds", "of these, derivatives"),
         "cost/entropy_seconds_gradients": Metric("seconds", "of these, backwards of update='gradient'"),
         "cost/entropy_seconds_causes": Metric("seconds", "of these, causes"),
+        "cost/entropy_seconds_coefficient": Metric("seconds", "of these, the coefficient that would hold the entropy"),
         "cost/entropy_seconds_rollouts": Metric("seconds", "of these, fresh rollouts"),
         "cost/entropy_peak_bytes": Metric("bytes", "growth of the peak memory by the forecast"),
     }
@@ -146,6 +153,8 @@ class EntropyChangeProbe:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         check_model(model, self._parameters, has_checkpoints=options.checkpoint)
         check_optimizer(optimizer, self._parameters)
+        if options.coefficient_to_hold and (why := why_no_forecast(optimizer)):
+            raise ValueError(f"coefficient_to_hold=True needs the optimizer's answer to a bonus: {why}")
         self._options = options
         self._model = model
         self._optimizer = optimizer
@@ -167,6 +176,8 @@ class EntropyChangeProbe:
         *,
         gradient_scale: float | Tensor = 1.0,
         causes: bool = False,
+        entropy_coefficient: float | None = None,
+        applied_scale: float | Tensor = 1.0,
     ) -> EntropyForecast:
         """What the next optimizer step will do. Parameters take the step for one forward, and have their bits again.
 
@@ -179,12 +190,17 @@ class EntropyChangeProbe:
                 over a GradScaler's scale.
             causes: also split the change into momentum and this batch, and by prompt of U. This takes a backward of E
                 and passes over U.
+            entropy_coefficient: that of the bonus which the loss has now, if it is not the option's; for
+                `coefficient_to_hold`.
+            applied_scale: factor of the loss's gradient that `.grad` holds already: the coefficient of a clip that came
+                first, or a GradScaler's scale; for `coefficient_to_hold`.
 
         Raises:
             ValueError: for responses that cannot be used, or an optimizer whose step cannot be forecast.
             RuntimeError: if there is no gradient yet.
         """
-        return self._run(evaluation, update, float(gradient_scale), causes, sampler=None)
+        bonus = self._bonus_in_loss(entropy_coefficient, applied_scale)
+        return self._run(evaluation, update, float(gradient_scale), causes, bonus, sampler=None)
 
     def measure(
         self,
@@ -193,6 +209,8 @@ class EntropyChangeProbe:
         *,
         gradient_scale: float | Tensor = 1.0,
         causes: bool = False,
+        entropy_coefficient: float | None = None,
+        applied_scale: float | Tensor = 1.0,
     ) -> EntropyForecast:
         """`forecast` with the third truth: responses sampled before and after the step, with common random numbers.
 
@@ -201,11 +219,18 @@ class EntropyChangeProbe:
         """
         if self._sampler is None:
             raise RuntimeError("truth by fresh rollouts needs a sampler: EntropyChangeProbe(…, sampler=…)")
-        return self._run(evaluation, update, float(gradient_scale), causes, sampler=self._sampler)
+        bonus = self._bonus_in_loss(entropy_coefficient, applied_scale)
+        return self._run(evaluation, update, float(gradient_scale), causes, bonus, sampler=self._sampler)
 
     @contextlib.contextmanager
     def around_step(
-        self, evaluation: Rollouts, update: Rollouts | None = None, *, causes: bool = False
+        self,
+        evaluation: Rollouts,
+        update: Rollouts | None = None,
+        *,
+        causes: bool = False,
+        entropy_coefficient: float | None = None,
+        applied_scale: float | Tensor = 1.0,
     ) -> Iterator[AroundStep]:
         """Around the optimizer's real step, of any optimizer: what the step did to the entropy.
 
@@ -220,6 +245,8 @@ class EntropyChangeProbe:
             evaluation: this rank's part of E, sampled before the step.
             update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
             causes: as for `forecast`; ignored if the step cannot be forecast.
+            entropy_coefficient: as for `forecast`.
+            applied_scale: as for `forecast`.
 
         Raises:
             ValueError: for responses that cannot be used.
@@ -232,6 +259,7 @@ class EntropyChangeProbe:
             ...     print(around.forecast)
         """
         around, options = AroundStep(), self._options
+        present, applied = self._bonus_in_loss(entropy_coefficient, applied_scale)
         self._check_responses(evaluation, update, causes)
         is_gradient = options.update == "gradient"
         if is_gradient and update is None:
@@ -246,6 +274,10 @@ class EntropyChangeProbe:
             if is_gradient and measurement is not None:
                 assert update is not None
                 before.first_order, _ = measurement.along_gradients(update, self._optimizer, self._learning_rate())
+            if options.coefficient_to_hold and measurement is not None:
+                before.bonus = measurement.bonus(
+                    self._model, self._optimizer, gradient_scale=1.0, applied_scale=applied, present=present
+                )
         yield around
         with preserve_training_state(self._model):
             if measurement is None:
@@ -287,6 +319,7 @@ class EntropyChangeProbe:
         update: Rollouts | None,
         gradient_scale: float,
         causes: bool,
+        bonus_in_loss: tuple[float, float],
         sampler: Sampler | None,
     ) -> EntropyForecast:
         self._check_responses(evaluation, update, causes)
@@ -298,7 +331,7 @@ class EntropyChangeProbe:
         with self._measuring(evaluation, sampler) as measurement:
             if measurement is None:
                 return self._unknown(_SCORES_NOT_FINITE)
-            first_order = None
+            first_order, bonus = None, None
             if is_step:
                 step = self._step.forecast(gradient_scale)
                 if not self._step.is_finite(step):
@@ -309,6 +342,15 @@ class EntropyChangeProbe:
                     if causes:
                         first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
                     step = self._step.forecast(gradient_scale)  # again: derivatives change it by rounding
+                if self._options.coefficient_to_hold:
+                    present, applied = bonus_in_loss
+                    bonus = measurement.bonus(
+                        self._model,
+                        self._optimizer,
+                        gradient_scale=gradient_scale,
+                        applied_scale=applied,
+                        present=present,
+                    )
             else:
                 assert update is not None
                 first_order, step = measurement.along_gradients(update, self._optimizer, self._learning_rate())
@@ -318,7 +360,7 @@ class EntropyChangeProbe:
                 taken(step, self._model, keeps_residuals=not is_step) as now,
                 self._scorer.adding(now.residuals),
             ):
-                after = measurement.after(measurement.scored_after(), before)
+                after = measurement.after(measurement.scored_after(), before, bonus)
             # A model that is not scored in 32 bits has no use for residuals: there the step is rounded in any case.
             is_rounded = is_step or self._scorer.precision == "model"
             return measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
@@ -374,6 +416,16 @@ class EntropyChangeProbe:
             is_strict=self._options.strict,
             has_derivatives=causes or self._options.first_order or self._options.update == "gradient",
         )
+
+    def _bonus_in_loss(self, coefficient: float | None, applied_scale: float | Tensor) -> tuple[float, float]:
+        """The coefficient of the loss's entropy bonus, and the factor of the loss's gradient in `.grad`."""
+        present = self._options.entropy_coefficient if coefficient is None else float(coefficient)
+        applied = float(applied_scale)
+        if not math.isfinite(present):
+            raise ValueError(f"entropy_coefficient must be finite, got {present!r}")
+        if not 0.0 < applied < math.inf:
+            raise ValueError(f"applied_scale must be positive and finite, got {applied!r}")
+        return present, applied
 
     def _learning_rate(self) -> float:
         """η: the `step_size` of the options, or the optimizer's learning rate."""

@@ -6,24 +6,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sonde.policy.cost import Cost
+from sonde.policy.entropy_bonus import EntropyBonus
+from sonde.policy.entropy_gradients import EntropyGradients
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import Direction, Part, dot, forecast_step, has_second_moment
 from sonde.policy.scoring.preconditioner import Preconditioner
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored, ScoreDerivatives, Scorer
 from sonde.policy.stats.attribution import Cause, causes_by_prompt, credit_by_sign, split_gradient, split_step
-from sonde.policy.stats.entropy_change import EntropyObjective, change_by_gradients
+from sonde.policy.stats.entropy_change import change_by_gradients
 from sonde.policy.stats.entropy_forecast import AfterStep, EntropyForecast, FirstOrder, entropy_forecast, unknown
 from sonde.policy.stats.entropy_gradient import (
-    Coefficients,
     entropy_rate,
     entropy_rate_se,
     on_same_prefixes_coefficients,
@@ -60,11 +60,8 @@ class EntropyMeasurement:
         self._base = base
         self._sample = sample
         self._cost = cost
-        self._objective = EntropyObjective(options.objective, options.sequence_weights)
-
-    @functools.cached_property
-    def _coefficients(self) -> Coefficients:
-        return self._objective.coefficients(self._base.log_prob, self._base.entropy, self._base.responses)
+        self._gradients = EntropyGradients(options, scorer, base)
+        self._objective = self._gradients.objective
 
     def along_step(self, step: Direction) -> FirstOrder:
         """The change along a given step. Afterwards `step` holds the same vector only approximately."""
@@ -110,18 +107,19 @@ class EntropyMeasurement:
         on_update = self._credit(learned) * learned.responses.share[:, None]
         with self._cost.phase("gradients"):
             # X̄₁ and X̄₂, the means of X over halves of the evaluation prompts; then Ȳ.
-            halves = [(half, self._put_away(self._entropy_gradient(half))) for half in responses.halves()]
+            halves = [(half, self._gradients.put_away(self._gradients.of_entropy(half))) for half in responses.halves()]
             y, precondition = self._update_gradient(update, learned, on_update, optimizer)
         with self._cost.phase("derivatives"):
             # X_n·Ȳ is the derivative of prompt n's terms along Ȳ; Y_p·X̄₁ is that of prompt p's terms along P X̄₁.
             along_y = self._derivatives(base, y)
+            of_x = self._gradients.coefficients
             x_along_y, sharpening, on_same_prefixes = along_y.along(
-                [self._coefficients, self._coefficients.entropy_alone(), on_same_prefixes_coefficients(responses)]
+                [of_x, of_x.entropy_alone(), on_same_prefixes_coefficients(responses)]
             )
             y_along_halves, doubts = [], [along_y.doubt]
             rewarded, penalised = (torch.zeros(n_update, dtype=torch.float64) for _ in range(2))
             for half, stored in halves:
-                direction = self._at_work(stored)
+                direction = self._gradients.at_work(stored)
                 precondition(direction)
                 along_half = self._derivatives(learned, direction)
                 doubts.append(along_half.doubt)
@@ -136,7 +134,7 @@ class EntropyMeasurement:
             rewarded + penalised,
             step_size,
             y_along_halves=(y_along_halves[0], y_along_halves[-1]),
-            sharpening=sharpening if bool(self._coefficients.on_entropy.any()) else None,
+            sharpening=sharpening if bool(of_x.on_entropy.any()) else None,
             level=self._options.level,
         )
         prompts = causes_by_prompt(rewarded, penalised, learned.responses, step_size / n_update)
@@ -170,12 +168,38 @@ class EntropyMeasurement:
         base = self._base
         return torch.equal(now.log_prob, base.log_prob) and torch.equal(now.entropy, base.entropy)
 
-    def after(self, now: Scored, before: Scored | None) -> AfterStep | None:
+    def bonus(
+        self, model: nn.Module, optimizer: Any, *, gradient_scale: float, applied_scale: float, present: float
+    ) -> EntropyBonus:
+        """What an entropy bonus adds to the optimizer's step; `.grad` holds the gradients of this step.
+
+        Args:
+            model: the policy.
+            optimizer: whose step it is.
+            gradient_scale: factor that gradients are still multiplied by before the step.
+            applied_scale: factor of the loss's gradient that `.grad` holds already.
+            present: the coefficient of the bonus that the loss has already.
+        """
+        return EntropyBonus(
+            model,
+            self._parameters,
+            self._gradients,
+            self._scorer,
+            self._base,
+            optimizer,
+            gradient_scale=gradient_scale,
+            applied_scale=applied_scale,
+            present=present,
+            cost=self._cost,
+        )
+
+    def after(self, now: Scored, before: Scored | None, bonus: EntropyBonus | None = None) -> AfterStep | None:
         """What scores after the step say; parameters hold θ⁺.
 
         Args:
             now: what `scored_after` gave.
             before: what `sample` gave at θ.
+            bonus: what `bonus` gave at θ, for the coefficient that would hold the entropy.
 
         Returns:
             None if the policy's scores are not finite at θ⁺.
@@ -215,7 +239,8 @@ class EntropyMeasurement:
                 n_differ=self._scorer.n_that_differ(before.rollouts, after.rollouts),
             )
         on_same_prefixes = fixed_prefix_change(base.entropy, now.entropy, base.responses)
-        return AfterStep(finite_step, on_same_prefixes, importance, rollouts)
+        coefficient = None if bonus is None else bonus.coefficient(now, finite_step, level=options.level)
+        return AfterStep(finite_step, on_same_prefixes, importance, rollouts, coefficient)
 
     def forecast(
         self,
@@ -298,7 +323,7 @@ class EntropyMeasurement:
             return (), along_batch.doubt
         # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = D·g/scale, where D is the step that the
         # optimizer would take with X̄ in the gradient's place.
-        x = self._entropy_gradient(None)
+        x = self._gradients.of_entropy()
         to_entropy = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part="batch", along=x)
         del x
         d = self._derivatives(learned, to_entropy)
@@ -313,15 +338,6 @@ class EntropyMeasurement:
         """Derivatives of the scores of all ranks. Afterwards the direction is the same only approximately."""
         return self._scorer.derivatives(scored, direction, self._options.derivatives)
 
-    def _entropy_gradient(self, half: Tensor | None) -> Direction:
-        """X̄ over all prompts; or over a half of them, given as a mask of their responses."""
-        base = self._base
-        share = base.responses.share
-        n_prompts = float(share.sum() if half is None else share[half].sum())
-        on_log_prob = base.own(self._coefficients.on_log_prob) / n_prompts
-        on_entropy = base.own(self._coefficients.on_entropy) / n_prompts
-        return self._gradient(base.rollouts, on_log_prob, on_entropy, None if half is None else half[base.rows])
-
     def _update_gradient(
         self, update: Rollouts, learned: Scored, on_log_prob: Tensor, optimizer: Any
     ) -> tuple[Direction, Preconditioner]:
@@ -332,9 +348,9 @@ class EntropyMeasurement:
         halves, sizes = [], []
         for half in masks:
             sizes.append(float(responses.share[half].sum()))  # number of prompts
-            mean = self._gradient(update, learned.own(on_log_prob) / sizes[-1], None, half[learned.rows])
-            halves.append(self._put_away(mean))
-        halves = [self._at_work(half) for half in halves]
+            mean = self._gradients.gradient(update, learned.own(on_log_prob) / sizes[-1], None, half[learned.rows])
+            halves.append(self._gradients.put_away(mean))
+        halves = [self._gradients.at_work(half) for half in halves]
         precondition = Preconditioner(optimizer, halves)
         y, *others = halves
         for parameter, part in y.items():
@@ -344,19 +360,6 @@ class EntropyMeasurement:
         precondition(y)
         return y, precondition
 
-    def _gradient(
-        self, rollouts: Rollouts, on_log_prob: Tensor, on_entropy: Tensor | None = None, rows: Tensor | None = None
-    ) -> Direction:
-        return self._scorer.gradient(rollouts, on_log_prob, on_entropy, rows=rows, dtype=self._options.buffer_dtype)
-
     def _credit(self, scored: Scored) -> Tensor:
         """Advantage × weight of every rank's tokens, [responses, tokens]."""
         return self._scorer.everywhere("credit", lambda: scored.rollouts.credit().cpu())
-
-    def _put_away(self, direction: Direction) -> Direction:
-        """The direction on the CPU, with offload=True."""
-        return {p: v.cpu() for p, v in direction.items()} if self._options.offload else direction
-
-    def _at_work(self, direction: Direction) -> Direction:
-        """The direction on the parameters' devices and in their dtypes, of 32 bits at least."""
-        return {p: v.to(p.device, torch.promote_types(p.dtype, torch.float32)) for p, v in direction.items()}

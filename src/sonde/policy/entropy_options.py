@@ -34,6 +34,9 @@ class EntropyChangeOptions:
         step_size: η of update="gradient"; None for the optimizer's learning rate.
         micro_batch_prompts: number of prompts scored at a time.
         first_order: with update="step", also take the derivative along the step, as a check. `causes` take it anyway.
+        coefficient_to_hold: with update="step", also compute the entropy coefficient that would hold the entropy; this
+            takes two backwards of E and four more forwards.
+        entropy_coefficient: that of the bonus which the loss has already, for `coefficient_to_hold`.
         derivatives: "forward" mode; "central" differences; "backward", a backward for every prompt; or "auto": the
             first of these that the model supports.
         weighting: weights of responses after the step: "snis" (self-normalised), or "clip" for less variance and some
@@ -62,6 +65,8 @@ class EntropyChangeOptions:
     step_size: float | None = None
     micro_batch_prompts: int = 2
     first_order: bool = False
+    coefficient_to_hold: bool = False
+    entropy_coefficient: float = 0.0
     derivatives: Derive = "auto"
     weighting: Weighting = "snis"
     clip_at: float = CLIPPED_AT
@@ -85,10 +90,17 @@ class EntropyChangeOptions:
         for name, n in (("micro_batch_prompts", self.micro_batch_prompts), ("every", self.every)):
             if isinstance(n, bool) or not isinstance(n, int) or n < 1:
                 raise ValueError(f"{name} must be a whole number from 1 up, got {n!r}")
+        if self.coefficient_to_hold and self.update == "gradient":
+            raise ValueError(
+                "coefficient_to_hold=True asks for the optimizer's answer to an entropy bonus, which update='gradient' "
+                "does not follow: leave one of the two out"
+            )
         if not 1 < self.clip_at < math.inf:
             raise ValueError(f"clip_at must be above 1, as a multiple of the mean weight, got {self.clip_at!r}")
         if not 0 < self.level < 1:
             raise ValueError(f"level must be between 0 and 1, got {self.level!r}")
+        if not math.isfinite(self.entropy_coefficient):
+            raise ValueError(f"entropy_coefficient must be finite, got {self.entropy_coefficient!r}")
         if self.step_size is not None and not 0 < self.step_size < math.inf:
             raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}")
 

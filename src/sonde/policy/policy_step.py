@@ -14,6 +14,7 @@ from torch import nn
 from sonde.parallel.placements import local_tensor, reshard
 from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.policy.entropy_bonus import EntropyBonus
 from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.scoring.optimizer_step import (
     Direction,
@@ -51,11 +52,13 @@ class BeforeStep:
             is wanted, or if the step has no forecast, or is not finite.
         watch: sees whether a step is taken; where derivatives are wanted, it also compares this step with its forecast,
             or measures it.
+        bonus: what an entropy bonus adds to the step; None if not asked for.
     """
 
     sample: Scored | None
     first_order: FirstOrder | None
     watch: StepWatch | StepWitness | StepMeter
+    bonus: EntropyBonus | None = None
 
 
 class PolicyStep:
@@ -129,7 +132,8 @@ class PolicyStep:
         # A watch sees a few elements of each parameter. A step of others alone shows in the scores.
         if self._is_to_move() and not self._on_any_rank(watch.has_moved()) and measurement.is_unchanged(now):
             return measurement.unknown(_STEP_SKIPPED)
-        after = measurement.after(now, before.sample)
+        after = measurement.after(now, before.sample, before.bonus)
+        before.bonus = None
         if isinstance(watch, StepWitness) and first_order is not None:
             first_order = dataclasses.replace(first_order, doubt=self._why_another_step(watch) or first_order.doubt)
         elif isinstance(watch, StepMeter):

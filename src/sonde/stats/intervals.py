@@ -115,6 +115,59 @@ def fieller_interval(
     return RatioInterval("lower_bound", low, math.inf, reason)
 
 
+def signed_ratio_interval(
+    numerator: float,
+    denominator: float,
+    *,
+    var_numerator: float,
+    var_denominator: float,
+    covariance: float,
+    n_samples: float,
+    level: float = 0.95,
+) -> RatioInterval:
+    """`fieller_interval` for a numerator of either sign. The denominator's expectation is taken to be positive.
+
+    Args:
+        numerator: mean of X.
+        denominator: mean of Y.
+        var_numerator: variance of the mean of X.
+        var_denominator: variance of the mean of Y.
+        covariance: covariance of the two means.
+        n_samples: effective number of samples; at least 2.
+        level: confidence level.
+
+    Returns:
+        A `RatioInterval`. It is "resolved" whenever the denominator is, so it may hold 0. Otherwise "lower_bound" says
+        that the ratio is above `low`, and "upper_bound" that it is below `high`, with `low` infinite then.
+
+    Raises:
+        ValueError: as `fieller_interval`.
+
+    Example:
+        >>> moments = {"var_numerator": 0.01, "var_denominator": 0.01, "covariance": 0.0, "n_samples": 100}
+        >>> i = signed_ratio_interval(-8.0, 2.0, **moments)
+        >>> i.status, round(i.low, 2), round(i.high, 2)
+        ('resolved', -4.45, -3.63)
+        >>> i = signed_ratio_interval(0.1, 2.0, **moments)
+        >>> i.status, round(i.low, 2), round(i.high, 2)
+        ('resolved', -0.05, 0.15)
+    """
+    sign = -1.0 if numerator < 0 else 1.0
+    moments = {"var_numerator": var_numerator, "var_denominator": var_denominator, "covariance": sign * covariance}
+    found = fieller_interval(abs(numerator), denominator, **moments, n_samples=n_samples, level=level)
+    low, high = found.low, found.high
+    if found.status == "upper_bound":  # only the denominator is resolved: the other end is below 0
+        t_sq = student_t_quantile(0.5 + level / 2, n_samples - 1) ** 2
+        assert high is not None
+        a, c = denominator**2 - t_sq * var_denominator, numerator**2 - t_sq * var_numerator
+        low = c / (a * high) if high else 0.0  # the product of both ends is c/a
+        return RatioInterval("resolved", min(sign * low, sign * high), max(sign * low, sign * high))
+    if low is None or high is None or sign > 0:
+        return found
+    status: Status = "upper_bound" if found.status == "lower_bound" else found.status
+    return RatioInterval(status, -high, -low, found.reason)
+
+
 def samples_for_precision(
     numerator: float,
     denominator: float,

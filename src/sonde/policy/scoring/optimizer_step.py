@@ -20,8 +20,11 @@ Direction = dict[Tensor, Tensor]
 
 _SAMPLED = 256
 """Elements of each parameter that a watch copies."""
-Part = Literal["all", "momentum", "batch", "decay"]
-"""Part of a step: from earlier batches' gradients, from this batch's, or from weight decay. They add up to "all"."""
+Part = Literal["all", "momentum", "batch", "decay", "sustained"]
+"""Part of a step: from earlier batches' gradients, from this batch's, or from weight decay. They add up to "all".
+
+"sustained" is no part of this step. It is what this batch's gradient adds to each step once every batch has had it.
+"""
 
 
 def why_no_forecast(optimizer: Any) -> str:
@@ -60,8 +63,9 @@ def forecast_step(
         gradient_scale: factor that gradients are multiplied by before the step: a clip's coefficient, or one over a
             GradScaler's scale.
         part: which part of the step.
-        along: with part="batch", vectors that replace the gradient where the step is linear in it. The second moment
-            still comes from the gradient. So the result is how the step responds to a part of the gradient.
+        along: with part="batch" or "sustained", vectors that replace the gradient where the step is linear in it. The
+            second moment still comes from the gradient. So the result is how the step responds to a part of the
+            gradient.
         of: the parameters whose step is wanted; by default all that have a gradient.
 
     Returns:
@@ -124,6 +128,11 @@ def _sgd(
     if group["nesterov"]:
         on_old, on_new = momentum * on_old, 1.0 + momentum * on_new
     before = torch.zeros_like(gradient) if old is None else widened(old)
+    if part == "sustained":
+        # b of a gradient that is the same in every step is (1 − dampening)/(1 − μ) times it.
+        on_new = (1.0 - group["dampening"]) / (1.0 - momentum) if momentum else 1.0
+        sustained: Tensor = -_number(group["lr"]) * (1.0 + momentum * on_new if group["nesterov"] else on_new) * linear
+        return sustained
     parts = _Parts(on_old * before, on_new * linear, on_new * group["weight_decay"] * widened(parameter))
     step: Tensor = -_number(group["lr"]) * parts.take(part)
     return step
@@ -151,6 +160,9 @@ def _adam(
         v = torch.maximum(v, widened(state["max_exp_avg_sq"]))
     # √v̂ + ε in torch's own order of operations: bias correction, then ε.
     root = v.sqrt_().div_((1.0 - beta2**n_steps) ** 0.5).add_(group["eps"])
+    if part == "sustained":  # m of a gradient that is the same in every step is 1 − β₁ᵗ times it, which cancels
+        sustained: Tensor = -lr * linear / root
+        return sustained
     # Adam's weight decay is part of the gradient, and so of the first moment. AdamW's is added to the finished step.
     new = 1.0 - beta1
     in_gradient = 0.0 if is_decoupled else decay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
+from sonde.policy.stats.coefficient_to_hold import CoefficientToHold
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
 from sonde.policy.stats.entropy_gradient import Responses, weighted_entropy_rate
 from sonde.policy.stats.finite_step import FiniteStep
@@ -63,12 +65,14 @@ class AfterStep:
         on_same_prefixes: the change of R on the same prefixes, in nats a token.
         importance: the change by weights of whole responses.
         rollouts: the change by fresh rollouts; None without a sampler.
+        coefficient_to_hold: the entropy coefficient that would hold the entropy; None if not asked for.
     """
 
     finite_step: FiniteStep
     on_same_prefixes: float
     importance: MeasuredChange
     rollouts: MeasuredChange | None = None
+    coefficient_to_hold: CoefficientToHold | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ class EntropyForecast:
         rollouts: the truth by fresh rollouts; None if not measured.
         shares: every evaluation prompt's part of `delta`. The prompt that lowers entropy most comes first.
         causes: where the change to first order comes from; None if not asked for.
+        coefficient_to_hold: the entropy coefficient that would hold the entropy; None if not asked for.
         derivatives: how derivatives were taken: "forward", "central" or "backward"; empty if none was.
         why_derivatives: why they were not taken in forward mode; empty if they were.
         precision: in which arithmetic responses were scored: "float32", or as the "model" computes.
@@ -194,6 +199,7 @@ class EntropyForecast:
     rollouts: MeasuredChange | None = None
     shares: tuple[Share, ...] = ()
     causes: Causes | None = None
+    coefficient_to_hold: CoefficientToHold | None = None
     derivatives: str = ""
     why_derivatives: str = ""
     precision: str = ""
@@ -213,6 +219,7 @@ class EntropyForecast:
         support, own, first_order = self.support, self.own_policy, self.first_order
         real = self.finite_step if self.update == "gradient" else None
         n_differ = rollouts.n_differ if rollouts else None
+        hold = self.coefficient_to_hold
         return {
             "entropy/per_token": self.entropy,
             "entropy/per_token_se": self.entropy_se,
@@ -245,6 +252,11 @@ class EntropyForecast:
             "entropy/delta_rollouts_se": rollouts.se if rollouts else None,
             "entropy/rollouts_that_differ": None if n_differ is None else float(n_differ),
             "entropy/rounded_away": self.rounded_away,
+            "entropy/coefficient_to_hold": hold.value if hold else None,
+            "entropy/coefficient_to_hold_low": finite(hold.low) if hold else None,
+            "entropy/coefficient_to_hold_high": finite(hold.high) if hold else None,
+            "entropy/coefficient_now": hold.present if hold else None,
+            "entropy/change_per_coefficient": hold.change_per_unit if hold else None,
             "entropy/is_valid": float(self.is_valid),
             "cost/entropy_seconds": sum(self.seconds.values()),
             **{f"cost/entropy_seconds_{phase}": seconds for phase, seconds in self.seconds.items()},
@@ -272,7 +284,14 @@ class EntropyForecast:
             parts.append(f"first order {self.first_order}")
         if self.rollouts is not None:
             parts.append(f"fresh rollouts {self.rollouts}")
+        if self.coefficient_to_hold is not None:
+            parts.append(str(self.coefficient_to_hold))
         return "; ".join([*parts, self.reason] if self.reason else parts)
+
+
+def finite(value: float | None) -> float | None:
+    """The value; None if it is infinite, since metrics are finite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def entropy_forecast(
@@ -372,6 +391,7 @@ def entropy_forecast(
         rollouts=None if after is None else after.rollouts,
         shares=() if headline is None else shares_by_prompt(headline, responses),
         causes=causes,
+        coefficient_to_hold=None if after is None else after.coefficient_to_hold,
         derivatives="" if first_order is None else first_order.derivatives,
         why_derivatives="" if first_order is None else first_order.why,
         precision=precision,

@@ -33,10 +33,14 @@ class FiniteStep:
 
     Attributes:
         change: the change, each prompt's share, and its interval.
+        without_each: the change without each prompt, [prompts], for the jackknife.
+        degrees_of_freedom: of the standard error, for Student's t.
         support: how well the responses represent the policy after the step.
     """
 
     change: EntropyChange
+    without_each: Tensor
+    degrees_of_freedom: float
     support: Support
 
 
@@ -120,7 +124,8 @@ def change_by_finite_step(
         reason = f"{SE_UNKNOWN}: after the step, one prompt has all the weight: use a smaller step"
     variance = None if se is None else se * se
     change = EntropyChange(delta, se, low, high, reason, found.per_prompt, sharpening, variance)
-    return FiniteStep(change, support(new.expand_as(responses.mask), terms(after), responses))
+    dof = found.degrees_of_freedom
+    return FiniteStep(change, found.without_each, dof, support(new.expand_as(responses.mask), terms(after), responses))
 
 
 def _columns(objective: EntropyObjective, responses: Responses) -> Columns:

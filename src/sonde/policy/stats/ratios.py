@@ -47,12 +47,14 @@ class RateChange:
         se: its standard error, by leaving out one prompt after the other (the jackknife); None with fewer than 2
             prompts, or where one prompt has all the weight.
         per_prompt: each prompt's share, [prompts]; their mean is `delta`.
+        without_each: the change without each prompt, [prompts]; not finite where this prompt has all the weight.
         n_effective: effective number of prompts after the update, (Σw)²/Σw²; their number if they weigh the same.
     """
 
     delta: float
     se: float | None
     per_prompt: Tensor
+    without_each: Tensor
     n_effective: float
 
     @property
@@ -72,17 +74,25 @@ def rate_change(before: WeightedSums, after: WeightedSums) -> RateChange:
     shares = (after.value - old * after.weight) / after.weight.mean(0)
     shares = shares - (before.value - old * before.weight) / before.weight.mean(0)
     weight = (after.weight / after.weight.mean(0)).sum(1)
+    without_each = (after.ratios_without_each() - before.ratios_without_each()).sum(1)
+    variance = jackknife_covariance(without_each, without_each)
     return RateChange(
         float((new - old).sum()),
-        _jackknife((after.ratios_without_each() - before.ratios_without_each()).sum(1)),
+        None if variance is None else math.sqrt(variance),
         shares.sum(1),
+        without_each,
         float(weight.sum().square() / weight.square().sum()),
     )
 
 
-def _jackknife(without_each: Tensor) -> float | None:
-    """The standard error of an estimate, from the estimates without each prompt."""
-    n = len(without_each)
-    if n < 2 or not bool(without_each.isfinite().all()):
+def jackknife_covariance(a: Tensor, b: Tensor) -> float | None:
+    """The covariance of two estimates, from both without each prompt; None with fewer than 2, or if any is not finite.
+
+    Args:
+        a: the first estimate without each prompt, [prompts].
+        b: the second, [prompts].
+    """
+    n = len(a)
+    if n < 2 or not bool((a.isfinite() & b.isfinite()).all()):
         return None
-    return math.sqrt(float((without_each - without_each.mean()).square().sum()) * (n - 1) / n)
+    return float(((a - a.mean()) * (b - b.mean())).sum()) * (n - 1) / n

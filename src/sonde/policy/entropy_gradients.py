@@ -1,0 +1,73 @@
+"""Gradients of the evaluation responses' entropy, over all prompts or half of them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.scoring.optimizer_step import Direction
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.scorer import Scored, Scorer
+from sonde.policy.stats.entropy_change import EntropyObjective
+from sonde.policy.stats.entropy_gradient import Coefficients, on_same_prefixes_coefficients
+
+
+class EntropyGradients:
+    """Takes gradients by backwards, a few prompts at a time.
+
+    Args:
+        options: the probe's options.
+        scorer: runs the model over responses.
+        base: E, scored at θ, with finite scores.
+    """
+
+    def __init__(self, options: EntropyChangeOptions, scorer: Scorer, base: Scored) -> None:
+        self.options = options
+        self._scorer = scorer
+        self._base = base
+        self.objective = EntropyObjective(options.objective, options.sequence_weights)
+
+    @functools.cached_property
+    def coefficients(self) -> Coefficients:
+        """Those of X_n, the evaluation prompts' gradients of the entropy."""
+        return self.objective.coefficients(self._base.log_prob, self._base.entropy, self._base.responses)
+
+    def of_entropy(self, half: Tensor | None = None) -> Direction:
+        """X̄ over all prompts; or over a half of them, given as a mask of all ranks' responses."""
+        return self._mean(self.coefficients, half)
+
+    def of_token_entropy(self, half: Tensor | None = None) -> Direction:
+        """∇H̄, of the mean entropy of a sampled token on given prefixes, as a trainer's entropy bonus has it."""
+        responses = self._base.responses
+        mean = on_same_prefixes_coefficients(responses)
+        if half is None:
+            return self._mean(mean, None)
+        # The tokens of a half are another number for each prompt than the tokens of all.
+        tokens = responses.length * responses.share
+        factor = float(tokens.mean() / responses.share.mean() / (tokens[half].sum() / responses.share[half].sum()))
+        return self._mean(Coefficients(mean.on_entropy * factor, mean.on_log_prob), half)
+
+    def gradient(
+        self, rollouts: Rollouts, on_log_prob: Tensor, on_entropy: Tensor | None = None, rows: Tensor | None = None
+    ) -> Direction:
+        """∇ Σ (on_log_prob·s + on_entropy·H), as `Scorer.gradient` gives it."""
+        return self._scorer.gradient(rollouts, on_log_prob, on_entropy, rows=rows, dtype=self.options.buffer_dtype)
+
+    def put_away(self, direction: Direction) -> Direction:
+        """The direction on the CPU, with offload=True."""
+        return {p: v.cpu() for p, v in direction.items()} if self.options.offload else direction
+
+    def at_work(self, direction: Direction) -> Direction:
+        """The direction on the parameters' devices and in their dtypes, of 32 bits at least."""
+        return {p: v.to(p.device, torch.promote_types(p.dtype, torch.float32)) for p, v in direction.items()}
+
+    def _mean(self, coefficients: Coefficients, half: Tensor | None) -> Direction:
+        base = self._base
+        share = base.responses.share
+        n_prompts = float(share.sum() if half is None else share[half].sum())
+        on_log_prob = base.own(coefficients.on_log_prob) / n_prompts
+        on_entropy = base.own(coefficients.on_entropy) / n_prompts
+        return self.gradient(base.rollouts, on_log_prob, on_entropy, None if half is None else half[base.rows])
