@@ -32,7 +32,7 @@ def test_twelve_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) ->
     watched = trainer_of(tmp_path / "watched", steps=12, loss_type=loss_type)
     config = {
         "gns_probe": {"enabled": True, "log_every": 2},
-        "entropy_probe": {"enabled": True, "every": 5},
+        "entropy_probe": {"enabled": True, "every": 5, "coefficient_to_hold": loss_type == "grpo"},
         "policy_entropy_probe": {"enabled": True},
     }
     probes = integration.attach(watched, config, causes=True)
@@ -44,6 +44,7 @@ def test_twelve_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) ->
     assert {"gns_prompts/trace_cov", "gns_prompts/completions_share"} <= logged
     for _, forecast in probes.forecasts:
         assert forecast.n_evaluation == 16
+        assert (forecast.coefficient_to_hold is not None) == (loss_type == "grpo")
         assert forecast.se > 0
         assert forecast.causes is not None
         assert len(forecast.causes.prompts) == 4  # 32 completions of a window, 8 to a prompt

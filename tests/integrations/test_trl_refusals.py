@@ -38,6 +38,11 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
             {"causes": True},
             "causes=True does not know the token weights of top_entropy_quantile",
         ),
+        (
+            {"top_entropy_quantile": 0.2},
+            {"config": {"entropy_probe": {"enabled": True, "coefficient_to_hold": True}}},
+            "TRL's bonus is on some of them: leave one of the two out",
+        ),
         ({"repetition_penalty": 1.1}, {}, "repetition_penalty=1.1"),
         ({"generation_kwargs": {"typical_p": 0.9}}, {}, "generation_kwargs has typical_p"),
         (

@@ -82,7 +82,7 @@ def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
     probe = EntropyChangeProbe(
         model,
         optimizer,
-        EntropyChangeOptions(update=update, derivatives="central"),  # type: ignore[arg-type]
+        EntropyChangeOptions(update=update, derivatives="central", coefficient_to_hold=update == "step"),  # type: ignore[arg-type]
         sampler=lambda m: sample(m, [0 + 10 * dist.get_rank(), 1 + 10 * dist.get_rank()]),
     )
     options = {"causes": True} if update == "step" else {}
@@ -109,13 +109,17 @@ def test_uneven_ranks_agree_with_one_process(ranks2: Ranks, how: str, update: st
     model, optimizer = trained(kind)
     E, U = batches()
     loss(model, U).backward()
-    options = EntropyChangeOptions(update=update, derivatives="central")  # type: ignore[arg-type]
+    options = EntropyChangeOptions(update=update, derivatives="central", coefficient_to_hold=update == "step")  # type: ignore[arg-type]
     probe = EntropyChangeProbe(model, optimizer, options)
     alone = probe.forecast(E, U, **({"causes": True} if update == "step" else {}))
     assert first["n_evaluation"] == N_E
     for name in ("delta", "se", "entropy", "v_x", "v_y"):
         # central differences of fp32 scores keep 3 to 4 digits
         assert first[name] == pytest.approx(getattr(alone, name), rel=1e-2, abs=1e-12), name
+    if alone.coefficient_to_hold is not None:
+        for name in ("change_per_unit", "change_per_unit_se", "delta"):
+            value = getattr(alone.coefficient_to_hold, name)
+            assert first["coefficient_to_hold"][name] == pytest.approx(value, rel=1e-2), name
     assert alone.causes is not None
     expected = {c.prompt: c.change for c in alone.causes.prompts}
     scale = max(map(abs, expected.values()))

@@ -1,0 +1,154 @@
+"""The probe's coefficient to hold the entropy: beside gradients prompt by prompt, and put into a loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients, per_token_coefficients
+from tests.policy.entropy_scene import N_E, Scene, gradient_per_prompt
+from tests.small_policy import STATISTICS, drawn, optimizer_of
+
+
+def answer(scene: Scene, gradient: Tensor, kind: str) -> Tensor:
+    """What the optimizer makes of an ascent along this gradient in every step; flat, by the optimizer's formulas."""
+    [group] = scene.optimizer.param_groups
+    if kind == "sgd":
+        return group["lr"] * gradient
+    if kind == "momentum":
+        return group["lr"] / (1 - group["momentum"]) * gradient
+    state = [scene.optimizer.state[p] for p in group["params"]]
+    g = torch.cat([p.grad.double().flatten() for p in group["params"]])
+    v = torch.cat([s["exp_avg_sq"].double().flatten() for s in state])
+    beta2, t = group["betas"][1], float(state[0]["step"]) + 1
+    root = ((beta2 * v + (1 - beta2) * g.square()) / (1 - beta2**t)).sqrt() + group["eps"]
+    return group["lr"] * gradient / root
+
+
+def mean_entropy_gradient(scene: Scene, factor: float = 1.0) -> Tensor:
+    """∇H̄ over all tokens of E; flat, fp64."""
+    own = on_same_prefixes_coefficients(scene.E.responses())
+    return factor * gradient_per_prompt(scene, scene.E, own).mean(0)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
+def test_the_effect_is_that_of_gradients_prompt_by_prompt(kind: str) -> None:
+    """Along a step so small that first order is exact. Prefix weights have no baseline."""
+    scene = Scene(kind, lr=1e-4, dtype=torch.float64)
+    responses = scene.E.responses()
+    with torch.no_grad():
+        _, h = STATISTICS(scene.model, scene.E)
+    x = gradient_per_prompt(scene, scene.E, per_token_coefficients(h, responses, has_baseline=False))
+    of_h = gradient_per_prompt(scene, scene.E, on_same_prefixes_coefficients(responses))
+    length = responses.per_prompt(responses.length)
+    slope = torch.zeros((), dtype=torch.float64)
+    halves = [torch.arange(N_E) % 2 == k for k in (0, 1)]
+    for own, other in (halves, halves[::-1]):
+        bonus = (of_h[other] * length.mean()).sum(0) / length[other].sum()
+        slope += 0.5 * x[own].mean(0) @ answer(scene, bonus, kind)
+    hold = scene.probe(coefficient_to_hold=True).forecast(scene.E).coefficient_to_hold
+    assert hold is not None
+    assert hold.change_per_unit == pytest.approx(float(slope), rel=1e-3)
+
+
+def test_with_the_coefficient_in_the_loss_the_entropy_holds() -> None:
+    """SGD without momentum answers at once. The bonus is that of all prompts, not of halves: 0.1 allows for that."""
+    scene = Scene("sgd", lr=0.5)
+    scene.E = drawn(scene.model, 0, 200, seed=1)
+    plain = scene.probe(coefficient_to_hold=True).forecast(scene.E)
+    hold = plain.coefficient_to_hold
+    assert hold is not None
+    assert hold.value is not None
+    bonus = mean_entropy_gradient(scene).float()
+    at = 0
+    for p in scene.model.parameters():
+        p.grad -= hold.value * bonus[at : at + p.numel()].view_as(p)  # type: ignore[operator]
+        at += p.numel()
+    now = scene.probe(coefficient_to_hold=True, entropy_coefficient=hold.value).forecast(scene.E)
+    assert abs(now.delta) < 0.1 * abs(plain.delta)
+    assert plain.coefficient_to_hold.low > 0.0
+    # Asked again with the bonus in the loss, it says the same.
+    assert now.coefficient_to_hold.value == pytest.approx(hold.value, rel=0.1)
+    assert "entropy/coefficient_to_hold" in now.metrics()
+
+
+def test_a_clip_and_a_loss_scale_are_allowed_for() -> None:
+    """Gradients of 16 times the loss, clipped to a quarter: the bonus goes through both."""
+    plain = Scene("sgd", lr=1e-4).probe(coefficient_to_hold=True)
+    scene = Scene("sgd", lr=1e-4)
+    for p in scene.model.parameters():
+        p.grad *= 16 / 4
+    probe = scene.probe(coefficient_to_hold=True)
+    kept = probe.forecast(scene.E, gradient_scale=1 / 16, applied_scale=4.0).coefficient_to_hold
+    expected = plain.forecast(scene.E).coefficient_to_hold
+    assert kept.value == pytest.approx(expected.value, rel=5e-3)
+    assert kept.change_per_unit == pytest.approx(0.25 * expected.change_per_unit, rel=5e-3)
+
+
+def test_maximized_losses_have_their_bonus_added() -> None:
+    plain, flipped = Scene("sgd"), Scene("sgd")
+    flipped.optimizer.param_groups[0]["maximize"] = True
+    for p in flipped.model.parameters():
+        p.grad.neg_()  # type: ignore[union-attr]
+    values = [s.probe(coefficient_to_hold=True).forecast(s.E).coefficient_to_hold.value for s in (plain, flipped)]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_around_a_real_step_it_is_the_same_and_nothing_changes(offload: bool) -> None:
+    forecast, taken = Scene(), Scene()
+    probe = forecast.probe(coefficient_to_hold=True, offload=offload)
+    expected = probe.forecast(forecast.E, entropy_coefficient=0.01).coefficient_to_hold
+    watched = taken.probe(coefficient_to_hold=True, offload=offload)
+    rng = torch.get_rng_state()
+    with watched.around_step(taken.E, entropy_coefficient=0.01) as around:
+        taken.optimizer.step()
+    assert around.forecast.coefficient_to_hold.value == pytest.approx(expected.value, rel=1e-3)
+    assert around.forecast.coefficient_to_hold.present == 0.01
+    assert torch.equal(torch.get_rng_state(), rng)
+    forecast.optimizer.step()
+    for p, q in zip(forecast.model.parameters(), taken.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_three_prompts_are_too_few() -> None:
+    scene = Scene()
+    hold = scene.probe(coefficient_to_hold=True).forecast(drawn(scene.model, 0, 3, seed=1)).coefficient_to_hold
+    assert hold.value is None
+    assert hold.reason.endswith("needs at least 4 evaluation prompts, two in each half, got 3")
+
+
+def test_a_uniform_policy_has_no_slope() -> None:
+    scene = Scene()
+    with torch.no_grad():
+        scene.model.out.weight.zero_()
+        scene.model.out.bias.zero_()
+    evaluation = drawn(scene.model, 0, 8, seed=1)
+    hold = scene.probe(coefficient_to_hold=True).forecast(evaluation).coefficient_to_hold
+    assert hold.value is None
+    assert hold.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        ({"entropy_coefficient": float("nan")}, {}, "entropy_coefficient must be finite"),
+        ({"update": "gradient", "coefficient_to_hold": True}, {}, "leave one of the two out"),
+        ({"coefficient_to_hold": True}, {"entropy_coefficient": float("inf")}, "entropy_coefficient must be finite"),
+        ({"coefficient_to_hold": True}, {"applied_scale": 0.0}, "applied_scale must be positive"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], arguments: dict[str, Any], message: str) -> None:
+    scene = Scene()
+    with pytest.raises(ValueError, match=message):
+        scene.probe(**options).forecast(scene.E, scene.U, **arguments)
+
+
+def test_an_optimizer_without_a_forecast_is_refused_at_once() -> None:
+    scene = Scene()
+    scene.optimizer = optimizer_of(scene.model, "rmsprop")
+    with pytest.raises(ValueError, match="answer to a bonus: sonde cannot forecast the step of RMSprop"):
+        scene.probe(coefficient_to_hold=True)
