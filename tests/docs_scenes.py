@@ -261,6 +261,8 @@ def entropy_change(page: Page) -> None:
     page.run(names)  # a forecast
     assert names["forecast"].causes is not None
     page.run(names)  # options
+    page.run(names)  # the coefficient that would hold the entropy
+    assert names["forecast"].coefficient_to_hold.present == 0.01
     page.run(of_trl)
     rows = names["update"]
     names |= {"ids": rows.inputs["input_ids"], "attention": torch.ones_like(rows.inputs["input_ids"])}

@@ -44,6 +44,7 @@ MEASURES_NOISE = sorted(
         "fsdp2_clip.py",
         "torchtitan_debug.py",
         "trl_grpo.py",
+        "trl_hold_entropy.py",
         "trl_sft_dpo.py",
         "unmodified_script.py",
     }
@@ -178,6 +179,20 @@ def test_torchtitan_example(tmp_path: Path) -> None:
     assert (last.window, last.pieces["per_window"]) == (20, 4)
     assert last.metrics["gns/units_per_window"] == 16
     assert last.metrics["gns/b_simple_low"] is not None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # other packages cause various warnings
+def test_the_entropy_is_held_where_the_other_example_loses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl", reason="the example of TRL needs trl")
+    assert n_ranks("trl_hold_entropy.py") == 1
+    run_here("trl_hold_entropy.py", tmp_path, monkeypatch)
+    said = capsys.readouterr().out
+    entropies = [float(found) for found in re.findall(r"step \d+: entropy ([\d.]+), coefficient 0\.0", said)]
+    assert len(entropies) == 4
+    assert entropies[-1] == pytest.approx(2.0, abs=0.2)
 
 
 @pytest.mark.slow

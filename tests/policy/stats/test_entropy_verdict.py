@@ -63,9 +63,11 @@ def test_an_entropy_that_has_become_a_seventh_does_not_hold() -> None:
         plain(falling.headline),
     )
     assert "lower the learning rate" in falling.detail
+    assert re.search(r"Over the last \d+ steps, .* At this pace, nothing is left in 67 more steps\.", falling.detail)
     fallen = judge_entropy(entropies(*WENT_DOWN, *[0.40] * 12, error=0.02))
     assert fallen.kind == "fallen"
     assert "has fallen: 0.400 ±" in plain(fallen.headline)
+    assert "At this pace" not in fallen.detail
     assert judge_entropy(entropies(*reversed(WENT_DOWN), error=0.02)).kind == "rising"
     assert "becomes more random" in judge_entropy(entropies(*reversed(WENT_DOWN), error=0.02)).detail
     large = {"is_valid": False, "reason": TOO_LARGE}

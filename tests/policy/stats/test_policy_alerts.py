@@ -19,8 +19,19 @@ def test_a_collapse_is_reported_when_it_has_happened_and_when_it_is_near() -> No
     near = find_policy_alerts(points({"entropy": 2.0}, {"entropy": 0.3}))["entropy_collapse"]
     assert "is collapsing" in near  # 0.3 nats last 15 steps at 0.02 nats a step
     assert "15 steps" in near
-    for harmless in ({"high": 0.001}, {"is_valid": False}, {"per": "response"}):
-        assert not find_policy_alerts(points({"entropy": 2.0}, {"entropy": 0.3, **harmless}))
+    for harmless in ({"high": 0.02}, {"is_valid": False}, {"per": "response"}):
+        assert not find_policy_alerts(points({"entropy": 2.0, **harmless}, {"entropy": 0.3, **harmless}))
+
+
+def test_one_step_that_lowers_the_entropy_much_is_no_collapse() -> None:
+    """Among steps that raise it again. Three such steps in a row are one, and the last one must be trusted."""
+    down, up = ({"delta": d, "low": d - 0.01, "high": d + 0.01} for d in (-0.09, 0.06))
+    course = [{"entropy": 1.0, **up}, {"entropy": 1.06, **up}, {"entropy": 1.1, **down}]
+    assert not find_policy_alerts(points(*course))
+    near = find_policy_alerts(points(*course, {"entropy": 1.0, **down}, {"entropy": 0.9, **down}))
+    assert "at −0.0900 nats a token and step, the remaining 0.900 nats last 10 steps" in near["entropy_collapse"]
+    doubtful = {"entropy": 0.9, **down, "is_valid": False}
+    assert not find_policy_alerts(points(*course, {"entropy": 1.0, **down}, doubtful))
 
 
 def test_an_entropy_below_0_has_nothing_to_collapse_to() -> None:
@@ -40,9 +51,10 @@ def test_steps_that_are_too_large_and_intervals_that_miss() -> None:
 def test_a_policy_that_starts_almost_uniform_may_lose_half_of_its_entropy() -> None:
     """It must lose entropy to learn anything. At 0.1 nats a step, 1.9 nats would last 19 steps."""
     pace = {"delta": -0.1, "low": -0.11, "high": -0.09}
-    uniform = {"entropy": 2.7, "surprise_sd": 0.13}
+    uniform = {"entropy": 2.7, "surprise_sd": 0.13, **pace}
     assert not find_policy_alerts(points(uniform, {"entropy": 1.9, **pace}))
-    assert "is collapsing" in find_policy_alerts(points({"entropy": 2.7}, {"entropy": 1.9, **pace}))["entropy_collapse"]
+    other = {"entropy": 2.7, **pace}
+    assert "is collapsing" in find_policy_alerts(points(other, {"entropy": 1.9, **pace}))["entropy_collapse"]
     assert "is collapsing" in find_policy_alerts(points(uniform, {"entropy": 1.3, **pace}))["entropy_collapse"]
     assert "has collapsed" in find_policy_alerts(points(uniform, {"entropy": 0.2}))["entropy_collapse"]
 

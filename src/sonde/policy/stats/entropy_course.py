@@ -143,6 +143,13 @@ class Course:
         return self.now.nats + half < COLLAPSED_BELOW * self.start.nats
 
     @property
+    def steps_left(self) -> float | None:
+        """Steps until nothing is left at the pace of the last third, if the entropy is falling; None otherwise."""
+        if self.trend != "falling" or self.is_continuous:
+            return None
+        return self.now.nats / (-self.recent.nats / self.n_recent)
+
+    @property
     def is_continuous(self) -> bool:
         """Whether a level is negative: only continuous distributions have such an entropy, and no 0 to collapse to."""
         return self.start.nats <= 0 or self.now.nats < 0

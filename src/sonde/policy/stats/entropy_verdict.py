@@ -110,7 +110,11 @@ def _recent(course: Course) -> str:
     if recent.half is None or course.n_recent >= course.n_steps:
         return ""
     text = f"Over the last {plural(course.n_recent, 'step')}, it changed by {_amount(recent, 'of its level before')}"
-    return f"{text}." if recent.sign or recent.is_small else f"{text}, so its present direction is not known yet."
+    if not (recent.sign or recent.is_small):
+        return f"{text}, so its present direction is not known yet."
+    left = course.steps_left
+    gone = "" if left is None else f" At this pace, nothing is left in {plural(max(round(left), 1), 'more step')}."
+    return f"{text}.{gone}"
 
 
 def _amount(change: Change, of: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from sonde.policy.stats.steps_kept import StepsKeeper
 from sonde.wording import number, percent, plural
 
 _RUNS_OUT_WITHIN = 20
-"""Optimizer steps. An entropy that reaches 0 within them, at the pace of the last forecast, raises an alert."""
+"""Optimizer steps. An entropy that reaches 0 within them, at the pace of the last forecasts, raises an alert."""
 _LEARNS_ABOVE = 0.5
 """Fraction of the entropy of an almost uniform start above which a fall is how the policy learns, and no alert."""
 _IN_A_ROW = 3
@@ -118,7 +119,7 @@ def remedy_for(first: Point) -> str:
 
 
 def _collapse(course: Course) -> str:
-    first, now = course.kept.points[0], course.kept.points[-1]
+    first = course.kept.points[0]
     start, level = course.start.nats, course.now.nats
     if course.is_continuous:
         return ""
@@ -130,11 +131,24 @@ def _collapse(course: Course) -> str:
         )
     if first.is_near_uniform and level > _LEARNS_ABOVE * start:
         return ""
-    if now.delta is not None and now.high is not None and now.high < 0 and now.is_valid and now.per == "token":
-        most = level + (course.quantile or 0.0) * (course.now.se or 0.0)
-        if 0 < level <= most < _RUNS_OUT_WITHIN * -now.delta:
-            return (
-                f"the policy's entropy is collapsing: at {number(now.delta)} nats a token and step, the remaining "
-                f"{number(level)} nats last {plural(max(round(level / -now.delta), 1), 'step')} more: {remedy}"
-            )
+    pace, high = _mean_forecast(course.kept.points[-_IN_A_ROW:])
+    most = level + (course.quantile or 0.0) * (course.now.se or 0.0)
+    if high < 0.0 < level <= most < _RUNS_OUT_WITHIN * -pace:
+        return (
+            f"the policy's entropy is collapsing: at {number(pace)} nats a token and step, the remaining "
+            f"{number(level)} nats last {plural(max(round(level / -pace), 1), 'step')} more: {remedy}"
+        )
     return ""
+
+
+def _mean_forecast(points: Sequence[Point]) -> tuple[float, float]:
+    """The mean change a step, and the upper end of its interval; 0 if the last forecast is not to be trusted.
+
+    Steps scatter with their batches: one that lowers the entropy much may come before one that raises it again.
+    """
+    known = [(p, p.delta, p.high) for p in points if p.delta is not None and p.high is not None]
+    trusted = [(p, delta, high) for p, delta, high in known if p.is_valid and p.per == "token"]
+    if not trusted or trusted[-1][0] is not points[-1]:
+        return 0.0, 0.0
+    pace = math.fsum(delta for _, delta, _ in trusted) / len(trusted)
+    return pace, pace + math.hypot(*(high - delta for _, delta, high in trusted)) / len(trusted)
