@@ -37,7 +37,13 @@ CHANGE = EntropyChange(-0.2, 0.1, -0.4, 0.0, "", torch.tensor([-0.3, -0.1]), tor
 STEP = dataclasses.replace(CHANGE, delta=-0.21, se=0.11, low=-0.45, high=0.03, v_x=0.0121)
 WHOLE = Support(0.9, 0.0, None)
 FIRST_ORDER = FirstOrder(CHANGE, on_same_prefixes=-0.1, bars_dot=-0.2, derivatives="forward")
-AFTER = AfterStep(FiniteStep(STEP, WHOLE), -0.11, MeasuredChange(-0.22, 0.02, 1.8, 0.9))
+
+
+def finite_step(support: Support) -> FiniteStep:
+    return FiniteStep(STEP, support, torch.zeros(2), 1.0)
+
+
+AFTER = AfterStep(finite_step(WHOLE), -0.11, MeasuredChange(-0.22, 0.02, 1.8, 0.9))
 
 
 def forecast(
@@ -115,9 +121,9 @@ def test_a_change_that_few_responses_carry_is_not_known() -> None:
 
 
 def test_a_step_without_support_is_not_to_be_trusted() -> None:
-    late = dataclasses.replace(AFTER, finite_step=FiniteStep(STEP, Support(0.3, 0.4, 12)))
+    late = dataclasses.replace(AFTER, finite_step=finite_step(Support(0.3, 0.4, 12)))
     assert forecast(after=late).is_valid
-    lost = dataclasses.replace(AFTER, finite_step=FiniteStep(STEP, Support(0.1, 0.6, 12)))
+    lost = dataclasses.replace(AFTER, finite_step=finite_step(Support(0.1, 0.6, 12)))
     result = forecast(after=lost)
     assert result.reason.startswith(f"{TOO_LARGE} for these responses: from token 12 on")
     assert "carry 60\xa0% of the entropy after the step" in result.reason

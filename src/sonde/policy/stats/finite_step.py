@@ -33,15 +33,15 @@ class FiniteStep:
 
     Attributes:
         change: the change, each prompt's share, and its interval.
+        support: how well the responses represent the policy after the step.
         without_each: the change without each prompt, [prompts], for the jackknife.
         degrees_of_freedom: of the standard error, for Student's t.
-        support: how well the responses represent the policy after the step.
     """
 
     change: EntropyChange
+    support: Support
     without_each: Tensor
     degrees_of_freedom: float
-    support: Support
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def change_by_finite_step(
         reason = f"{SE_UNKNOWN}: after the step, one prompt has all the weight: use a smaller step"
     variance = None if se is None else se * se
     change = EntropyChange(delta, se, low, high, reason, found.per_prompt, sharpening, variance)
-    dof = found.degrees_of_freedom
-    return FiniteStep(change, found.without_each, dof, support(new.expand_as(responses.mask), terms(after), responses))
+    carried = support(new.expand_as(responses.mask), terms(after), responses)
+    return FiniteStep(change, carried, found.without_each, found.degrees_of_freedom)
 
 
 def _columns(objective: EntropyObjective, responses: Responses) -> Columns:
