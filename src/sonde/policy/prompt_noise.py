@@ -30,6 +30,7 @@ from sonde.probe import Metric, Partners
 from sonde.stats.intervals import Status
 from sonde.stats.sealed_state import check_identity, parameters_digest, sealed, unsealed
 from sonde.stats.state import check_keys
+from sonde.wording import percent
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +53,8 @@ class PromptNoiseReading:
         grad_sq: running |G|², which may be negative; None before the first window.
         completions_share: the part of tr Σ that more completions to each prompt would reduce. Only more prompts reduce
             the rest. None if no prompt has two completions.
+        completions_share_low: lower end of its 95 % interval; None with fewer than 2 windows.
+        completions_share_high: upper end; None with fewer than 2 windows, or if there is none.
         prompts_per_window: number of prompts in the last window, on all ranks.
         windows: number of windows averaged.
     """
@@ -66,6 +69,27 @@ class PromptNoiseReading:
     completions_share: float | None
     prompts_per_window: int
     windows: int
+    completions_share_low: float | None = None
+    completions_share_high: float | None = None
+
+    @property
+    def cut_by_twice_completions(self) -> float | None:
+        """The part of a window's noise that twice the completions to each prompt would take away; None if unknown.
+
+        Twice the prompts would take away half of it, with as many tokens.
+        """
+        return None if self.completions_share is None else 0.5 * self.completions_share
+
+    @property
+    def advice(self) -> str:
+        """What more completions and more prompts would do to the noise, in plain words; empty if unknown."""
+        cut, low, high = self.cut_by_twice_completions, self.completions_share_low, self.completions_share_high
+        if cut is None or low is None or high is None:
+            return ""
+        return (
+            f"twice the completions to each prompt would cut the noise of a step by {percent(cut)} [{percent(low / 2)} "
+            f"to {percent(high / 2)}], twice the prompts by {percent(0.5)}, both with twice the tokens"
+        )
 
 
 class PromptNoiseProbe:
@@ -104,6 +128,9 @@ class PromptNoiseProbe:
         "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
         "gns_prompts/trace_cov": Metric("gradient² · prompts", "variance of one prompt's gradient, tr Σ"),
         "gns_prompts/completions_share": Metric("fraction", "part of tr Σ that more completions a prompt would reduce"),
+        "gns_prompts/completions_share_low": Metric("fraction", "lower end of the 95 % interval of this part"),
+        "gns_prompts/completions_share_high": Metric("fraction", "upper end of the 95 % interval of this part"),
+        "gns_prompts/cut_by_twice_completions": Metric("fraction", "part of the noise that twice the completions cut"),
         "gns_prompts/prompts_per_window": Metric("prompts", "prompts in a window"),
     }
 
@@ -195,7 +222,7 @@ class PromptNoiseProbe:
     def reading(self) -> PromptNoiseReading:
         """The noise scale so far."""
         noise = self._running.noise
-        interval = noise.interval()
+        interval, share = noise.interval(), self._running.within.interval()
         is_resolved = interval.status == "resolved"
         trace_cov, grad_sq = noise.trace_cov, noise.grad_sq
         return PromptNoiseReading(
@@ -209,6 +236,8 @@ class PromptNoiseProbe:
             completions_share=self._running.completions_share,
             prompts_per_window=self._running.n_prompts,
             windows=noise.windows,
+            completions_share_low=share.low,
+            completions_share_high=None if share.high == math.inf else share.high,
         )
 
     def metrics(self) -> Mapping[str, float | None]:
@@ -223,6 +252,9 @@ class PromptNoiseProbe:
             "gns_prompts/grad_sq": reading.grad_sq,
             "gns_prompts/trace_cov": reading.trace_cov,
             "gns_prompts/completions_share": reading.completions_share,
+            "gns_prompts/completions_share_low": reading.completions_share_low,
+            "gns_prompts/completions_share_high": reading.completions_share_high,
+            "gns_prompts/cut_by_twice_completions": reading.cut_by_twice_completions,
             "gns_prompts/prompts_per_window": float(reading.prompts_per_window),
         }
 

@@ -55,6 +55,10 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
         "entropy/ess_fraction": 0.97 if is_valid else 0.4,
         "entropy/delta_rollouts": truth if has_truth else None,
         "entropy/delta_rollouts_se": 0.02 * abs(delta) if has_truth else None,
+        "entropy/coefficient_now": 0.01,
+        "entropy/coefficient_to_hold": 0.01 + 0.001 * i if is_valid else None,
+        "entropy/coefficient_to_hold_low": 0.008 + 0.001 * i,
+        "entropy/coefficient_to_hold_high": 0.012 + 0.001 * i if is_valid else None,
         "entropy/is_valid": float(is_valid),
         "cost/entropy_seconds": 0.4,
     }
@@ -65,6 +69,8 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
             "gns_prompts/b_simple_low": 6.0 if i > 1 else None,
             "gns_prompts/b_simple_high": 40.0 if is_resolved else None,
             "gns_prompts/completions_share": 0.7,
+            "gns_prompts/completions_share_low": 0.6 if i > 1 else None,
+            "gns_prompts/completions_share_high": 0.8 if i > 1 else None,
             "gns_prompts/prompts_per_window": 8.0,
         }
     parts = [delta * rng.gauss(1, 2) / N_PROMPTS for _ in range(N_PROMPTS)]

@@ -35,7 +35,9 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Can the forecasts be trusted?",
         "Are the evaluation responses the policy's own?",
         "Prompts that change the entropy most",
+        "Which entropy coefficient would hold the entropy?",
         "Noise scale in prompts",
+        "twice the completions to each prompt would have cut the noise of a step by 35 % (95 % interval: 30 % to 40 %)",
         "Reward",
         "How this was measured",
     ]

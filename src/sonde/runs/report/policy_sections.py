@@ -10,6 +10,7 @@ from sonde.runs.reader import Run
 from sonde.runs.report.curve_style import TimeAxis, time_axis
 from sonde.runs.report.curves import value_curve
 from sonde.runs.report.figures import Plot, Table
+from sonde.runs.report.policy_actions import allocation_text, coefficient_curve
 from sonde.runs.report.policy_curves import (
     coverage_curve,
     entropy_curve,
@@ -75,10 +76,21 @@ def policy_sections(run: Run) -> list[Section]:
             "The noise scale in prompts is the number of prompts per step at which the gradient of a step contains as "
             "much noise as signal. The curve is a running average over the measured steps, so it lags while the noise "
             "scale changes. Part of the noise comes from the completions: more completions per prompt would "
-            "reduce this part. Only more prompts reduce the rest.",
+            f"reduce this part. Only more prompts reduce the rest.{allocation_text(policy)}",
             (prompt_noise_curve(policy, axis),),
         ),
     ]
+    if (coefficient := coefficient_curve(policy, axis)) is not None:
+        sections.insert(
+            -1,
+            Section(
+                "Which entropy coefficient would hold the entropy?",
+                "A trainer with an entropy bonus minimises its loss minus this coefficient times the mean entropy of a "
+                "token. With the coefficient of the blue curve, the step would not have changed the entropy. It "
+                "scatters with the batches.",
+                (coefficient,),
+            ),
+        )
     if names := own_value_names(run, policy):
         sections.append(_values_section(policy, names, axis))
     return sections
