@@ -14,7 +14,7 @@ from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_temperature
 from sonde.policy.scoring.training_state import preserve_training_state
-from sonde.policy.stats.policy_entropy import PolicyEntropy, policy_entropy
+from sonde.policy.stats.policy_entropy import QUANTILES, PolicyEntropy, policy_entropy
 from sonde.probe import Metric, Partners
 
 
@@ -40,6 +40,11 @@ class PolicyEntropyProbe:
         "entropy/token_weighted_se": Metric("nats a token", "standard error of this entropy, over prompts"),
         "entropy/token_weighted_surprise_sd": Metric("nats", "scatter of −log π around it; almost 0 if uniform"),
         "entropy/sequence_weighted": Metric("nats a token", "entropy of sampled responses, each weighing the same"),
+        "entropy/response_sd": Metric("nats a token", "scatter of the mean entropy of a response, over responses"),
+        **{
+            f"entropy/response_q{q:02}": Metric("nats a token", f"mean entropy of a response: {q} % have less")
+            for q in QUANTILES
+        },
         "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),
         "entropy/advantage_correlation": Metric("ratio", "correlation of a response's mean entropy with its advantage"),
         "entropy/advantage_correlation_low": Metric("ratio", "lower end of that correlation's 95 % interval"),
@@ -103,6 +108,8 @@ class PolicyEntropyProbe:
             "entropy/token_weighted_se": latest.token_weighted_se,
             "entropy/token_weighted_surprise_sd": latest.surprise_sd,
             "entropy/sequence_weighted": latest.sequence_weighted,
+            "entropy/response_sd": latest.response_sd,
+            **{f"entropy/response_q{q:02}": value for q, value in latest.response_quantiles.items()},
             "entropy/sequence_sum": latest.sequence_sum,
             "entropy/advantage_correlation": correlation.r if correlation else None,
             "entropy/advantage_correlation_low": correlation.low if correlation else None,

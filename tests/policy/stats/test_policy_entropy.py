@@ -20,6 +20,8 @@ def test_token_and_sequence_weighted_averages_by_hand() -> None:
     summary = policy_entropy(S, H, RESPONSES)
     assert summary.token_weighted == pytest.approx((1 + 3 + 0 + 1 + 2 + 5) / 6)
     assert summary.sequence_weighted == pytest.approx((2 + 1 + 5) / 3)
+    assert summary.response_sd == pytest.approx(((0.667**2 + 1.667**2 + 2.333**2) / 2) ** 0.5, rel=1e-3)
+    assert [summary.response_quantiles[q] for q in (5, 25, 50, 75, 95)] == pytest.approx([1.1, 1.5, 2.0, 3.5, 4.7])
     assert summary.sequence_sum == pytest.approx((4 + 3 + 5) / 3)
     assert summary.surprise == pytest.approx((3 + 3 + 4) / 3)
     assert (summary.mean_length, summary.sd_length, summary.longest) == (2.0, 1.0, 3)
@@ -57,6 +59,7 @@ def test_the_standard_errors_are_those_of_prompts_drawn_again() -> None:
 def test_one_prompt_has_no_standard_error_and_prompts_that_agree_have_none_left() -> None:
     alone = Responses(MASK, torch.tensor([7, 7, 7]))
     assert policy_entropy(S, H, alone).token_weighted_se is None
+    assert policy_entropy(S[:1], H[:1], Responses(MASK[:1], torch.tensor([7]))).response_sd is None
     assert entropy_rate_se(H, alone) is None
     assert entropy_rate_se(torch.ones(3, 3), RESPONSES) == 0.0
     # Two prompts: Σ H − R·T is 7 − 2·5 = −3 and 5 − 2·1 = 3, over 6 tokens in all.

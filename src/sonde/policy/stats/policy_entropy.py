@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from sonde.policy.stats.entropy_gradient import Responses, covariance, standard_error
 from sonde.policy.stats.near_uniform import surprise_sd
 from sonde.stats.intervals import student_t_quantile
+
+QUANTILES = (5, 25, 50, 75, 95)
+"""Per cent of responses below a quantile."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class PolicyEntropy:
         token_weighted_se: its standard error over prompts; None with fewer than 2.
         surprise_sd: scatter of −s_k around H_k, in nats; almost 0 for a uniform policy.
         sequence_weighted: mean over responses of each response's mean over its tokens, in nats.
+        response_sd: standard deviation, over responses, of a response's mean over its tokens, in nats; None for one
+            response.
+        response_quantiles: quantiles of the same over responses, in nats, by their percentages in `QUANTILES`.
         sequence_sum: mean over responses of the sum over their tokens, in nats a response.
         surprise: mean over responses of −Σ s. It has the same expectation as `sequence_sum`, and is noisier.
         advantage_correlation: correlation of a response's mean entropy with its advantage; None without advantages.
@@ -56,6 +63,8 @@ class PolicyEntropy:
     token_weighted_se: float | None
     surprise_sd: float
     sequence_weighted: float
+    response_sd: float | None
+    response_quantiles: Mapping[int, float]
     sequence_sum: float
     surprise: float
     advantage_correlation: Correlation | None
@@ -98,6 +107,8 @@ def policy_entropy(
         token_weighted_se=standard_error(departure * responses.n_prompts / length.sum()),
         surprise_sd=surprise_sd(log_prob, entropy, responses),
         sequence_weighted=float(mean_entropy.mean()),
+        response_sd=float(mean_entropy.std()) if len(length) > 1 else None,
+        response_quantiles={q: float(mean_entropy.quantile(q / 100)) for q in QUANTILES},
         sequence_sum=float(h.sum(1).mean()),
         surprise=float(-s.sum(1).mean()),
         advantage_correlation=correlation,
