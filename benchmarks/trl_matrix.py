@@ -207,9 +207,9 @@ def main() -> None:
             "",
             f"GRPOTrainer of TRL, {STEPS} steps of 8 prompts with 8 completions each, adding two digits. Every "
             f"{EVERY}th step from {MEASURED_FROM} on is forecast from 32 fresh prompts, and measured by fresh rollouts "
-            "to 32 prompts before and after it, with common random numbers. An interval holds the change if the two agree "
-            "within the rollouts' own 95 % interval. Weights are compared, bit for bit, with those of a run without "
-            "probes.",
+            "to 32 prompts before and after it, with common random numbers. An interval holds the change if the two "
+            "agree within the rollouts' own 95 % interval. Weights are compared, bit for bit, with those of a run "
+            "without probes.",
             "",
             "| training | same weights | scored in | change, median size, nats a token | intervals that hold | "
             "same sign, for changes above 2 standard errors | largest error, in standard errors | own-policy z |",
