@@ -55,7 +55,7 @@ def test_the_gradient_of_trls_bonus_is_minus_the_coefficient_times_that_of_the_m
         # The seed and the weights are the same, so both learn from the same responses.
         trainer = trainer_of(
             tmp_path / str(coefficient),
-            steps=12,
+            steps=1,
             entropy_coef=coefficient,
             max_grad_norm=0.0,
             learning_rate=0.0,

@@ -16,6 +16,10 @@ _HOLD, _LOW, _HIGH, _NOW = (
     for name in ("coefficient_to_hold", "coefficient_to_hold_low", "coefficient_to_hold_high", "coefficient_now")
 )
 
+_SHARE = tuple(
+    f"gns_prompts/{name}" for name in ("completions_share", "completions_share_low", "completions_share_high")
+)
+
 
 def coefficient_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | None:
     """The entropy coefficient with which the entropy would hold, beside that of the loss; None if not computed."""
@@ -35,7 +39,7 @@ def coefficient_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot
         "x": line.x,
         "y": [h if known else n for h, known, n in zip(hold, is_known, now, strict=True)],
         "window": line.windows,
-        "hold": line.texts(lambda r: _hold_text(r)),
+        "hold": line.texts(_hold_text),
         "now": line.texts(lambda r: number(r.metrics.get(_NOW))),
     }
     add_hover(fig, columns, [("to hold the entropy", "@hold"), ("of the loss", "@now"), STEP])
@@ -55,7 +59,7 @@ def _hold_text(reading: PolicyReading) -> str:
 def allocation_text(readings: Sequence[PolicyReading]) -> str:
     """What twice the completions and twice the prompts would do to the noise, by the last reading; "" if unknown."""
     for reading in reversed(readings):
-        share, low, high = (reading.metrics.get(f"gns_prompts/completions_share{end}") for end in ("", "_low", "_high"))
+        share, low, high = (reading.metrics.get(name) for name in _SHARE)
         if share is not None and low is not None and high is not None:
             return (
                 f" At step {reading.window:,}, twice the completions to each prompt would have cut the noise of a step "
