@@ -160,8 +160,12 @@ def _trainer(line: Line, folder: str) -> Any:
         "scale_rewards": "none", "beta": 0.0, "report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": False,
         "gradient_checkpointing": False, "disable_tqdm": True, "logging_steps": 50,
     }  # fmt: skip
+    model: Any = line.model()
+    if line.options.get("beta"):  # TRL loads the model a second time, as the reference
+        model.save_pretrained(f"{folder}/model")
+        model = f"{folder}/model"
     return GRPOTrainer(
-        model=line.model(),
+        model=model,
         processing_class=task.tokenizer(),
         train_dataset=task.dataset(),
         reward_funcs=task.reward,
