@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -240,3 +241,43 @@ def test_another_optimizer_that_steps_in_the_same_block_is_noticed() -> None:
         rest.step()
     assert "derivatives leave out parameters that moved" in around.forecast.doubt
     assert around.forecast.is_valid, around.forecast.reason  # both steps are measured
+
+
+def detached(model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
+    """Token statistics whose entropy passes through numpy."""
+    s, h = STATISTICS(model, rollouts)
+    return s, torch.from_numpy(h.detach().numpy())
+
+
+def test_scores_without_a_graph_have_a_finite_step_and_central_differences() -> None:
+    scene = Scene()
+    forecast = scene.probe(token_statistics=detached, first_order=True).forecast(scene.E)
+    assert forecast.delta == scene.probe().forecast(scene.E).delta
+    assert forecast.derivatives == "central"
+    assert "scores that no gradient can be taken of" in forecast.why_derivatives
+    expected = scene.probe(first_order=True, derivatives="central").forecast(scene.E)
+    assert forecast.first_order == expected.first_order
+
+
+@pytest.mark.parametrize(
+    ("options", "causes"),
+    [
+        ({"coefficient_to_hold": True}, False),
+        ({"first_order": True, "derivatives": "backward"}, False),
+        ({"update": "gradient"}, False),
+        ({}, True),
+    ],
+)
+def test_scores_without_a_graph_are_refused_where_gradients_are_needed(options: dict[str, Any], causes: bool) -> None:
+    scene = Scene()
+    with pytest.raises(ValueError, match=r"no gradient can be taken of: compute both in torch, without detach\(\)"):
+        scene.probe(token_statistics=detached, **options).forecast(scene.E, scene.U, causes=causes)
+
+
+def test_responses_of_another_policy_have_no_coefficient() -> None:
+    scene = Scene()
+    with torch.no_grad():
+        s, _ = STATISTICS(scene.model, scene.E)
+    stale = dataclasses.replace(scene.E, log_prob=s)
+    with pytest.raises(ValueError, match="leave first_order, causes, coefficient_to_hold and"):
+        scene.probe(coefficient_to_hold=True).forecast(stale)

@@ -414,7 +414,10 @@ class EntropyChangeProbe:
             self._statistics,
             self._group,
             is_strict=self._options.strict,
-            has_derivatives=causes or self._options.first_order or self._options.update == "gradient",
+            has_derivatives=causes
+            or self._options.first_order
+            or self._options.coefficient_to_hold
+            or self._options.update == "gradient",
         )
 
     def _bonus_in_loss(self, coefficient: float | None, applied_scale: float | Tensor) -> tuple[float, float]:

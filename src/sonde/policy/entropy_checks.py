@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.call_site import stack_level
+from sonde.parallel.placements import is_fsdp1
 from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.scoring.checkpointing import can_checkpoint
@@ -19,7 +20,9 @@ from sonde.policy.scoring.token_statistics import check_temperature
 
 
 def check_model(model: nn.Module, parameters: Sequence[Tensor], *, has_checkpoints: bool) -> None:
-    """Refuse a model without trainable parameters, or one whose checkpointing cannot be turned on."""
+    """Refuse a model without trainable parameters, of FSDP's first version, or without the checkpointing wanted."""
+    if any(is_fsdp1(type(m)) for m in model.modules()):
+        raise ValueError("FSDP's first version does not tell how it cuts parameters: use fully_shard (FSDP2)")
     if not parameters:
         raise ValueError(
             f"the model ({type(model).__name__}) has no trainable parameters, so no update changes it: set "
@@ -82,7 +85,8 @@ def check_responses(
         if evaluation.log_prob is not None and has_derivatives:
             raise ValueError(
                 "the evaluation responses have log_prob=, the sampler's own log-probabilities, which weigh them after "
-                "a finite step, but not derivatives: leave first_order, causes and update='gradient' out, or sample "
+                "a finite step, but not derivatives: leave first_order, causes, coefficient_to_hold and "
+                "update='gradient' out, or sample "
                 "the responses from the policy as it is and leave log_prob= out"
             )
         if update is not None and update.advantage is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ _LOST_AT_MOST = 0.1
 _TOO_FAR = 0.3
 """Nats, root mean square. Outputs that move by more are too far apart for a derivative."""
 
+_DETACHED = "the token statistics return scores that no gradient can be taken of"
 LOST_IN_ROUNDING = (
     "not to be trusted: derivatives are lost in rounding, or the model has none. Scores change the same way whether "
     "parameters move up or down, or by far too much, or are not finite, or parameters are too large to move by so "
@@ -143,6 +144,7 @@ def dots_with_gradients(
     copies = {p: p.detach().requires_grad_() for p in direction}
     with _replaced(model, copies):
         outputs = function()
+    check_has_graph(outputs)
     found = []
     for k, each in enumerate(weights):
         total = torch.stack([(w.to(out) * out).sum() for w, out in zip(each, outputs, strict=True)]).sum()
@@ -169,11 +171,21 @@ def _forward(
         duals = {p: forward_ad.make_dual(p.detach(), step.to(p.dtype)) for p, step in direction.items()}
         with _replaced(model, duals):
             for batch in batches:
-                unpacked = [forward_ad.unpack_dual(out) for out in function(batch)]
+                tangents = [forward_ad.unpack_dual(out).tangent for out in function(batch)]
+                if any(tangent is None for tangent in tangents):  # all outputs depend on parameters
+                    raise NotImplementedError(f"no forward mode: {_DETACHED}")
                 # Clone: tangents are freed when the dual level ends.
-                tangents = [torch.zeros_like(u.primal) if u.tangent is None else u.tangent.clone() for u in unpacked]
-                derivatives.append(tuple(tangents))
+                derivatives.append(tuple(tangent.clone() for tangent in tangents if tangent is not None))
     return derivatives
+
+
+def check_has_graph(outputs: Iterable[Tensor]) -> None:
+    """Refuse outputs that no gradient can be taken of: it would be 0 without notice."""
+    if not all(out.requires_grad for out in outputs):
+        raise ValueError(
+            f"{_DETACHED}: compute both in torch, without detach() and no_grad(), or leave out what needs gradients "
+            "(causes, coefficient_to_hold, update='gradient', derivatives='backward')"
+        )
 
 
 @contextlib.contextmanager

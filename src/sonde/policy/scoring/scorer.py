@@ -21,6 +21,7 @@ from sonde.policy.scoring.directional_derivatives import (
     Derive,
     Mode,
     TooFewBits,
+    check_has_graph,
     derivatives_along,
     dots_with_gradients,
 )
@@ -280,6 +281,7 @@ class Scorer:
         def weighted(batch: tuple[Tensor, float]) -> Tensor:
             chosen, factor = batch
             s, h = self._outputs(rollouts.rows(chosen))
+            check_has_graph([s] if on_entropy is None else [s, h])
             total = (factor * on_log_prob[chosen].to(s) * s).sum()
             return total if on_entropy is None else total + (factor * on_entropy[chosen].to(h) * h).sum()
 
