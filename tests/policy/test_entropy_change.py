@@ -175,3 +175,14 @@ def test_an_optimizer_may_hold_parameters_of_other_models() -> None:
     assert forecast.delta == alone.delta
     assert forecast.causes is not None
     assert forecast.causes.explained == pytest.approx(1.0, rel=2e-2)
+
+
+def test_a_step_of_no_optimizer_of_torch_is_measured() -> None:
+    scene = Scene()
+    probe = EntropyChangeProbe(scene.model, None)
+    with probe.around_step(scene.E) as around:
+        scene.optimizer.step()
+    other = Scene()
+    assert around.forecast.delta == pytest.approx(other.probe().forecast(other.E).delta, rel=1e-3)
+    with pytest.raises(ValueError, match="use around_step"):
+        probe.forecast(scene.E)

@@ -70,7 +70,8 @@ class EntropyChangeProbe:
 
     Args:
         model: the policy: plain, compiled, in DDP or FSDP2.
-        optimizer: its optimizer. The steps of torch's SGD, Adam and AdamW are forecast; `around_step` measures others.
+        optimizer: its optimizer. The steps of torch's SGD, Adam and AdamW are forecast; `around_step` measures others,
+            also with None in the place of one that is none of torch's.
         options: how to measure.
         token_statistics: scores responses; by default `CausalLMStatistics`, for a causal language model of
             transformers.
