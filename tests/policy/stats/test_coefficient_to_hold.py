@@ -96,7 +96,7 @@ def test_the_bonus_s_effect_is_not_too_large() -> None:
 
 
 def test_the_effect_s_standard_error_is_its_scatter() -> None:
-    """Without the scatter of the bonus's own gradient, it would be 0.6 of it."""
+    """Without the scatter of the bonus's own gradient, it would be 0.54 of it."""
     slopes = torch.tensor([f.change_per_unit for f in found(64, 0.3)], dtype=torch.float64)
     errors = torch.tensor([f.change_per_unit_se for f in found(64, 0.3)], dtype=torch.float64)
     assert float(errors.square().mean().sqrt() / slopes.std()) == pytest.approx(1.0, abs=0.2)
