@@ -29,7 +29,7 @@ class Gradients(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.probes: Any = None
-        self.gradient = self.of_entropy = torch.zeros(0)
+        self.gradient = self.entropy_gradient = torch.zeros(0)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
@@ -40,7 +40,7 @@ class Gradients(TrainerCallback):  # type: ignore[misc]
             share = own.on_entropy / update.responses().n_prompts
             scorer = Scorer(model, CausalLMStatistics(), 8, None)
             with preserve_training_state(model):
-                self.of_entropy = flat(scorer.gradient(update, torch.zeros_like(share), share))
+                self.entropy_gradient = flat(scorer.gradient(update, torch.zeros_like(share), share))
 
 
 def flat(vectors: dict[Tensor, Tensor | None]) -> Tensor:
@@ -67,9 +67,9 @@ def test_the_gradient_of_trls_bonus_is_minus_the_coefficient_times_that_of_the_m
         trainer.train()
         found.append(watching)
     plain, with_bonus = found
-    assert torch.equal(plain.of_entropy, with_bonus.of_entropy)
-    of_bonus = with_bonus.gradient - plain.gradient
-    assert float((of_bonus + 0.5 * plain.of_entropy).norm() / (0.5 * plain.of_entropy).norm()) < 1e-3
+    assert torch.equal(plain.entropy_gradient, with_bonus.entropy_gradient)
+    bonus_gradient = with_bonus.gradient - plain.gradient
+    assert float((bonus_gradient + 0.5 * plain.entropy_gradient).norm() / (0.5 * plain.entropy_gradient).norm()) < 1e-3
 
 
 class Noting(TrainerCallback):  # type: ignore[misc]

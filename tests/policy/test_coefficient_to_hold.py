@@ -152,3 +152,27 @@ def test_an_optimizer_without_a_forecast_is_refused_at_once() -> None:
     scene.optimizer = optimizer_of(scene.model, "rmsprop")
     with pytest.raises(ValueError, match="answer to a bonus: sonde cannot forecast the step of RMSprop"):
         scene.probe(coefficient_to_hold=True)
+
+
+def test_a_step_that_changes_nothing_needs_no_coefficient() -> None:
+    """A window whose rewards are all equal has no gradient."""
+    scene = Scene("sgd")
+    scene.E = drawn(scene.model, 0, 200, seed=1)
+    for p in scene.model.parameters():
+        p.grad.zero_()  # type: ignore[union-attr]
+    forecast = scene.probe(coefficient_to_hold=True, entropy_coefficient=0.02).forecast(scene.E)
+    assert forecast.delta == 0.0
+    assert forecast.coefficient_to_hold.value == 0.02
+
+
+def test_gradients_that_are_not_finite_have_no_coefficient() -> None:
+    scene = Scene()
+    next(scene.model.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
+    forecast = scene.probe(coefficient_to_hold=True).forecast(scene.E)
+    assert (forecast.delta, forecast.coefficient_to_hold, forecast.reason) == (None, None, "the step is not finite")
+    with scene.probe(coefficient_to_hold=True).around_step(scene.E) as around:
+        scene.optimizer.step()
+    assert around.forecast.coefficient_to_hold is None
+    assert not around.forecast.is_valid
+    with scene.probe().around_step(scene.E, applied_scale=torch.tensor(torch.nan)) as around:
+        pass

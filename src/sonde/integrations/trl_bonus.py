@@ -23,11 +23,15 @@ def entropy_coefficient(trainer: Any) -> float:
 def clip_coefficient(norm: float | Tensor, max_norm: float) -> float | Tensor:
     """The factor by which torch clips gradients of this norm; no host synchronisation.
 
+    It is 1 for a norm that is not finite: the step is not finite either, and says so itself.
+
     Example:
-        >>> round(clip_coefficient(2.0, 1.0), 3), clip_coefficient(0.5, 1.0)
-        (0.5, 1.0)
+        >>> round(clip_coefficient(2.0, 1.0), 3), clip_coefficient(0.5, 1.0), clip_coefficient(math.nan, 1.0)
+        (0.5, 1.0, 1.0)
     """
     if math.isinf(max_norm):
         return 1.0
     factor = max_norm / (norm + 1e-6)
-    return factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(factor, 1.0)
+    if isinstance(factor, Tensor):
+        return factor.where(factor > 0.0, 1.0).clamp(max=1.0)
+    return min(factor, 1.0) if factor > 0.0 else 1.0

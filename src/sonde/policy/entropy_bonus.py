@@ -77,17 +77,19 @@ class EntropyBonus:
                 forecast_step(optimizer, of=parameters, gradient_scale=gradient_scale, part="sustained", along=uphill)
             )
 
-        self._of_bonus: list[Direction] = []
-        self._of_entropy: list[Direction] = []
+        self._bonus_steps: list[Direction] = []
+        self._entropy_steps: list[Direction] = []
         self._slope = 0.0
         if not self._halves:
             return
         with cost.phase("coefficient"):
-            uphill = [gradients.put_away(gradients.of_token_entropy(half)) for half in self._halves]
-            self._of_bonus.extend(answer(gradient) for gradient in uphill)
+            uphill = [gradients.put_away(gradients.token_entropy_gradient(half)) for half in self._halves]
+            self._bonus_steps.extend(answer(gradient) for gradient in uphill)
             self._slope = self._cross(uphill) or self._cross(uphill, is_own=True)
             del uphill
-            self._of_entropy.extend(answer(gradients.put_away(gradients.of_entropy(half))) for half in self._halves)
+            self._entropy_steps.extend(
+                answer(gradients.put_away(gradients.entropy_gradient(half))) for half in self._halves
+            )
 
     def coefficient(self, now: Scored, step: FiniteStep, *, level: float) -> CoefficientToHold:
         """The coefficient that would hold the entropy. Parameters hold θ⁺.
@@ -109,13 +111,13 @@ class EntropyBonus:
 
     def _cross(self, gradients: Sequence[Direction], *, is_own: bool = False) -> float:
         """∇H̄·D, each half along the D of the other, if that is positive; or along its own, which is larger."""
-        others = self._of_bonus if is_own else self._of_bonus[::-1]
+        others = self._bonus_steps if is_own else self._bonus_steps[::-1]
         return max(sum(dot(g, d) for g, d in zip(gradients, others, strict=True)) / len(gradients), 0.0)
 
     def _trial(self, now: Scored, size: float, level: float) -> Trial:
         base, responses = self._base, self._base.responses
         options = self._gradients.options
-        along_bonus = [self._scored_along(d, size) for d in self._of_bonus]
+        along_bonus = [self._scored_along(d, size) for d in self._bonus_steps]
         log_prob, entropy = now.log_prob.clone(), now.entropy.clone()
         for half, scored in zip(self._halves, reversed(along_bonus), strict=True):
             log_prob[half], entropy[half] = scored.log_prob[half], scored.entropy[half]
@@ -133,11 +135,11 @@ class EntropyBonus:
             level=level,
         )
         # A step along η P∇R as long as the trial's.
-        lengths = [math.sqrt(sum(dot(d, d) for d in of)) for of in (self._of_bonus, self._of_entropy)]
+        lengths = [math.sqrt(sum(dot(d, d) for d in steps)) for steps in (self._bonus_steps, self._entropy_steps)]
         if not lengths[1]:
             return Trial(size, change, shift)
         reach = abs(size) * lengths[0] / lengths[1]
-        along_entropy = [self._scored_along(d, reach) for d in reversed(self._of_entropy)]
+        along_entropy = [self._scored_along(d, reach) for d in reversed(self._entropy_steps)]
         if not all(scored.is_finite for scored in along_entropy):
             return Trial(size, None, shift)
         slopes = [(scored.entropy - now.entropy) / reach for scored in along_entropy]

@@ -427,7 +427,7 @@ class EntropyChangeProbe:
         applied = float(applied_scale)
         if not math.isfinite(present):
             raise ValueError(f"entropy_coefficient must be finite, got {present!r}")
-        if not 0.0 < applied < math.inf:
+        if self._options.coefficient_to_hold and not 0.0 < applied < math.inf:
             raise ValueError(f"applied_scale must be positive and finite, got {applied!r}")
         return present, applied
 

@@ -35,16 +35,14 @@ class EntropyGradients:
         """Those of X_n, the evaluation prompts' gradients of the entropy."""
         return self.objective.coefficients(self._base.log_prob, self._base.entropy, self._base.responses)
 
-    def of_entropy(self, half: Tensor | None = None) -> Direction:
+    def entropy_gradient(self, half: Tensor | None = None) -> Direction:
         """X̄ over all prompts; or over a half of them, given as a mask of all ranks' responses."""
         return self._mean(self.coefficients, half)
 
-    def of_token_entropy(self, half: Tensor | None = None) -> Direction:
-        """∇H̄, of the mean entropy of a sampled token on given prefixes, as a trainer's entropy bonus has it."""
+    def token_entropy_gradient(self, half: Tensor) -> Direction:
+        """∇H̄ over a half of the prompts: of the mean entropy of a sampled token on given prefixes, as in a bonus."""
         responses = self._base.responses
         mean = on_same_prefixes_coefficients(responses)
-        if half is None:
-            return self._mean(mean, None)
         # The tokens of a half are another number for each prompt than the tokens of all.
         tokens = responses.length * responses.share
         factor = float(tokens.mean() / responses.share.mean() / (tokens[half].sum() / responses.share[half].sum()))

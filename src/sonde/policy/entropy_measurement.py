@@ -107,14 +107,16 @@ class EntropyMeasurement:
         on_update = self._credit(learned) * learned.responses.share[:, None]
         with self._cost.phase("gradients"):
             # X̄₁ and X̄₂, the means of X over halves of the evaluation prompts; then Ȳ.
-            halves = [(half, self._gradients.put_away(self._gradients.of_entropy(half))) for half in responses.halves()]
+            halves = [
+                (half, self._gradients.put_away(self._gradients.entropy_gradient(half))) for half in responses.halves()
+            ]
             y, precondition = self._update_gradient(update, learned, on_update, optimizer)
         with self._cost.phase("derivatives"):
             # X_n·Ȳ is the derivative of prompt n's terms along Ȳ; Y_p·X̄₁ is that of prompt p's terms along P X̄₁.
             along_y = self._derivatives(base, y)
-            of_x = self._gradients.coefficients
+            coefficients = self._gradients.coefficients
             x_along_y, sharpening, on_same_prefixes = along_y.along(
-                [of_x, of_x.entropy_alone(), on_same_prefixes_coefficients(responses)]
+                [coefficients, coefficients.entropy_alone(), on_same_prefixes_coefficients(responses)]
             )
             y_along_halves, doubts = [], [along_y.doubt]
             rewarded, penalised = (torch.zeros(n_update, dtype=torch.float64) for _ in range(2))
@@ -134,7 +136,7 @@ class EntropyMeasurement:
             rewarded + penalised,
             step_size,
             y_along_halves=(y_along_halves[0], y_along_halves[-1]),
-            sharpening=sharpening if bool(of_x.on_entropy.any()) else None,
+            sharpening=sharpening if bool(coefficients.on_entropy.any()) else None,
             level=self._options.level,
         )
         prompts = causes_by_prompt(rewarded, penalised, learned.responses, step_size / n_update)
@@ -323,7 +325,7 @@ class EntropyMeasurement:
             return (), along_batch.doubt
         # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = D·g/scale, where D is the step that the
         # optimizer would take with X̄ in the gradient's place.
-        x = self._gradients.of_entropy()
+        x = self._gradients.entropy_gradient()
         to_entropy = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part="batch", along=x)
         del x
         d = self._derivatives(learned, to_entropy)

@@ -50,14 +50,16 @@ def forecast(n_prompts: int, generator: torch.Generator, step: Tensor = STEP) ->
 
     before, now = Scores(S[prompts, picked], H[prompts, picked]), at(THETA + step)
     c = PER_TOKEN.coefficients(before.log_prob, before.entropy, responses)
-    of_x = c.on_entropy[..., None] * J.entropy[prompts, picked] + c.on_log_prob[..., None] * J.log_prob[prompts, picked]
+    x_terms = (
+        c.on_entropy[..., None] * J.entropy[prompts, picked] + c.on_log_prob[..., None] * J.log_prob[prompts, picked]
+    )
     halves = responses.halves()
     bonus, entropy = [], []
     for half in halves:
         share = responses.share[half]
-        of_tokens = (share[:, None] * J.entropy[prompts, picked][half].sum(1)).sum(0)
-        bonus.append(of_tokens / (share * responses.length[half]).sum())
-        entropy.append(of_x[half].sum((0, 1)) / share.sum())
+        token_sum = (share[:, None] * J.entropy[prompts, picked][half].sum(1)).sum(0)
+        bonus.append(token_sum / (share * responses.length[half]).sum())
+        entropy.append(x_terms[half].sum((0, 1)) / share.sum())
     change = functools.partial(change_by_finite_step, before, responses=responses, objective=PER_TOKEN)
     found = change(now)
     assert found.change.delta is not None

@@ -31,6 +31,8 @@ FEWEST_PROMPTS = 4
 """Evaluation prompts: two in each half."""
 TOO_FEW = f"the entropy coefficient needs at least {FEWEST_PROMPTS} evaluation prompts, two in each half"
 NO_SLOPE = "a bonus does not move the entropy: its gradient is 0, as that of a uniform policy or of a certain one"
+_LEAST_TRIAL = 1e-5
+"""Nats. A step may change nothing, as that of a window whose rewards are all equal; a trial must change something."""
 _NO_TRIAL = "the trial with a bonus gives scores that are not finite"
 _NO_SUPPORT = "with a bonus, the evaluation responses do not represent the policy after the step: use a smaller step"
 _LOWERS = "a bonus at the present prefixes lowers the entropy, since it makes prefixes of low entropy more likely"
@@ -122,7 +124,7 @@ def trial_size(delta: float, se: float | None, slope: float) -> float:
         se: its standard error.
         slope: an estimate of S; not 0.
     """
-    wanted = max(abs(delta), 2.0 * (se or 0.0))
+    wanted = max(abs(delta), 2.0 * (se or 0.0), _LEAST_TRIAL)
     return math.copysign(wanted / abs(slope), -delta)
 
 
