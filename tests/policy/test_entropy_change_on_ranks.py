@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.parallel.wrappers import n_collectives
@@ -205,3 +205,18 @@ def bad_on_one_rank() -> str:
 def test_bad_input_on_one_rank_is_refused_on_all(ranks2: Ranks) -> None:
     for message in ranks2(bad_on_one_rank):
         assert "sampled with top_p < 1 or the like" in message
+
+
+def refused_first_fsdp() -> str:
+    model = FullyShardedDataParallel(policy(), device_id=torch.device("cpu"), use_orig_params=True)
+    try:
+        EntropyChangeProbe(model, None, process_group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_fsdps_first_version_is_refused_whatever_the_group(ranks2: Ranks) -> None:
+    for message in ranks2(refused_first_fsdp):
+        assert message == "FSDP's first version does not tell how it cuts parameters: use fully_shard (FSDP2)"

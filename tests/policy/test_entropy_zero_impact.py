@@ -74,6 +74,7 @@ def test_nothing_changes_wherever_it_fails(update: str, derivatives: str) -> Non
     """
     scene = Scene()
     options: dict[str, Any] = {"update": update, "derivatives": derivatives, "micro_batch_prompts": 12}
+    options["coefficient_to_hold"] = update == "step"
     before = held(scene)
     n_failures = 0
     while True:
