@@ -312,7 +312,7 @@ def runs(page: Page) -> None:
             with names["probe"].piece(units=4):
                 model(torch.randn(4, 5)).square().mean().backward()
         names["probe"].step()
-        names["policy_log"].measured(step, {"entropy/per_token": 1.0})
+        names["policy_log"].measured(step, {"entropy/evaluation_per_token": 1.0})
         names["optimizer"].step()
         names["optimizer"].zero_grad()
     with warnings.catch_warnings():

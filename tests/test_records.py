@@ -43,18 +43,18 @@ def test_probes_with_other_units_write_one_log(tmp_path: Path) -> None:
     noise = sonde.attach(model, unit="sequences", log=log, verbose=False)
     policy = sonde.PolicyLog(log, setup={"wrapper": "a loop"})
     windows_of_rows(noise, model, 4)
-    policy.measured(1, {"entropy/per_token": 2.0})
+    policy.measured(1, {"entropy/evaluation_per_token": 2.0})
     policy.end("sampling ended")
     assert sonde.read_run(tmp_path).ended is None  # the other probe goes on
     windows_of_rows(noise, model, 2)
     noise.close("training ended")
     run = sonde.read_run(tmp_path)
     assert [r.window for r in run.readings] == [2, 4, 6]
-    assert [r.metrics["entropy/per_token"] for r in run.policy] == [2.0]
+    assert [r.metrics["entropy/evaluation_per_token"] for r in run.policy] == [2.0]
     assert (run.header.probe("reading").unit, run.header.probe("policy").unit) == ("sequences", "prompts")
     assert run.header.probe("policy").setup == {"wrapper": "a loop"}
     assert run.header.metrics["gns/trace_cov"]["unit"] == "gradient² · sequences"
-    assert run.header.metrics["entropy/per_token"]["unit"] == "nats a token"
+    assert run.header.metrics["entropy/evaluation_per_token"]["unit"] == "nats a token"
     assert (run.name, run.ended, len(run.headers)) == ("both", "training ended", 1)
     page = sonde.write_report(tmp_path).read_text()
     assert "Noise scale and batch size" in page
@@ -329,11 +329,11 @@ def test_a_restart_without_one_of_the_probes_keeps_its_setup(tmp_path: Path) -> 
     log.measure(DeadUnits(), 2)
     noise.close()
     policy = sonde.PolicyLog(sonde.RunLog(sonde.JsonlSink(tmp_path)))
-    policy.measured(3, {"entropy/per_token": 2.0})
+    policy.measured(3, {"entropy/evaluation_per_token": 2.0})
     policy.end("done")
     run = sonde.read_run(tmp_path)
     assert (run.probe("reading").unit, run.probe("policy").unit) == ("sequences", "prompts")
-    assert {"gns/b_simple", "entropy/per_token", "layer/dead_units"} <= run.metrics.keys()
+    assert {"gns/b_simple", "entropy/evaluation_per_token", "layer/dead_units"} <= run.metrics.keys()
     assert [section.title for section in run.sections] == ["Dead units"]
     page = sonde.write_report(tmp_path).read_text()
     assert "batch of 8 sequences" in page

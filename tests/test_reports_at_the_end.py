@@ -27,7 +27,7 @@ def test_two_logs_both_end(tmp_path: Path) -> None:
 
 OTHER = """
 other = sonde.PolicyLog(sonde.RunLog(sonde.JsonlSink(sys.argv[1] + "/other")))
-other.measured(1, {"entropy/per_token": 2.0})
+other.measured(1, {"entropy/evaluation_per_token": 2.0})
 folders = [sys.argv[1], sys.argv[1] + "/other"]
 def have(text):
     print([text in open(f"{folder}/records.jsonl").read() for folder in folders], flush=True)

@@ -40,7 +40,7 @@ def test_twelve_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) ->
     assert torch.equal(weights(plain), weights(watched))
     assert [step for step, _ in probes.forecasts] == [1, 6, 11]
     logged = {name for entry in watched.state.log_history for name in entry}
-    assert {"entropy/delta_forecast", "entropy/delta_importance", "entropy/token_weighted"} <= logged
+    assert {"entropy/delta_forecast", "entropy/delta_importance", "entropy/update_token_weighted"} <= logged
     assert {"gns_prompts/trace_cov", "gns_prompts/completions_share"} <= logged
     for _, forecast in probes.forecasts:
         assert forecast.n_evaluation == 16

@@ -78,11 +78,16 @@ def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
     log = PolicyLog(RunLog(JsonlSink(tmp_path)))
     entropy: Any = torch.tensor(2.0)
     steps: list[Any] = [np.int64(3), torch.tensor(4)]
-    log.measured(steps[0], {"reward": np.float32(0.5), "entropy/per_token": entropy, "n": np.int64(3), "x": np.nan})
+    log.measured(
+        steps[0], {"reward": np.float32(0.5), "entropy/evaluation_per_token": entropy, "n": np.int64(3), "x": np.nan}
+    )
     log.measured(steps[1], {"reward": entropy.reshape(1, 1)})
     log.end("done")
     first, second = read_run(tmp_path).policy
-    assert (first.window, first.metrics) == (3, {"reward": 0.5, "entropy/per_token": 2.0, "n": 3.0, "x": None})
+    assert (first.window, first.metrics) == (
+        3,
+        {"reward": 0.5, "entropy/evaluation_per_token": 2.0, "n": 3.0, "x": None},
+    )
     assert (second.window, second.metrics, log.points[0].step) == (4, {"reward": 2.0}, 3)
 
 
@@ -191,7 +196,7 @@ def test_a_collapse_is_found_without_forecasts() -> None:
     """`PolicyEntropyProbe` alone measures the entropy too."""
     log = PolicyLog(RunLog())
     for step, entropy in enumerate((2.0, None, 0.1), start=1):
-        log.measured(step, {"entropy/token_weighted": entropy, "gns_prompts/prompts_per_window": 8.0})
+        log.measured(step, {"entropy/update_token_weighted": entropy, "gns_prompts/prompts_per_window": 8.0})
     assert [point.step for point in log.points] == [1, 3]
     assert (
         "has collapsed to 0.100 nats a token, 5\N{NO-BREAK SPACE}% of its level at step 1"

@@ -62,8 +62,8 @@ def test_an_alert_names_the_likely_cause_after_a_few_forecasts(how: str, cause: 
     points = []
     for seed in range(6):
         test = judged(how, seed, model)
-        metrics = {"entropy/own_policy_z": test.z, "entropy/own_policy_departure": test.departure}
-        points.append(forecast_point(seed, {"entropy/per_token": 1.5, **metrics}))
+        metrics = {"entropy/evaluation_own_policy_z": test.z, "entropy/evaluation_own_policy_departure": test.departure}
+        points.append(forecast_point(seed, {"entropy/evaluation_per_token": 1.5, **metrics}))
     alerts = find_policy_alerts(points)
     assert ("not_own_policy" in alerts) == bool(cause), alerts
     assert cause in alerts.get("not_own_policy", "")

@@ -31,8 +31,8 @@ def test_entropy_is_that_of_the_policys_own_distributions() -> None:
     assert correlation is not None
     assert -1 < correlation.low < correlation.r < correlation.high < 1  # type: ignore[operator]
     metrics = probe.metrics()
-    assert metrics["entropy/token_weighted"] == measured.token_weighted
-    assert metrics["length/mean"] == pytest.approx(float(rollouts.mask.sum(1).float().mean()))
+    assert metrics["entropy/update_token_weighted"] == measured.token_weighted
+    assert metrics["length/update_mean"] == pytest.approx(float(rollouts.mask.sum(1).float().mean()))
     assert model.training
 
 
@@ -66,7 +66,7 @@ def test_without_advantages_there_is_no_correlation() -> None:
     rollouts = drawn(model, 0, 4, seed=1)
     probe = PolicyEntropyProbe(model)
     probe.measure(type(rollouts)(rollouts.inputs, rollouts.mask, rollouts.prompt))
-    assert probe.metrics()["entropy/advantage_correlation"] is None
+    assert probe.metrics()["entropy/update_advantage_correlation"] is None
     assert not any(isinstance(v, float) and math.isnan(v) for v in probe.metrics().values())
 
 

@@ -89,11 +89,15 @@ class EntropyChangeProbe:
     """
 
     METRICS: ClassVar[Mapping[str, Metric]] = {
-        "entropy/per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
-        "entropy/per_token_se": Metric("nats a token", "standard error of this entropy, over prompts"),
-        "entropy/surprise_sd": Metric("nats", "scatter of −log π around the entropy; almost 0 for a uniform policy"),
-        "entropy/own_policy_z": Metric("standard errors", "−log π above the entropy; −2 to 2 for the policy's own"),
-        "entropy/own_policy_departure": Metric("fraction", "−log π above the entropy, over the entropy"),
+        "entropy/evaluation_per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
+        "entropy/evaluation_per_token_se": Metric("nats a token", "standard error of this entropy, over prompts"),
+        "entropy/evaluation_surprise_sd": Metric(
+            "nats", "scatter of −log π around the entropy; almost 0 for a uniform policy"
+        ),
+        "entropy/evaluation_own_policy_z": Metric(
+            "standard errors", "−log π above the entropy; −2 to 2 for the policy's own"
+        ),
+        "entropy/evaluation_own_policy_departure": Metric("fraction", "−log π above the entropy, over the entropy"),
         "entropy/delta_forecast": Metric("nats", "change of entropy by the step"),
         "entropy/delta_se": Metric("nats", "standard error of this change"),
         "entropy/delta_low": Metric("nats", "lower end of the change's 95 % interval"),

@@ -36,24 +36,32 @@ class PolicyEntropyProbe:
     """
 
     METRICS: ClassVar[Mapping[str, Metric]] = {
-        "entropy/token_weighted": Metric("nats a token", "entropy of sampled responses, each token weighing the same"),
-        "entropy/token_weighted_se": Metric("nats a token", "standard error of this entropy, over prompts"),
-        "entropy/token_weighted_surprise_sd": Metric("nats", "scatter of −log π around it; almost 0 if uniform"),
-        "entropy/sequence_weighted": Metric("nats a token", "entropy of sampled responses, each weighing the same"),
-        "entropy/response_sd": Metric("nats a token", "scatter of the mean entropy of a response, over responses"),
+        "entropy/update_token_weighted": Metric(
+            "nats a token", "entropy of sampled responses, each token weighing the same"
+        ),
+        "entropy/update_token_weighted_se": Metric("nats a token", "standard error of this entropy, over prompts"),
+        "entropy/update_token_weighted_surprise_sd": Metric("nats", "scatter of −log π around it; almost 0 if uniform"),
+        "entropy/update_sequence_weighted": Metric(
+            "nats a token", "entropy of sampled responses, each weighing the same"
+        ),
+        "entropy/update_response_sd": Metric(
+            "nats a token", "scatter of the mean entropy of a response, over responses"
+        ),
         **{
-            f"entropy/response_q{q:02}": Metric("nats a token", f"mean entropy of a response: {q} % have less")
+            f"entropy/update_response_q{q:02}": Metric("nats a token", f"mean entropy of a response: {q} % have less")
             for q in QUANTILES
         },
-        "entropy/sequence_sum": Metric("nats a response", "entropy of a whole response"),
-        "entropy/advantage_correlation": Metric("ratio", "correlation of a response's mean entropy with its advantage"),
-        "entropy/advantage_correlation_low": Metric("ratio", "lower end of that correlation's 95 % interval"),
-        "entropy/advantage_correlation_high": Metric("ratio", "upper end of that correlation's 95 % interval"),
-        "entropy/cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),
-        "length/mean": Metric("tokens", "mean length of a response"),
-        "length/sd": Metric("tokens", "standard deviation of the length over responses"),
-        "length/longest": Metric("tokens", "length of the longest response"),
-        "length/at_limit": Metric("fraction", "share of responses that are as long as the mask is wide"),
+        "entropy/update_sequence_sum": Metric("nats a response", "entropy of a whole response"),
+        "entropy/update_advantage_correlation": Metric(
+            "ratio", "correlation of a response's mean entropy with its advantage"
+        ),
+        "entropy/update_advantage_correlation_low": Metric("ratio", "lower end of that correlation's 95 % interval"),
+        "entropy/update_advantage_correlation_high": Metric("ratio", "upper end of that correlation's 95 % interval"),
+        "entropy/update_cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),
+        "length/update_mean": Metric("tokens", "mean length of a response"),
+        "length/update_sd": Metric("tokens", "standard deviation of the length over responses"),
+        "length/update_longest": Metric("tokens", "length of the longest response"),
+        "length/update_at_limit": Metric("fraction", "share of responses that are as long as the mask is wide"),
     }
 
     def __init__(
@@ -80,6 +88,9 @@ class PolicyEntropyProbe:
     def measure(self, rollouts: Rollouts) -> PolicyEntropy:
         """Entropy and lengths of all ranks' responses; each rank passes its own.
 
+        The metrics are named for the responses that the optimizer step learns from: pass those. A forecast's metrics
+        have the entropy on the evaluation responses.
+
         Raises:
             ValueError: if this rank has no response, or if the responses are scored at another temperature than they
                 were sampled at.
@@ -104,21 +115,21 @@ class PolicyEntropyProbe:
             return {}
         correlation = latest.advantage_correlation
         return {
-            "entropy/token_weighted": latest.token_weighted,
-            "entropy/token_weighted_se": latest.token_weighted_se,
-            "entropy/token_weighted_surprise_sd": latest.surprise_sd,
-            "entropy/sequence_weighted": latest.sequence_weighted,
-            "entropy/response_sd": latest.response_sd,
-            **{f"entropy/response_q{q:02}": value for q, value in latest.response_quantiles.items()},
-            "entropy/sequence_sum": latest.sequence_sum,
-            "entropy/advantage_correlation": correlation.r if correlation else None,
-            "entropy/advantage_correlation_low": correlation.low if correlation else None,
-            "entropy/advantage_correlation_high": correlation.high if correlation else None,
-            "entropy/cov_log_prob_advantage": latest.log_prob_advantage,
-            "length/mean": latest.mean_length,
-            "length/sd": latest.sd_length,
-            "length/longest": float(latest.longest),
-            "length/at_limit": latest.at_limit,
+            "entropy/update_token_weighted": latest.token_weighted,
+            "entropy/update_token_weighted_se": latest.token_weighted_se,
+            "entropy/update_token_weighted_surprise_sd": latest.surprise_sd,
+            "entropy/update_sequence_weighted": latest.sequence_weighted,
+            "entropy/update_response_sd": latest.response_sd,
+            **{f"entropy/update_response_q{q:02}": value for q, value in latest.response_quantiles.items()},
+            "entropy/update_sequence_sum": latest.sequence_sum,
+            "entropy/update_advantage_correlation": correlation.r if correlation else None,
+            "entropy/update_advantage_correlation_low": correlation.low if correlation else None,
+            "entropy/update_advantage_correlation_high": correlation.high if correlation else None,
+            "entropy/update_cov_log_prob_advantage": latest.log_prob_advantage,
+            "length/update_mean": latest.mean_length,
+            "length/update_sd": latest.sd_length,
+            "length/update_longest": float(latest.longest),
+            "length/update_at_limit": latest.at_limit,
         }
 
     def close(self) -> None:

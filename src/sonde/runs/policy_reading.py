@@ -10,6 +10,22 @@ from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers, as_time
 
+_OLDER_NAMES = {
+    **{
+        f"entropy/{name}": f"entropy/evaluation_{name}"
+        for name in ("per_token", "per_token_se", "surprise_sd", "own_policy_z", "own_policy_departure")
+    },
+    **{
+        f"entropy/{name}": f"entropy/update_{name}"
+        for name in (
+            "token_weighted", "token_weighted_se", "token_weighted_surprise_sd", "sequence_weighted", "response_sd",
+            *(f"response_q{q:02}" for q in (5, 25, 50, 75, 95)), "sequence_sum", "advantage_correlation",
+            "advantage_correlation_low", "advantage_correlation_high", "cov_log_prob_advantage",
+        )
+    },
+}  # fmt: skip
+"""Metrics of older logs, whose names did not say which batch they are of, and their present names."""
+
 
 @dataclass(frozen=True)
 class PromptPart:
@@ -148,7 +164,7 @@ def policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:
         segment=segment,
         window=as_count(record["window"]),
         time=as_time(record["time"]),
-        metrics=as_numbers(record["metrics"]),
+        metrics={_OLDER_NAMES.get(name, name): value for name, value in as_numbers(record["metrics"]).items()},
         reason=str(record["reason"]),
         per="response" if record["per"] == "response" else "token",
         shares=_parts(record["shares"]),

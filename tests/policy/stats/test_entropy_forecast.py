@@ -81,7 +81,11 @@ def test_along_a_step_the_numbers_are_those_of_the_finite_step() -> None:
     assert (metrics["entropy/delta_importance"], metrics["entropy/delta_rollouts"]) == (-0.22, None)
     assert (metrics["entropy/delta_first_order"], metrics["entropy/delta_finite_step"]) == (-0.2, None)
     assert str(result).endswith("forecast -2.10e-01 ± 1.1e-01 nats a token; first order -2.00e-01 ± 1.0e-01")
-    assert result.surprise_sd == metrics["entropy/surprise_sd"] == pytest.approx(((0.25 + 0.25 + 1 + 1) / 4) ** 0.5)
+    assert (
+        result.surprise_sd
+        == metrics["entropy/evaluation_surprise_sd"]
+        == pytest.approx(((0.25 + 0.25 + 1 + 1) / 4) ** 0.5)
+    )
     alone = forecast(None)
     assert (alone.delta, alone.first_order, alone.derivatives, alone.bars_dot) == (-0.21, None, "", None)
     assert alone.fixed_prefixes == FixedPrefixes(-0.11)

@@ -26,13 +26,13 @@ def test_whether_an_interval_holds_the_truth(change: dict[str, object], holds: b
 
 
 def test_metrics_make_a_point_and_rollouts_come_before_importance_sampling() -> None:
-    metrics = {"entropy/per_token": 1.5, "entropy/delta_forecast": -0.1, "entropy/delta_low": -0.2}
+    metrics = {"entropy/evaluation_per_token": 1.5, "entropy/delta_forecast": -0.1, "entropy/delta_low": -0.2}
     metrics |= {"entropy/delta_high": 0.0, "entropy/is_valid": 1.0, "entropy/delta_importance": -0.11}
     point = forecast_point(7, metrics)
     assert (point.step, point.truth, point.truth_se, point.is_independent) == (7, -0.11, 0.0, False)
     point = forecast_point(7, metrics | {"entropy/delta_rollouts": -0.12, "entropy/delta_rollouts_se": 0.01})
     assert (point.truth, point.truth_se, point.is_independent) == (-0.12, 0.01, True)
-    empty = forecast_point(1, {"entropy/per_token": None})
+    empty = forecast_point(1, {"entropy/evaluation_per_token": None})
     assert empty.entropy is None
     assert not empty.is_valid
     assert not empty.has_truth
@@ -47,9 +47,9 @@ def test_a_truth_of_too_few_effective_responses_is_not_known() -> None:
 
 
 def test_entropy_on_the_steps_own_responses_stands_in_for_that_on_evaluation_responses() -> None:
-    own = {"entropy/token_weighted": 1.4}
+    own = {"entropy/update_token_weighted": 1.4}
     assert forecast_point(7, own).entropy == 1.4
-    assert forecast_point(7, own | {"entropy/per_token": 1.5}).entropy == 1.5
+    assert forecast_point(7, own | {"entropy/evaluation_per_token": 1.5}).entropy == 1.5
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_entropy_on_the_steps_own_responses_stands_in_for_that_on_evaluation_res
 def test_a_policy_is_almost_uniform_if_the_surprise_hardly_varies(
     entropy: float, scatter: float | None, is_uniform: bool
 ) -> None:
-    point = forecast_point(1, {"entropy/per_token": entropy, "entropy/surprise_sd": scatter})
+    point = forecast_point(1, {"entropy/evaluation_per_token": entropy, "entropy/evaluation_surprise_sd": scatter})
     assert point.is_near_uniform is is_uniform
 
 
 def test_a_number_that_no_policy_has_is_not_known() -> None:
     """1e308 is what overflowing weights leave. Its square would end the training in which it is logged."""
     for value in (1e308, -1e60, math.inf, math.nan):
-        point = forecast_point(3, {"entropy/per_token": value, "entropy/delta_forecast": value})
+        point = forecast_point(3, {"entropy/evaluation_per_token": value, "entropy/delta_forecast": value})
         assert (point.entropy, point.delta) == (None, None)

@@ -38,9 +38,9 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
     se = 0.05 * abs(delta)
     metrics: dict[str, float | None] = {
         "reward": 0.1 + 0.02 * i,
-        "entropy/per_token": 2.7 * math.exp(-0.08 * i),
-        "entropy/per_token_se": 0.02 * 2.7 * math.exp(-0.08 * i),
-        "entropy/token_weighted": 2.6 * math.exp(-0.08 * i),
+        "entropy/evaluation_per_token": 2.7 * math.exp(-0.08 * i),
+        "entropy/evaluation_per_token_se": 0.02 * 2.7 * math.exp(-0.08 * i),
+        "entropy/update_token_weighted": 2.6 * math.exp(-0.08 * i),
         "entropy/delta_forecast": delta,
         "entropy/delta_se": se,
         "entropy/delta_low": delta - 2 * se,
@@ -49,8 +49,8 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
         "entropy/linear_over_true": delta / truth if i != 3 else 7.0,
         "entropy/support": 0.95 if is_valid else 0.1,
         "entropy/unsupported": 0.0 if is_valid else 0.7,
-        "entropy/own_policy_z": math.sin(7.0 * i),
-        "entropy/own_policy_departure": 0.002 * math.sin(7.0 * i),
+        "entropy/evaluation_own_policy_z": math.sin(7.0 * i),
+        "entropy/evaluation_own_policy_departure": 0.002 * math.sin(7.0 * i),
         "entropy/delta_importance": truth,
         "entropy/ess_fraction": 0.97 if is_valid else 0.4,
         "entropy/delta_rollouts": truth if has_truth else None,

@@ -100,17 +100,23 @@ NOTHING = {"shares": [], "causes": None}
         ({"causes": None}, "attach with causes=True to know"),
         (NOTHING, "The forecasts of this run were logged without the parts of single prompts."),
         (
-            {"metrics": {"entropy/per_token": 1.0}, **NOTHING},
+            {"metrics": {"entropy/evaluation_per_token": 1.0}, **NOTHING},
             "No forecast was made, so there are no parts by prompt.",
         ),
-        ({"metrics": {"entropy/token_weighted": 1.0}, **NOTHING}, "No change of entropy was forecast in this run."),
-        ({"metrics": {"entropy/token_weighted": 1.0}, **NOTHING}, "No forecast can be compared with fresh responses"),
         (
-            {"metrics": {"entropy/token_weighted": 1.0}, **NOTHING},
+            {"metrics": {"entropy/update_token_weighted": 1.0}, **NOTHING},
+            "No change of entropy was forecast in this run.",
+        ),
+        (
+            {"metrics": {"entropy/update_token_weighted": 1.0}, **NOTHING},
+            "No forecast can be compared with fresh responses",
+        ),
+        (
+            {"metrics": {"entropy/update_token_weighted": 1.0}, **NOTHING},
             "Not known yet It is not known yet whether the policy's entropy holds: 1 nats a token at step 36",
         ),
         (
-            {"metrics": {"entropy/token_weighted": 1.0, "entropy/token_weighted_se": 0.02}, **NOTHING},
+            {"metrics": {"entropy/update_token_weighted": 1.0, "entropy/update_token_weighted_se": 0.02}, **NOTHING},
             "Entropy holds The policy's entropy holds: 1.00 ± 0.0",
         ),
         ({"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING}, "No verdict yet: no entropy was measured."),
@@ -161,7 +167,9 @@ def test_the_bound_of_each_step_is_drawn_and_named(tmp_path: Path) -> None:
 
 def test_a_negative_entropy_is_within_its_axis(tmp_path: Path) -> None:
     """As that of a policy over continuous actions may be."""
-    path = write_policy_run(tmp_path, 4, metrics={"entropy/per_token": -1.5, "entropy/per_token_se": 0.1})
+    path = write_policy_run(
+        tmp_path, 4, metrics={"entropy/evaluation_per_token": -1.5, "entropy/evaluation_per_token_se": 0.1}
+    )
     run = read_run(path)
     plot = entropy_curve(run.policy, time_axis(timeline(run.policy, "prompts")))
     assert not isinstance(plot, str)
@@ -251,7 +259,7 @@ def test_steps_that_one_start_took_again_are_drawn_apart_too(tmp_path: Path) -> 
 def test_the_error_of_the_entropy_is_drawn_where_it_is_known(tmp_path: Path) -> None:
     assert "95 % interval of the entropy" in visible_text(write_report(write_policy_run(tmp_path / "a", 4)))
     text = visible_text(
-        write_report(write_policy_run(tmp_path / "b", 4, metrics={"entropy/per_token": 1.0}, shares=[]))
+        write_report(write_policy_run(tmp_path / "b", 4, metrics={"entropy/evaluation_per_token": 1.0}, shares=[]))
     )
     assert "95 % interval of the entropy" not in text
     assert "before a restart" not in text

@@ -44,8 +44,8 @@ def record_line(record: Mapping[str, Any], n_steps: int) -> str:
     """A policy's record as one line.
 
     Example:
-        >>> entropy = {"per_token": 1.2, "delta_forecast": -0.0213, "delta_se": 0.001, "is_valid": 1}
-        >>> entropy |= {"delta_rollouts": -0.02, "delta_rollouts_se": 0.0001}
+        >>> entropy = {"evaluation_per_token": 1.2, "delta_forecast": -0.0213, "delta_se": 0.001}
+        >>> entropy |= {"delta_rollouts": -0.02, "delta_rollouts_se": 0.0001, "is_valid": 1}
         >>> metrics = {"reward": 0.5} | {f"entropy/{name}": value for name, value in entropy.items()}
         >>> record_line({"window": 6, "metrics": metrics, "reason": ""}, 120)
         '    6/120    0.50     1.20  −2.13e-2 ± 1.0e-3  −2.00e-2 ± 1.0e-4'

@@ -221,11 +221,11 @@ class EntropyForecast:
         n_differ = rollouts.n_differ if rollouts else None
         hold = self.coefficient_to_hold
         return {
-            "entropy/per_token": self.entropy,
-            "entropy/per_token_se": self.entropy_se,
-            "entropy/surprise_sd": self.surprise_sd,
-            "entropy/own_policy_z": own.z if own else None,
-            "entropy/own_policy_departure": own.departure if own else None,
+            "entropy/evaluation_per_token": self.entropy,
+            "entropy/evaluation_per_token_se": self.entropy_se,
+            "entropy/evaluation_surprise_sd": self.surprise_sd,
+            "entropy/evaluation_own_policy_z": own.z if own else None,
+            "entropy/evaluation_own_policy_departure": own.departure if own else None,
             "entropy/delta_forecast": self.delta,
             "entropy/delta_se": self.se,
             "entropy/delta_low": self.low,

@@ -102,14 +102,12 @@ def forecast_point(
     on_own = metric("delta_finite_step")
     if on_own is None and metric("support") is None and (ess_fraction is None or ess_fraction >= LEAST_ESS_FRACTION):
         on_own = metric("delta_importance")
-    entropy, entropy_se, surprise_sd = metric("per_token"), metric("per_token_se"), metric("surprise_sd")
-    if entropy is None:
-        entropy, entropy_se = metric("token_weighted"), metric("token_weighted_se")
-        surprise_sd = metric("token_weighted_surprise_sd")
-    z, departure = metric("own_policy_z"), metric("own_policy_departure")
+    batch = "evaluation_per_token" if metric("evaluation_per_token") is not None else "update_token_weighted"
+    surprise_sd = "evaluation_surprise_sd" if batch == "evaluation_per_token" else "update_token_weighted_surprise_sd"
+    z, departure = metric("evaluation_own_policy_z"), metric("evaluation_own_policy_departure")
     return Point(
         step=step,
-        entropy=entropy,
+        entropy=metric(batch),
         delta=metric("delta_forecast"),
         low=metric("delta_low"),
         high=metric("delta_high"),
@@ -120,8 +118,8 @@ def forecast_point(
         per=per,
         reason=reason,
         ess_fraction=ess_fraction,
-        surprise_sd=surprise_sd,
-        entropy_se=entropy_se,
+        surprise_sd=metric(surprise_sd),
+        entropy_se=metric(f"{batch}_se"),
         segment=segment,
         own_policy=None if z is None or departure is None else OwnPolicyTest(z, departure),
         rounded_away=metric("rounded_away"),

@@ -45,11 +45,11 @@ Line = Timeline[PolicyReading]
 
 def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
     """The policy's entropy over the run, on evaluation responses and on the responses that the policy learned from."""
-    line = timeline_with(readings, "entropy/per_token", "entropy/token_weighted")
+    line = timeline_with(readings, "entropy/evaluation_per_token", "entropy/update_token_weighted")
     if line is None:
         return "No entropy was measured in this run."
-    fresh, learned = line.metric("entropy/per_token"), line.metric("entropy/token_weighted")
-    errors, again = line.metric("entropy/per_token_se"), _undone(line)
+    fresh, learned = line.metric("entropy/evaluation_per_token"), line.metric("entropy/update_token_weighted")
+    errors, again = line.metric("entropy/evaluation_per_token_se"), _undone(line)
     kept = [math.nan if is_again else 1.0 for is_again in again]
     low, high = ([k * (h + s * Z * e) for k, h, e in zip(kept, fresh, errors, strict=True)] for s in (-1, 1))
     is_negative = any(v < 0 for v in [*fresh, *learned])  # as that of a continuous distribution may be
@@ -65,8 +65,8 @@ def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | s
         "x": line.x,
         "y": either,
         "window": line.windows,
-        "fresh": line.texts(lambda r: number(r.metrics.get("entropy/per_token"))),
-        "learned": line.texts(lambda r: number(r.metrics.get("entropy/token_weighted"))),
+        "fresh": line.texts(lambda r: number(r.metrics.get("entropy/evaluation_per_token"))),
+        "learned": line.texts(lambda r: number(r.metrics.get("entropy/update_token_weighted"))),
     }
     rows = [("on evaluation responses", "@fresh"), ("on the step's own responses", "@learned"), STEP]
     add_hover(fig, columns, rows)

@@ -31,7 +31,7 @@ from sonde.wording import number, percent
 _SUPPORT, _UNSUPPORTED, _WHOLE, _RATIO = (
     f"entropy/{name}" for name in ("support", "unsupported", "ess_fraction", "linear_over_true")
 )
-_OWN = "entropy/own_policy_z"
+_OWN = "entropy/evaluation_own_policy_z"
 
 
 def trust_curves(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
@@ -111,7 +111,7 @@ def own_policy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot 
     for bound in (-2.0, 2.0):
         add_line_at(fig, bound, "width", ORANGE, "dashed")
     add_curve(fig, line.x, z, BLUE)
-    texts = line.texts(lambda r: percent(r.metrics.get("entropy/own_policy_departure")))
+    texts = line.texts(lambda r: percent(r.metrics.get("entropy/evaluation_own_policy_departure")))
     columns = {"x": line.x, "y": z, "window": line.windows, "departure": texts}
     add_hover(fig, columns, [("standard errors", "@y{0.0}"), ("of the entropy", "@departure"), STEP])
     legend = (
