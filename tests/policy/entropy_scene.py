@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
@@ -19,9 +20,26 @@ from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.entropy_forecast import FirstOrder
 from sonde.policy.stats.entropy_gradient import Coefficients, per_token_coefficients
 from sonde.policy.stats.sequence_entropy import sequence_coefficients
-from tests.small_policy import STATISTICS, drawn, loss, optimizer_of, policy
+from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, policy
 
 N_E, N_U = 24, 12
+
+
+def older(model: SmallPolicy) -> SmallPolicy:
+    """Weights of some steps ago: less certain."""
+    old = copy.deepcopy(model)
+    with torch.no_grad():
+        old.out.weight.mul_(0.8)
+    return old
+
+
+def stale(model: SmallPolicy, n: int, seed: int) -> Rollouts:
+    """Responses of older weights, with the log-probabilities that they reported."""
+    old = older(model)
+    made = drawn(old, 0, n, seed=seed)
+    with torch.no_grad():
+        s, _ = STATISTICS(old, made)
+    return dataclasses.replace(made, log_prob=torch.where(made.mask, s, torch.nan))
 
 
 class Scene:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients, per_token_coefficients
-from tests.policy.entropy_scene import N_E, Scene, gradient_per_prompt
+from sonde.policy.stats.prefix_weights import prefix_weights
+from tests.policy.entropy_scene import N_E, Scene, gradient_per_prompt, stale
 from tests.small_policy import STATISTICS, drawn, optimizer_of
 
 
@@ -34,14 +35,20 @@ def mean_entropy_gradient(scene: Scene, factor: float = 1.0) -> Tensor:
     return factor * gradient_per_prompt(scene, scene.E, own).mean(0)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
-def test_the_effect_is_that_of_gradients_prompt_by_prompt(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "is_stale"), [("sgd", False), ("sgd", True), ("momentum", False), ("adamw", False)])
+def test_the_effect_is_that_of_gradients_prompt_by_prompt(kind: str, is_stale: bool) -> None:
     """Along a step so small that first order is exact. Prefix weights have no baseline."""
     scene = Scene(kind, lr=1e-4, dtype=torch.float64)
-    responses = scene.E.responses()
+    if is_stale:
+        scene.E = stale(scene.model, N_E, 2)
+    responses, weights = scene.E.responses(), None
     with torch.no_grad():
-        _, h = STATISTICS(scene.model, scene.E)
-    x = gradient_per_prompt(scene, scene.E, per_token_coefficients(h, responses, has_baseline=False))
+        s, h = STATISTICS(scene.model, scene.E)
+    if is_stale:
+        weights = prefix_weights(s, torch.where(scene.E.mask, scene.E.log_prob, 0.0), responses)
+    x = gradient_per_prompt(
+        scene, scene.E, per_token_coefficients(h, responses, has_baseline=False, prefix_weights=weights)
+    )
     of_h = gradient_per_prompt(scene, scene.E, on_same_prefixes_coefficients(responses))
     length = responses.per_prompt(responses.length)
     slope = torch.zeros((), dtype=torch.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -121,8 +120,8 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
             "update responses were sampled at temperature 0.7",
         ),
         (
-            lambda: forecast({"log_prob": torch.zeros(16, 6)}, first_order=True),
-            "log_prob=, the sampler's own log-probabilities, which weigh them after a finite step, but not derivatives",
+            lambda: forecast({"log_prob": torch.zeros(16, 6)}, {}, update="gradient"),
+            "log_prob=, the sampler's own log-probabilities, and update='gradient' needs responses of the policy as it",
         ),
         (lambda: Scene().probe().forecast({"input_ids": 1}), "evaluation must be sonde.Rollouts, got a dict"),
         (lambda: Scene().probe().forecast(rollouts(), [1]), "update must be sonde.Rollouts, got a list"),
@@ -272,12 +271,3 @@ def test_scores_without_a_graph_are_refused_where_gradients_are_needed(options: 
     scene = Scene()
     with pytest.raises(ValueError, match=r"no gradient can be taken of: compute both in torch, without detach\(\)"):
         scene.probe(token_statistics=detached, **options).forecast(scene.E, scene.U, causes=causes)
-
-
-def test_responses_of_another_policy_have_no_coefficient() -> None:
-    scene = Scene()
-    with torch.no_grad():
-        s, _ = STATISTICS(scene.model, scene.E)
-    stale = dataclasses.replace(scene.E, log_prob=s)
-    with pytest.raises(ValueError, match="leave first_order, causes, coefficient_to_hold and"):
-        scene.probe(coefficient_to_hold=True).forecast(stale)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -12,25 +12,8 @@ from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from tests.policy.entropy_scene import Scene
-from tests.small_policy import STATISTICS, SmallPolicy, drawn, policy
-
-
-def older(model: SmallPolicy) -> SmallPolicy:
-    """Weights of some steps ago: less certain."""
-    old = copy.deepcopy(model)
-    with torch.no_grad():
-        old.out.weight.mul_(0.8)
-    return old
-
-
-def stale(model: SmallPolicy, n: int, seed: int) -> Rollouts:
-    """Responses of older weights, with the log-probabilities that they reported."""
-    old = older(model)
-    made = drawn(old, 0, n, seed=seed)
-    with torch.no_grad():
-        s, _ = STATISTICS(old, made)
-    return dataclasses.replace(made, log_prob=torch.where(made.mask, s, torch.nan))
+from tests.policy.entropy_scene import Scene, stale
+from tests.small_policy import STATISTICS, drawn, policy
 
 
 def test_stale_responses_give_the_change_of_the_policy_as_it_is() -> None:
@@ -60,6 +43,35 @@ def test_reported_log_probabilities_of_the_policy_itself_change_nothing() -> Non
     assert forecast.se == pytest.approx(plain.se, rel=1e-6)
     assert forecast.entropy == pytest.approx(plain.entropy, rel=1e-9)
     assert forecast.importance.delta == pytest.approx(plain.importance.delta, rel=1e-6)
+
+
+def test_derivatives_of_stale_responses_are_those_of_the_policy_as_it_is() -> None:
+    scene = Scene("sgd", lr=1e-3)
+    probe = scene.probe(micro_batch_prompts=200, first_order=True)
+    own = probe.forecast(drawn(scene.model, 0, 200, seed=1), scene.U, causes=True)
+    old = probe.forecast(stale(scene.model, 200, 2), scene.U, causes=True)
+    for a, b in ((own.first_order, old.first_order), (own.finite_step, old.finite_step)):
+        assert abs(a.delta - b.delta) < 3 * (a.se**2 + b.se**2) ** 0.5
+    error = (own.first_order.se**2 + old.first_order.se**2) ** 0.5
+    assert abs(own.causes.batch - old.causes.batch) < 3 * error
+    assert old.causes.explained == pytest.approx(1.0, rel=2e-2)
+    # Both at the same prefixes, with the same weights; 2 % allow for the step's bend.
+    assert old.fixed_prefixes.linear_over_true == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "causes"), [({"first_order": True}, False), ({"coefficient_to_hold": True}, False), ({}, True)]
+)
+def test_derivatives_of_the_entropy_of_sequences_need_the_policys_own_responses(
+    options: dict[str, Any], causes: bool
+) -> None:
+    scene = Scene()
+    probe = scene.probe(objective="sequence", **options)
+    name = "causes" if causes else next(iter(options))
+    with pytest.raises(
+        ValueError, match=f"and {name}=True of objective='sequence' needs responses of the policy as it"
+    ):
+        probe.forecast(stale(scene.model, 8, 2), scene.U, causes=causes)
 
 
 def test_each_token_may_have_its_own_temperature() -> None:

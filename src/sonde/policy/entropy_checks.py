@@ -54,7 +54,7 @@ def check_responses(
     group: dist.ProcessGroup | None,
     *,
     is_strict: bool,
-    has_derivatives: bool,
+    needs_own: str,
 ) -> None:
     """Refuse responses that cannot be used, on every rank alike; and warn if E and U share prompts.
 
@@ -64,7 +64,7 @@ def check_responses(
         statistics: what scores them.
         group: the ranks that hold different responses.
         is_strict: refuse shared prompts rather than warn.
-        has_derivatives: whether derivatives are taken on E, which must be the policy's own then.
+        needs_own: the option, if there is one, for which E must be the policy's own; "" if there is none.
     """
 
     def check() -> dict[str, Tensor]:
@@ -82,12 +82,11 @@ def check_responses(
                 "the evaluation responses were sampled with top_p < 1 or the like, so their entropy is not the "
                 "policy's: sample them untruncated"
             )
-        if evaluation.log_prob is not None and has_derivatives:
+        if evaluation.log_prob is not None and needs_own:
             raise ValueError(
-                "the evaluation responses have log_prob=, the sampler's own log-probabilities, which weigh them after "
-                "a finite step, but not derivatives: leave first_order, causes, coefficient_to_hold and "
-                "update='gradient' out, or sample "
-                "the responses from the policy as it is and leave log_prob= out"
+                f"the evaluation responses have log_prob=, the sampler's own log-probabilities, and {needs_own} needs "
+                "responses of the policy as it is: leave that option out, or sample new responses and leave log_prob= "
+                "out"
             )
         if update is not None and update.advantage is None:
             raise ValueError("update responses need their advantages: pass advantage= to Rollouts")

@@ -13,6 +13,7 @@ from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_gradient import Coefficients, on_same_prefixes_coefficients
+from sonde.policy.stats.prefix_weights import prefix_weights
 
 
 class EntropyGradients:
@@ -33,14 +34,28 @@ class EntropyGradients:
     @functools.cached_property
     def coefficients(self) -> Coefficients:
         """Those of X_n, the evaluation prompts' gradients of the entropy."""
-        return self.objective.coefficients(self._base.log_prob, self._base.entropy, self._base.responses)
+        base = self._base
+        return self.objective.coefficients(base.log_prob, base.entropy, base.responses, self.prefix_weights)
+
+    @functools.cached_property
+    def prefix_weights(self) -> Tensor | None:
+        """Weights by which the evaluation responses represent the policy; None if they are its own."""
+        base = self._base
+        if base.sampled_log_prob is None:
+            return None
+        return prefix_weights(
+            base.log_prob, base.sampled_log_prob, base.responses, self.options.weighting, self.options.clip_at
+        )
 
     def entropy_gradient(self, half: Tensor | None = None) -> Direction:
         """X̄ over all prompts; or over a half of them, given as a mask of all ranks' responses."""
         return self._mean(self.coefficients, half)
 
     def token_entropy_gradient(self, half: Tensor) -> Direction:
-        """∇H̄ over a half of the prompts: of the mean entropy of a sampled token on given prefixes, as in a bonus."""
+        """∇H̄ over a half of the prompts: of the mean entropy of a sampled token on given prefixes, as in a bonus.
+
+        A trainer's bonus takes its tokens as they were sampled: so this mean has no weights, whoever sampled them.
+        """
         responses = self._base.responses
         mean = on_same_prefixes_coefficients(responses)
         # The tokens of a half are another number for each prompt than the tokens of all.

@@ -240,7 +240,9 @@ class EntropyMeasurement:
                 per=self._objective.per,
                 n_differ=self._scorer.n_that_differ(before.rollouts, after.rollouts),
             )
-        on_same_prefixes = fixed_prefix_change(base.entropy, now.entropy, base.responses)
+        on_same_prefixes = fixed_prefix_change(
+            base.entropy, now.entropy, base.responses, self._gradients.prefix_weights
+        )
         coefficient = None if bonus is None else bonus.coefficient(now, finite_step, level=options.level)
         return AfterStep(finite_step, on_same_prefixes, importance, rollouts, coefficient)
 
@@ -293,7 +295,14 @@ class EntropyMeasurement:
     def _along(self, step: Direction) -> FirstOrder:
         base, responses = self._base, self._base.responses
         d = self._derivatives(base, step)
-        change = self._objective.change(base.log_prob, base.entropy, responses, d.along, level=self._options.level)
+        change = self._objective.change(
+            base.log_prob,
+            base.entropy,
+            responses,
+            d.along,
+            prefix_weights=self._gradients.prefix_weights,
+            level=self._options.level,
+        )
         if self._objective.kind == "per_token":
             assert change.sharpening is not None
             on_same_prefixes = change.sharpening

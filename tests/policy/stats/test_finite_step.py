@@ -14,7 +14,7 @@ from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_gradient import Responses
 from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
 from tests import tiny_policy as tiny
-from tests.policy.stats.tiny_batches import DIRECTION, THETA, H, S, sampled
+from tests.policy.stats.tiny_batches import DIRECTION, THETA, H, S, sampled, uniform_log_prob
 
 STEP = 0.01 * DIRECTION
 PER_TOKEN = EntropyObjective("per_token")
@@ -23,17 +23,6 @@ PER_TOKEN = EntropyObjective("per_token")
 def constant(mask: Tensor, prompt: Tensor) -> Tensor:
     """One over the longest response that there can be, as Dr. GRPO's trainers weigh."""
     return torch.full(mask.shape, 1 / tiny.LONGEST)
-
-
-def uniform_log_prob() -> Tensor:
-    """Log-probabilities of a policy that samples all 15 responses equally often; [responses, position]."""
-    s = torch.zeros(len(tiny.RESPONSES), tiny.LONGEST, dtype=torch.float64)
-    for i, y in enumerate(tiny.RESPONSES):
-        for k in range(len(y)):
-            here = sum(r[: k + 1] == y[: k + 1] for r in tiny.RESPONSES)
-            before = sum(r[:k] == y[:k] for r in tiny.RESPONSES)
-            s[i, k] = math.log(here / before)
-    return s
 
 
 def enumerated(groups: list[tuple[int, ...]], theta: Tensor, after: Tensor, objective: EntropyObjective) -> FiniteStep:

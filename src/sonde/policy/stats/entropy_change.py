@@ -17,8 +17,9 @@ from sonde.policy.stats.entropy_gradient import (
     Along,
     Coefficients,
     Responses,
-    entropy_rate,
     per_token_coefficients,
+    token_and_prefix_weights,
+    weighted_sums,
 )
 from sonde.policy.stats.importance import Per
 from sonde.policy.stats.sequence_entropy import (
@@ -121,22 +122,47 @@ class EntropyObjective:
         """What the token weights depend on."""
         return "nothing" if self.kind == "per_token" else depends_on(self.weights, responses)
 
-    def coefficients(self, log_prob: Tensor, entropy: Tensor, responses: Responses) -> Coefficients:
-        """The weights of the tokens' gradients in the gradient of the entropy."""
+    def coefficients(
+        self, log_prob: Tensor, entropy: Tensor, responses: Responses, prefix_weights: Tensor | None = None
+    ) -> Coefficients:
+        """The weights of the tokens' gradients in the gradient of the entropy.
+
+        Args:
+            log_prob: s_k in nats, [responses, tokens].
+            entropy: H_k in nats, [responses, tokens].
+            responses: which tokens count.
+            prefix_weights: by `prefix_weights`, for "per_token" alone, if another policy sampled the responses.
+        """
         if self.kind == "per_token":
-            return per_token_coefficients(entropy, responses)
+            return per_token_coefficients(entropy, responses, prefix_weights=prefix_weights)
+        assert prefix_weights is None
         return sequence_coefficients(log_prob, entropy, responses, self.weights)
 
     def change(
-        self, log_prob: Tensor, entropy: Tensor, responses: Responses, along: Along, *, level: float = 0.95
+        self,
+        log_prob: Tensor,
+        entropy: Tensor,
+        responses: Responses,
+        along: Along,
+        *,
+        prefix_weights: Tensor | None = None,
+        level: float = 0.95,
     ) -> EntropyChange:
         """The change along a given update to first order, from every token's scores and derivatives along it."""
         if self.kind == "per_token":
-            return change_per_token(entropy, responses, along, level=level)
+            return change_per_token(entropy, responses, along, prefix_weights=prefix_weights, level=level)
+        assert prefix_weights is None
         return change_of_sequences(self.coefficients(log_prob, entropy, responses), along, level=level)
 
 
-def change_per_token(entropy: Tensor, responses: Responses, along: Along, *, level: float = 0.95) -> EntropyChange:
+def change_per_token(
+    entropy: Tensor,
+    responses: Responses,
+    along: Along,
+    *,
+    prefix_weights: Tensor | None = None,
+    level: float = 0.95,
+) -> EntropyChange:
     """δR along a given update to first order.
 
     R is a ratio of two means, both estimated from these prompts, and so is δR. The standard error of δR is that of the
@@ -144,23 +170,26 @@ def change_per_token(entropy: Tensor, responses: Responses, along: Along, *, lev
 
         ψ_n = [(a_n − R·d_n) − δR·t_n − (d̄/t̄)(h_n − R·t_n)]/t̄,
 
-    where h_n and t_n are the prompt's entropy and length, and a_n and d_n their derivatives.
+    where h_n and t_n are the prompt's entropy and length, both weighted if another policy sampled the responses, and
+    a_n and d_n their derivatives.
 
     Args:
         entropy: H_k in nats, [responses, tokens].
         responses: which tokens count.
         along: derivatives along the update.
+        prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
         level: confidence level.
     """
-    entropy = responses.tokens("entropy", entropy)
-    rate, length = entropy_rate(entropy, responses)
-    coefficients = per_token_coefficients(entropy, responses)
+    weights, _ = token_and_prefix_weights(responses, prefix_weights)
+    h, t = weighted_sums(entropy, responses, weights)
+    length = float(t.mean())
+    rate = float(h.mean()) / length
+    coefficients = per_token_coefficients(entropy, responses, prefix_weights=prefix_weights)
     # d̄, the derivative of the mean length: token k's log-probability moves the likelihood of the tokens after it.
-    after = torch.where(responses.mask, responses.after(responses.mask.double()), 0.0)
-    of_length = Coefficients(torch.zeros_like(entropy), responses.share[:, None] * after)
+    after = torch.where(responses.mask, responses.after(weights), 0.0)
+    of_length = Coefficients(torch.zeros_like(after), responses.share[:, None] * after)
     shares, sharpening, d_length = along([coefficients, coefficients.entropy_alone(), of_length])
     delta = float(shares.mean())
-    h, t = responses.per_prompt(entropy.sum(1)), responses.per_prompt(responses.length)
     influence = shares - delta * t / length - float(d_length.mean()) / length * (h - rate * t) / length
     return _change(delta, influence, shares, sharpening, level)
 

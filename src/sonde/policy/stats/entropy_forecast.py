@@ -17,7 +17,7 @@ from sonde.policy.stats.finite_step import FiniteStep
 from sonde.policy.stats.importance import MeasuredChange
 from sonde.policy.stats.near_uniform import is_near_uniform, surprise_sd
 from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
-from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support, prefix_log_ratio, weights_from
+from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support, prefix_weights
 from sonde.wording import percent
 
 Update = Literal["step", "gradient"]
@@ -336,7 +336,7 @@ def entropy_forecast(
     if sampled_log_prob is None:
         own_policy = OwnPolicyTest.of(log_prob, entropy, responses)
     else:
-        weights = weights_from(prefix_log_ratio(log_prob, sampled_log_prob, responses), responses, "snis")
+        weights = prefix_weights(log_prob, sampled_log_prob, responses)
     rate, rate_se = weighted_entropy_rate(entropy, responses, weights)
     linear = first_order.on_same_prefixes if first_order is not None and is_same_step else None
     fixed = None if after is None else FixedPrefixes(after.on_same_prefixes, linear)

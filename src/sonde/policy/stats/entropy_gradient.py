@@ -8,6 +8,9 @@ of the whole distribution that it was sampled from. There are two objectives:
 
 b_k is a baseline that does not depend on the tokens from k on. The expectation runs over prompts and, within each
 prompt, over its responses: all prompts weigh the same.
+
+Responses of another policy represent this one by the weights of their prefixes, ρ_<k. Then each H_k counts ρ_<k times,
+and so does each token in E[T]; b_k counts ρ_≤k times, since token k itself is weighted too.
 """
 
 from __future__ import annotations
@@ -168,9 +171,8 @@ def entropy_rate(entropy: Tensor, responses: Responses) -> tuple[float, float]:
         entropy: H_k in nats, [responses, tokens].
         responses: which tokens count.
     """
-    entropy = responses.tokens("entropy", entropy)
-    length = float(responses.per_prompt(responses.length).mean())
-    return float(responses.per_prompt(entropy.sum(1)).mean()) / length, length
+    h, t = weighted_sums(entropy, responses, responses.mask.double())
+    return float(h.mean() / t.mean()), float(t.mean())
 
 
 def entropy_rate_se(entropy: Tensor, responses: Responses) -> float | None:
@@ -180,26 +182,23 @@ def entropy_rate_se(entropy: Tensor, responses: Responses) -> float | None:
         entropy: H_k in nats, [responses, tokens].
         responses: which tokens count.
     """
-    rate, length = entropy_rate(entropy, responses)
-    # R departs from its expectation by the mean of Σ H − R·T, over E[T], to first order (the delta method).
-    departure = responses.tokens("entropy", entropy).sum(1) - rate * responses.length
-    return standard_error(responses.per_prompt(departure) / length)
+    return weighted_entropy_rate(entropy, responses, None)[1]
 
 
-def weighted_entropy_rate(entropy: Tensor, responses: Responses, weights: Tensor | None) -> tuple[float, float | None]:
-    """R in nats a token with its standard error, from responses of another policy.
+def weighted_entropy_rate(
+    entropy: Tensor, responses: Responses, prefix_weights: Tensor | None
+) -> tuple[float, float | None]:
+    """R in nats a token with its standard error, also from responses of another policy.
 
     Args:
         entropy: H_k in nats, [responses, tokens].
         responses: which tokens count.
-        weights: of each token, as for a policy that the responses represent, [responses, tokens]; None for 1.
+        prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
     """
-    if weights is None:
-        return entropy_rate(entropy, responses)[0], entropy_rate_se(entropy, responses)
-    weights = torch.where(responses.mask, weights, 0.0)
-    h = responses.per_prompt((weights * responses.tokens("entropy", entropy)).sum(1))
-    t = responses.per_prompt(weights.sum(1))
-    rate = float(h.sum() / t.sum())
+    weights, _ = token_and_prefix_weights(responses, prefix_weights)
+    h, t = weighted_sums(entropy, responses, weights)
+    rate = float(h.mean() / t.mean())
+    # R departs from its expectation by the mean of Σ H − R·T, over E[T], to first order (the delta method).
     return rate, standard_error((h - rate * t) / t.mean())
 
 
@@ -216,6 +215,7 @@ def per_token_coefficients(
     rate: float | None = None,
     mean_length: float | None = None,
     has_baseline: bool = True,
+    prefix_weights: Tensor | None = None,
 ) -> Coefficients:
     """Coefficients of ∇R.
 
@@ -225,17 +225,42 @@ def per_token_coefficients(
         rate: R; by default estimated from these responses.
         mean_length: E[T]; by default estimated from these responses.
         has_baseline: subtract from each token's reward-to-go the mean at its position over the other prompts.
+        prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
     """
-    estimated = entropy_rate(entropy, responses)
-    rate = estimated[0] if rate is None else rate
-    mean_length = estimated[1] if mean_length is None else mean_length
+    before, through = token_and_prefix_weights(responses, prefix_weights)
+    h, t = weighted_sums(entropy, responses, before)
+    rate = float(h.mean() / t.mean()) if rate is None else rate
+    mean_length = float(t.mean()) if mean_length is None else mean_length
     # Σ_{j>k}(H_j − R): the entropy, relative to R, of the tokens that follow the sampled one.
-    above = torch.where(responses.mask, responses.tokens("entropy", entropy) - rate, 0.0)
+    above = before * (responses.tokens("entropy", entropy) - rate)
     to_go = torch.where(responses.mask, responses.after(above), 0.0)
     if has_baseline:
-        to_go = to_go - responses.mean_at_position_of_other_prompts(to_go)
+        weight = responses.mean_at_position_of_other_prompts(through)
+        mean = responses.mean_at_position_of_other_prompts(to_go)
+        to_go = to_go - through * torch.where(weight > 0, mean / weight, 0.0)
     share = responses.share[:, None] / mean_length
-    return Coefficients(on_entropy=share * responses.mask, on_log_prob=share * to_go)
+    return Coefficients(on_entropy=share * before, on_log_prob=share * to_go)
+
+
+def token_and_prefix_weights(responses: Responses, prefix_weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """ρ_<k, by which token k counts, and ρ_≤k, with token k; both 0 outside the mask, [responses, tokens]."""
+    if prefix_weights is None:
+        ones = responses.mask.double()
+        return ones, ones
+    before, through = prefix_weights[:, :-1], prefix_weights[:, 1:]
+    return torch.where(responses.mask, before, 0.0), torch.where(responses.mask, through, 0.0)
+
+
+def weighted_sums(entropy: Tensor, responses: Responses, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Each prompt's Σ ρ H and Σ ρ, whose means have the ratio R; [prompts] each.
+
+    Args:
+        entropy: H_k in nats, [responses, tokens].
+        responses: which tokens count.
+        weights: ρ of each token, 0 outside the mask, [responses, tokens].
+    """
+    h = responses.per_prompt((weights * responses.tokens("entropy", entropy)).sum(1))
+    return h, responses.per_prompt(weights.sum(1))
 
 
 def on_same_prefixes_coefficients(responses: Responses) -> Coefficients:

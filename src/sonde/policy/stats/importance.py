@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Responses, entropy_rate
+from sonde.policy.stats.entropy_gradient import Responses, token_and_prefix_weights, weighted_sums
 from sonde.policy.stats.prefix_weights import CLIPPED_AT, Weighting, weights_from
 from sonde.policy.stats.ratios import WeightedSums, rate_change
 
@@ -135,13 +135,23 @@ def resampled_change(
     return MeasuredChange(change.delta, se, float(n), 1.0, n_differ)
 
 
-def fixed_prefix_change(entropy: Tensor, entropy_after: Tensor, responses: Responses) -> float:
+def fixed_prefix_change(
+    entropy: Tensor, entropy_after: Tensor, responses: Responses, prefix_weights: Tensor | None = None
+) -> float:
     """The change of R on the same prefixes, as if the update changed no sampled token; in nats a token.
 
     To first order it equals the `sharpening` of an `EntropyChange`. The difference between the two shows how far the
     step is from linear.
+
+    Args:
+        entropy: H_k before the update in nats, [responses, tokens].
+        entropy_after: H_k after it.
+        responses: which tokens count.
+        prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
     """
-    return entropy_rate(entropy_after, responses)[0] - entropy_rate(entropy, responses)[0]
+    weights, _ = token_and_prefix_weights(responses, prefix_weights)
+    change, length = weighted_sums(entropy_after - entropy, responses, weights)
+    return float(change.mean() / length.mean())
 
 
 def _sums(responses: Responses, entropy: Tensor, weights: Tensor, per: Per) -> WeightedSums:

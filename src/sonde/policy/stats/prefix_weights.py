@@ -59,6 +59,29 @@ def prefix_log_ratio(log_prob: Tensor, reference: Tensor, responses: Responses) 
     return ratio.cumsum(1) - ratio
 
 
+def prefix_weights(
+    log_prob: Tensor,
+    reference: Tensor,
+    responses: Responses,
+    weighting: Weighting = "snis",
+    clip_at: float = CLIPPED_AT,
+) -> Tensor:
+    """Weights of the first 0, 1, … tokens of each response, up to a common factor; [responses, tokens + 1].
+
+    Column k is the weight of token k, and the last column is that of the whole response.
+
+    Args:
+        log_prob: s_k of the policy to represent, in nats, [responses, tokens].
+        reference: r_k of the policy that sampled the responses.
+        responses: which tokens count.
+        weighting: as for `weights_from`.
+        clip_at: as for `weights_from`.
+    """
+    ratio = responses.tokens("log_prob", log_prob) - responses.tokens("reference", reference)
+    log_ratio = torch.nn.functional.pad(ratio.cumsum(1), (1, 0))
+    return weights_from(log_ratio, responses, weighting, clip_at)
+
+
 def weights_from(
     log_ratio: Tensor,
     responses: Responses,
