@@ -17,6 +17,10 @@ Z = 1.959964
 _NO_MEASUREMENT = 1e50
 """Nats. Numbers of this size come from weights that have overflowed, and their own squares would overflow."""
 
+_ON_EVALUATION = ("evaluation_per_token", "evaluation_per_token_se", "evaluation_surprise_sd")
+_ON_UPDATE = ("update_token_weighted", "update_token_weighted_se", "update_token_weighted_surprise_sd")
+"""Metrics of the entropy, its standard error and the scatter around it, on either batch."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -102,12 +106,13 @@ def forecast_point(
     on_own = metric("delta_finite_step")
     if on_own is None and metric("support") is None and (ess_fraction is None or ess_fraction >= LEAST_ESS_FRACTION):
         on_own = metric("delta_importance")
-    batch = "evaluation_per_token" if metric("evaluation_per_token") is not None else "update_token_weighted"
-    surprise_sd = "evaluation_surprise_sd" if batch == "evaluation_per_token" else "update_token_weighted_surprise_sd"
+    entropy, entropy_se, surprise_sd = map(metric, _ON_EVALUATION)
+    if entropy is None:
+        entropy, entropy_se, surprise_sd = map(metric, _ON_UPDATE)
     z, departure = metric("evaluation_own_policy_z"), metric("evaluation_own_policy_departure")
     return Point(
         step=step,
-        entropy=metric(batch),
+        entropy=entropy,
         delta=metric("delta_forecast"),
         low=metric("delta_low"),
         high=metric("delta_high"),
@@ -118,8 +123,8 @@ def forecast_point(
         per=per,
         reason=reason,
         ess_fraction=ess_fraction,
-        surprise_sd=metric(surprise_sd),
-        entropy_se=metric(f"{batch}_se"),
+        surprise_sd=surprise_sd,
+        entropy_se=entropy_se,
         segment=segment,
         own_policy=None if z is None or departure is None else OwnPolicyTest(z, departure),
         rounded_away=metric("rounded_away"),
