@@ -125,7 +125,8 @@ class Dropping(TrainerCallback):  # type: ignore[misc]
         update = self.rollouts.window()
         with preserve_training_state(model):
             seed_everything(9_000_000 + state.global_step)
-            evaluation = self.rollouts.fresh(9_000_000 + state.global_step)
+            chosen = self.rollouts.choose(9_000_000 + state.global_step, self.rollouts.learned_texts())
+            evaluation = self.rollouts.fresh(chosen)
         forecast = self.probe.forecast(evaluation, update, causes=True)
         # A prompt's part of this step is the first of what its gradient does: the rest comes through the momentum.
         beta1 = optimizer.param_groups[0]["betas"][0]

@@ -297,3 +297,18 @@ def test_closing_restores_the_trainer(tmp_path: Path) -> None:
     assert len(trainer.callback_handler.callbacks) == n
     trainer.train()
     assert probes.forecasts == []
+
+
+def test_steps_that_learn_again_from_older_responses_weigh_them(tmp_path: Path) -> None:
+    """Four optimizer steps learn from each generation: without weights, the policy seems to be another one."""
+    trainer = trainer_of(tmp_path, steps=8, num_iterations=4)
+    probes = integration.attach(
+        trainer, {"entropy_probe": {"enabled": True, "every": 1}}, evaluation="same", on_error="raise"
+    )
+    trainer.train()
+    forecasts = dict(probes.forecasts)
+    assert all(forecast.own_policy is None for forecast in forecasts.values())  # weighted, so not tested
+    support = [forecasts[step].support.ess_fraction for step in range(1, 9)]
+    assert support[0] > support[3]  # the older the samples
+    assert support[4] > support[7]
+    assert min(support) > 0.4

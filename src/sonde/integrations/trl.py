@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
 from sonde.config import ProbesConfig, probes_from_config
 from sonde.deprecation import refuse_unknown
-from sonde.parallel.process_groups import data_parallel_group
+from sonde.parallel.process_groups import data_parallel_group, gather_objects, together
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
 from sonde.policy.log import PolicyLog
@@ -27,7 +28,6 @@ from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.records import LogOrPlaces, RunLog, log_of, logger
 
 try:
-    from accelerate.utils import gather_object
     from transformers import TrainerCallback
     from trl import GRPOTrainer
     from trl import __version__ as trl_version
@@ -41,6 +41,7 @@ try:
 except ImportError as error:
     raise ImportError("this needs trl: run pip install '.[trl]' in the checkout of sonde") from error
 
+T = TypeVar("T")
 DEFAULT = {name: {"enabled": True} for name in ("entropy_probe", "policy_entropy_probe")}
 """The probes of `attach` without a config."""
 DIVIDED_BY_TOKENS = ("bnpo", "dapo", "cispo", "vespo")
@@ -162,7 +163,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._around: tuple[ExitStack, AroundStep] | None = None
         self._n_micro_batches = self._n_known = 0
         """Micro-batches of the window, and those whose responses are known: all, unless an error was forgiven."""
-        self._truth_seed = 0
+        self._for_truth: list[int] = []
+        """Rows of the dataset that are answered before and after the step."""
         self._metrics: dict[str, float | None] = {}
         self._forecast: EntropyForecast | None = None
         self.texts: dict[int, str] = {}
@@ -201,6 +203,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         return output
 
     def _micro_batch(self, original: Callable[..., Any], model: Any, inputs: Mapping[str, Any]) -> Any:
+        if not self._trainer.model.training:  # an evaluation
+            return original(model, inputs)
         with self._forgiven():
             self._n_micro_batches += 1
             self._rollouts.learned_from(inputs)
@@ -216,7 +220,10 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _forgiven(self) -> Iterator[None]:
-        """An error of a probe becomes an alert, once for each place, unless errors are to be raised."""
+        """An error of a probe becomes an alert, once for each place, unless errors are to be raised.
+
+        Where ranks gather values, the block is in `together` too, so that all ranks leave it.
+        """
         try:
             yield
         except Exception as error:
@@ -255,18 +262,19 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure, and forecast the step: gradients are whole and clipped."""
-        with self._forgiven():
-            self._before_step(state, kwargs["optimizer"])
-
-    def _before_step(self, state: Any, optimizer: Any) -> None:
         measures_noise = self._config.gns_probe.enabled and state.global_step % self._config.gns_probe.log_every == 0
         forecasts = state.global_step % self._config.entropy_probe.every == 0
-        if not (measures_noise or forecasts) or self._n_known < self._n_micro_batches:
+        if not (measures_noise or forecasts):
             return
+        with self._forgiven(), together(data_parallel_group(self._trainer.model_wrapped)):
+            self._before_step(state, kwargs["optimizer"], measures_noise=measures_noise, forecasts=forecasts)
+
+    def _before_step(self, state: Any, optimizer: Any, *, measures_noise: bool, forecasts: bool) -> None:
         self._make_probes(optimizer)
-        update = self._rollouts.window()
-        if update is None:  # TRL has emptied all masks
-            return
+        update = self._rollouts.window() if self._n_known == self._n_micro_batches else None
+        if None in self._on_every_rank(None if update is None else len(update)):
+            return  # TRL has emptied all masks, or an error in a micro-batch was forgiven
+        assert update is not None
         if measures_noise and self._noise is not None:
             self._resume_noise(self._noise)
             self._noise.measure(update)
@@ -278,10 +286,11 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._policy.measure(update)
             self._log(self._policy.metrics())
         if self._entropy is not None:
-            evaluation = update if self._evaluation == "same" else self._fresh(state.global_step)
-            own_texts = {**update.texts, **evaluation.texts}
-            self.texts = {n: text for texts in gather_object([own_texts]) for n, text in texts.items()}
-            self._truth_seed = self._seed_for(state.global_step) + 500_000
+            evaluation = self._own_responses(update) if self._evaluation == "same" else self._fresh(state.global_step)
+            every_text = self._on_every_rank({**update.texts, **evaluation.texts})
+            self.texts = {n: text for texts in every_text for n, text in texts.items()}
+            if self._has_rollouts:
+                self._for_truth = self._choose(self._seed_for(state.global_step) + 500_000)
             stack = ExitStack()
             learned = self._with_loss_weights(update) if self._has_causes else None
             around = stack.enter_context(
@@ -302,7 +311,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         stack, around = self._around
         self._around = None
         with self._forgiven():
-            stack.close()
+            with together(data_parallel_group(self._trainer.model_wrapped)):
+                stack.close()
             self._after_step(state, around)
 
     def _after_step(self, state: Any, around: AroundStep) -> None:
@@ -334,7 +344,6 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         """Make the probes at the first measurement: the model gets its wrapper only when training begins."""
         if self._has_probes:
             return
-        self._has_probes = True
         model, statistics, config = self._trainer.model_wrapped, self._statistics, self._config
         if config.entropy_probe.enabled:
             self._entropy = EntropyChangeProbe(
@@ -354,6 +363,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._noise = PromptNoiseProbe(
                 model, token_statistics=statistics, weighs=weighs, horizon=config.gns_probe.horizon
             )
+        self._has_probes = True
 
     def _resume_noise(self, noise: PromptNoiseProbe) -> None:
         """Go on with the averages of the checkpoint that this training began with, if it has any."""
@@ -374,7 +384,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _with_loss_weights(self, update: Rollouts) -> Rollouts:
         """U, with the weights that its tokens have in the loss."""
-        if not self._rollouts.is_off_policy:
+        if self._rollouts.sampled_log_prob is None:
             return update
         model = self._trainer.model_wrapped
         scorer = Scorer(model, self._statistics, _PROMPTS_EACH, data_parallel_group(model))
@@ -382,15 +392,31 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             scored = scorer.scored(update)
         return self._rollouts.reweighed(update, scored.own(scored.log_prob))
 
+    def _own_responses(self, update: Rollouts) -> Rollouts:
+        """E of evaluation="same", weighted by the log-probabilities at sampling if older weights sampled it."""
+        if self._config.entropy_probe.needs_own_responses(causes=self._has_causes):
+            return update  # without weights; the forecast says so if they are not the policy's own
+        return dataclasses.replace(update, log_prob=self._rollouts.sampled_log_prob)
+
     def _fresh(self, step: int) -> Rollouts:
         """E: responses to prompts that this window does not learn from."""
+        chosen = self._choose(self._seed_for(step))
         with preserve_training_state(self._trainer.model_wrapped):
             seed_everything(self._seed_for(step) + self._trainer.accelerator.process_index)
-            return self._rollouts.fresh(self._seed_for(step))
+            return self._rollouts.fresh(chosen)
 
     def _truth(self, _: nn.Module) -> Rollouts:
         """Responses to other prompts, the same before and after the step. The probe seeds the sampler."""
-        return self._rollouts.fresh(self._truth_seed)
+        return self._rollouts.fresh(self._for_truth)
+
+    def _choose(self, seed: int) -> list[int]:
+        """Prompts that no rank's window learns from, for this rank."""
+        learned = self._on_every_rank(self._rollouts.learned_texts())
+        return self._rollouts.choose(seed, {text for texts in learned for text in texts})
+
+    def _on_every_rank(self, value: T) -> list[T]:
+        """The values of all ranks."""
+        return gather_objects(data_parallel_group(self._trainer.model_wrapped), lambda: value)
 
     def _seed_for(self, step: int) -> int:
         return 1_000_003 * (step + 1) + int(self._trainer.args.seed)

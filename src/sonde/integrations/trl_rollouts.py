@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from sonde.policy.scoring.precision import without_autocast
@@ -80,13 +79,14 @@ class TrlRollouts:
 
     def learned_from(self, inputs: Mapping[str, Any]) -> None:
         """Add a micro-batch to the window."""
-        if GROUP in inputs:
-            self._window.append(inputs)
+        if GROUP not in inputs:
+            raise ValueError("the prompts of a micro-batch are not known, since numbering them has failed")
+        self._window.append(inputs)
 
     # Called for measurements.
 
     def window(self) -> Rollouts | None:
-        """The responses that the window learns from; None if TRL has emptied all masks on some rank."""
+        """This rank's responses that the window learns from; None if TRL has emptied all their masks."""
         window = self._window
         prompts = _padded([(i["prompt_ids"], i["prompt_mask"]) for i in window], left=True)
         completions = _padded([(i["completion_ids"], i["completion_mask"]) for i in window], left=False)
@@ -95,7 +95,7 @@ class TrlRollouts:
         sampled, weight = (_padded([(t, t) for t in parts], left=False)[0] for parts in (masks, weights))
         # Leave out completions whose mask TRL has emptied because they did not end.
         rows = sampled.bool().any(1).nonzero()[:, 0]
-        if min(gather_object([len(rows)])) == 0:
+        if not len(rows):
             return None
         self._sampled_at = None
         if all(i.get("old_per_token_logps") is not None for i in window):
@@ -115,9 +115,9 @@ class TrlRollouts:
         )
 
     @property
-    def is_off_policy(self) -> bool:
-        """Whether an older policy may have sampled the last `window`."""
-        return self._sampled_at is not None
+    def sampled_log_prob(self) -> Tensor | None:
+        """Log-probabilities of the last `window` at sampling, [responses, tokens], if an older policy sampled it."""
+        return self._sampled_at
 
     def reweighed(self, update: Rollouts, log_prob: Tensor) -> Rollouts:
         """The window with the weights that the loss gives it if an older policy sampled it.
@@ -154,16 +154,13 @@ class TrlRollouts:
             is_clipped |= (advantage < 0) & (ratio > args.delta)
         return torch.where(is_clipped, 0.0, ratio)
 
-    def fresh(self, seed: int) -> Rollouts:
-        """Responses to prompts that this window does not learn from, by the trainer's own sampler.
+    def fresh(self, chosen: Sequence[int]) -> Rollouts:
+        """Responses to prompts of the dataset by the trainer's own sampler, with the global random numbers.
 
-        The prompts depend only on the seed, the responses on the global random numbers.
-
-        Raises:
-            ValueError: if the dataset has too few prompts.
+        Args:
+            chosen: rows of the dataset, by `choose`.
         """
-        trainer = self._trainer
-        data, chosen = trainer.train_dataset, self._choose(seed)
+        trainer, data = self._trainer, self._trainer.train_dataset
         rows = [i for i in chosen for _ in range(trainer.num_generations)]
         with torch.no_grad():
             prompt_ids, images, fields = trainer._tokenize_prompts([data[i]["prompt"] for i in rows])
@@ -182,11 +179,23 @@ class TrlRollouts:
             texts={-1 - i: str(data[i]["prompt"]) for i in chosen},
         )
 
-    def _choose(self, seed: int) -> list[int]:
-        """Rows of the dataset for this rank: all ranks make the same choice, and each takes its part."""
+    def learned_texts(self) -> list[str]:
+        """Texts of the prompts that this rank's window learns from."""
+        numbers = {int(n) for i in self._window for n in i[GROUP].unique()}
+        return [self._texts[n] for n in sorted(numbers)]
+
+    def choose(self, seed: int, learned: Container[str]) -> list[int]:
+        """Rows of the dataset for this rank's evaluation: all ranks make the same choice, and each takes its part.
+
+        Args:
+            seed: the choice depends on nothing else.
+            learned: texts of the prompts that any rank's window learns from.
+
+        Raises:
+            ValueError: if the dataset has too few prompts.
+        """
         trainer = self._trainer
-        data, numbers = trainer.train_dataset, {int(n) for i in self._window for n in i[GROUP].unique()}
-        learned = set(gather_object([self._texts[n] for n in sorted(numbers)]))
+        data = trainer.train_dataset
         n = self._n_prompts * trainer.accelerator.num_processes
         chosen: dict[str, int] = {}
         for i in torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,12 @@ from sonde.parallel.placements import is_dtensor, is_fsdp1
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 Tokens = dict[str, Tensor]
 """By name: values of each token, [responses, tokens], or of each response, [responses]; on the CPU."""
+
+_KNOWN = "_sonde_known_to_all_ranks"
+"""Attribute of an error that was gathered from all ranks."""
 
 _groups_by_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
@@ -129,9 +135,25 @@ def gather_from_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], To
     """
     if group is None or group.size() == 1:
         return work()
+    return _stack_rows(gather_objects(group, work))
+
+
+def gather_objects(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank, and give every rank all results, in the order of ranks.
+
+    Args:
+        group: the ranks; None for this process alone.
+        work: returns this rank's value, which can be pickled. If it raises, the error is raised here, and the other
+            ranks raise too.
+
+    Raises:
+        RuntimeError: when another rank failed.
+    """
+    if group is None or group.size() == 1:
+        return [work()]
     # A rank that fails still takes part in the gathering, with its message: otherwise its peers would hang.
     problem: Exception | None = None
-    own: Tokens = {}
+    own: T | None = None
     try:
         own = work()
     except Exception as error:
@@ -140,11 +162,43 @@ def gather_from_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], To
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, (message, own), group=group)
     if problem is not None:
-        raise problem
+        raise _known_to_all(problem)
     if failures := [(rank, message) for rank, (message, _) in enumerate(gathered) if message]:
         rank, message = failures[0]
-        raise RuntimeError(f"rank {rank} of the group failed: {message}")
-    return _stack_rows([tokens for _, tokens in gathered])
+        raise _known_to_all(RuntimeError(f"rank {rank} of the group failed: {message}"))
+    return [value for _, value in gathered]
+
+
+@contextlib.contextmanager
+def together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A block that ends alike on all ranks: an error on one rank is raised on all, wherever in the block it happens.
+
+    A rank that fails by itself takes part in its peers' next gathering, with its message. So the block may gather by
+    the functions of this module, and after an error nobody waits. A sum over ranks must directly follow a gathering.
+
+    Args:
+        group: the ranks; None for this process alone.
+
+    Raises:
+        RuntimeError: when another rank failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, _KNOWN, False):
+            gather_objects(group, functools.partial(_raise, error))
+        raise
+    gather_objects(group, lambda: None)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _known_to_all(error: Exception) -> Exception:
+    """The error, marked: every rank has its message."""
+    setattr(error, _KNOWN, True)
+    return error
 
 
 def _stack_rows(by_rank: Sequence[Tokens]) -> Tokens:

@@ -419,23 +419,8 @@ class EntropyChangeProbe:
             self._statistics,
             self._group,
             is_strict=self._options.strict,
-            needs_own=self._needs_own(causes),
+            needs_own=self._options.needs_own_responses(causes=causes),
         )
-
-    def _needs_own(self, causes: bool) -> str:
-        """The option, if there is one, for which evaluation responses must be the policy's own."""
-        options = self._options
-        if options.update == "gradient":
-            return "update='gradient'"
-        if options.objective == "sequence":  # its gradient has no prefix weights
-            for is_wanted, name in (
-                (causes, "causes=True"),
-                (options.first_order, "first_order=True"),
-                (options.coefficient_to_hold, "coefficient_to_hold=True"),
-            ):
-                if is_wanted:
-                    return f"{name} of objective='sequence'"
-        return ""
 
     def _bonus_in_loss(self, coefficient: float | None, applied_scale: float | Tensor) -> tuple[float, float]:
         """The coefficient of the loss's entropy bonus, and the factor of the loss's gradient in `.grad`."""

@@ -95,14 +95,38 @@ class EntropyChangeOptions:
                 "coefficient_to_hold=True asks for the optimizer's answer to an entropy bonus, which update='gradient' "
                 "does not follow: leave one of the two out"
             )
-        if not 1 < self.clip_at < math.inf:
+        if not _is_between(1, self.clip_at, math.inf):
             raise ValueError(f"clip_at must be above 1, as a multiple of the mean weight, got {self.clip_at!r}")
-        if not 0 < self.level < 1:
+        if not _is_between(0, self.level, 1):
             raise ValueError(f"level must be between 0 and 1, got {self.level!r}")
-        if not math.isfinite(self.entropy_coefficient):
-            raise ValueError(f"entropy_coefficient must be finite, got {self.entropy_coefficient!r}")
-        if self.step_size is not None and not 0 < self.step_size < math.inf:
-            raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}")
+        if not _is_between(-math.inf, self.entropy_coefficient, math.inf):
+            raise ValueError(f"entropy_coefficient must be a finite number, got {self.entropy_coefficient!r}")
+        if self.step_size is not None and not _is_between(0, self.step_size, math.inf):
+            raise ValueError(f"step_size must be a positive and finite number, got {self.step_size!r}")
+
+    def needs_own_responses(self, *, causes: bool = False) -> str:
+        """The option, if there is one, for which evaluation responses must be the policy's own, without `log_prob=`.
+
+        Args:
+            causes: whether the change is also split into its causes.
+
+        Returns:
+            The option as it is written, or "".
+        """
+        if self.update == "gradient":
+            return "update='gradient'"
+        if self.objective == "sequence":  # its gradient has no prefix weights
+            wanted = {
+                "causes": causes,
+                "first_order": self.first_order,
+                "coefficient_to_hold": self.coefficient_to_hold,
+            }
+            return next((f"{name}=True of objective='sequence'" for name, is_on in wanted.items() if is_on), "")
+        return ""
+
+
+def _is_between(low: float, value: object, high: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low < value < high
 
 
 def _check_choice(name: str, got: object, choices: Sequence[object]) -> None:
