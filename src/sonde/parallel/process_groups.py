@@ -25,7 +25,7 @@ T = TypeVar("T")
 Tokens = dict[str, Tensor]
 """By name: values of each token, [responses, tokens], or of each response, [responses]; on the CPU."""
 
-_KNOWN = "_sonde_known_to_all_ranks"
+_KNOWN = "sonde_known_to_all_ranks"
 """Attribute of an error that was gathered from all ranks."""
 
 _groups_by_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
